@@ -1,0 +1,19 @@
+"""The one exception family for faults of the world; our own bugs are assertions."""
+
+from __future__ import annotations
+
+
+class CacheError(Exception):
+    """Base of everything hiradix raises on purpose."""
+
+
+class ConfigError(CacheError, ValueError):
+    """A flag, field or file has a value that cannot be used; the message names it."""
+
+
+class OutOfPages(CacheError):
+    """A pool has fewer free and evictable pages than a request needs."""
+
+
+class StorageError(CacheError):
+    """A storage backend failed; callers inside the cache turn this into a miss."""

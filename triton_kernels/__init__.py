@@ -1,0 +1,1 @@
+"""Triton kernels of hiradix, installed as `hiradix.triton_kernels`."""
