@@ -1,0 +1,299 @@
+"""Cache configuration: values, defaults (those of SGLang 0.5.23) and the rules that reconcile them. Standard library only.
+
+Every error is a `ConfigError` whose message starts with the flag (or extra-config key) that has the bad value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from hiradix.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
+PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
+IO_BACKENDS = ("direct", "kernel", "kernel_ascend")
+MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
+HOST_MEMORY_MODES = ("cache", "buffer_only")
+DEFAULT_PAGE_SIZE = 64
+DEFAULT_HICACHE_RATIO = 2.0
+GB = 1_000_000_000
+
+EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
+REFUSED = {
+    ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel or direct",
+    ("--hicache-mem-layout", "page_first_kv_split"): "this layout is for Ascend NPUs; use page_first",
+    ("--hicache-mem-layout", "page_head"): "head-split pages are not supported; use page_first",
+    ("--hicache-host-memory-mode", "buffer_only"): "a staging-only host pool is not supported; use cache",
+}
+_EXCLUSIVE = (
+    "The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive and cannot be used "
+    "at the same time. Please use only one of them."
+)
+
+
+def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
+    """`value` when it is one of `choices`; names known upstream but absent here are refused with the reason."""
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{flag}: unknown value {value!r}, expected one of {', '.join(choices)}")
+    reason = REFUSED.get((flag, value))
+    if reason is not None:
+        raise ConfigError(f"{flag} {value}: {reason}")
+    return value
+
+
+def require_int(flag: str, value: object, minimum: int = 0) -> int:
+    """`value` when it is an int (a bool is not) and at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{flag} must be int, got {type(value).__name__}")
+    if value < minimum:
+        raise ConfigError(f"{flag} must be >= {minimum}, got {value}")
+    return value
+
+
+def require_number(flag: str, value: object, minimum: float = 0.0) -> float:
+    """`value` as a float when it is a finite int or float (a bool is not) and at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{flag} must be number, got {type(value).__name__}")
+    if not math.isfinite(value) or value < minimum:
+        raise ConfigError(f"{flag} must be a finite number >= {minimum:g}, got {value}")
+    return float(value)
+
+
+def require_bool(flag: str, value: object) -> bool:
+    """`value` when it is a bool; 0 and 1 are not."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{flag} must be bool, got {type(value).__name__}")
+    return value
+
+
+def _frozen(mapping: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    return MappingProxyType(dict(mapping or {}))
+
+
+@dataclass(frozen=True)
+class ExtraConfig:
+    """Parsed `--hicache-storage-backend-extra-config`: the cache's own keys, and `backend`: all the rest.
+
+    Attributes:
+        prefetch_threshold: tokens a storage hit must have to be fetched (the cache uses at least one page).
+        prefetch_timeout_base: seconds every prefetch may take.
+        prefetch_timeout_per_ki_token: seconds more for each 1024 tokens.
+        hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
+        backend: keys for the storage backend, unchecked here.
+    """
+
+    prefetch_threshold: int = 256
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_ki_token: float = 0.25
+    hicache_storage_pass_prefix_keys: bool = False
+    backend: Mapping[str, Any] = field(default_factory=_frozen)
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> ExtraConfig:
+        """Splits `values` into our keys and the backend's; raises ConfigError naming the key."""
+        rest = dict(values)
+
+        def name(key: str) -> str:
+            return f"{EXTRA_CONFIG_FLAG}: {key}"
+
+        if "tp_lcm_size" in rest:
+            raise ConfigError(name("tp_lcm_size needs the page_head layout, which is not supported"))
+        if rest.get("allocator") not in (None, "default"):
+            raise ConfigError(name(f"allocator {rest['allocator']!r} is not supported, leave it out"))
+        default = ExtraConfig()
+        return ExtraConfig(
+            prefetch_threshold=require_int(
+                name("prefetch_threshold"), rest.pop("prefetch_threshold", default.prefetch_threshold)
+            ),
+            prefetch_timeout_base=require_number(
+                name("prefetch_timeout_base"), rest.pop("prefetch_timeout_base", default.prefetch_timeout_base)
+            ),
+            prefetch_timeout_per_ki_token=require_number(
+                name("prefetch_timeout_per_ki_token"),
+                rest.pop("prefetch_timeout_per_ki_token", default.prefetch_timeout_per_ki_token),
+            ),
+            hicache_storage_pass_prefix_keys=require_bool(
+                name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
+            ),
+            backend=_frozen(rest),
+        )
+
+    def with_backend(self, **values: Any) -> ExtraConfig:
+        """The same with `values` added to the backend's keys where those do not set them already."""
+        return dataclasses.replace(self, backend=_frozen({**values, **self.backend}))
+
+
+def _load_yaml(text: str) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError("YAML needs the package pyyaml (pip install pyyaml), or use .json or .toml") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {error}") from error
+
+
+def _load_file(path: Path) -> Any:
+    suffix = path.suffix.lower()
+    if suffix not in (".json", ".toml", ".yaml", ".yml"):
+        raise ConfigError(f"Unsupported config file {path} (config format: {suffix})")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if suffix == ".json":
+        return json.loads(text)
+    return tomllib.loads(text) if suffix == ".toml" else _load_yaml(text)
+
+
+def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
+    """The JSON object in `text`, or in the file when `text` is `@path` (.json, .toml, .yaml, .yml); {} for nothing."""
+    text = (text or "").strip()
+    if not text:
+        return {}
+    try:
+        value = _load_file(Path(text[1:]).expanduser()) if text.startswith("@") else json.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        source = text if text.startswith("@") else f"the text ({len(text)} characters)"
+        raise ConfigError(f"{flag}: {source} is not valid: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{flag}: expected an object with string keys, got {type(value).__name__}")
+    return value
+
+
+def parse_extra_config(text: str | None) -> ExtraConfig:
+    """`text` is JSON, or `@path` to a .json/.toml/.yaml file, or nothing; raises ConfigError naming the key."""
+    return ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text))
+
+
+_SECRET = re.compile(
+    r"passw|secret|credential|private|api_?key|access_?key|authorization|(^|_)(auth|token)$", re.IGNORECASE
+)
+_USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
+
+
+def redact(value: Any, key: str = "") -> Any:
+    """`value` with what looks like a secret replaced by '***' (by key name, and user info in URLs), for display."""
+    own_keys = {entry.name for entry in dataclasses.fields(ExtraConfig)}
+    if _SECRET.search(key) and key not in own_keys and value is not None:
+        return "***"
+    if isinstance(value, Mapping):
+        return {str(name): redact(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(item) for item in value]
+    return _USER_INFO.sub(r"\g<scheme>***@", value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class HiCacheConfig:
+    """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`.
+
+    `page_size` is in tokens, `hicache_size` in GB of 1e9 bytes (0: use the ratio), `hicache_ratio` is host pool tokens
+    per device pool token (None: DEFAULT_HICACHE_RATIO, shrunk to `hicache_host_memory_fraction` of free memory).
+    """
+
+    page_size: int = DEFAULT_PAGE_SIZE
+    enable_hierarchical_cache: bool = False
+    disable_radix_cache: bool = False
+    hicache_ratio: float | None = None
+    hicache_size: float = 0
+    hicache_host_memory_fraction: float = 0.8
+    hicache_write_policy: str = "write_through"
+    hicache_io_backend: str = "kernel"
+    hicache_mem_layout: str = "page_first"
+    hicache_host_memory_mode: str = "cache"
+    hicache_storage_backend: str | None = None
+    hicache_storage_prefetch_policy: str = "timeout"
+    hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
+    hicache_storage_prefetch_retry_poll_interval: int = 8
+    hicache_storage_prefetch_retry_max_attempts: int = 8
+    radix_eviction_policy: str = "lru"
+    radix_eviction_policy_config: Mapping[str, Any] = field(default_factory=_frozen)
+    served_model_name: str = ""
+
+    def __post_init__(self) -> None:
+        if self.enable_hierarchical_cache and self.disable_radix_cache:
+            raise ConfigError(_EXCLUSIVE)
+        require_int("--page-size", self.page_size, 1)
+        if self.hicache_ratio is not None:
+            require_number("--hicache-ratio", self.hicache_ratio)
+            if self.hicache_ratio == 0:
+                raise ConfigError("--hicache-ratio must be > 0, got 0")
+        require_number("--hicache-size", self.hicache_size)
+        fraction = require_number("--hicache-host-memory-fraction", self.hicache_host_memory_fraction)
+        if not 0 < fraction <= 1:
+            raise ConfigError("--hicache-host-memory-fraction must be in (0, 1].")
+        require_choice("--hicache-write-policy", self.hicache_write_policy, WRITE_POLICIES)
+        require_choice("--hicache-io-backend", self.hicache_io_backend, IO_BACKENDS)
+        require_choice("--hicache-mem-layout", self.hicache_mem_layout, MEM_LAYOUTS)
+        require_choice("--hicache-host-memory-mode", self.hicache_host_memory_mode, HOST_MEMORY_MODES)
+        require_choice(
+            "--hicache-storage-prefetch-policy", self.hicache_storage_prefetch_policy, PREFETCH_POLICIES
+        )
+        self._check_storage()
+
+    def _check_storage(self) -> None:
+        backend = self.hicache_storage_backend
+        if backend is not None and (not isinstance(backend, str) or not backend.strip()):
+            raise ConfigError(f"--hicache-storage-backend: expected a backend's name, got {backend!r}")
+        if backend is not None and not self.enable_hierarchical_cache:
+            raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
+        require_int(
+            "--hicache-storage-prefetch-retry-poll-interval", self.hicache_storage_prefetch_retry_poll_interval
+        )
+        require_int(
+            "--hicache-storage-prefetch-retry-max-attempts", self.hicache_storage_prefetch_retry_max_attempts
+        )
+
+    @property
+    def host_ratio(self) -> float:
+        """Host pool tokens per device pool token, with the default put in."""
+        return DEFAULT_HICACHE_RATIO if self.hicache_ratio is None else float(self.hicache_ratio)
+
+    @property
+    def host_size_bytes(self) -> int:
+        """The host pool's explicit size in bytes, 0 where the ratio decides."""
+        return int(self.hicache_size * GB)
+
+    def normalised(self) -> HiCacheConfig:
+        """The configuration with upstream's rewrites applied, each one logged as a warning. Idempotent."""
+        config, warnings = normalise(self)
+        for warning in warnings:
+            logger.warning(warning)
+        return config
+
+
+def normalise(config: HiCacheConfig) -> tuple[HiCacheConfig, tuple[str, ...]]:
+    """`config` with layout and io backend made to agree as upstream does, and one sentence for each change."""
+    if not config.enable_hierarchical_cache:
+        return config, ()
+    layout, io_backend = config.hicache_mem_layout, config.hicache_io_backend
+    warnings: list[str] = []
+    if layout == "page_first_direct" and io_backend == "kernel":
+        io_backend = "direct"
+        warnings.append("Kernel io backend does not support page first direct layout, switching to direct io backend")
+    if layout == "page_first" and io_backend == "direct":
+        layout = "page_first_direct"
+        warnings.append(
+            "Page first layout is not supported with direct IO backend, switching to page first direct layout"
+        )
+    if config.hicache_storage_backend == "mooncake" and layout == "layer_first":
+        layout = "page_first_direct" if io_backend == "direct" else "page_first"
+        warnings.append(f"Mooncake storage needs whole pages, switching from layer_first to {layout} layout")
+    changed = dataclasses.replace(config, hicache_mem_layout=layout, hicache_io_backend=io_backend)
+    return changed, tuple(warnings)
