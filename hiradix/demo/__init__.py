@@ -1,0 +1,1 @@
+"""The demo: a real server, real conversations, and the same prompts with the cache off."""
