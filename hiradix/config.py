@@ -1,6 +1,6 @@
-"""Cache configuration: values, defaults (those of SGLang 0.5.23) and the rules that reconcile them. Standard library only.
+"""Cache configuration: values, SGLang 0.5.23's defaults, the rules that reconcile them. Standard library.
 
-Every error is a `ConfigError` whose message starts with the flag (or extra-config key) that has the bad value.
+Every error is a `ConfigError` whose message starts with the flag or extra-config key that has the bad value.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ REFUSED = {
     ("--hicache-host-memory-mode", "buffer_only"): "a staging-only host pool is not supported; use cache",
 }
 _EXCLUSIVE = (
-    "The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive and cannot be used "
-    "at the same time. Please use only one of them."
+    "The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive and cannot be "
+    "used at the same time. Please use only one of them."
 )
 
 
 def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
-    """`value` when it is one of `choices`; names known upstream but absent here are refused with the reason."""
+    """`value` when it is one of `choices`; upstream names we lack are refused with the reason."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{flag}: unknown value {value!r}, expected one of {', '.join(choices)}")
     reason = REFUSED.get((flag, value))
@@ -118,7 +118,8 @@ class ExtraConfig:
                 name("prefetch_threshold"), rest.pop("prefetch_threshold", default.prefetch_threshold)
             ),
             prefetch_timeout_base=require_number(
-                name("prefetch_timeout_base"), rest.pop("prefetch_timeout_base", default.prefetch_timeout_base)
+                name("prefetch_timeout_base"),
+                rest.pop("prefetch_timeout_base", default.prefetch_timeout_base),
             ),
             prefetch_timeout_per_ki_token=require_number(
                 name("prefetch_timeout_per_ki_token"),
@@ -139,7 +140,9 @@ def _load_yaml(text: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ConfigError("YAML needs the package pyyaml (pip install pyyaml), or use .json or .toml") from error
+        raise ConfigError(
+            "YAML needs the package pyyaml (pip install pyyaml), or use .json or .toml"
+        ) from error
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -160,7 +163,7 @@ def _load_file(path: Path) -> Any:
 
 
 def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
-    """The JSON object in `text`, or in the file when `text` is `@path` (.json, .toml, .yaml, .yml); {} for nothing."""
+    """The object in `text` (JSON), or in the file of `@path` (.json, .toml, .yaml, .yml); {} for nothing."""
     text = (text or "").strip()
     if not text:
         return {}
@@ -177,7 +180,7 @@ def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
 
 
 def parse_extra_config(text: str | None) -> ExtraConfig:
-    """`text` is JSON, or `@path` to a .json/.toml/.yaml file, or nothing; raises ConfigError naming the key."""
+    """`text` is JSON, `@path` to a .json/.toml/.yaml file, or nothing; raises ConfigError naming the key."""
     return ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text))
 
 
@@ -188,7 +191,7 @@ _USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNOREC
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """`value` with what looks like a secret replaced by '***' (by key name, and user info in URLs), for display."""
+    """`value` for display: '***' where it looks like a secret (by key name, and user info in URLs)."""
     own_keys = {entry.name for entry in dataclasses.fields(ExtraConfig)}
     if _SECRET.search(key) and key not in own_keys and value is not None:
         return "***"
@@ -203,8 +206,8 @@ def redact(value: Any, key: str = "") -> Any:
 class HiCacheConfig:
     """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`.
 
-    `page_size` is in tokens, `hicache_size` in GB of 1e9 bytes (0: use the ratio), `hicache_ratio` is host pool tokens
-    per device pool token (None: DEFAULT_HICACHE_RATIO, shrunk to `hicache_host_memory_fraction` of free memory).
+    `page_size` is in tokens, `hicache_size` in GB of 1e9 bytes (0: use the ratio), `hicache_ratio` is host
+    pool tokens per device pool token (None: the default, shrunk to `hicache_host_memory_fraction` of free memory).
     """
 
     page_size: int = DEFAULT_PAGE_SIZE
@@ -220,8 +223,6 @@ class HiCacheConfig:
     hicache_storage_backend: str | None = None
     hicache_storage_prefetch_policy: str = "timeout"
     hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
-    hicache_storage_prefetch_retry_poll_interval: int = 8
-    hicache_storage_prefetch_retry_max_attempts: int = 8
     radix_eviction_policy: str = "lru"
     radix_eviction_policy_config: Mapping[str, Any] = field(default_factory=_frozen)
     served_model_name: str = ""
@@ -253,12 +254,6 @@ class HiCacheConfig:
             raise ConfigError(f"--hicache-storage-backend: expected a backend's name, got {backend!r}")
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
-        require_int(
-            "--hicache-storage-prefetch-retry-poll-interval", self.hicache_storage_prefetch_retry_poll_interval
-        )
-        require_int(
-            "--hicache-storage-prefetch-retry-max-attempts", self.hicache_storage_prefetch_retry_max_attempts
-        )
 
     @property
     def host_ratio(self) -> float:
@@ -279,14 +274,16 @@ class HiCacheConfig:
 
 
 def normalise(config: HiCacheConfig) -> tuple[HiCacheConfig, tuple[str, ...]]:
-    """`config` with layout and io backend made to agree as upstream does, and one sentence for each change."""
+    """`config` with layout and io backend made to agree as upstream does, and a sentence for each change."""
     if not config.enable_hierarchical_cache:
         return config, ()
     layout, io_backend = config.hicache_mem_layout, config.hicache_io_backend
     warnings: list[str] = []
     if layout == "page_first_direct" and io_backend == "kernel":
         io_backend = "direct"
-        warnings.append("Kernel io backend does not support page first direct layout, switching to direct io backend")
+        warnings.append(
+            "Kernel io backend does not support page first direct layout, switching to direct io backend"
+        )
     if layout == "page_first" and io_backend == "direct":
         layout = "page_first_direct"
         warnings.append(
