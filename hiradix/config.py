@@ -207,7 +207,8 @@ class HiCacheConfig:
     """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`.
 
     `page_size` is in tokens, `hicache_size` in GB of 1e9 bytes (0: use the ratio), `hicache_ratio` is host
-    pool tokens per device pool token (None: the default, shrunk to `hicache_host_memory_fraction` of free memory).
+    pool tokens per device pool token (None: the default, shrunk to `hicache_host_memory_fraction` of free
+    memory).
     """
 
     page_size: int = DEFAULT_PAGE_SIZE
