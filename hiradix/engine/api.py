@@ -1,0 +1,170 @@
+"""What callers of the reference engine pass in and get back: frozen records, no torch, no threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from hiradix.config import HiCacheConfig
+from hiradix.errors import CacheError, ConfigError
+
+
+class RequestError(CacheError, ValueError):
+    """A request that can never be served as it is (too long, empty, bad parameter); nothing was queued."""
+
+
+class EngineBusy(CacheError):
+    """The waiting queue is at its cap; the caller may try again later."""
+
+
+class EngineStopped(CacheError):
+    """The engine thread has ended, was closed, or failed; no further request can be served."""
+
+
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
+FINISH_ABORT = "abort"
+FINISH_ERROR = "error"
+
+
+def _require(ok: bool, name: str, value: object, want: str) -> None:
+    if not ok:
+        raise RequestError(f"{name}={value!r}: must be {want}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request picks its tokens and when it ends; a bad value raises RequestError naming the field.
+
+    `temperature` 0 is greedy. `seed` None draws from the engine's own stream; an integer makes the request
+    repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's and the N
+    most likely tokens' log probabilities of the unscaled distribution. `stop` strings need a tokenizer.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "in [0, 100]")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _require(len(self.stop) <= 16 and all(self.stop), "stop", self.stop, "at most 16 non-empty strings")
+        _require(len(self.stop_token_ids) <= 64, "stop_token_ids", self.stop_token_ids, "at most 64 ids")
+        _require(self.logprobs is None or 0 <= self.logprobs <= 50, "logprobs", self.logprobs, "in 0..50")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter."""
+
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One emitted token's log probability and the most likely (token id, log probability) pairs, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of one request; the cached counts are those of its first admission, by source tier."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_device: int = 0
+    cached_host: int = 0
+    cached_storage: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was reused from any tier."""
+        return self.cached_device + self.cached_host + self.cached_storage
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step produced for one request; the last one of a request carries `finish_reason`.
+
+    `token_ids` are new since the previous Output (empty at most in the last). `text` is the new text, held
+    back while it may be the beginning of a stop string or of a character, and cut before a stop string; it
+    is "" when the model directory has no tokenizer. `finish_reason` is stop, length, abort or error; for
+    error, `error` says why.
+    """
+
+    rid: str
+    token_ids: tuple[int, ...]
+    usage: Usage
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an Engine is built from; a bad value raises ConfigError naming the field.
+
+    `max_total_tokens` is the device pool in tokens (rounded down to pages). `context_length` None takes the
+    model's. `chunked_prefill_size` is the most tokens one forward pass computes; None prefills whole prompts.
+    `num_threads` None means 1 on CPU. `check` runs the invariant and conservation checks after every step
+    (also switched on by HIRADIX_CHECK=1 in the environment).
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    max_total_tokens: int = 16384
+    max_running_requests: int = 16
+    max_waiting_requests: int = 512
+    chunked_prefill_size: int | None = 512
+    context_length: int | None = None
+    num_threads: int | None = None
+    cache: HiCacheConfig = field(default_factory=HiCacheConfig)
+    check: bool = False
+    model_name: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16 or float16")
+        positive = ("max_total_tokens", "max_running_requests", "max_waiting_requests",
+                    "chunked_prefill_size", "context_length", "num_threads")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in positive and value is not None and value < 1:
+                raise ConfigError(f"{f.name}={value!r}: must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """A snapshot of the engine's size and load, in tokens and requests."""
+
+    model_name: str
+    model_path: str
+    dtype: str
+    device: str
+    page_size: int
+    context_length: int
+    vocab_size: int
+    kv_bytes_per_token: int
+    max_total_tokens: int
+    available_tokens: int
+    evictable_tokens: int
+    protected_tokens: int
+    num_running: int
+    num_waiting: int
+    num_retractions: int
+    num_steps: int
+    storage_attached: bool

@@ -1,0 +1,103 @@
+"""A transformers causal model from a local directory, run over paged KV through our attention function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiradix.engine.attention import ATTENTION_NAME, KVBuffers, paged_attention
+from hiradix.engine.packing import Work, pack
+from hiradix.errors import ConfigError
+from hiradix.memory import KVShape
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Masks are the paged attention's own business."""
+
+
+def load_config(path: str) -> Any:
+    """The transformers config of a local model directory; ConfigError when it is not one we can run."""
+    directory = Path(path)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model path {path!r}: no config.json there; a local model directory is needed")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model path {path!r}: unreadable config.json: {error}") from error
+    if config.model_type not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise ConfigError(f"model path {path!r}: model type {config.model_type!r} is not one of {known}")
+    return config
+
+
+def kv_shape(config: Any, dtype: torch.dtype) -> KVShape:
+    """Shape of the model's KV cache per token."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return KVShape(
+        num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim, v_head_dim=head_dim, dtype=dtype,
+    )
+
+
+def stop_token_ids(config: Any, path: str) -> frozenset[int]:
+    """End-of-sequence ids of the model config and of generation_config.json, where there is one."""
+    found: set[int] = set()
+    sources = [config.eos_token_id]
+    generation = Path(path) / "generation_config.json"
+    if generation.is_file():
+        sources.append(json.loads(generation.read_text()).get("eos_token_id"))
+    for source in sources:
+        found.update([source] if isinstance(source, int) else source or ())
+    return frozenset(found)
+
+
+class PagedModel:
+    """A causal language model whose KV lives in a device pool's pages.
+
+    `shape` is the KV shape a pool must have; `context_length` the most tokens a sequence may have. Used by
+    one thread.
+    """
+
+    def __init__(self, path: str, dtype: torch.dtype, device: str) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+
+        AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+        config = load_config(path)
+        try:
+            self._model = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False,
+                use_safetensors=True, attn_implementation=ATTENTION_NAME,
+            ).eval()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model path {path!r}: cannot load the weights: {error}") from error
+        self._model.to(device)
+        self.config = config
+        self.device = torch.device(device)
+        self.shape = kv_shape(config, dtype)
+        self.vocab_size: int = config.vocab_size
+        self.context_length: int = config.max_position_embeddings
+        self.stop_token_ids = stop_token_ids(config, path)
+
+    @torch.inference_mode()
+    def forward(self, work: Sequence[Work], pool: KVBuffers) -> torch.Tensor:
+        """Logits float32 [len(work), vocab] after each sequence's last token; writes the new tokens' K and V.
+
+        Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
+        then written only slots of its own new tokens.
+        """
+        packed = pack(work, pool, self.device)
+        out = self._model(
+            input_ids=packed.token_ids[None], position_ids=packed.positions[None], attention_mask=None,
+            use_cache=False, logits_to_keep=packed.last_rows, paged=packed.step,
+        )
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
