@@ -1,0 +1,213 @@
+"""From command-line arguments to one frozen `ServeConfig`. No torch here: a bad flag fails at once."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hiradix.config import (
+    DEFAULT_PAGE_SIZE,
+    ExtraConfig,
+    HiCacheConfig,
+    load_mapping,
+    normalise,
+    parse_extra_config,
+)
+from hiradix.engine.api import EngineConfig
+from hiradix.errors import ConfigError
+from hiradix.server.flag_table import FLAGS, Flag
+
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
+MAX_SHUTDOWN_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Everything `hiradix serve` starts from. `notes` are the lines start-up prints (defaults and rewrites).
+
+    Keys are in no repr. `extra_config_text` is what the flag said, kept for the admin view.
+    """
+
+    engine: EngineConfig
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 30000
+    log_level: str = "info"
+    shutdown_timeout_s: float = 10.0
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+    extra_config_text: str | None = field(default=None, repr=False)
+    metric_labels: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that reports a bad flag as ConfigError, so that start-up has one way to say no."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class _Refuse(argparse.Action):
+    """Stops with the reason of a flag that upstream has and this server does not."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        raise ConfigError(f"{option_string} is not supported: {self.metavar}")
+
+
+def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
+    if flag.status == "refused":
+        parser.add_argument(flag.name, action=_Refuse, nargs="?", metavar=flag.note, help=argparse.SUPPRESS)
+        return
+    names = (flag.name, *flag.aliases)
+    note = flag.note.replace("%", "%%")
+    if flag.kind is None:
+        parser.add_argument(*names, action="store_true", dest=flag.dest, help=note)
+        return
+    shown = flag.default_text or ("" if flag.default is None else str(flag.default))
+    parser.add_argument(
+        *names,
+        dest=flag.dest,
+        type=flag.kind,
+        default=flag.default,
+        choices=flag.choices or None,
+        required=flag.required,
+        metavar=None if flag.choices else flag.metavar or flag.dest.rsplit("_", 1)[-1].upper(),
+        help=f"{note} (default: {shown})" if shown else note,
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `hiradix serve`; on a bad argument it raises ConfigError instead of exiting."""
+    parser = _Parser(prog="hiradix serve", description="Serve a model over HTTP.", allow_abbrev=False)
+    for flag in FLAGS:
+        _add(parser, flag)
+    return parser
+
+
+def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
+    """The configuration of `arguments`; raises ConfigError with one line that names the flag."""
+    args = make_parser().parse_args(list(arguments))
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port must be in 0..65535, got {args.port}")
+    if not 0 <= args.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT_S:
+        raise ConfigError(
+            f"--shutdown-timeout must be in 0..{MAX_SHUTDOWN_TIMEOUT_S:g}, got {args.shutdown_timeout}"
+        )
+    name = args.served_model_name or args.model_path
+    cache, notes = _cache_config(args, name)
+    return ServeConfig(
+        engine=_engine_config(args, cache, name),
+        model_name=name,
+        host=args.host,
+        port=args.port,
+        log_level=args.log_level,
+        shutdown_timeout_s=args.shutdown_timeout,
+        api_key=_key("--api-key", args.api_key),
+        admin_api_key=_key("--admin-api-key", args.admin_api_key),
+        extra_config_text=args.hicache_storage_backend_extra_config,
+        metric_labels=_metric_labels(args.extra_metric_labels),
+        notes=notes,
+    )
+
+
+def _key(flag: str, value: str | None) -> str | None:
+    if value is not None and (not value or value != value.strip() or not value.isascii()):
+        raise ConfigError(f"{flag}: a key must be non-empty ASCII text without spaces around it")
+    return value
+
+
+def _metric_labels(text: str | None) -> dict[str, str]:
+    labels = load_mapping("--extra-metric-labels", text)
+    for name, value in labels.items():
+        if not _LABEL.match(name) or name.startswith("__") or not isinstance(value, str):
+            raise ConfigError(f"--extra-metric-labels: {name!r} must be a label name with a text value")
+    return labels
+
+
+def _page_size(args: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
+    if args.page_size is not None:
+        return args.page_size, ()
+    if not args.enable_hierarchical_cache:
+        return 1, ()
+    note = f"--page-size not given: using {DEFAULT_PAGE_SIZE} with the hierarchical cache"
+    return DEFAULT_PAGE_SIZE, (note,)
+
+
+def _storage_config(args: argparse.Namespace) -> ExtraConfig:
+    extra = parse_extra_config(args.hicache_storage_backend_extra_config)
+    if args.file_storage_path is None:
+        return extra
+    if args.hicache_storage_backend not in (None, "file"):
+        raise ConfigError("--file-storage-path is for --hicache-storage-backend file")
+    return extra.with_backend(file_storage_path=args.file_storage_path)
+
+
+def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, tuple[str, ...]]:
+    page_size, notes = _page_size(args)
+    config = HiCacheConfig(
+        page_size=page_size,
+        enable_hierarchical_cache=args.enable_hierarchical_cache,
+        disable_radix_cache=args.disable_radix_cache,
+        hicache_ratio=args.hicache_ratio,
+        hicache_size=args.hicache_size,
+        hicache_host_memory_fraction=args.hicache_host_memory_fraction,
+        hicache_write_policy=args.hicache_write_policy,
+        hicache_io_backend=args.hicache_io_backend,
+        hicache_mem_layout=args.hicache_mem_layout,
+        hicache_host_memory_mode=args.hicache_host_memory_mode,
+        hicache_storage_backend=args.hicache_storage_backend,
+        hicache_storage_prefetch_policy=args.hicache_storage_prefetch_policy,
+        hicache_storage_backend_extra_config=_storage_config(args),
+        radix_eviction_policy=args.radix_eviction_policy,
+        radix_eviction_policy_config=load_mapping(
+            "--radix-eviction-policy-config", args.radix_eviction_policy_config
+        ),
+        served_model_name=name,
+    )
+    config, warnings = normalise(config)
+    return config, notes + warnings
+
+
+def _model_path(text: str) -> str:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ConfigError(f"--model-path: {text} is not a directory")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"--model-path: {text} has no config.json, it is not a transformers checkpoint")
+    return str(path)
+
+
+def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) -> EngineConfig:
+    counts: dict[str, Any] = {
+        "max_total_tokens": args.max_total_tokens,
+        "max_running_requests": args.max_running_requests,
+        "max_waiting_requests": args.max_queued_requests,
+        "context_length": args.context_length,
+        "num_threads": args.num_threads,
+        "chunked_prefill_size": None if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
+    }
+    for field_name, value in counts.items():
+        if value is not None and value < 1:
+            flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
+            raise ConfigError(f"--{flag.replace('_', '-')} must be >= 1, got {value}")
+    return EngineConfig(
+        model_path=_model_path(args.model_path),
+        dtype=args.dtype,
+        device=args.device,
+        cache=cache,
+        check=args.check_invariants,
+        model_name=name,
+        seed=args.random_seed,
+        **counts,
+    )
