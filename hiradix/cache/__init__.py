@@ -1,0 +1,6 @@
+"""The hierarchical cache: the only package that sees both the tree and the transfer controller."""
+
+from hiradix.cache.core import HierarchicalCache, HostTier
+from hiradix.cache.pages import Counters, PageSource
+
+__all__ = ["Counters", "HierarchicalCache", "HostTier", "PageSource"]

@@ -1,0 +1,213 @@
+"""HierarchicalCache: one prefix cache over device, host and storage, in pages and nodes.
+
+    tick()        apply finished transfers; once per scheduler step, before anything else
+    match(key)    deepest usable device and loadable boundaries
+    load_back()   host -> device, all promised pages or none
+    insert()      give a request's pages to the tree; write-through follows
+    make_room()   evict until the device pool has pages to give
+    prefetch      storage -> host while a request waits
+
+The scheduler thread is the only caller. This package is the only place that sees both the tree (what is
+where) and the controller (what moves); each of its files holds one direction of movement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hiradix.cache.backup import Backup
+from hiradix.cache.flights import Flights
+from hiradix.cache.load_back import LoadBack
+from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSource, PageSupply
+from hiradix.cache.prefetch import Prefetcher
+from hiradix.errors import CacheError
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.storage import GuardedStorage
+from hiradix.transfer import JobKind, TransferController
+from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
+
+COPY_WAIT_S = 5.0  # longest the scheduler waits for device copies that free pages
+
+
+@dataclass(frozen=True)
+class HostTier:
+    """What the cache needs below the device tier; without it the cache is device-only."""
+
+    pages: PageSource
+    controller: TransferController
+    write_policy: WritePolicy
+    prefetch_policy: PrefetchPolicy
+
+
+class HierarchicalCache:
+    """See the module's docstring. Owns the tree; shares the device pool with the engine, owns the host pool."""
+
+    def __init__(
+        self,
+        tree: RadixTree,
+        device: PageSource,
+        host: HostTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.tree = tree
+        self._clock = clock
+        self.counters = Counters()
+        self.supply = PageSupply(tree, device, host.pages if host else None, self.counters)
+        self.flights = Flights(self.supply.free_host)
+        self.controller = host.controller if host else None
+        self.backup: Backup | None = None
+        self._load_back: LoadBack | None = None
+        self.prefetcher: Prefetcher | None = None
+        if host is not None:
+            self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
+            self._load_back = LoadBack(self.supply, host.controller, self.flights)
+            self.prefetcher = Prefetcher(
+                self.supply, host.controller, self.flights, host.prefetch_policy, clock
+            )
+
+    # -- one request's life -------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Apply finished transfers. Under 5 us when there is nothing to do."""
+        if self.controller is None:
+            return
+        for result in self.controller.poll():
+            self.flights.apply(result)
+        if self._load_back is not None:
+            self._load_back.drop_failed()
+
+    def match(self, key: RadixKey) -> Match:
+        """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
+        match = self.tree.match(key)
+        return match if self._load_back is None else self._load_back.usable(match)
+
+    def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
+        """Bring `match.loadable_node` to the device. Returns the pages queued; None: not possible, nothing changed."""
+        if self._load_back is None or match.loadable_node is match.device_node:
+            return 0
+        return self._load_back.load(match.loadable_node, quota_pages)
+
+    def start_loading(self) -> int:
+        """Launch queued loads; the gate slot the next forward waits on, -1 when nothing is loading."""
+        return -1 if self._load_back is None else self._load_back.start_loading()
+
+    def insert(self, key: RadixKey, pages: Pages, at: Lock | None = None) -> Lock:
+        """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
+
+        at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
+        covers the whole key and is the caller's; `at` stays the caller's too.
+        """
+        done = self.tree.insert(key, Tier.DEVICE, [pages], at=at)
+        duplicates = done.duplicates[BACKBONE]
+        if len(duplicates):
+            self.supply.device.free(duplicates)
+        self.inserted(done.lock.node)
+        return done.lock
+
+    def inserted(self, node: Node) -> None:
+        """Write-through of what was just inserted at `node`, as the write policy says."""
+        if self.backup is not None:
+            self.backup.on_insert(node)
+
+    def make_room(self, num_pages: int) -> int:
+        """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
+        short = num_pages - self.supply.device.available
+        if short <= 0:
+            return 0
+        return self.evict(short)
+
+    def evict(self, num_pages: int) -> int:
+        """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
+
+        When everything evictable is gone and write-through copies still hold pages, waits for those.
+        """
+        if self.backup is not None and self.backup.policy.writes_on_evict:
+            self.backup.write_back(num_pages, COPY_WAIT_S)
+            self.tick()
+        freed = self.supply.evict(Tier.DEVICE, num_pages)
+        if freed < num_pages and self.wait_for_copies(COPY_WAIT_S):
+            freed += self.supply.evict(Tier.DEVICE, num_pages - freed)
+        return freed
+
+    def wait_for_copies(self, timeout_s: float) -> bool:
+        """Wait until running device copies are done and apply them. False if there were none."""
+        tickets = self.flights.tickets(JobKind.WRITE, JobKind.LOAD)
+        if not tickets or self.controller is None:
+            return False
+        self.start_loading()
+        self.controller.wait(tickets, timeout_s)
+        self.tick()
+        return True
+
+    # -- lifecycle ----------------------------------------------------------------------
+
+    def attach_storage(self, storage: GuardedStorage) -> None:
+        """Start backing up to and fetching from `storage`, which the controller owns from now on."""
+        assert self.controller is not None, "storage needs a host tier"
+        self.controller.attach(storage)
+        self.tree.forget_stored()
+
+    def detach_storage(self, timeout_s: float) -> None:
+        """Stop using storage. Raises CacheError when a job does not end in time; may then be repeated."""
+        assert self.controller is not None and self.prefetcher is not None, "storage needs a host tier"
+        self.prefetcher.stop_all()
+        self.controller.detach(timeout_s)
+        self.tick()
+        self.tree.forget_stored()
+
+    def reset(self, timeout_s: float = 30.0) -> None:
+        """Empty device and host tiers. Storage keeps what it has. Nothing may be locked by a request.
+
+        Raises CacheError, with nothing changed, if device copies do not end within the deadline. Storage
+        jobs under way become orphans that give their host pages back when they end.
+        """
+        self.wait_for_copies(timeout_s)
+        if running := self.flights.tickets(JobKind.WRITE, JobKind.LOAD):
+            raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
+        if self.controller is not None:
+            self.controller.cancel_storage()
+        kept = self.flights.orphan_all()
+        for drop in self.tree.clear():
+            if drop.tier is Tier.HOST:
+                self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32))
+            else:
+                self.supply.device.free(drop.pages)
+        for part in (self.backup, self._load_back, self.prefetcher):
+            if part is not None:
+                part.clear()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for everything in flight and apply it; False if the deadline passed first."""
+        deadline = self._clock() + timeout_s
+        while len(self.flights) and self.controller is not None:
+            left = deadline - self._clock()
+            if left <= 0:
+                return False
+            self.start_loading()
+            self.controller.wait(self.flights.tickets(), left)
+            self.tick()
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the workers and close storage."""
+        if self.controller is not None:
+            self.controller.close(timeout_s)
+
+    # -- checks -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
+        self.tree.check()
+        if self.supply.host is None:
+            return
+        owned = self.flights.owned()
+        resident = self.tree.all_pages(Tier.HOST)
+        taken = np.concatenate([owned, resident])
+        assert len(np.unique(taken)) == len(taken), "a host page is in two places"
+        total, free = self.supply.host.num_pages, self.supply.host.available
+        assert len(taken) + free == total, f"host pages: {len(resident)} tree + {len(owned)} in flight + {free} free != {total}"

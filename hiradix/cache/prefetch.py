@@ -1,0 +1,264 @@
+"""Storage to host, while a request waits in the queue.
+
+    query (worker hashes and asks the backend) -> host pages for what is there -> reads of at most 128 pages,
+    each adopted into the tree as it arrives -> done
+
+The request is told when to go on by the prefetch policy; what arrives after that still enters the tree.
+Host pages are allocated only when the hit length is known. Every path ends in `_finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.pages import BACKBONE, Pages, PageSupply
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.transfer import JobKind, Result, Ticket, TransferController
+from hiradix.tree import Lock, Node, RadixKey, RadixTree, Tier
+
+READ_BATCH_PAGES = 128
+
+
+class Phase(Enum):
+    QUERY = "query"
+    READ = "read"
+    JOINED = "joined"  # waits for another prefetch of the same pages
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far."""
+
+    key: RadixKey
+    asked_pages: int
+    start_page: int
+    started_s: float
+    anchor: Node
+    lock: Lock | None
+    phase: Phase = Phase.QUERY
+    tickets: set[Ticket] = field(default_factory=set)
+    unread_pages: int = 0  # pages of reads that are not back yet
+    broken: bool = False  # a page was missing: later reads cannot be used
+    stopped: bool = False  # its request went on or ended, and nobody else waits for it
+    loaded_pages: int = 0
+    primary: Prefetch | None = None
+
+
+class Prefetcher:
+    """All prefetches under way, by request handle."""
+
+    def __init__(
+        self,
+        supply: PageSupply,
+        controller: TransferController,
+        flights: Flights,
+        policy: PrefetchPolicy,
+        clock: Callable[[], float],
+    ):
+        self.policy = policy
+        self._tree: RadixTree = supply.tree
+        self._supply = supply
+        self._controller = controller
+        self._flights = flights
+        self._clock = clock
+        self._active: dict[Hashable, Prefetch] = {}
+        self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
+        self._loaded: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def clear(self) -> None:
+        """Forget everything (after a reset; the flights are orphans now)."""
+        for p in self._running:
+            p.phase, p.lock = Phase.DONE, None
+        self._active.clear()
+        self._running.clear()
+        self._loaded.clear()
+
+    # -- the request's side -------------------------------------------------------------
+
+    def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
+        """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
+        self.abort(handle)
+        asked = key.num_pages(self._tree.page_size) - node.end
+        if asked <= 0 or not self._controller.storage_attached or not self.policy.worth_asking(asked):
+            return False
+        if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
+            self._supply.counters.miss("host_capacity", asked)
+            return False
+        p = Prefetch(key, asked, node.end, self._clock(), node, None)
+        self._active[handle] = p
+        self._running.append(p)
+        primary = self._same_pages(p)
+        if primary is not None:
+            p.phase, p.primary = Phase.JOINED, primary
+        else:
+            self._query(p)
+        return True
+
+    def progress(self, handle: Hashable) -> bool:
+        """True when the request should go on to be scheduled, with whatever is in the tree by now."""
+        p = self._active.get(handle)
+        if p is None:
+            return True
+        done = p.phase is Phase.DONE
+        if not done and not self.policy.should_stop(self._clock() - p.started_s, p.asked_pages):
+            return False
+        if not done:
+            self._supply.counters.miss("deadline", p.unread_pages)
+        self._release(handle)
+        return True
+
+    def pop_loaded_pages(self, handle: Hashable) -> int:
+        """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
+        return self._loaded.pop(handle, 0)
+
+    def stop(self, handle: Hashable) -> None:
+        """Stop waiting for `handle`'s prefetch; what arrives later still enters the tree."""
+        if handle in self._active:
+            self._release(handle)
+
+    def abort(self, handle: Hashable) -> None:
+        """Stop for a request that ended. Its pages come back when the running read does."""
+        self.stop(handle)
+        self._loaded.pop(handle, None)
+
+    def stop_all(self) -> None:
+        """Stop every prefetch (before a detach)."""
+        for handle in list(self._active):
+            self._release(handle)
+
+    def pages_in_flight(self) -> int:
+        return sum(p.asked_pages for p in self._running)
+
+    def _host_pages(self) -> int:
+        return 0 if self._supply.host is None else self._supply.host.num_pages
+
+    def _release(self, handle: Hashable) -> None:
+        p = self._active.pop(handle)
+        self._loaded[handle] = p.loaded_pages
+        joined = any(q.primary is p for q in self._running)
+        p.stopped = not joined
+        if p.phase is not Phase.DONE and p.stopped:
+            for ticket in p.tickets:
+                self._controller.cancel(ticket)
+        if p.phase is Phase.JOINED:
+            self._finish(p)
+
+    # -- the transfer's side ------------------------------------------------------------
+
+    def _same_pages(self, new: Prefetch) -> Prefetch | None:
+        """A running prefetch that will bring the first page `new` wants."""
+        row = new.key.row(new.anchor.end, self._tree.page_size)
+        for p in self._running:
+            if p is not new and p.phase in (Phase.QUERY, Phase.READ) and p.anchor is new.anchor:
+                if p.key.row(p.anchor.end, self._tree.page_size) == row:
+                    return p
+        return None
+
+    def _query(self, p: Prefetch) -> None:
+        p.phase, p.primary = Phase.QUERY, None
+        p.lock = self._tree.lock(p.anchor, Tier.HOST)
+        start = p.anchor.end
+        end = start + p.asked_pages
+        rows = self._tree.rows(p.key, p.anchor, start, end)
+        skip = start - rows.start  # pages the rows reach back because their hashes are not known yet
+
+        def answered(result: Result) -> None:
+            p.tickets.discard(ticket)
+            if skip and result.hashes:
+                self._tree.set_hashes(p.anchor, rows.start, result.hashes[:skip])
+            if result.error is not None:
+                self._supply.counters.miss("storage_transfer", p.asked_pages)
+            self._read(p, start, result.hashes[skip : skip + result.num_pages])
+
+        ticket = self._controller.query(rows, p.asked_pages)
+        p.tickets.add(ticket)
+        self._flights.add(ticket, Flight(JobKind.QUERY, answered))
+
+    def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...]) -> None:
+        """Allocate host pages for the hits and submit their reads; as many as the host can take."""
+        if p.stopped or not self.policy.worth_reading(len(hashes)):
+            self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
+            return self._finish(p)
+        p.phase = Phase.READ
+        submitted = 0
+        for at in range(0, len(hashes), READ_BATCH_PAGES):
+            batch = hashes[at : at + READ_BATCH_PAGES]
+            host_pages = self._supply.alloc_host(len(batch))
+            if host_pages is None:
+                self._supply.counters.miss("host_capacity", len(hashes) - at)
+                break
+            self._submit_read(p, start + at, batch, host_pages)
+            submitted += len(batch)
+        if not submitted:
+            self._finish(p)
+
+    def _submit_read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], host_pages: Pages) -> None:
+        def arrived(result: Result) -> None:
+            p.tickets.discard(ticket)
+            p.unread_pages -= len(host_pages)
+            usable = 0 if p.broken else result.num_pages
+            if usable:
+                self._adopt(p, start, host_pages[:usable], hashes[:usable])
+            if usable < len(host_pages):
+                self._supply.free_host(host_pages[usable:])
+                if not p.broken and result.error is not None:
+                    self._supply.counters.miss("storage_transfer", len(host_pages) - usable)
+                p.broken = True
+            if not p.tickets:
+                self._finish(p)
+
+        p.unread_pages += len(host_pages)
+        ticket = self._controller.read(hashes, host_pages)
+        p.tickets.add(ticket)
+        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns=host_pages))
+
+    def _adopt(self, p: Prefetch, start: int, host_pages: Pages, hashes: tuple[bytes, ...]) -> None:
+        """Put pages [start, start + n) of the key into the host tier and move the anchor behind them."""
+        end = start + len(host_pages)
+        done = self._tree.insert(p.key.head(end, self._tree.page_size), Tier.HOST, [host_pages])
+        duplicates = done.duplicates[BACKBONE]
+        self._supply.free_host(duplicates)
+        self._tree.set_hashes(done.lock.node, start, hashes)
+        self._mark_stored(done.lock.node, start)
+        if p.lock is not None:
+            self._tree.unlock(p.lock)
+        p.anchor, p.lock = done.lock.node, done.lock
+        p.loaded_pages += len(host_pages) - len(duplicates)
+        self._supply.counters.prefetched += len(host_pages) - len(duplicates)
+
+    def _mark_stored(self, node: Node, start: int) -> None:
+        while node is not self._tree.root and node.start >= start:
+            node.stored = True
+            node = node.parent
+
+    def _finish(self, p: Prefetch) -> None:
+        """The one end of every prefetch: unlock, and let those who joined it look again."""
+        assert not p.tickets and p.unread_pages == 0, (p.tickets, p.unread_pages)
+        p.phase = Phase.DONE
+        self._running.remove(p)
+        if p.lock is not None:
+            self._tree.unlock(p.lock)
+            p.lock = None
+        for joined in [q for q in self._running if q.primary is p]:
+            self._retry(joined, p)
+
+    def _retry(self, p: Prefetch, primary: Prefetch) -> None:
+        """A joined prefetch goes on alone for what the primary did not bring."""
+        p.primary = None
+        node = self._tree.match(p.key).loadable_node
+        gained = max(0, node.end - p.start_page)
+        p.loaded_pages += gained
+        p.asked_pages -= gained
+        p.start_page += gained
+        p.anchor = node
+        if gained and p.asked_pages > 0 and self.policy.worth_asking(p.asked_pages) and self._controller.storage_attached:
+            self._query(p)
+        else:
+            self._finish(p)

@@ -1,0 +1,36 @@
+"""Drop-in prefix-cache classes for serving engines: `RadixCache` (device only) and `HiRadixCache` (all tiers)."""
+
+from __future__ import annotations
+
+from hiradix.prefix_cache.build import ModelIdentity, build_prefix_cache
+from hiradix.prefix_cache.hiradix import HiRadixCache
+from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.records import (
+    CacheInitParams,
+    CacheStats,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    LockReceipt,
+    MatchPrefixParams,
+    MatchResult,
+)
+from hiradix.tree import RadixKey
+
+__all__ = [
+    "CacheInitParams",
+    "CacheStats",
+    "EvictParams",
+    "EvictResult",
+    "HiRadixCache",
+    "InsertParams",
+    "InsertResult",
+    "LockReceipt",
+    "MatchPrefixParams",
+    "MatchResult",
+    "ModelIdentity",
+    "RadixCache",
+    "RadixKey",
+    "build_prefix_cache",
+]

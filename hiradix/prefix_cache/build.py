@@ -1,0 +1,91 @@
+"""Puts a prefix cache together from a configuration and an engine's device pool."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from hiradix.cache import HostTier
+from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.errors import ConfigError
+from hiradix.memory import DevicePool, HostPool, PageAllocator, make_transport, size_host_pool
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
+from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.records import CacheInitParams
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.transfer import ThreadDriver, TransferController
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What makes one model's KV different from another's; part of every storage key.
+
+    model_id: name or digest of the weights. revision: of the weights, when known.
+    """
+
+    model_id: str
+    revision: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+
+def build_prefix_cache(
+    config: HiCacheConfig, params: CacheInitParams, device_pool: DevicePool, model: ModelIdentity
+) -> RadixCache:
+    """A `HiRadixCache` when the hierarchical cache is on, else a `RadixCache`; never reuses when disabled.
+
+    device_pool: the pool behind `params.token_to_kv_pool_allocator`. Allocates the host pool and starts the
+    transfer threads: `close()` ends them. Raises ConfigError naming the flag, with nothing left behind.
+    """
+    config = config.normalised()
+    if params.page_size != config.page_size:
+        raise ConfigError(f"--page-size {config.page_size} is not the allocator's page size {params.page_size}")
+    if params.disable or not config.enable_hierarchical_cache:
+        return RadixCache(params)
+    write_policy = WritePolicy.from_name(config.hicache_write_policy)
+    limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
+    prefetch_policy = PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits)
+    num_host_pages = size_host_pool(device_pool.shape, config.page_size, device_pool.num_pages, config)
+    host_pool = HostPool(
+        device_pool.shape, num_host_pages, config.page_size, layout=config.hicache_mem_layout, device=device_pool.device
+    )
+    controller = TransferController(
+        device_pool,
+        host_pool,
+        transport=make_transport(config.hicache_io_backend, device_pool.device),
+        driver=ThreadDriver(),
+        clock=time.monotonic,
+    )
+    host = HostTier(PageAllocator(num_host_pages), controller, write_policy, prefetch_policy)
+    cache = HiRadixCache(params, host, _storage_factory(config, host_pool, model))
+    if config.hicache_storage_backend is not None:
+        try:
+            cache.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
+        except BaseException:
+            cache.close()
+            raise
+    return cache
+
+
+def _storage_factory(config: HiCacheConfig, pool: HostPool, model: ModelIdentity) -> StorageFactory:
+    fingerprint = PageFingerprint(
+        model_id=model.model_id,
+        revision=model.revision,
+        dtype=str(pool.shape.dtype).removeprefix("torch."),
+        layout=config.hicache_mem_layout,
+        page_size=config.page_size,
+        tp_rank=model.tp_rank,
+        tp_size=model.tp_size,
+        pp_rank=model.pp_rank,
+        pp_size=model.pp_size,
+        shape=pool.shape.numbers(),
+    )
+
+    def make(name: str, extra: ExtraConfig) -> GuardedStorage:
+        return open_storage(name, StorageContext(fingerprint, extra.backend, pool.page_bytes))
+
+    return make

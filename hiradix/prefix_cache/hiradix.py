@@ -1,0 +1,233 @@
+"""HiRadixCache: the drop-in prefix cache over device, host and storage.
+
+Adds to `RadixCache` what SGLang's 0.5.9 class of that name adds: load back, prefetch, transfer events and
+storage that can be attached and detached while serving.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from hiradix.cache import HostTier
+from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig, parse_extra_config
+from hiradix.errors import CacheError, ConfigError
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
+from hiradix.prefix_cache.slots import slots_of
+from hiradix.storage import GuardedStorage
+from hiradix.transfer import LayerDoneCounter
+from hiradix.tree import Node, RadixKey, Tier
+
+DETACH_TIMEOUT_S = 10.0
+
+StorageFactory = Callable[[str, ExtraConfig], GuardedStorage]  # backend name, its configuration
+
+
+class HiRadixCache(RadixCache):
+    """See the module's docstring. Built by `build_prefix_cache`.
+
+    host: the host tier, whose controller this cache owns.
+    storage_factory: makes a storage backend by name, fingerprinted for this model and layout.
+    """
+
+    def __init__(
+        self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory
+    ):
+        super().__init__(params, host)
+        self.controller = host.controller
+        self._storage_factory = storage_factory
+        self._storage: GuardedStorage | None = None
+        self._storage_name: str | None = None
+        assert self.cache.prefetcher is not None and self.cache.backup is not None
+        self._prefetcher = self.cache.prefetcher
+        self._backup = self.cache.backup
+
+    # -- every scheduler step -----------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """Apply finished transfers. Call at the top of every scheduler step."""
+        self.cache.tick()
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the load backs of this step; what the next forward passes to `set_consumer` (-1: no wait)."""
+        return self.cache.start_loading()
+
+    @property
+    def layer_done_counter(self) -> LayerDoneCounter:
+        return self.controller.layer_done_counter
+
+    @property
+    def wakeup(self) -> threading.Event:
+        """Set when a transfer has finished, so that an idle loop can wait for it."""
+        return self.controller.wakeup
+
+    # -- load back ----------------------------------------------------------------------
+
+    def init_load_back(
+        self, last_host_node: Node, host_hit_length: int, mem_quota: int | None = None
+    ) -> tuple[torch.Tensor, Node]:
+        """Bring a host hit to the device: (its new slots, its node), all of it or (nothing, device ancestor).
+
+        The slots may be read by forwards that wait on `ready_to_load_host_cache`'s slot. mem_quota: tokens.
+        """
+        match = self.split_match(last_host_node)
+        quota = None if mem_quota is None else mem_quota // self.page_size
+        whole = match.loadable_node is last_host_node
+        if not whole or not self.cache.load_back(match, quota):
+            return self._empty, match.device_node
+        pages = self.tree.pages(last_host_node, Tier.DEVICE, start=match.device_node.end)
+        return slots_of(pages, self.page_size, self.device), last_host_node
+
+    # -- prefetch -----------------------------------------------------------------------
+
+    def prefetch_from_storage(
+        self,
+        req_id: Hashable,
+        last_host_node: Node,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: Sequence[str] | None = None,
+        *,
+        req: RequestLike | None = None,
+    ) -> bool:
+        """Ask storage for `new_input_tokens`, which follow `last_host_node`. False: not asked.
+
+        The namespace is the node's; at the root, which has none, it is `req`'s.
+        """
+        if self.disable or not self.enable_storage:
+            return False
+        if req is None:
+            key = self.tree.path_key(last_host_node).joined(new_input_tokens)
+        else:
+            num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
+            key = self._key(req.fill_ids, req)[:num_tokens]
+        return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
+
+    def check_prefetch_progress(self, req_id: Hashable) -> bool:
+        """True when the request may be scheduled: nothing to wait for, all there, or the policy says so."""
+        return self._prefetcher.progress(req_id)
+
+    def terminate_prefetch(self, req_id: Hashable) -> None:
+        """Stop waiting; what has arrived stays usable."""
+        self._prefetcher.stop(req_id)
+
+    def pop_prefetch_loaded_tokens(self, req_id: Hashable) -> int:
+        """Tokens its prefetch brought from storage. Reading resets it."""
+        return self._prefetcher.pop_loaded_pages(req_id) * self.page_size
+
+    def release_aborted_request(self, req_id: Hashable) -> None:
+        """Forget a request that ended while waiting. Never blocks."""
+        self._prefetcher.abort(req_id)
+
+    # -- storage, while serving ---------------------------------------------------------
+
+    @property
+    def enable_storage(self) -> bool:
+        return self.controller.storage_attached
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Attach a backend by name; (ok, message) in upstream's words. Nothing changes unless ok."""
+        for flag, value, known in (
+            ("hicache_storage_prefetch_policy", hicache_storage_prefetch_policy, PREFETCH_POLICIES),
+            ("hicache_write_policy", hicache_write_policy, WRITE_POLICIES),
+        ):
+            if value is not None and value not in known:
+                return False, f"Invalid {flag}: {value!r}. Expected one of {sorted(known)}."
+        if self.enable_storage:
+            if storage_backend != self._storage_name:
+                return False, (
+                    f"HiCache storage backend is already enabled with backend '{self._storage_name}'. "
+                    f"Cannot attach different backend '{storage_backend}'. Detach first."
+                )
+            self._set_policies(hicache_storage_prefetch_policy, hicache_write_policy, None)
+            return True, "HiCache storage backend already enabled with same backend; policies updated."
+        try:
+            extra = parse_extra_config(storage_backend_extra_config_json)
+        except ConfigError as error:
+            return False, f"Failed to parse storage_backend_extra_config_json: {error}"
+        try:
+            self.attach(storage_backend, extra)
+        except (CacheError, OSError) as error:
+            return False, f"Failed to attach storage backend '{storage_backend}': {error}"
+        self._set_policies(hicache_storage_prefetch_policy, hicache_write_policy, extra)
+        return True, "Attached HiCache storage backend successfully."
+
+    def attach(self, name: str, extra: ExtraConfig) -> None:
+        """Attach backend `name`; raises ConfigError or StorageError with nothing changed."""
+        storage = self._storage_factory(name, extra)
+        try:
+            self.cache.attach_storage(storage)
+        except CacheError:
+            storage.close()
+            raise
+        self._storage, self._storage_name = storage, name
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Detach and close the backend. Idempotent; a hung worker leaves it attached, to be tried again."""
+        if self._storage is not None:
+            try:
+                self.cache.detach_storage(DETACH_TIMEOUT_S)
+            except CacheError as error:
+                return False, f"Failed to detach HiCache storage backend: {error}"
+            self._storage.close()
+            self._storage = self._storage_name = None
+        return True, "Detached HiCache storage backend successfully."
+
+    def clear_storage_backend(self) -> bool:
+        """Delete this model's pages from storage. False when there is no storage or it failed."""
+        if self._storage is None:
+            return False
+        ok = self._storage.clear()
+        self.tree.forget_stored()
+        return ok
+
+    def _set_policies(self, prefetch: str | None, write: str | None, extra: ExtraConfig | None) -> None:
+        old = self._prefetcher.policy
+        limits = old.limits if extra is None else prefetch_limits(self.page_size, extra)
+        self._prefetcher.policy = PrefetchPolicy.from_name(prefetch or old.name, limits)
+        if write is not None:
+            self._backup.policy = WritePolicy.from_name(write)
+
+    # -- lifecycle and numbers ----------------------------------------------------------
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the workers within the deadline and close storage."""
+        self.cache.close(timeout_s)
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = self._storage_name = None
+
+    def drain(self, timeout_s: float) -> bool:
+        """Let transfers under way end. True if nothing is in flight any more."""
+        return self.cache.drain(timeout_s)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers and prefetches not ended yet."""
+        return len(self.cache.flights) + len(self._prefetcher)
+
+    def stats(self) -> CacheStats:
+        """A snapshot for metrics. O(1)."""
+        return self._stats(self._storage_name, self._storage)
+
+
+def prefetch_limits(page_size: int, extra: ExtraConfig) -> PrefetchLimits:
+    """The limits the extra config asks for."""
+    return PrefetchLimits(
+        page_size=page_size,
+        threshold_tokens=extra.prefetch_threshold,
+        timeout_base_s=extra.prefetch_timeout_base,
+        timeout_s_per_ki_token=extra.prefetch_timeout_per_ki_token,
+    )

@@ -1,0 +1,267 @@
+"""RadixCache: the drop-in device-only prefix cache; requests and tokens in, slots out.
+
+Every method runs on the scheduler thread. Names and semantics are those of SGLang 0.5.9's class; the
+work is done in pages by `HierarchicalCache`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.policy.eviction import make_order
+from hiradix.prefix_cache.records import (
+    CacheInitParams,
+    CacheStats,
+    EvictParams,
+    EvictResult,
+    InsertParams,
+    InsertResult,
+    LockReceipt,
+    MatchPrefixParams,
+    MatchResult,
+    RequestLike,
+)
+from hiradix.prefix_cache.slots import SlotPages, pages_of, slots_of
+from hiradix.storage import GuardedStorage
+from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
+
+
+class RadixCache:
+    """Reuses the KV of equal prefixes on the device. See the module's docstring."""
+
+    def __init__(self, params: CacheInitParams, host: HostTier | None = None):
+        self.disable = params.disable
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle
+        self.disable_finished_insert = params.disable_finished_insert
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.device = params.token_to_kv_pool_allocator.device
+        num_pages = _num_device_pages(params)
+        self._pages = SlotPages(params.token_to_kv_pool_allocator, params.page_size, num_pages)
+        order = make_order(params.eviction_policy, params.eviction_policy_config)
+        tree = RadixTree(params.page_size, order=order)
+        self.cache = HierarchicalCache(tree, self._pages, host)
+        self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def tree(self) -> RadixTree:
+        return self.cache.tree
+
+    @property
+    def root_node(self) -> Node:
+        return self.cache.tree.root
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in."""
+        root = self.tree.root
+        key = self._view(params.key)
+        if self.disable or len(key) < self.page_size:
+            return MatchResult(self._empty, root, root)
+        match = self.cache.match(key)
+        pages = self.tree.pages(match.device_node, Tier.DEVICE)
+        host_pages = match.loadable_node.end - match.device_node.end
+        return MatchResult(
+            slots_of(pages, self.page_size, self.device),
+            match.device_node,
+            match.loadable_node,
+            host_pages * self.page_size,
+        )
+
+    def evictable_size(self) -> int:
+        """Device tokens no request holds."""
+        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
+
+    def protected_size(self) -> int:
+        """Device tokens in the tree that a request or a transfer holds."""
+        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
+
+    def total_size(self) -> int:
+        """Device tokens in the tree."""
+        return self.tree.resident_pages(Tier.DEVICE) * self.page_size
+
+    def pretty_print(self) -> None:
+        """Print the tree: tokens, tiers, locks, hits."""
+        print(self.tree.render())
+
+    def available_and_evictable_str(self) -> str:
+        """One line for an out-of-memory message."""
+        free, evictable = self.token_to_kv_pool_allocator.available_size(), self.evictable_size()
+        return f"Available tokens: {free + evictable} (available_size={free} + evictable_size={evictable})\n"
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def is_chunk_cache(self) -> bool:
+        return self.disable
+
+    def is_tree_cache(self) -> bool:
+        return not self.disable
+
+    def stats(self) -> CacheStats:
+        """A snapshot for metrics. O(1)."""
+        return self._stats(None, None)
+
+    def _stats(self, storage_name: str | None, storage: GuardedStorage | None) -> CacheStats:
+        size, counters, host = self.page_size, self.cache.counters, self.cache.supply.host
+        total = {f.name: getattr(counters, f.name) for f in fields(counters)}
+        unfulfilled = total.pop("unfulfilled")
+        controller = self.cache.controller
+        return CacheStats(
+            device_total=self._pages.num_pages * size,
+            device_available=self._pages.available * size,
+            device_evictable=self.evictable_size(),
+            device_protected=self.protected_size(),
+            host_total=host.num_pages * size if host else 0,
+            host_used=(host.num_pages - host.available) * size if host else 0,
+            unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
+            num_in_flight=len(self.cache.flights),
+            storage_attached=storage is not None,
+            storage_backend=storage_name,
+            storage=dict(storage.stats()) if storage is not None else {},
+            controller=dict(controller.stats()) if controller is not None else {},
+            **{name: count * size for name, count in total.items()},
+        )
+
+    def check(self) -> None:
+        """Assert all invariants, O(tree)."""
+        self.cache.check()
+
+    sanity_check = check
+
+    # -- locks --------------------------------------------------------------------------
+
+    def inc_lock_ref(self, node: Node) -> LockReceipt:
+        """Pin the path to `node` on the device until `dec_lock_ref`."""
+        before = self.tree.evictable_pages(Tier.DEVICE)
+        lock = self.tree.lock(node, Tier.DEVICE)
+        return LockReceipt(lock, (self.tree.evictable_pages(Tier.DEVICE) - before) * self.page_size)
+
+    def dec_lock_ref(self, node: Node | LockReceipt, swa_uuid_for_lock: Any = None) -> int:
+        """Undo one `inc_lock_ref`. Returns the tokens that became evictable."""
+        before = self.tree.evictable_pages(Tier.DEVICE)
+        self.tree.unlock(node.lock if isinstance(node, LockReceipt) else self._lock_on(node))
+        return (self.tree.evictable_pages(Tier.DEVICE) - before) * self.page_size
+
+    def _lock_on(self, node: Node) -> Lock:
+        """The receipt of a lock on `node`: with full attention only, it always reaches to the root."""
+        return Lock(node, Tier.DEVICE, (0,))
+
+    # -- writing ------------------------------------------------------------------------
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """Give `params.value` to the tree where it has nothing. The duplicates' slots stay the caller's."""
+        key = self._view(params.key).page_aligned(self.page_size)
+        if self.disable or len(key) == 0:
+            return InsertResult(0)
+        live = self.tree.match(key).device_node.end
+        pages = pages_of(params.value[: len(key)], self.page_size)
+        done = self.tree.insert(key, Tier.DEVICE, [pages])
+        self.cache.inserted(done.lock.node)
+        self.tree.unlock(done.lock)
+        return InsertResult(live * self.page_size)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free at least `num_tokens` device tokens, or all that nothing holds."""
+        if self.disable or params.num_tokens <= 0:
+            return EvictResult()
+        freed = self.cache.evict(-(-params.num_tokens // self.page_size))
+        return EvictResult(freed * self.page_size)
+
+    def cache_unfinished_req(self, req: RequestLike, chunked: bool = False) -> None:
+        """Share what a running request has computed, and let it run on the tree's slots.
+
+        Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
+        and `cache_protected_len`. Costs the new tokens, not the prefix.
+        """
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.fill_ids)]
+        key = self._key(req.fill_ids, req).page_aligned(self.page_size)
+        if self.disable or len(key) <= req.cache_protected_len:
+            req.prefix_indices = row.to(torch.int64, copy=True)
+            return
+        old = req.last_node
+        lock = self._insert_row(key, row, old)
+        start, end = old.end, lock.node.end
+        slots = slots_of(self.tree.pages(lock.node, Tier.DEVICE, start=start), self.page_size, self.device)
+        first = start * self.page_size
+        self.req_to_token_pool.write((req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype))
+        self.dec_lock_ref(old)
+        req.last_node = lock.node
+        req.cache_protected_len = end * self.page_size
+        req.prefix_indices = row.to(torch.int64, copy=True)
+
+    def cache_finished_req(self, req: RequestLike, is_insert: bool = True) -> None:
+        """Take over (or free) the slots of a request that ended, and drop its lock.
+
+        Slots beyond the committed length are the caller's to free, from the next whole page on.
+        """
+        num_tokens = req.pop_committed_kv_cache()
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
+        kept = req.cache_protected_len
+        if is_insert and not self.disable and not self.disable_finished_insert:
+            tokens = list(req.origin_input_ids) + list(req.output_ids)
+            key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
+            if len(key) > req.cache_protected_len:
+                self.tree.unlock(self._insert_row(key, row, req.last_node))
+                kept = len(key)
+        tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
+        if tail is not None:
+            self._pages.free(tail)
+        if not self.disable:
+            self.dec_lock_ref(req.last_node)
+
+    def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
+        """Insert `key` from the node the request holds; the row's slots behind it go to the tree or are freed."""
+        start = held.end * self.page_size
+        pages = pages_of(row[start : len(key)], self.page_size)
+        return self.cache.insert(key, pages, at=self._lock_on(held))
+
+    def reset(self) -> None:
+        """Drop everything on the device (and host). No request may hold a lock."""
+        self.cache.reset()
+
+    # -- keys ---------------------------------------------------------------------------
+
+    def _view(self, key: RadixKey) -> RadixKey:
+        return key.bigrams() if self.is_eagle and not key.is_bigram else key
+
+    def _key(self, token_ids: Any, req: RequestLike) -> RadixKey:
+        salt = getattr(req, "cache_salt", None)
+        extras = getattr(req, "page_extras", None)
+        return self._view(RadixKey(token_ids, req.extra_key, cache_salt=salt, page_extras=extras))
+
+    def split_match(self, node: Node) -> Match:
+        """`node` as a match: its deepest ancestor on the device, and itself if it can still be loaded.
+
+        For nodes that were matched earlier: what was evicted since is left out.
+        """
+        root = self.tree.root
+        path = []
+        while node is not root and node.parent is not None and not node.resident(Tier.DEVICE):
+            path.append(node)
+            node = node.parent
+        if node.parent is None:
+            node = root
+        loadable = node
+        for below in reversed(path):
+            if below.parent is not loadable or not below.resident(Tier.HOST):
+                break
+            loadable = below
+        return Match(node, loadable)
+
+
+def _num_device_pages(params: CacheInitParams) -> int:
+    size = getattr(params.token_to_kv_pool_allocator, "size", None)
+    if size is None:
+        size = params.token_to_kv_pool_allocator.available_size()
+    return int(np.ceil(size / params.page_size))

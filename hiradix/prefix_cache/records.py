@@ -1,0 +1,145 @@
+"""The records and protocols of the prefix-cache contract, with upstream's names (SGLang 0.5.9 style)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hiradix.tree import Lock, Node, RadixKey
+
+
+class SlotAllocatorLike(Protocol):
+    """An engine's device allocator, in slots. `alloc` gives page-aligned runs; `free` takes any slots of a page."""
+
+    page_size: int
+    device: Any
+
+    def available_size(self) -> int: ...
+    def alloc(self, need_size: int) -> torch.Tensor | None: ...
+    def free(self, free_index: torch.Tensor) -> None: ...
+    def get_kvcache(self) -> Any: ...
+
+
+class ReqToTokenPoolLike(Protocol):
+    """An engine's table of slots: one row per running request."""
+
+    req_to_token: torch.Tensor
+
+    def write(self, indices: Any, values: torch.Tensor) -> None: ...
+
+
+class RequestLike(Protocol):
+    """What the cache reads and writes on an engine's request."""
+
+    rid: str
+    origin_input_ids: Sequence[int]
+    output_ids: Sequence[int]
+    fill_ids: Sequence[int]
+    req_pool_idx: int
+    prefix_indices: torch.Tensor
+    last_node: Any
+    cache_protected_len: int
+    extra_key: str | None
+
+    def pop_committed_kv_cache(self) -> int: ...
+
+
+@dataclass
+class CacheInitParams:
+    """How a prefix cache sits in an engine.
+
+    disable: no reuse at all; requests only keep and free their own slots.
+    """
+
+    disable: bool
+    req_to_token_pool: ReqToTokenPoolLike
+    token_to_kv_pool_allocator: SlotAllocatorLike
+    page_size: int
+    is_eagle: bool = False
+    eviction_policy: str = "lru"
+    eviction_policy_config: dict[str, Any] = field(default_factory=dict)
+    disable_finished_insert: bool = False
+
+
+@dataclass(frozen=True)
+class MatchPrefixParams:
+    key: RadixKey
+    req: RequestLike | None = None
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """device_indices: int64 [tokens] on the engine's device; host_hit_length: tokens a load back would add."""
+
+    device_indices: torch.Tensor
+    last_device_node: Node
+    last_host_node: Node
+    host_hit_length: int = 0
+
+
+@dataclass(frozen=True)
+class InsertParams:
+    """value: int64 [tokens of key], the slots holding the key's data."""
+
+    key: RadixKey
+    value: torch.Tensor
+    prev_prefix_len: int = 0
+    chunked: bool = False
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class InsertResult:
+    """prefix_len: leading tokens the tree had on the device already; those slots stay the caller's to free."""
+
+    prefix_len: int
+
+
+@dataclass(frozen=True)
+class EvictParams:
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class EvictResult:
+    num_tokens_evicted: int = 0
+
+
+@dataclass(frozen=True)
+class LockReceipt:
+    """What `inc_lock_ref` returns and `dec_lock_ref` takes. delta: tokens that became protected, negated."""
+
+    lock: Lock
+    delta: int = 0
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot for metrics: tokens where not said otherwise."""
+
+    device_total: int
+    device_available: int
+    device_evictable: int
+    device_protected: int
+    host_total: int
+    host_used: int
+    evicted_device: int
+    evicted_host: int
+    written: int
+    write_dropped: int
+    write_failed: int
+    loaded: int
+    load_failed: int
+    load_refused: int
+    backed_up: int
+    backup_failed: int
+    prefetched: int
+    unfulfilled: dict[str, int]
+    num_in_flight: int  # transfers
+    storage_attached: bool
+    storage_backend: str | None
+    storage: dict[str, Any]
+    controller: dict[str, Any]
