@@ -1,0 +1,50 @@
+"""Conservation of device pages, asserted after every step of a checking engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hiradix.engine.ports import PrefixCache
+from hiradix.engine.request import Request
+from hiradix.engine.scheduler import Scheduler
+from hiradix.memory import SlotAllocator
+
+
+def check_conservation(cache: PrefixCache, allocator: SlotAllocator, scheduler: Scheduler) -> None:
+    """Each device page is in exactly one of: free, the tree, one running request.
+
+    Pages of device transfers are the tree's (locked there), host pages are the cache's to check. O(pool).
+    """
+    cache.check()
+    size = scheduler.limits.page_size
+    own: list[int] = []
+    for request in scheduler.running:
+        _check_request(request, scheduler.row(request), size)
+        own.extend((scheduler.row(request)[request.cache_protected_len :: size] // size).tolist())
+    assert len(set(own)) == len(own), f"a page belongs to two requests: {_repeated(own)}"
+    free, shared = allocator.available_size() // size, cache.total_size() // size
+    total = allocator.size // size
+    assert free + shared + len(own) == total, (
+        f"device pages: {free} free + {shared} in the tree + {len(own)} of {len(scheduler.running)} requests != {total}"
+    )
+    for request in scheduler.waiting:
+        assert request.req_pool_idx is None and request.num_allocated == 0, f"{request.rid} waits with slots"
+
+
+def _check_request(request: Request, row: torch.Tensor, page_size: int) -> None:
+    """Row, lengths and shared part of one running request agree, and its slots are whole pages in order."""
+    allocated, protected = request.num_allocated, request.cache_protected_len
+    assert protected <= request.num_computed <= allocated, (protected, request.num_computed, allocated)
+    assert allocated % page_size == 0 and protected % page_size == 0, (allocated, protected, page_size)
+    slots = row.view(-1, page_size)
+    assert bool((slots[:, 0] % page_size == 0).all()), f"{request.rid}: slots that start inside a page"
+    whole = slots[:, :1] + torch.arange(page_size, dtype=row.dtype, device=row.device)
+    assert torch.equal(slots, whole), f"{request.rid}: slots of a page out of order"
+    assert bool((slots[:, 0] >= page_size).all()), f"{request.rid}: slots in the dummy page"
+
+
+def _repeated(pages: Sequence[int]) -> list[int]:
+    seen: set[int] = set()
+    return sorted({page for page in pages if page in seen or seen.add(page)})  # type: ignore[func-returns-value]

@@ -1,0 +1,288 @@
+"""The reference engine: one object, one thread, one `step()` at a time.
+
+    step:  apply finished transfers -> plan -> start load backs -> forward -> sample -> share, finish
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiradix.config import HiCacheConfig
+from hiradix.engine.answers import Answers
+from hiradix.engine.api import (
+    FINISH_ABORT,
+    EngineBusy,
+    EngineConfig,
+    EngineInfo,
+    Output,
+    RequestError,
+    SamplingParams,
+    Scope,
+)
+from hiradix.engine.checks import check_conservation
+from hiradix.engine.model import PagedModel
+from hiradix.engine.packing import Work
+from hiradix.engine.ports import Tiers, tiers_of
+from hiradix.engine.request import Request
+from hiradix.engine.scheduler import Limits, Part, Prefix, Scheduler
+from hiradix.engine.tokenizer import Tokenizer
+from hiradix.errors import ConfigError
+from hiradix.memory import DevicePool, ReqToTokenPool, SlotAllocator
+from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
+from hiradix.transfer import LoadFailed
+
+BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], Any]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DIGEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    device: DevicePool
+    allocator: SlotAllocator
+    rows: ReqToTokenPool
+
+
+class Engine:
+    """Serves a model through a prefix cache. All methods belong to one thread; see EngineThread for more.
+
+    `cache` is the prefix cache (a RadixCache or HiRadixCache), `tokenizer` None where the model directory
+    has none. Building it loads the weights and allocates the pools; raises ConfigError naming the value.
+    """
+
+    def __init__(self, config: EngineConfig, build_cache: BuildCache = build_prefix_cache):
+        self.config = config
+        if config.num_threads is not None or config.device == "cpu":
+            torch.set_num_threads(config.num_threads or 1)
+        self._model = PagedModel(config.model_path, _DTYPES[config.dtype], config.device)
+        self.model_name = config.model_name or Path(config.model_path).resolve().name
+        self.tokenizer = Tokenizer.find(config.model_path)
+        self.context_length = self._context_length()
+        self._pools = self._build_pools()
+        self.cache: Any = build_cache(
+            config.cache,
+            CacheInitParams(
+                disable=config.cache.disable_radix_cache,
+                req_to_token_pool=self._pools.rows,
+                token_to_kv_pool_allocator=self._pools.allocator,
+                page_size=config.cache.page_size,
+                eviction_policy=config.cache.radix_eviction_policy,
+                eviction_policy_config=dict(config.cache.radix_eviction_policy_config),
+            ),
+            self._pools.device,
+            model_identity(config.model_path, self.model_name),
+        )
+        self._tiers: Tiers = tiers_of(self.cache)
+        limits = Limits(
+            config.max_running_requests, config.max_waiting_requests, config.chunked_prefill_size, config.cache.page_size
+        )
+        self._scheduler = Scheduler(Prefix(self.cache, self._tiers), self._pools.allocator, self._pools.rows, limits)
+        self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
+        self._ended: list[Output] = []
+        self._gates: tuple[int, ...] = ()
+        self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
+        self.is_blocked = False
+        self.num_steps = 0
+
+    # -- requests -----------------------------------------------------------------------
+
+    def add_request(
+        self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope | None = None
+    ) -> None:
+        """Queue a request; its Outputs come from later steps. max_new_tokens is cut to what the context holds.
+
+        Raises RequestError when it can never be served, EngineBusy when the waiting queue is full.
+        """
+        self._validate(rid, prompt_ids, params)
+        if self._scheduler.is_full:
+            raise EngineBusy(f"{len(self._scheduler.waiting)} requests are waiting; the queue is full")
+        request = Request(rid, prompt_ids, params, scope or Scope())
+        room = min(self.context_length - len(prompt_ids), self._pools.allocator.size - len(prompt_ids) + 1)
+        request.max_new_tokens = min(params.max_new_tokens, room)
+        self._answers.begin(request)
+        self._scheduler.add(request)
+
+    def abort(self, rid: str) -> bool:
+        """End a request in whatever state it is; its last Output comes with the next step. False if unknown."""
+        request = self._scheduler.remove(rid)
+        if request is None:
+            return False
+        self._ended.append(self._answers.end(request, FINISH_ABORT))
+        return True
+
+    def _validate(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        num_tokens, capacity = len(prompt_ids), self._pools.allocator.size
+        if num_tokens == 0:
+            raise RequestError("the prompt is empty")
+        if num_tokens >= self.context_length:
+            raise RequestError(
+                f"the prompt has {num_tokens} tokens, but the context length is {self.context_length} tokens "
+                "including at least one of the answer"
+            )
+        if num_tokens > capacity:
+            raise RequestError(f"the prompt has {num_tokens} tokens, but the device pool holds {capacity}")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._model.vocab_size:
+            raise RequestError(f"the prompt has token ids outside 0..{self._model.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop: stop strings need a tokenizer, and the model directory has none")
+        if self._scheduler.find(rid) is not None:
+            raise RequestError(f"a request with id {rid!r} is being served already")
+
+    # -- the loop -----------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has something to do or to hand out (transfers aside)."""
+        return bool(self._ended or self._scheduler.running or self._scheduler.waiting)
+
+    def is_idle(self) -> bool:
+        """No request anywhere and no transfer under way."""
+        return not self.has_work and self._tiers.num_in_flight == 0
+
+    def step(self) -> list[Output]:
+        """Run one pass over what fits, and return what it produced; cheap when there is nothing to do.
+
+        Sets `is_blocked` when requests wait for transfers only: the caller should then `wait`.
+        """
+        self._tiers.check_hicache_events()
+        parts = self._scheduler.plan()
+        gate = self._tiers.ready_to_load_host_cache()
+        if gate < 0:
+            self._gates = ()
+        elif gate not in self._gates:
+            self._gates += (gate,)
+        outputs, self._ended = self._ended, []
+        if parts:
+            outputs += self._run(parts)
+            self.num_steps += 1
+        self.is_blocked = not parts and self.has_work
+        if self._check:
+            check_conservation(self.cache, self._pools.allocator, self._scheduler)
+        return outputs
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a transfer has finished, `notify` is called, or the time is over."""
+        if self._tiers.wakeup.wait(timeout_s):
+            self._tiers.wakeup.clear()
+
+    def notify(self) -> None:
+        """End a `wait`; the one method any thread may call."""
+        self._tiers.wakeup.set()
+
+    def _run(self, parts: list[Part]) -> list[Output]:
+        """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
+        self._tiers.layer_done_counter.set_consumer(*self._gates)
+        try:
+            logits = self._model.forward([self._work(part) for part in parts], self._pools.device)
+        except LoadFailed:
+            for part in reversed(parts):
+                if part.admitted:
+                    self._scheduler.retract(part.request)
+            return []
+        self._gates = ()
+        rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
+        requests = [parts[row].request for row in rows]
+        outputs = self._answers.extend(requests, logits[rows]) if rows else []
+        for request, output in zip(requests, outputs, strict=True):
+            if output.finish_reason is not None:
+                self._scheduler.finish(request)
+        return outputs
+
+    def _work(self, part: Part) -> Work:
+        request = part.request
+        end = request.num_computed + part.num_tokens
+        return Work(request.tokens(request.num_computed, end), end, self._scheduler.row(request))
+
+    # -- administration -----------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Empty the device and host tiers (storage keeps what it has). False, and nothing done, unless idle."""
+        if not self.is_idle():
+            return False
+        self.cache.reset()
+        return True
+
+    def attach_storage(
+        self, name: str, extra_config_json: str | None = None,
+        prefetch_policy: str | None = None, write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Attach a storage backend while serving; (ok, message). Refused unless idle."""
+        if not self.is_idle():
+            return False, self._not_idle("attach")
+        return self._tiers.attach_storage_backend(
+            name, extra_config_json, self.model_name, prefetch_policy, write_policy
+        )
+
+    def detach_storage(self) -> tuple[bool, str]:
+        """Detach and close the storage backend; (ok, message). Refused unless idle; repeating it is a success."""
+        if not self.is_idle():
+            return False, self._not_idle("detach")
+        return self._tiers.detach_storage_backend()
+
+    def clear_storage(self) -> bool:
+        """Delete this model's pages from storage; False when there is none or it failed."""
+        return self._tiers.clear_storage_backend()
+
+    def _not_idle(self, verb: str) -> str:
+        waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
+        return f"Reject {verb}: scheduler is not idle. #queue-req={waiting} #running-req={running}"
+
+    def info(self) -> EngineInfo:
+        """Sizes and load now."""
+        config, allocator = self.config, self._pools.allocator
+        shape = self._model.shape
+        per_head = (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
+        return EngineInfo(
+            model_name=self.model_name, model_path=config.model_path, dtype=config.dtype, device=config.device,
+            page_size=config.cache.page_size, context_length=self.context_length,
+            vocab_size=self._model.vocab_size, kv_bytes_per_token=shape.num_layers * shape.num_kv_heads * per_head,
+            max_total_tokens=allocator.size, available_tokens=int(allocator.available_size()),
+            evictable_tokens=self.cache.evictable_size(), protected_tokens=self.cache.protected_size(),
+            num_running=len(self._scheduler.running), num_waiting=len(self._scheduler.waiting),
+            num_retractions=self._scheduler.num_retractions, num_steps=self.num_steps,
+            storage_attached=self._tiers.enable_storage,
+        )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Drop all requests, stop the transfer threads within the deadline and close storage."""
+        for request in [*self._scheduler.waiting, *self._scheduler.running]:
+            self._scheduler.remove(request.rid)
+        if hasattr(self.cache, "close"):
+            self.cache.close(timeout_s)
+
+    # -- construction -------------------------------------------------------------------
+
+    def _context_length(self) -> int:
+        asked, known = self.config.context_length, self._model.context_length
+        if asked is not None and asked > known:
+            raise ConfigError(f"context_length={asked}: the model's is {known}")
+        return asked or known
+
+    def _build_pools(self) -> _Pools:
+        config = self.config
+        size = config.cache.page_size
+        num_pages = config.max_total_tokens // size
+        if num_pages < 1:
+            raise ConfigError(f"max_total_tokens={config.max_total_tokens}: less than a page of {size} tokens")
+        device_pool = DevicePool(self._model.shape, num_pages, size, device=config.device)
+        allocator = SlotAllocator(num_pages * size, size, config.device, device_pool)
+        row_tokens = min(-(-self.context_length // size), num_pages) * size
+        return _Pools(device_pool, allocator, ReqToTokenPool(config.max_running_requests, row_tokens, "cpu"))
+
+
+def model_identity(path: str, name: str) -> ModelIdentity:
+    """The model's name and a digest of its config and weight files' sizes and heads, for storage keys."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.name == "config.json" or file.suffix == ".safetensors":
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as stream:
+                digest.update(stream.read(_DIGEST_BYTES))
+    return ModelIdentity(model_id=name, revision=digest.hexdigest()[:32])

@@ -1,0 +1,81 @@
+"""One request's state, as the scheduler and the prefix cache see it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hiradix.engine.api import SamplingParams, Scope, Usage
+
+if TYPE_CHECKING:
+    from hiradix.engine.tokenizer import TextStream
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+class Request:
+    """A request from arrival to its last token.
+
+    Owned by the scheduler's thread. The prefix cache reads the token and slot fields and, inside its own
+    calls, rewrites prefix_indices, last_node, cache_protected_len and lock. KV is written for every token
+    but the last sampled one: `num_computed` counts the written ones, `num_allocated` the slots in the row
+    (whole pages), of which those from `cache_protected_len` on are the request's own.
+    """
+
+    def __init__(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope):
+        self.rid = rid
+        self.params = params
+        self.extra_key = scope.extra_key
+        self.cache_salt = scope.cache_salt
+        self.priority = scope.priority
+        self.origin_input_ids = array("q", prompt_ids)
+        self.output_ids = array("q")
+        self.generator: torch.Generator | None = None
+        self.text: TextStream | None = None
+        self.max_new_tokens = params.max_new_tokens
+        self.usage = Usage(prompt_tokens=len(self.origin_input_ids))
+        self.num_admissions = 0
+        self.storage_hit_length = 0
+        self.lock: Any = None
+        self.leave_row()
+
+    def leave_row(self) -> None:
+        """Forget everything that belongs to one admission; the pages and the lock are gone already."""
+        self.req_pool_idx: int | None = None
+        self.prefix_indices = _NO_SLOTS
+        self.last_node: Any = None
+        self.last_host_node: Any = None
+        self.host_hit_length = 0
+        self.cache_protected_len = 0
+        self.lock = None
+        self.num_computed = 0
+        self.num_allocated = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: the prompt and what was sampled."""
+        return len(self.origin_input_ids) + len(self.output_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose KV is still to be written; 1 means the request is decoding (or nearly)."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def fill_ids(self) -> array[int]:
+        """The round's tokens, a fresh array: all known ones while waiting, those with KV while running."""
+        return self.tokens(0, self.num_tokens if self.req_pool_idx is None else self.num_computed)
+
+    def tokens(self, start: int, end: int) -> array[int]:
+        """Known tokens [start, end), a fresh array; costs what it returns."""
+        num_prompt = len(self.origin_input_ids)
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return self.origin_input_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
+
+    def pop_committed_kv_cache(self) -> int:
+        """Number of leading tokens whose KV is written."""
+        return self.num_computed

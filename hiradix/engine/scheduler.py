@@ -1,0 +1,320 @@
+"""Continuous batching: who computes which tokens in the next pass, and where their KV goes.
+
+    plan()      admit what fits, give decodes their next page, cut the pass into parts
+    computed()  after the pass: share what was computed, chunk by chunk
+    finish()    a request ended: its slots go to the prefix cache
+    retract()   a request gives its pages back and waits again, first in line
+
+Requests are served first come, first served; one whose prefetch is under way is passed over until it is
+done. Where a request is, is which container it is in: `waiting` or `running` (oldest admission first).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from hiradix.engine.ports import PrefixCache, Tiers
+from hiradix.engine.request import Request
+from hiradix.memory import ReqToTokenPool, SlotAllocator
+from hiradix.prefix_cache import EvictParams, MatchPrefixParams
+from hiradix.tree import RadixKey
+
+_MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
+_RESERVE_DECAY = 0.98  # per plan, back to the minimum after a retraction
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`request` computes its next `num_tokens` tokens; `admitted`: in the plan that admitted it."""
+
+    request: Request
+    num_tokens: int
+    admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Sizes the scheduler keeps to: requests, tokens per pass, tokens per page."""
+
+    max_running: int
+    max_waiting: int
+    chunk_tokens: int | None
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The prefix cache and its tiers below the device (the same object, or DeviceOnly)."""
+
+    cache: PrefixCache
+    tiers: Tiers
+
+
+class _Admission(Enum):
+    DONE = "admitted"
+    PREFETCHING = "passed over"
+    FULL = "no room"
+
+
+class Scheduler:
+    """Owns the requests and their slots; the prefix cache owns the shared ones. One thread."""
+
+    def __init__(self, prefix: Prefix, allocator: SlotAllocator, rows: ReqToTokenPool, limits: Limits):
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_retractions = 0
+        self.limits = limits
+        self._cache = prefix.cache
+        self._tiers = prefix.tiers
+        self._allocator = allocator
+        self._rows = rows
+        self._reserve = _MIN_RESERVE
+
+    # -- arrival ------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the waiting queue is at its cap."""
+        return len(self.waiting) >= self.limits.max_waiting
+
+    def add(self, request: Request) -> None:
+        """Queue a request and start fetching its prefix from storage while it waits."""
+        assert not self.is_full, f"{len(self.waiting)} requests wait already"
+        self.waiting.append(request)
+        if self._tiers.enable_storage:
+            self._match(request)
+            matched = len(request.prefix_indices) + request.host_hit_length
+            missing = request.tokens(matched, request.num_tokens - 1)
+            self._tiers.prefetch_from_storage(request.rid, request.last_host_node, missing, req=request)
+
+    def find(self, rid: str) -> Request | None:
+        """The request with this id, waiting or running."""
+        return next((r for queue in (self.waiting, self.running) for r in queue if r.rid == rid), None)
+
+    def remove(self, rid: str) -> Request | None:
+        """Take a request out wherever it is and give all it holds back; None if there is none."""
+        request = self.find(rid)
+        if request is None:
+            return None
+        if request.req_pool_idx is None:
+            self.waiting.remove(request)
+            self._tiers.release_aborted_request(rid)
+        else:
+            self.finish(request)
+        return request
+
+    # -- one step -----------------------------------------------------------------------
+
+    def plan(self) -> list[Part]:
+        """Parts of the next pass, at most `chunk_tokens` together (each running decode gets its one)."""
+        self._reserve = max(_MIN_RESERVE, self._reserve * _RESERVE_DECAY)
+        parts = self._plan_running()
+        budget = self.limits.chunk_tokens
+        left = None if budget is None else max(0, budget - sum(part.num_tokens for part in parts))
+        for request in [r for r in self.waiting]:
+            if len(self.running) >= self.limits.max_running or left == 0:
+                break
+            admission = self._admit(request)
+            if admission is _Admission.FULL:
+                break
+            if admission is _Admission.DONE:
+                part = self._next_part(request, left, admitted=True)
+                parts.append(part)
+                left = None if left is None else left - part.num_tokens
+        return parts
+
+    def computed(self, part: Part) -> bool:
+        """Record a finished part; True when the request's next token can be sampled.
+
+        A prefill's tokens are given to the prefix cache at once, chunk by chunk; decoded ones at the end.
+        """
+        request = part.request
+        was_prefill = request.num_computed < len(request.origin_input_ids) or part.admitted
+        request.num_computed += part.num_tokens
+        is_whole = request.num_uncomputed == 0
+        if was_prefill:
+            self._cache.cache_unfinished_req(request, chunked=not is_whole)
+        return is_whole
+
+    def finish(self, request: Request) -> None:
+        """A running request ended (answered or aborted): its computed tokens stay in the prefix cache."""
+        self._release(request, is_insert=True)
+
+    def retract(self, request: Request) -> None:
+        """Stop a running request and free its own pages; it waits first in line and computes them again."""
+        self._release(request, is_insert=False)
+        self.waiting.appendleft(request)
+        self.num_retractions += 1
+        self._reserve = 1.0
+
+    # -- running requests ---------------------------------------------------------------
+
+    def _plan_running(self) -> list[Part]:
+        """Decodes first (they are one token each), then prefills under way within what is left."""
+        ready = self._grow_running()
+        parts = [Part(r, 1) for r in ready if r.num_uncomputed == 1]
+        budget = self.limits.chunk_tokens
+        left = None if budget is None else max(1, budget - len(parts))
+        for request in (r for r in ready if r.num_uncomputed > 1):
+            if left == 0:
+                break
+            parts.append(self._next_part(request, left, admitted=False))
+            left = None if left is None else left - parts[-1].num_tokens
+        return parts
+
+    def _grow_running(self) -> list[Request]:
+        """Give every running request room for its known tokens, oldest first; returns those that have it.
+
+        When no page can be had, the youngest request is retracted. The only one left skips this pass while
+        transfers, which hold pages, are under way.
+        """
+        ready = []
+        queue = deque(self.running)
+        while queue:
+            request = queue.popleft()
+            while not self._grow(request):
+                youngest = self.running[-1]
+                if len(self.running) == 1:
+                    assert self._tiers.num_in_flight, f"no page for {request.rid}, alone: {self._room()} tokens"
+                    break
+                self.retract(youngest)
+                if youngest is request:
+                    break
+                queue.pop()
+            else:
+                ready.append(request)
+        return ready
+
+    def _grow(self, request: Request) -> bool:
+        if request.num_allocated >= request.num_tokens:
+            return True
+        size = self.limits.page_size
+        slots = self._alloc(-(-(request.num_tokens - request.num_allocated) // size) * size)
+        if slots is None:
+            return False
+        self._write_row(request, slots)
+        return True
+
+    def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> Part:
+        """The request's next chunk of at most `left` tokens, ending on a page boundary where it can."""
+        count = request.num_uncomputed
+        if left is not None and count > left:
+            size = self.limits.page_size
+            aligned = (request.num_computed + left) // size * size - request.num_computed
+            count = aligned if aligned > 0 else left
+        return Part(request, count, admitted)
+
+    # -- admission ----------------------------------------------------------------------
+
+    def _admit(self, request: Request) -> _Admission:
+        """Match, load back, lock and allocate for a waiting request; all of it or nothing."""
+        if not self._tiers.check_prefetch_progress(request.rid):
+            return _Admission.PREFETCHING
+        request.storage_hit_length += self._tiers.pop_prefetch_loaded_tokens(request.rid)
+        self._match(request)
+        held = self._cache.inc_lock_ref(request.last_node)
+        try:
+            if not self._fits(request) or not self._take_slots(request):
+                return _Admission.FULL
+        finally:
+            self._cache.dec_lock_ref(held)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.num_admissions += 1
+        return _Admission.DONE
+
+    def _match(self, request: Request) -> None:
+        """Look the request's tokens up, all but the last: one token must be computed to have logits."""
+        tokens = request.tokens(0, request.num_tokens - 1)
+        key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
+        match = self._cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        request.prefix_indices = match.device_indices
+        request.last_node = match.last_device_node
+        request.last_host_node = match.last_host_node
+        request.host_hit_length = match.host_hit_length
+        request.cache_protected_len = len(match.device_indices)
+
+    def _fits(self, request: Request) -> bool:
+        """Whether the request's tokens fit beside a share of the running answers. The match is locked."""
+        size = self.limits.page_size
+        need = -(-request.num_tokens // size) * size - len(request.prefix_indices)
+        kept = 0
+        for other in self.running:
+            expected = self._reserve * (other.max_new_tokens - len(other.output_ids))
+            kept += max(0, int(other.num_tokens + expected) - other.num_allocated)
+        return need + kept <= self._room()
+
+    def _take_slots(self, request: Request) -> bool:
+        """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""
+        loaded = 0
+        if request.host_hit_length > 0:
+            indices, node = self._tiers.init_load_back(request.last_host_node, request.host_hit_length)
+            loaded = len(indices)
+            request.prefix_indices = torch.cat([request.prefix_indices, indices])
+            request.last_node = node
+            request.cache_protected_len = len(request.prefix_indices)
+        request.lock = self._cache.inc_lock_ref(request.last_node)
+        size, prefix = self.limits.page_size, len(request.prefix_indices)
+        slots = self._alloc(-(-(request.num_tokens - prefix) // size) * size)
+        rows = self._rows.alloc(1) if slots is not None else None
+        if slots is None or rows is None:
+            if slots is not None:
+                self._allocator.free(slots)
+            self._cache.dec_lock_ref(request.lock)
+            request.leave_row()
+            return False
+        request.req_pool_idx = rows[0]
+        self._write_row(request, torch.cat([request.prefix_indices, slots]))
+        request.num_computed = prefix
+        self._count_cached(request, prefix - loaded, loaded)
+        return True
+
+    def _count_cached(self, request: Request, from_device: int, loaded: int) -> None:
+        """Usage by source, at the first admission only: a retracted request finds its own tokens again."""
+        if request.num_admissions > 0:
+            return
+        storage = min(request.storage_hit_length, loaded)
+        request.usage = replace(
+            request.usage, cached_device=from_device, cached_host=loaded - storage, cached_storage=storage
+        )
+
+    # -- slots --------------------------------------------------------------------------
+
+    def _room(self) -> int:
+        """Tokens that are free or can be made so."""
+        return int(self._allocator.available_size()) + self._cache.evictable_size()
+
+    def _alloc(self, num_tokens: int) -> torch.Tensor | None:
+        """Slots of whole pages, evicting when short; None when that is not enough."""
+        short = num_tokens - self._allocator.available_size()
+        if short > 0:
+            self._cache.evict(EvictParams(num_tokens=short))
+        slots: torch.Tensor | None = self._allocator.alloc(num_tokens)
+        return slots
+
+    def _write_row(self, request: Request, slots: torch.Tensor) -> None:
+        start, end = request.num_allocated, request.num_allocated + len(slots)
+        self._rows.write((request.req_pool_idx, slice(start, end)), slots.to(torch.int32))
+        request.num_allocated = end
+
+    def row(self, request: Request) -> torch.Tensor:
+        """int32 [num_allocated]: the request's slots, a view."""
+        view: torch.Tensor = self._rows.req_to_token[request.req_pool_idx, : request.num_allocated]
+        return view
+
+    def _release(self, request: Request, *, is_insert: bool) -> None:
+        """Give a running request's slots, lock and row back; pages past the computed tokens are freed here."""
+        size = self.limits.page_size
+        covered = -(-request.num_computed // size) * size
+        unused = self.row(request)[covered:].to(torch.int64, copy=True)
+        self._cache.cache_finished_req(request, is_insert=is_insert)
+        if len(unused):
+            self._allocator.free(unused)
+        assert request.req_pool_idx is not None
+        self._rows.free(request.req_pool_idx)
+        self.running.remove(request)
+        request.leave_row()

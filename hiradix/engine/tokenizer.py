@@ -1,0 +1,124 @@
+"""Text in and out: the model directory's tokenizer, incremental detokenisation, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hiradix.engine.api import RequestError
+from hiradix.errors import ConfigError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_UNFINISHED = "\ufffd"
+
+
+class Tokenizer:
+    """A transformers tokenizer from a local directory; safe to use from several threads for encoding."""
+
+    def __init__(self, path: str):
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
+
+    @staticmethod
+    def find(path: str) -> Tokenizer | None:
+        """The tokenizer of a model directory, None where the directory has none."""
+        if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        return Tokenizer(path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` can be used."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model wants at its start."""
+        return list(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
+        text: str = self._tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens shown, as logprob listings want it."""
+        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation with the assistant's turn opened; RequestError if it cannot be rendered."""
+        if not self.has_chat_template:
+            raise RequestError("the model has no chat template; use completions")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise RequestError(f"messages: the chat template refused them: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+class TextStream:
+    """The text of one growing answer: pieces that are final, cut before the first stop string.
+
+    Text is held back while it may be part of an unfinished character or the beginning of a stop string.
+    Cost per token: the tokens since the last finished piece.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._before = 0  # tokens [before, shown) give the context that tokens from shown on are decoded in
+        self._shown = 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """New final text after one more token; sets `stopped` when a stop string is complete."""
+        assert not self.stopped, "a token after a stop string"
+        self._token_ids.append(token_id)
+        piece = self._decode_new(final=False)
+        return self._release(piece) if piece else ""
+
+    def finish(self) -> str:
+        """What was held back, at the end of the answer; nothing after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decode_new(final=True))
+        if self.stopped:
+            return text
+        text, self._held = text + self._held, ""
+        return text
+
+    def _decode_new(self, final: bool) -> str:
+        old = self._tokenizer.decode(self._token_ids[self._before : self._shown])
+        new = self._tokenizer.decode(self._token_ids[self._before :])
+        if not final and (len(new) <= len(old) or new.endswith(_UNFINISHED)):
+            return ""
+        self._before, self._shown = self._shown, len(self._token_ids)
+        return new[len(old) :]
+
+    def _release(self, piece: str) -> str:
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
