@@ -1,0 +1,366 @@
+"""The transfer controller: tickets out, results back, exactly one each.
+
+    submit (write, load, query, read, store) -> ticket -> lane (FIFO per kind) -> worker -> Result -> poll()
+
+Rules:
+ 1. Every ticket gets exactly one Result, whatever happens, except a load undone by `cancel_load`.
+ 2. Once a Result is posted, no worker touches the ticket's pages. Only a job that hangs until `close`
+    gives up breaks this, and its Result says so (FailReason.ABANDONED).
+ 3. Jobs of a kind run one at a time in the order of submission, and so come their results. A job that never
+    ran (refused, cancelled, detached, reset, closed) is reported at once.
+ 4. No call blocks the scheduler thread, but those that take a timeout, and `start_loading` while all
+    producer slots are busy (bounded by the gate's timeout).
+
+All public methods belong to one thread, the scheduler's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.transfer.counters import TransferStats
+from hiradix.transfer.desk import Desk
+from hiradix.transfer.drivers import Driver, ThreadDriver
+from hiradix.transfer.gate import LayerDoneCounter
+from hiradix.transfer.jobs import (
+    STORAGE_KINDS,
+    Copy,
+    FailReason,
+    Job,
+    JobKind,
+    LoadBatch,
+    Pages,
+    Payload,
+    Query,
+    Read,
+    Result,
+    Rows,
+    Store,
+    Ticket,
+    as_pages,
+)
+from hiradix.transfer.ports import (
+    Clock,
+    DevicePoolLike,
+    HashPages,
+    HostPoolLike,
+    StorageLike,
+    TransportLike,
+    hash_rows,
+)
+from hiradix.transfer.runners import CopyRunner, Pools, StorageRunner
+from hiradix.transfer.streams import Streams, make_streams
+from hiradix.transfer.worker import Crew, Task, Worker
+
+PageIds = Sequence[int] | Pages
+
+FOUR_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
+    {
+        "load": (JobKind.LOAD,),
+        "write": (JobKind.WRITE,),
+        "fetch": (JobKind.QUERY, JobKind.READ),
+        "store": (JobKind.STORE,),
+    }
+)
+TWO_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
+    {"copy": (JobKind.LOAD, JobKind.WRITE), "storage": (JobKind.QUERY, JobKind.READ, JobKind.STORE)}
+)
+
+
+@dataclass(frozen=True)
+class TransferLimits:
+    """Caps and deadlines.
+
+    queued_jobs: jobs per kind that may wait; one more is refused with a failed Result.
+    batch_pages: pages per storage call. copy_pages: pages per step of a device-to-host copy.
+    gate_timeout_s: longest wait for a layer, and for a producer slot.
+    """
+
+    queued_jobs: int = 1024
+    batch_pages: int = 128
+    copy_pages: int = 256
+    gate_timeout_s: float = 30.0
+    num_load_slots: int = 3
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What runs the controller; replace all of it to simulate. `streams` None means: by the pool's device.
+
+    workers: which worker serves which kinds, most urgent first.
+    """
+
+    driver: Driver = field(default_factory=ThreadDriver)
+    clock: Clock = time.monotonic
+    limits: TransferLimits = TransferLimits()
+    workers: Mapping[str, tuple[JobKind, ...]] = field(default_factory=lambda: FOUR_WORKERS)
+    hash_pages: HashPages = hash_rows
+    streams: Streams | None = None
+
+
+class TransferController:
+    """Moves pages between the device pool, the host pool and storage. See the module's rules."""
+
+    def __init__(
+        self,
+        device_pool: DevicePoolLike,
+        host_pool: HostPoolLike,
+        *,
+        transport: TransportLike,
+        storage: StorageLike | None = None,
+        runtime: Runtime | None = None,
+    ):
+        self.runtime = runtime = runtime or Runtime()
+        self.epoch = 0
+        limits, self._driver = runtime.limits, runtime.driver
+        self._streams = runtime.streams or make_streams(device_pool.device)
+        self.layer_done_counter = gate = LayerDoneCounter(
+            device_pool.shape.num_layers,
+            limits.num_load_slots,
+            waiter=self._driver,
+            timeout_s=limits.gate_timeout_s,
+        )
+        gate.wait_event = self._streams.wait_event
+        device_pool.register_layer_transfer_counter(gate)
+        pools = Pools(device_pool, host_pool, transport)
+        self._copies = CopyRunner(pools, self._streams, gate, limits.copy_pages)
+        self._storage_jobs = StorageRunner(host_pool, runtime.hash_pages, limits.batch_pages)
+        self._storage_jobs.storage = storage
+        self._detaching = False
+        self._closed = False
+        self._queued_loads: dict[Ticket, Copy] = {}
+        self._desk = Desk(self._driver, runtime.clock, host_pool.page_bytes)
+        self._desk.on_finish = self._end_load_batch
+        self._desk.workers = self._make_workers(runtime)
+
+    # -- jobs ---------------------------------------------------------------------------
+
+    def write(self, device_pages: PageIds, host_pages: PageIds) -> Ticket:
+        """Copy device pages to host pages, behind all work given to the compute stream. Starts at once."""
+        copy = _copy(device_pages, host_pages)
+        return self._submit(JobKind.WRITE, len(copy.source), copy, self._streams.mark())
+
+    def load(self, host_pages: PageIds, device_pages: PageIds) -> Ticket:
+        """Copy host pages to device pages, with the next `start_loading`."""
+        copy = _copy(host_pages, device_pages)
+        ticket = self._desk.new_ticket(JobKind.LOAD)
+        refused = self._refusal(JobKind.LOAD)
+        if refused is None:
+            self._queued_loads[ticket] = copy
+        else:
+            self._fail_load(ticket, copy, refused)
+        return ticket
+
+    def start_loading(self) -> int:
+        """Launch all queued loads as one batch, layer by layer. Gives the batch's index for the gate, or -1.
+
+        They succeed or fail together. If no producer slot comes free in time they fail, and waiters raise.
+        """
+        if not self._queued_loads:
+            return -1
+        loads, self._queued_loads = self._queued_loads, {}
+        copies = list(loads.values())
+        copy = Copy(np.concatenate([c.source for c in copies]), np.concatenate([c.target for c in copies]))
+        producer = self.layer_done_counter.update_producer()
+        parts = tuple((ticket, len(c.source)) for ticket, c in loads.items())
+        task = Task(Job(JobKind.LOAD, parts, LoadBatch(copy, producer), self.epoch, self._streams.mark()))
+        has_slot = self.layer_done_counter.is_open(producer)
+        self._desk.submit(task, None if has_slot else FailReason.GATE_TIMEOUT)
+        return producer
+
+    def cancel_load(self, ticket: Ticket) -> bool:
+        """Undo a load that has not started: True, and no Result will come. False: it runs or has run."""
+        if self._queued_loads.pop(ticket, None) is None:
+            return False
+        self._desk.withdraw(ticket, JobKind.LOAD)
+        return True
+
+    def query(self, rows: Rows, num_pages: int | None = None) -> Ticket:
+        """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count."""
+        asked = len(rows.rows) if num_pages is None else num_pages
+        assert 0 <= asked <= len(rows.rows), f"{asked} pages of {len(rows.rows)} rows"
+        return self._submit(JobKind.QUERY, asked, Query(rows, asked))
+
+    def read(self, hashes: Sequence[bytes], host_pages: PageIds) -> Ticket:
+        """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined."""
+        target = as_pages(host_pages)
+        assert len(hashes) == len(target), f"{len(hashes)} hashes for {len(target)} pages"
+        return self._submit(JobKind.READ, len(target), Read(tuple(hashes), target))
+
+    def store(self, rows: Rows, host_pages: PageIds) -> Ticket:
+        """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""
+        source = as_pages(host_pages)
+        assert len(source) <= len(rows.rows), f"{len(source)} pages for {len(rows.rows)} rows"
+        return self._submit(JobKind.STORE, len(source), Store(rows, source))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
+        batch it is in. Loads that were started run to their end; an unknown or finished ticket is ignored."""
+        copy = self._queued_loads.pop(ticket, None)
+        if copy is not None:
+            self._fail_load(ticket, copy, FailReason.CANCELLED)
+        else:
+            self._desk.cancel(ticket, FailReason.CANCELLED)
+
+    # -- results ------------------------------------------------------------------------
+
+    def poll(self, limit: int | None = None) -> list[Result]:
+        """Results that have come, oldest first; at most `limit`. Next to free when there are none."""
+        return self._desk.poll(limit)
+
+    def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
+        """Block until all these tickets have Results (for `poll` to fetch); False at the deadline.
+
+        A load has none before `start_loading`.
+        """
+        return self._desk.wait(tickets, timeout_s)
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Block until `poll` has something to give; False at the deadline."""
+        return self._desk.wait_any(timeout_s)
+
+    def pending(self, kind: JobKind) -> int:
+        """Tickets of that kind whose Result `poll` has not handed out."""
+        return self._desk.pending(kind)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every ticket's Result has been handed out."""
+        return not any(self._desk.pending(kind) for kind in JobKind)
+
+    @property
+    def wakeup(self) -> Callable[[], None] | None:
+        """Called after each posted Result, on the thread that posts it; set it to end an idle wait."""
+        return self._desk.wakeup
+
+    @wakeup.setter
+    def wakeup(self, callback: Callable[[], None] | None) -> None:
+        self._desk.wakeup = callback
+
+    # -- lifecycle ----------------------------------------------------------------------
+
+    @property
+    def storage_attached(self) -> bool:
+        """Whether storage jobs are accepted."""
+        return self._storage_jobs.storage is not None and not self._detaching and not self._closed
+
+    def attach(self, storage: StorageLike) -> None:
+        """Serve storage jobs with `storage`. Raises StorageError if one is attached or still detaching."""
+        if self._storage_jobs.storage is not None:
+            state = "still detaching" if self._detaching else "attached already"
+            raise StorageError(f"storage is {state}")
+        self._storage_jobs.storage = storage
+
+    def detach(self, timeout_s: float) -> bool:
+        """Fail queued storage jobs, wait for running ones, let go of the backend (its owner closes it).
+
+        False: one still ran at the deadline. New storage jobs stay refused; call again to go on.
+        """
+        if self._storage_jobs.storage is None:
+            return True
+        self._detaching = True
+        self._desk.stop_all(STORAGE_KINDS, FailReason.DETACHED)
+        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):
+            return False
+        self._storage_jobs.storage = None
+        self._detaching = False
+        return True
+
+    def reset(self, timeout_s: float) -> bool:
+        """Begin a new epoch: fail what is queued, stop what runs, wait for it up to the deadline.
+
+        False: something still runs. Its Result comes later, with the old epoch.
+        """
+        self._stop_everything(FailReason.RESET)
+        self.epoch += 1
+        self.layer_done_counter.reset()
+        return self._desk.wait_quiet(JobKind, timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Refuse new jobs, end all others, stop the workers. May be called again.
+
+        False: a job hung. Its tickets get a Result with reason ABANDONED: their pages must not be reused.
+        """
+        deadline_s = self.runtime.clock() + timeout_s
+        self._closed = True
+        self._stop_everything(FailReason.CLOSED)
+        is_quiet = self._desk.wait_quiet(JobKind, timeout_s)
+        if not is_quiet:
+            self._desk.abandon_running()
+        for worker in {worker.name: worker for worker in self._desk.workers.values()}.values():
+            self._driver.stop(worker, max(0.0, deadline_s - self.runtime.clock()))
+        return is_quiet
+
+    def stats(self) -> TransferStats:
+        """Counts since start and what is under way; for metrics and health."""
+        now_s = self.runtime.clock()
+        active = {kind: lane.active for kind, lane in self._desk.lanes.items()}
+        running = {kind: task.started_s for kind, task in active.items() if task is not None}
+        return TransferStats(
+            kinds=self._desk.counters.snapshot(),
+            queued={kind: len(lane.queue) for kind, lane in self._desk.lanes.items()},
+            running_s={kind: now_s - start_s for kind, start_s in running.items() if start_s is not None},
+            storage_attached=self.storage_attached,
+            detaching=self._detaching,
+        )
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _make_workers(self, runtime: Runtime) -> dict[JobKind, Worker]:
+        jobs: dict[JobKind, Callable[[Task], Iterator[None]]] = {
+            JobKind.WRITE: self._copies.write,
+            JobKind.LOAD: self._copies.load,
+            JobKind.QUERY: self._storage_jobs.query,
+            JobKind.READ: self._storage_jobs.read,
+            JobKind.STORE: self._storage_jobs.store,
+        }
+        crew = Crew(jobs, self._desk.finish, self._driver.notify, self._desk.lock, runtime.clock)
+        workers: dict[JobKind, Worker] = {}
+        for name, kinds in runtime.workers.items():
+            lanes = [self._desk.lanes[kind] for kind in kinds]
+            workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
+        assert set(workers) == set(JobKind), f"workers for {list(workers)} only"
+        return workers
+
+    def _submit(self, kind: JobKind, num_pages: int, payload: Payload, after: object = None) -> Ticket:
+        ticket = self._desk.new_ticket(kind)
+        task = Task(Job(kind, ((ticket, num_pages),), payload, self.epoch, after))
+        self._desk.submit(task, self._refusal(kind))
+        return ticket
+
+    def _refusal(self, kind: JobKind) -> FailReason | None:
+        if self._closed:
+            return FailReason.CLOSED
+        if kind in STORAGE_KINDS and self._detaching:
+            return FailReason.DETACHED
+        if kind in STORAGE_KINDS and self._storage_jobs.storage is None:
+            return FailReason.NO_STORAGE
+        num_queued = len(self._queued_loads) if kind is JobKind.LOAD else len(self._desk.lanes[kind].queue)
+        return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None
+
+    def _fail_load(self, ticket: Ticket, copy: Copy, reason: FailReason) -> None:
+        self._desk.submit(Task(Job(JobKind.LOAD, ((ticket, len(copy.source)),), copy, self.epoch)), reason)
+
+    def _stop_everything(self, reason: FailReason) -> None:
+        self._desk.stop_all(JobKind, reason)
+        loads, self._queued_loads = self._queued_loads, {}
+        for ticket, copy in loads.items():
+            self._fail_load(ticket, copy, reason)
+
+    def _end_load_batch(self, task: Task, error: str | None) -> None:
+        """A batch of loads has ended, or never began: free its slot and tell its waiters."""
+        payload = task.job.payload
+        if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
+            self.layer_done_counter.end(payload.producer, error)
+
+
+def _copy(source: PageIds, target: PageIds) -> Copy:
+    copy = Copy(as_pages(source), as_pages(target))
+    assert len(copy.source) == len(copy.target), f"{len(copy.source)} pages onto {len(copy.target)}"
+    return copy

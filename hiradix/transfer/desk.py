@@ -1,0 +1,182 @@
+"""Where tickets are handed out and results come in: the one place that makes "exactly one Result" true.
+
+A ticket is open from its submission until its Result is in the outbox. `finish` closes tickets under the
+lock and ignores those that are closed already, so a job that returns after `abandon` says nothing twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from hiradix.transfer.counters import Counters
+from hiradix.transfer.drivers import Driver
+from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
+from hiradix.transfer.ports import Clock
+from hiradix.transfer.worker import BadAnswer, Lane, Stopped, Task, Worker
+
+MAX_ERROR_CHARS = 300
+
+
+class Desk:
+    """Lanes, open tickets and the outbox.
+
+    on_finish(task, error): called before a job's results are posted, on the posting thread.
+    wakeup(): called after.
+    """
+
+    def __init__(self, driver: Driver, clock: Clock, page_bytes: int):
+        self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
+        self.lanes = {kind: Lane(kind) for kind in JobKind}
+        self.workers: dict[JobKind, Worker] = {}
+        self.counters = Counters()
+        self.wakeup: Callable[[], None] | None = None
+        self.on_finish: Callable[[Task, str | None], None] = lambda task, error: None
+        self._driver = driver
+        self._clock = clock
+        self._page_bytes = page_bytes
+        self._tickets = itertools.count()
+        self._open: dict[Ticket, Task | None] = {}  # None: submitted, but no task yet (a load not started)
+        self._pending = dict.fromkeys(JobKind, 0)
+        self._outbox: deque[Result] = deque()
+
+    # -- in -----------------------------------------------------------------------------
+
+    def new_ticket(self, kind: JobKind) -> Ticket:
+        """Open a ticket. From here on it gets a Result, or is withdrawn."""
+        ticket = Ticket(next(self._tickets))
+        self._pending[kind] += 1
+        with self.lock:
+            self._open[ticket] = None
+        return ticket
+
+    def withdraw(self, ticket: Ticket, kind: JobKind) -> None:
+        """Close a ticket that has no task, without a Result."""
+        with self.lock:
+            task = self._open.pop(ticket)
+        assert task is None, f"ticket {ticket} has a task"
+        self._pending[kind] -= 1
+
+    def submit(self, task: Task, refused: FailReason | None) -> None:
+        """Queue the task for its worker; or, if `refused`, post its failed results at once."""
+        with self.lock:
+            for ticket, _ in task.job.parts:
+                self._open[ticket] = task
+            if refused is None:
+                self.lanes[task.job.kind].queue.append(task)
+        if refused is None:
+            self._driver.wake(self.workers[task.job.kind])
+        else:
+            self.finish(task, Stopped(refused))
+
+    def cancel(self, ticket: Ticket, reason: FailReason) -> None:
+        """Post a queued job's failed result now; ask a running one to end after its batch."""
+        task = self._open.get(ticket)
+        if task is None:
+            return
+        with self.lock:
+            queue = self.lanes[task.job.kind].queue
+            was_queued = task in queue
+            if was_queued:
+                queue.remove(task)
+            task.stop = reason
+        if was_queued:
+            self.finish(task, Stopped(reason))
+
+    def stop_all(self, kinds: Iterable[JobKind], reason: FailReason) -> None:
+        """Fail all queued jobs of these kinds and ask the running ones to end."""
+        unstarted: list[Task] = []
+        with self.lock:
+            for kind in kinds:
+                lane = self.lanes[kind]
+                unstarted.extend(lane.queue)
+                lane.queue.clear()
+                if lane.active is not None:
+                    lane.active.stop = reason
+        for task in unstarted:
+            self.finish(task, Stopped(reason))
+
+    def abandon_running(self) -> None:
+        """Post failed results for jobs that do not come back."""
+        for lane in self.lanes.values():
+            task = lane.active
+            if task is not None:
+                self.finish(task, Stopped(FailReason.ABANDONED))
+
+    # -- out ----------------------------------------------------------------------------
+
+    def finish(self, task: Task, error: BaseException | None) -> None:
+        """Close the task's tickets and post their results. From a worker, or from the scheduler thread."""
+        job = task.job
+        reason = None if error is None else reason_of(job.kind, error)
+        text = None if error is None else describe(error)
+        self.on_finish(task, text)
+        duration_s = 0.0 if task.started_s is None else self._clock() - task.started_s
+        total = sum(num_pages for _, num_pages in job.parts)
+        for ticket, num_pages in job.parts:
+            done = task.num_pages if len(job.parts) == 1 else num_pages if task.num_pages == total else 0
+            num_bytes = 0 if job.kind is JobKind.QUERY else done * self._page_bytes
+            self._post(
+                Result(ticket, job.kind, done, task.hashes, text, reason, duration_s, num_bytes, job.epoch)
+            )
+        if self.wakeup is not None:
+            self.wakeup()
+
+    def _post(self, result: Result) -> None:
+        with self.lock:
+            if result.ticket not in self._open:
+                return
+            self._outbox.append(result)
+            del self._open[result.ticket]
+        self.counters.add(result)
+
+    def poll(self, limit: int | None) -> list[Result]:
+        """The oldest `limit` results."""
+        outbox = self._outbox
+        if not outbox:
+            return []
+        count = len(outbox) if limit is None else min(limit, len(outbox))
+        results = [outbox.popleft() for _ in range(count)]
+        for result in results:
+            self._pending[result.kind] -= 1
+        return results
+
+    def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
+        """Block until none of the tickets is open."""
+        waiting = list(tickets)
+        return self._driver.wait_for(lambda: not any(t in self._open for t in waiting), timeout_s)
+
+    def wait_any(self, timeout_s: float) -> bool:
+        """Block until the outbox has something."""
+        return self._driver.wait_for(lambda: bool(self._outbox), timeout_s)
+
+    def wait_quiet(self, kinds: Iterable[JobKind], timeout_s: float) -> bool:
+        """Block until no job of these kinds is queued or running."""
+        lanes = [self.lanes[kind] for kind in kinds]
+        return self._driver.wait_for(lambda: all(lane.is_quiet for lane in lanes), timeout_s)
+
+    def pending(self, kind: JobKind) -> int:
+        """Tickets whose Result has not been polled."""
+        return self._pending[kind]
+
+
+def reason_of(kind: JobKind, error: BaseException) -> FailReason:
+    """The counter an error belongs to."""
+    if isinstance(error, Stopped):
+        return error.reason
+    if isinstance(error, BadAnswer):
+        return FailReason.BAD_ANSWER
+    return FailReason.COPY if kind in (JobKind.WRITE, JobKind.LOAD) else FailReason.BACKEND
+
+
+def describe(error: BaseException) -> str:
+    """An error in one short line; survives exceptions that cannot print themselves."""
+    if isinstance(error, Stopped):
+        return error.reason.value
+    try:
+        text = str(error)
+    except Exception:
+        text = "(no message)"
+    return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARS]

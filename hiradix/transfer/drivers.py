@@ -1,0 +1,180 @@
+"""Who runs the workers: threads in production, one seeded thread in simulations. Same workers, same code."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+IDLE_CHECK_S = 5.0  # how often an idle thread looks whether its controller still exists
+
+
+class Steppable(Protocol):
+    """A worker: one `step` does one bounded piece of work and says whether there was any."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> bool: ...
+
+
+class Driver(Protocol):
+    """Runs workers, and lets the scheduler thread wait for what they do."""
+
+    def wake(self, worker: Steppable, /) -> None: ...
+
+    def stop(self, worker: Steppable, timeout_s: float, /) -> bool: ...
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float, /) -> bool: ...
+
+    def notify(self) -> None: ...
+
+
+class _WorkerThread:
+    """One daemon thread. It holds its worker weakly, so a forgotten controller ends its threads."""
+
+    def __init__(self, worker: Steppable):
+        self._worker = weakref.ref(worker)
+        self._work = threading.Event()
+        self._stopping = False
+        self.num_loop_errors = 0
+        self.thread = threading.Thread(target=self._loop, name=f"hiradix-{worker.name}", daemon=True)
+        self.thread.start()
+
+    def wake(self) -> None:
+        self._work.set()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ask the thread to end after its present step; True if it did within the deadline."""
+        self._stopping = True
+        self._work.set()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._work.wait(IDLE_CHECK_S)
+            self._work.clear()
+            worker = self._worker()
+            if worker is None:
+                return
+            while not self._stopping and self._step(worker):
+                pass
+            del worker
+
+    def _step(self, worker: Steppable) -> bool:
+        try:
+            return worker.step()
+        except BaseException:  # the thread is ours and must outlive whatever a backend raises
+            self.num_loop_errors += 1
+            return True
+
+
+class ThreadDriver:
+    """One daemon thread per worker, started with its first job."""
+
+    def __init__(self) -> None:
+        self._threads: weakref.WeakKeyDictionary[Steppable, _WorkerThread] = weakref.WeakKeyDictionary()
+        self._changed = threading.Condition()
+        self._num_waiting = 0
+
+    @property
+    def num_loop_errors(self) -> int:
+        """Exceptions that reached a thread's loop; the loops went on."""
+        return sum(t.num_loop_errors for t in self._threads.values())
+
+    def wake(self, worker: Steppable) -> None:
+        """There may be work for `worker`. Scheduler thread only."""
+        thread = self._threads.get(worker)
+        if thread is None:
+            self._threads[worker] = thread = _WorkerThread(worker)
+        thread.wake()
+
+    def stop(self, worker: Steppable, timeout_s: float) -> bool:
+        """End the worker's thread; False if it is still inside a step at the deadline."""
+        thread = self._threads.get(worker)
+        return thread is None or thread.stop(timeout_s)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Block until `predicate` holds (checked after each `notify`) or the deadline; its last value."""
+        if predicate():
+            return True
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                return self._changed.wait_for(predicate, timeout_s)
+            finally:
+                self._num_waiting -= 1
+
+    def notify(self) -> None:
+        """Something changed. A waiter counts itself before it checks, so the unlocked read is safe."""
+        if self._num_waiting:
+            with self._changed:
+                self._changed.notify_all()
+
+
+class StepDriver:
+    """Runs workers one step at a time in one thread; the seed chooses who is next and how long it takes.
+
+    It is also the clock: `now()` is virtual seconds and moves only with steps and waits.
+    """
+
+    def __init__(self, seed: int = 0, max_step_s: float = 0.01):
+        self._random = random.Random(seed)
+        self._max_step_s = max_step_s
+        self._workers: dict[str, Steppable] = {}
+        self._now_s = 0.0
+        self.held: set[str] = set()  # names of workers that make no progress: a hang
+
+    def now(self) -> float:
+        return self._now_s
+
+    def wake(self, worker: Steppable) -> None:
+        self._workers[worker.name] = worker
+
+    def stop(self, worker: Steppable, timeout_s: float) -> bool:
+        """Forget the worker; False, after the virtual deadline, if it is held with work in hand."""
+        if worker.name in self.held and worker.has_work:
+            self._now_s += timeout_s
+            return False
+        self._workers.pop(worker.name, None)
+        return True
+
+    def step(self) -> bool:
+        """Let one worker, chosen by the seed, do one step; False if none can."""
+        ready = [w for name, w in sorted(self._workers.items()) if name not in self.held and w.has_work]
+        if not ready:
+            return False
+        self._now_s += self._random.random() * self._max_step_s
+        return self._random.choice(ready).step()
+
+    def run(self, max_steps: int = 1_000_000) -> int:
+        """Step until nothing is left to do; the number of steps taken."""
+        for num_steps in range(max_steps):
+            if not self.step():
+                return num_steps
+        raise AssertionError(f"workers still busy after {max_steps} steps")
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        """Step until `predicate` holds or virtual time runs out; its last value."""
+        deadline_s = self._now_s + timeout_s
+        while not predicate():
+            if self._now_s >= deadline_s:
+                return False
+            if not self.step():
+                self._now_s = deadline_s
+        return True
+
+    def notify(self) -> None:
+        """Nobody sleeps in a simulation."""
+
+
+def monotonic() -> float:
+    """The production clock."""
+    return time.monotonic()

@@ -1,0 +1,165 @@
+"""The layer gate: a forward pass may read layer k of loaded pages only after layer k has been copied.
+
+Every layer-wise load is a batch with an index of its own (it counts up and is never used twice, so a
+late waiter cannot take another batch for its own). At most `num_slots` batches have copies under way.
+
+A waiter first waits on the host until the worker has recorded the layer's event, since waiting on an
+event that is not recorded yet is a no-op, and then makes its CUDA stream wait for the event.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from hiradix.errors import CacheError
+
+MAX_REMEMBERED_FAILURES = 1024
+
+
+class LoadFailed(CacheError):
+    """Pages that a forward pass waits for did not arrive: their requests must not use them."""
+
+
+class Waiter(Protocol):
+    """How a thread waits for another one (threads), or makes it run (simulation)."""
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float, /) -> bool: ...
+
+    def notify(self) -> None: ...
+
+
+class _Batch:
+    __slots__ = ("ended", "error", "events", "index", "layers_done")
+
+    def __init__(self, index: int, num_layers: int):
+        self.index = index
+        self.layers_done = 0
+        self.events: list[Any] = [None] * num_layers
+        self.error: str | None = None
+        self.ended = False
+
+
+class LayerDoneCounter:
+    """Tells per layer how far each batch of loads has come.
+
+    The scheduler thread calls `update_producer` and `set_consumer`, the load worker `layer_done` and
+    `end`, the model's thread `wait_until`. wait(event) orders the current stream behind an event.
+    """
+
+    def __init__(
+        self, num_layers: int, num_slots: int = 3, *, waiter: Waiter | None = None, timeout_s: float = 30.0
+    ):
+        if waiter is None:
+            from hiradix.transfer.drivers import ThreadDriver
+
+            waiter = ThreadDriver()
+        self.num_layers = num_layers
+        self.num_slots = num_slots
+        self.timeout_s = timeout_s
+        self.wait_event: Callable[[Any], None] = lambda event: event.wait()
+        self._waiter = waiter
+        self._slots: list[_Batch | None] = [None] * num_slots
+        self._failures: OrderedDict[int, str] = OrderedDict()
+        self._next = 0
+        self._consumers: tuple[int, ...] = ()
+
+    # -- producer -----------------------------------------------------------------------
+
+    def update_producer(self) -> int:
+        """Index of a new batch, when the slot it shares with an older one is free.
+
+        Waits for that up to `timeout_s`; after that the new batch is born failed, so its waiters raise.
+        """
+        index = self._next
+        self._next += 1
+        slot = index % self.num_slots
+        if self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
+            self._slots[slot] = _Batch(index, self.num_layers)
+        else:
+            self._remember(index, f"no load slot came free within {self.timeout_s} s")
+        return index
+
+    def is_open(self, index: int) -> bool:
+        """Whether batch `index` has a slot and its copies have not ended."""
+        batch = self._slots[index % self.num_slots]
+        return batch is not None and batch.index == index and not batch.ended
+
+    def layer_done(self, index: int, layer: int, event: Any = None) -> None:
+        """Layer `layer` of batch `index` is copied, or will be when `event` fires. Layers come in order."""
+        batch = self._batch(index)
+        assert batch.layers_done == layer, f"batch {index}: layer {layer} after {batch.layers_done} layers"
+        batch.events[layer] = event
+        batch.layers_done = layer + 1
+        self._waiter.notify()
+
+    def end(self, index: int, error: str | None = None) -> None:
+        """All copies of the batch have ended, on the device too; its slot may be used again."""
+        batch = self._batch(index)
+        if error is None:
+            assert batch.layers_done == self.num_layers, f"batch {index} ended at layer {batch.layers_done}"
+        else:
+            batch.error = error
+            self._remember(index, error)
+        batch.ended = True
+        self._waiter.notify()
+
+    # -- consumer -----------------------------------------------------------------------
+
+    def set_consumer(self, *indices: int) -> None:
+        """The batches that reads from now on belong to; a negative index means none."""
+        self._consumers = tuple(index for index in indices if index >= 0)
+
+    def wait_until(self, layer: int) -> None:
+        """Return when `layer` may be read for every consumer batch.
+
+        Raises LoadFailed if a batch failed or did not come so far within `timeout_s`.
+        """
+        for index in self._consumers:
+            self._wait_one(index, layer)
+
+    def error(self, index: int) -> str | None:
+        """Why batch `index` failed, or None."""
+        return self._failures.get(index)
+
+    def reset(self) -> None:
+        """Forget consumers and old failures. Batches under way keep their slots until they end."""
+        self._consumers = ()
+        self._failures.clear()
+
+    def _wait_one(self, index: int, layer: int) -> None:
+        batch = self._slots[index % self.num_slots]
+        if batch is None or batch.index != index:  # its slot is in use again: its copies ended, well or not
+            self._raise_if_failed(index)
+            return
+        ready = batch.error is not None or batch.layers_done > layer
+        if not ready and not self._waiter.wait_for(
+            lambda: batch.error is not None or batch.layers_done > layer, self.timeout_s
+        ):
+            raise LoadFailed(f"load {index}: layer {layer} did not arrive within {self.timeout_s} s")
+        if batch.error is not None:
+            raise LoadFailed(f"load {index}: {batch.error}")
+        event = batch.events[layer]
+        if event is not None:
+            self.wait_event(event)
+
+    def _raise_if_failed(self, index: int) -> None:
+        error = self._failures.get(index)
+        if error is not None:
+            raise LoadFailed(f"load {index}: {error}")
+
+    def _batch(self, index: int) -> _Batch:
+        batch = self._slots[index % self.num_slots]
+        assert batch is not None and batch.index == index, f"batch {index} does not own its slot"
+        assert not batch.ended, f"batch {index} has ended"
+        return batch
+
+    def _is_free(self, slot: int) -> bool:
+        batch = self._slots[slot]
+        return batch is None or batch.ended
+
+    def _remember(self, index: int, error: str) -> None:
+        self._failures[index] = error
+        while len(self._failures) > MAX_REMEMBERED_FAILURES:
+            self._failures.popitem(last=False)

@@ -1,0 +1,138 @@
+"""Records that cross between the scheduler thread and the workers. Page ids and bytes, never nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NewType, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Pages = npt.NDArray[np.int32]
+Ticket = NewType("Ticket", int)
+
+NO_PAGES: Pages = np.empty(0, np.int32)
+
+
+class JobKind(Enum):
+    """What a job does; each kind is one FIFO."""
+
+    WRITE = "write"  # device to host
+    LOAD = "load"  # host to device
+    QUERY = "query"  # which leading pages does storage have
+    READ = "read"  # storage to host
+    STORE = "store"  # host to storage
+
+
+STORAGE_KINDS = (JobKind.QUERY, JobKind.READ, JobKind.STORE)
+
+
+class FailReason(Enum):
+    """Why a result has fewer pages than asked, apart from plain misses. Few enough to label a metric."""
+
+    QUEUE_FULL = "queue_full"
+    CANCELLED = "cancelled"
+    NO_STORAGE = "no_storage"
+    DETACHED = "detached"
+    RESET = "reset"
+    CLOSED = "closed"
+    BACKEND = "backend"  # the backend, or hashing for it, raised
+    BAD_ANSWER = "bad_answer"  # the backend returned something that is no answer
+    COPY = "copy"  # a copy raised
+    GATE_TIMEOUT = "gate_timeout"  # no producer slot of the layer gate came free in time
+    ABANDONED = "abandoned"  # still running when close() gave up on it: its pages must not be reused
+
+
+class Rows(Protocol):
+    """Token rows of consecutive pages (`hiradix.tree.hashing.PageRows`); opaque here but for their count."""
+
+    @property
+    def rows(self) -> npt.NDArray[Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """Copy `source[i]` of one pool to `target[i]` of the other, all layers."""
+
+    source: Pages
+    target: Pages
+
+
+@dataclass(frozen=True, eq=False)
+class LoadBatch:
+    """All loads of one `start_loading`, copied layer by layer behind the gate's `producer` index."""
+
+    copy: Copy
+    producer: int
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """Ask which of the last `num_pages` pages of `rows` storage has."""
+
+    rows: Rows
+    num_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Bring the pages named by `hashes` into `target`."""
+
+    hashes: tuple[bytes, ...]
+    target: Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Store:
+    """Put `source`, the last pages of `rows`, into storage."""
+
+    rows: Rows
+    source: Pages
+
+
+Payload = Copy | LoadBatch | Query | Read | Store
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One order to a worker.
+
+    parts: the tickets it answers and the pages of each; one, but for a layer-wise load.
+    after: what the copies must wait for on the device (an event of the compute stream), or None.
+    """
+
+    kind: JobKind
+    parts: tuple[tuple[Ticket, int], ...]
+    payload: Payload
+    epoch: int
+    after: object = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outcome of one ticket. Once it is posted no worker touches the ticket's pages again.
+
+    num_pages: leading pages that are done; for a query, leading pages that storage has. True whether or
+        not `error` is set: a cancelled read may still have brought its first pages.
+    hashes: digests of the job's rows (query, store), else empty.
+    error: why there is not more, in words, or None; a page that storage does not have is no error.
+    reason: the same as a value for counters, or None.
+    duration_s: seconds from the start of the work to its end, 0 if it never started.
+    """
+
+    ticket: Ticket
+    kind: JobKind
+    num_pages: int
+    hashes: tuple[bytes, ...] = ()
+    error: str | None = None
+    reason: FailReason | None = None
+    duration_s: float = 0.0
+    num_bytes: int = 0
+    epoch: int = 0
+
+
+def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
+    """A private int32 copy, so that nobody changes a job's pages under a worker."""
+    return np.array(pages, dtype=np.int32)

@@ -1,0 +1,58 @@
+"""What the controller needs of its neighbours. `hiradix.memory` and `hiradix.storage` have it as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hiradix.transfer.jobs import Pages, Rows
+
+HashPages = Callable[[Any], list[bytes]]
+Clock = Callable[[], float]
+
+
+class PoolShape(Protocol):
+    @property
+    def num_layers(self) -> int: ...
+
+
+class DevicePoolLike(Protocol):
+    @property
+    def shape(self) -> PoolShape: ...
+
+    @property
+    def device(self) -> Any: ...
+
+    def register_layer_transfer_counter(self, counter: Any, /) -> None: ...
+
+
+class HostPoolLike(Protocol):
+    @property
+    def page_bytes(self) -> int: ...
+
+    def page_views(self, page: int, /) -> list[memoryview]: ...
+
+
+class TransportLike(Protocol):
+    """Copies pages between pools on the current stream; `layers` None means all."""
+
+    def copy_pages(
+        self, src: Any, dst: Any, src_pages: Pages, dst_pages: Pages, layers: range | None = None, /
+    ) -> None: ...
+
+
+class StorageLike(Protocol):
+    """The three calls workers make. Answers are checked, not trusted: hence `object`."""
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = (), /) -> object: ...
+
+    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], /) -> object: ...
+
+    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]], /) -> object: ...
+
+
+def hash_rows(rows: Rows) -> list[bytes]:
+    """Chained page digests by the tree's scheme; imported on first use to keep this floor light."""
+    from hiradix.tree.hashing import hash_pages
+
+    return hash_pages(rows)

@@ -1,0 +1,173 @@
+"""What each job kind does, as generators: one `next` is one batch, and progress is in the task at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hiradix.transfer.gate import LayerDoneCounter
+from hiradix.transfer.jobs import Copy, JobKind, LoadBatch, Pages, Query, Read, Store
+from hiradix.transfer.ports import DevicePoolLike, HashPages, HostPoolLike, StorageLike, TransportLike
+from hiradix.transfer.streams import Streams
+from hiradix.transfer.worker import BadAnswer, Task
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The two pools and the copy between them."""
+
+    device: DevicePoolLike
+    host: HostPoolLike
+    transport: TransportLike
+
+
+class CopyRunner:
+    """WRITE in chunks of `chunk_pages`, LOAD layer by layer. A job's copies have ended when it has."""
+
+    def __init__(self, pools: Pools, streams: Streams, gate: LayerDoneCounter, chunk_pages: int):
+        self._pools = pools
+        self._streams = streams
+        self._gate = gate
+        self._chunk_pages = chunk_pages
+
+    def write(self, task: Task) -> Iterator[None]:
+        """Device to host, all layers of a chunk of pages per step."""
+        copy = task.job.payload
+        assert isinstance(copy, Copy)
+        for start in range(0, len(copy.source), self._chunk_pages):
+            task.check()
+            chunk = slice(start, start + self._chunk_pages)
+            source, target = copy.source[chunk], copy.target[chunk]
+            try:
+                with self._streams.copying(JobKind.WRITE, task.job.after):
+                    pools = self._pools
+                    pools.transport.copy_pages(pools.device, pools.host, source, target, None)
+            finally:
+                self._streams.drain(JobKind.WRITE)
+            task.num_pages += len(source)
+            yield
+
+    def load(self, task: Task) -> Iterator[None]:
+        """Host to device, one layer of all pages per step. All or nothing."""
+        batch = task.job.payload
+        assert isinstance(batch, LoadBatch)
+        try:
+            for layer in range(self._gate.num_layers):
+                task.check()
+                with self._streams.copying(JobKind.LOAD, task.job.after):
+                    self._pools.transport.copy_pages(
+                        self._pools.host, self._pools.device, batch.copy.source, batch.copy.target,
+                        range(layer, layer + 1),
+                    )  # fmt: skip
+                    event = self._streams.record(JobKind.LOAD)
+                self._gate.layer_done(batch.producer, layer, event)
+                yield
+        finally:
+            self._streams.drain(JobKind.LOAD)
+        task.num_pages = len(batch.copy.source)
+
+
+class StorageRunner:
+    """QUERY, READ and STORE against the attached backend, at most `batch_pages` pages per call.
+
+    `storage` is set by attach and detach, never while a job runs.
+    """
+
+    def __init__(self, host: HostPoolLike, hash_pages: HashPages, batch_pages: int):
+        self.storage: StorageLike | None = None
+        self._host = host
+        self._hash_pages = hash_pages
+        self._batch_pages = batch_pages
+
+    def query(self, task: Task) -> Iterator[None]:
+        """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss."""
+        query = task.job.payload
+        assert isinstance(query, Query)
+        storage = self._attached()
+        keys = self._hash(task, query.rows, query.num_pages)
+        yield
+        for start in range(0, len(keys), self._batch_pages):
+            task.check()
+            batch = keys[start : start + self._batch_pages]
+            num_hits = checked_count(storage.exists(batch), len(batch))
+            task.num_pages += num_hits
+            if num_hits < len(batch):
+                return
+            yield
+
+    def read(self, task: Task) -> Iterator[None]:
+        """Fill host pages; stops at the first page that does not arrive."""
+        read = task.job.payload
+        assert isinstance(read, Read)
+        storage = self._attached()
+        keys = [digest.hex() for digest in read.hashes]
+        for start in range(0, len(keys), self._batch_pages):
+            task.check()
+            batch = keys[start : start + self._batch_pages]
+            views = self._views(read.target[start : start + self._batch_pages])
+            if not add_leading(task, storage.get(batch, views), len(batch)):
+                return
+            yield
+
+    def store(self, task: Task) -> Iterator[None]:
+        """Hash the rows, then put the pages; stops at the first page the backend does not take."""
+        store = task.job.payload
+        assert isinstance(store, Store)
+        storage = self._attached()
+        keys = self._hash(task, store.rows, len(store.source))
+        yield
+        for start in range(0, len(keys), self._batch_pages):
+            task.check()
+            batch = keys[start : start + self._batch_pages]
+            views = self._views(store.source[start : start + self._batch_pages])
+            if not add_leading(task, storage.put(batch, views), len(batch)):
+                return
+            yield
+
+    def _attached(self) -> StorageLike:
+        assert self.storage is not None, "a storage job is running with no storage attached"
+        return self.storage
+
+    def _hash(self, task: Task, rows: Any, num_pages: int) -> list[str]:
+        """Keys of the last `num_pages` pages of `rows`; all digests go into the task."""
+        hashes = tuple(self._hash_pages(rows))
+        assert len(hashes) == len(rows.rows), f"{len(hashes)} digests for {len(rows.rows)} rows"
+        assert len(hashes) >= num_pages, f"{num_pages} pages but only {len(hashes)} rows"
+        task.hashes = hashes
+        return [digest.hex() for digest in hashes[len(hashes) - num_pages :]]
+
+    def _views(self, pages: Pages) -> list[list[memoryview]]:
+        return [self._host.page_views(page) for page in pages.tolist()]
+
+
+def checked_count(answer: object, limit: int) -> int:
+    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
+        raise BadAnswer(f"exists answered {short(answer)} for {limit} keys")
+    return int(answer)
+
+
+def add_leading(task: Task, answer: object, num_pages: int) -> bool:
+    """Count the leading True of a get or put answer into the task; whether all `num_pages` were.
+
+    A False is a normal miss. Anything else (no list, wrong length, values that are no bool) fails the rest.
+    """
+    if not isinstance(answer, list | tuple | np.ndarray) or len(answer) > num_pages:
+        raise BadAnswer(f"answer {short(answer)} for {num_pages} pages")
+    for ok in answer:
+        if not isinstance(ok, bool | np.bool_):
+            raise BadAnswer(f"page answer {short(ok)}")
+        if not ok:
+            return False
+        task.num_pages += 1
+    if len(answer) < num_pages:
+        raise BadAnswer(f"{len(answer)} answers for {num_pages} pages")
+    return True
+
+
+def short(value: object) -> str:
+    """A value for an error message, cut to a line."""
+    return f"{type(value).__name__} {value!r}"[:120]

@@ -1,0 +1,89 @@
+"""Order on the device: what a copy waits for, and when it has ended. Nothing to do on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from hiradix.transfer.jobs import JobKind
+
+
+class Streams(Protocol):
+    """One copy stream per direction. `mark` is called on the scheduler thread, the rest on a worker."""
+
+    def mark(self) -> object: ...
+
+    def copying(self, kind: JobKind, after: object, /) -> AbstractContextManager[None]: ...
+
+    def record(self, kind: JobKind, /) -> object: ...
+
+    def drain(self, kind: JobKind, /) -> None: ...
+
+    def wait_event(self, event: Any, /) -> None: ...
+
+
+class HostStreams:
+    """CPU pools: a copy has ended when its call returns."""
+
+    def mark(self) -> object:
+        return None
+
+    def copying(self, kind: JobKind, after: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, kind: JobKind) -> object:
+        return None
+
+    def drain(self, kind: JobKind) -> None:
+        """Nothing is under way."""
+
+    def wait_event(self, event: Any) -> None:
+        """There are no events."""
+
+
+class CudaStreams:
+    """CUDA: copies run on a stream per direction, behind the compute stream's work at submission."""
+
+    def __init__(self, device: Any):
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = torch.device(device)
+        self._streams = {kind: self._cuda.Stream(self._device) for kind in (JobKind.WRITE, JobKind.LOAD)}
+
+    def mark(self) -> object:
+        """An event after everything the calling thread has given to its current stream."""
+        event = self._cuda.Event()
+        event.record(self._cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def copying(self, kind: JobKind, after: object) -> Iterator[None]:
+        """Run the body on the direction's stream, ordered behind `after`."""
+        stream = self._streams[kind]
+        with self._cuda.device(self._device), self._cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after)
+            yield
+
+    def record(self, kind: JobKind) -> object:
+        """An event after all copies launched so far."""
+        event = self._cuda.Event()
+        event.record(self._streams[kind])
+        return event
+
+    def drain(self, kind: JobKind) -> None:
+        """Return when all launched copies have ended; the thread sleeps, it does not spin."""
+        event = self._cuda.Event(blocking=True)
+        event.record(self._streams[kind])
+        event.synchronize()
+
+    def wait_event(self, event: Any) -> None:
+        """Order the calling thread's current stream behind `event`."""
+        self._cuda.current_stream(self._device).wait_event(event)
+
+
+def make_streams(device: Any) -> Streams:
+    """Streams for a pool on `device` (a torch device or its name)."""
+    return CudaStreams(device) if str(device).startswith("cuda") else HostStreams()
