@@ -1,0 +1,125 @@
+"""The multi-turn benchmark: the demo's conversations against any servers, as JSON.
+
+The first URL is measured and recorded; every further URL gets the very same prompts and is compared with it.
+Point the first at a server with the cache and the second at one without to get the demo's table as numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hiradix import __version__
+from hiradix.bench_client import Answer, ChatServer, Limits, Play, play_phase, replay
+from hiradix.bench_report import SOURCES, compare, percentile, rows, summary
+from hiradix.demo.workload import Workload, make_workload
+from hiradix.errors import CacheError
+
+DEFAULT_OUT = Path("build/bench/serve_multiturn.json")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve_multiturn", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "urls", nargs="+", metavar="URL", help="OpenAI-compatible servers; the first is measured"
+    )
+    parser.add_argument("--concurrency", type=int, default=4, help="requests in flight (default: 4)")
+    parser.add_argument("--max-tokens", type=int, default=12, help="tokens an answer (default: 12)")
+    parser.add_argument("--top-logprobs", type=int, default=5, help="0 for servers without log probabilities")
+    parser.add_argument("--model", help="model name to ask for (default: the server's first)")
+    parser.add_argument("--api-key", help="bearer key of all servers")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"result rows (default: {DEFAULT_OUT})")
+    return parser
+
+
+def machine() -> Mapping[str, object]:
+    """What the numbers were measured on."""
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "hiradix": __version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _ignore(answer: Answer) -> None:
+    del answer
+
+
+async def measure(urls: Sequence[str], workload: Workload, args: argparse.Namespace) -> list[list[Answer]]:
+    """Answers of every URL to the same prompts, in the same order; the phases' restarts are left out."""
+    limits = Limits(args.concurrency, args.max_tokens, args.top_logprobs)
+    play = Play(workload.conversations, limits.max_tokens)
+    phases: list[list[Answer]] = []
+    async with ChatServer(urls[0], limits, api_key=args.api_key, model=args.model) as server:
+        for phase in workload.phases:
+            phases.append(await play_phase(server, play, phase, _ignore))
+    runs = [[answer for phase in phases for answer in phase]]
+    for url in urls[1:]:
+        async with ChatServer(url, limits, api_key=args.api_key, model=args.model) as server:
+            replayed = [await replay(server, [a.request for a in phase], _ignore) for phase in phases]
+        runs.append([answer for phase in replayed for answer in phase])
+    return runs
+
+
+def bench_rows(urls: Sequence[str], runs: Sequence[Sequence[Answer]]) -> list[dict[str, object]]:
+    """The result file's rows: the first server's numbers beside the others' on the same prompts."""
+    tables = [rows(run, None) for run in runs]
+    out: list[dict[str, object]] = []
+
+    def add(case: str, metric: str, unit: str, values: Sequence[object]) -> None:
+        peers = dict(zip(urls[1:], values[1:], strict=True))
+        out.append({"case": case, "metric": metric, "unit": unit, "ours": values[0], "peers": peers})
+
+    for i, source in enumerate((*SOURCES, "all")):
+        table = [t[i] for t in tables]
+        add(source, "prompt_tokens", "tokens", [row.num_tokens for row in table])
+        add(source, "ttft_p50", "s", [row.ttft_p50_s for row in table])
+        add(source, "ttft_p95", "s", [row.ttft_p95_s for row in table])
+    for q in (50, 95):
+        add("all", f"total_p{q}", "s", [percentile([a.total_s for a in run], q) for run in runs])
+    if len(runs) > 1:
+        add(
+            "all",
+            "identical_answers",
+            "answers",
+            [len(runs[0]), *(compare(runs[0], r).num_identical for r in runs[1:])],
+        )
+    return out
+
+
+def _report(urls: Sequence[str], runs: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    first = {"url": urls[0], **summary(runs[0])}
+    peers = [{"url": url, **summary(runs[0], run)} for url, run in zip(urls[1:], runs[1:], strict=True)]
+    return {"machine": machine(), "server": first, "compared": peers}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the measurements as JSON, write the result rows; 1: answers differ, 2: it could not run."""
+    args = _parser().parse_args(arguments)
+    try:
+        runs = asyncio.run(measure(args.urls, make_workload(), args))
+    except CacheError as error:
+        print(f"serve_multiturn: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(_report(args.urls, runs), indent=2))
+    result = {"machine": machine(), "rows": bench_rows(args.urls, runs)}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(compare(runs[0], run).holds for run in runs[1:]) else 1

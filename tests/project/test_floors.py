@@ -1,0 +1,101 @@
+"""A module imports its own folder, errors, config, and lower floors; nothing else of the package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.project.repo import Module, imports, modules
+
+FLOORS = {
+    "errors": -1,
+    "config": 0,
+    "tree": 1,
+    "triton_kernels": 1,
+    "memory": 2,
+    "storage": 2,
+    "transfer": 3,
+    "policy": 3,
+    "cache": 4,
+    "prefix_cache": 5,
+    "adapters": 6,
+    "engine": 6,
+    "bench_client": 6,
+    "bench_report": 7,
+    "server": 7,
+    "demo": 8,
+    "bench": 9,
+    "cli": 10,
+}
+HEAVY = {"torch", "triton", "transformers"}
+# Modules that must import without torch and triton, and those that must not even have them installed.
+TORCH_FREE_FLOORS = {
+    "errors",
+    "config",
+    "tree",
+    "storage",
+    "bench_client",
+    "bench_report",
+    "demo",
+    "bench",
+    "cli",
+}
+
+
+def floor_name(dotted: str) -> str | None:
+    """The part of the package a dotted name belongs to; None for other packages and for hiradix itself."""
+    parts = dotted.split(".")
+    return parts[1] if parts[0] == "hiradix" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+def offences(module: Module) -> list[str]:
+    own = floor_name(module.name)
+    if own is None:
+        return []
+    found = []
+    for name, line in imports(module):
+        other = floor_name(name)
+        if other is not None and other != own and FLOORS[other] >= FLOORS[own]:
+            found.append(
+                f"{module.shown}:{line}: {own} (floor {FLOORS[own]}) imports {name} ({FLOORS[other]})"
+            )
+    return found
+
+
+def at_import(module: Module) -> set[str]:
+    """Top-level packages imported when the module is, TYPE_CHECKING blocks and functions left out."""
+    found: set[str] = set()
+    for node in module.tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda m: m.name)
+def test_module_imports_only_lower_floors(module: Module) -> None:
+    assert offences(module) == []
+
+
+def test_every_module_has_a_floor() -> None:
+    homeless = [m.name for m in modules() if m.name != "hiradix" and floor_name(m.name) is None]
+    assert homeless == []
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in modules() if floor_name(m.name) in TORCH_FREE_FLOORS], ids=lambda m: m.name
+)
+def test_light_module_needs_no_tensor_library(module: Module) -> None:
+    assert at_import(module) & HEAVY == set()
+
+
+def test_the_rule_sees_an_upward_import() -> None:
+    source = "from hiradix.cache import core\nfrom ..engine import api\nimport hiradix.tree.node"
+    bad = Module("hiradix.memory.pool", Path(__file__), ast.parse(source))
+    shown = [text.split(": ", 1)[1] for text in offences(bad)]
+    assert any("imports hiradix.cache " in text for text in shown)
+    assert any("imports hiradix.engine " in text for text in shown)
+    assert not any("hiradix.tree" in text for text in shown)
