@@ -58,22 +58,28 @@ class EngineThread:
     # -- calls --------------------------------------------------------------------------
 
     def submit(self, fn: Callable[[Engine], T], *, when_idle: bool = False) -> Future[T]:
-        """Have the engine thread run `fn(engine)` between two steps; with `when_idle`, once nothing is in flight.
+        """Have the engine thread run `fn(engine)` between two steps; `when_idle`: once nothing is in flight.
 
         Cancelling the future before it runs leaves it undone. Raises EngineStopped or EngineBusy.
         """
+        if len(self._commands) + len(self._deferred) >= MAX_COMMANDS:
+            raise EngineBusy(f"{MAX_COMMANDS} commands are waiting")
+        return self._push(fn, when_idle)
+
+    def _push(self, fn: Callable[[Engine], T], when_idle: bool) -> Future[T]:
         future: Future[T] = Future()
         with self._lock:
             if self._closing or self.failure is not None:
                 raise EngineStopped(f"the engine is not serving: {self.failure or 'closed'}")
-            if len(self._commands) >= MAX_COMMANDS:
-                raise EngineBusy(f"{len(self._commands)} commands are waiting")
             self._commands.append(_Command(fn, future, when_idle))
         self._engine.notify()
         return future
 
     def call(self, fn: Callable[[Engine], T], timeout_s: float = 30.0, *, when_idle: bool = False) -> T:
-        """`fn(engine)` run on the engine thread, and its result. TimeoutError after `timeout_s`, with nothing run."""
+        """The result of `fn(engine)`, run on the engine thread.
+
+        TimeoutError after `timeout_s`; `fn` is then not started any more, but may be under way.
+        """
         future = self.submit(fn, when_idle=when_idle)
         try:
             return future.result(timeout_s)
@@ -87,7 +93,7 @@ class EngineThread:
     def abort(self, rid: str) -> None:
         """End a request, wherever it is; its stream gets an Output that says so. Unknown ids are ignored."""
         try:
-            self.submit(lambda engine: engine.abort(rid))
+            self._push(lambda engine: engine.abort(rid), when_idle=False)  # never refused: it makes room
         except EngineStopped:
             logger.debug("abort of %s after the engine stopped", rid)
 
@@ -112,15 +118,15 @@ class EngineThread:
             engine.add_request(rid, prompt_ids, params, scope)
             self._sinks[rid] = sink
 
-        finished = False
+        is_open = True
         try:
             await self.acall(add)
-            while not finished:
+            while is_open:
                 output = await queue.get()
-                finished = output.finish_reason is not None
+                is_open = output.finish_reason is None
                 yield output
         finally:
-            if not finished:
+            if is_open and self._sinks.get(rid) is sink:
                 self.abort(rid)
 
     def close(self, timeout_s: float = 30.0) -> None:
