@@ -17,7 +17,7 @@ from hiradix.bench_report import (
     tokens_by_source,
 )
 from hiradix.demo.process import ServerProcess
-from hiradix.demo.view import View, show_result, show_verdict
+from hiradix.demo.view import View, result_table, show_verdict
 from hiradix.demo.workload import Workload
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -136,7 +136,7 @@ class Demo:
     def _report(self) -> bool:
         identity = compare(self.answers, self.reference)
         claims = self.claims()
-        show_result(self._view, self.answers, self.reference)
+        self._view.console.print(result_table(self.answers, self.reference))
         path = self._config.work_dir / "result.json"
         report = summary(self.answers, self.reference)
         path.write_text(json.dumps({**report, "claims": claims}, indent=2) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,11 +20,11 @@ class View:
     """The demo's output. On a terminal phases are live bars; elsewhere they are plain lines."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Console(highlight=False)
 
     def say(self, text: str) -> None:
         """One plain line."""
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, title: str, num_requests: int) -> Iterator[PhaseProgress]:
@@ -74,47 +75,34 @@ class PhaseProgress:
 
 
 def _time(value_s: float | None) -> str:
-    return "-" if value_s is None else f"{value_s:.2f} s"
+    return "-" if value_s is None else f"{value_s:.2f}"
 
 
 def _add(table: Table, heading: str, part: Sequence[Row]) -> None:
     total = sum(row.num_tokens for row in part if row.name != "all")
     reused = sum(row.num_tokens for row in part if row.name in TIERS)
-    table.add_row(heading, end_section=True)
+    table.add_row(heading)
     for row in part:
         share = f"{row.num_tokens / reused:.0%}" if row.name in TIERS and reused else ""
         of_all = f"{row.num_tokens / total:.0%}" if total else ""
         times = (row.ttft_p50_s, row.ttft_p95_s, row.off_p50_s, row.off_p95_s)
-        cells = (
-            f"  {row.name}",
-            str(row.num_requests),
-            f"{row.num_tokens:,}",
-            of_all,
-            share,
-            *map(_time, times),
-        )
-        table.add_row(*cells, end_section=row.name == "all")
+        cells = (str(row.num_requests), f"{row.num_tokens:,}", of_all, share, *map(_time, times))
+        table.add_row(f"  {row.name}", *cells, end_section=row.name == "all")
 
 
-def result_table(ours: Sequence[Answer], reference: Sequence[Answer] | None) -> Table:
-    """The one table: tokens by source, and the time to first token with the cache and without.
+def result_table(ours: Sequence[Answer], reference: Sequence[Answer]) -> Table:
+    """The one table, 80 columns wide: tokens by source, time to first token with the cache and without.
 
-    A request stands in the row of the source that most of its prompt came from; the right-hand columns are
-    the same prompts with the cache off.
+    A request stands in the row of the source that most of its prompt came from; the "off" columns are the
+    same prompts with the cache off.
     """
-    table = Table(title="Prompt tokens and time to first token (TTFT), by source")
-    for name in ("source", "requests", "tokens", "of all", "of reused", "p50", "p95", "p50, off", "p95, off"):
+    title = "Prompt tokens by source; time to first token in seconds"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("source", "reqs", "tokens", "all", "reused", "p50", "p95", "off p50", "off p95"):
         table.add_column(name, justify="left" if name == "source" else "right", no_wrap=True)
     _add(table, "all prompts", rows(ours, reference))
-    _add(table, f"{LONG_PROMPT_TOKENS:,}+ token prompts", long_rows(ours, reference))
+    _add(table, f"{LONG_PROMPT_TOKENS:,}+ tokens", long_rows(ours, reference))
     return table
-
-
-def show_result(view: View, ours: Sequence[Answer], reference: Sequence[Answer]) -> None:
-    """Print the table. Without a terminal it is as wide as it needs to be."""
-    table = result_table(ours, reference)
-    console = view.console
-    console.print(table, width=None if console.is_terminal else 110, crop=False)
 
 
 def show_verdict(view: View, claims: Mapping[str, bool], identity: Identity) -> None:
