@@ -1,0 +1,35 @@
+"""Floor 2: page pools (device, pinned host), their layouts as strides, allocators, and page copies between them."""
+
+from __future__ import annotations
+
+from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
+from hiradix.memory.pools import DevicePool, HostPool, Pool
+from hiradix.memory.shape import ArraySpec, CacheShape, KVShape, MLAShape, token_bytes
+from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool
+from hiradix.memory.transport import TorchTransport, Transport, make_transport
+
+__all__ = [
+    "LAYOUTS",
+    "ArraySpec",
+    "CacheShape",
+    "DevicePool",
+    "HostPlan",
+    "HostPool",
+    "KVShape",
+    "Layout",
+    "MLAShape",
+    "PageAllocator",
+    "Piece",
+    "Plane",
+    "Pool",
+    "ReqToTokenPool",
+    "SlotAllocator",
+    "TorchTransport",
+    "Transport",
+    "make_layout",
+    "make_transport",
+    "plan_host_pool",
+    "size_host_pool",
+    "token_bytes",
+]

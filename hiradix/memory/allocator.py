@@ -1,0 +1,176 @@
+"""Who has which page: page allocator, its face in slots with SGLang's names, and the table of requests' slots.
+
+All three belong to the scheduler thread and take no locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hiradix.errors import ConfigError
+
+Pages = npt.NDArray[np.int32]
+
+
+class PageAllocator:
+    """Page ids `first_page` .. `first_page + num_pages - 1`; a page is free or out, never both.
+
+    A stack of free ids, so that recently used memory is used again; a fresh pool hands out ascending ids. `alloc`
+    and `free` cost their own pages, not the pool, and what they return or take is never kept or shared.
+    """
+
+    def __init__(self, num_pages: int, first_page: int = 0) -> None:
+        if num_pages < 1 or first_page < 0:
+            raise ConfigError(f"page allocator: {num_pages} pages from page {first_page} on")
+        self.num_pages = num_pages
+        self.first_page = first_page
+        self._mark = np.empty(num_pages, np.int32)  # scratch of `free`; only what one call wrote is read back
+        self.clear()
+
+    def clear(self) -> None:
+        """Everything free again, ascending. Costs the pool."""
+        self._free = np.arange(self.first_page + self.num_pages - 1, self.first_page - 1, -1, dtype=np.int32)
+        self._num_free = self.num_pages
+        self._out = np.zeros(self.num_pages, np.bool_)
+
+    @property
+    def available(self) -> int:
+        return self._num_free
+
+    def alloc(self, num_pages: int) -> Pages | None:
+        """int32 [num_pages], the caller's own array; None, and nothing taken, if fewer are free."""
+        assert num_pages >= 0, f"alloc of {num_pages} pages"
+        if num_pages > self._num_free:
+            return None
+        rest = self._num_free - num_pages
+        pages = self._free[rest : self._num_free][::-1].copy()
+        self._num_free = rest
+        self._out[pages - self.first_page] = True
+        return pages
+
+    def free(self, pages: npt.ArrayLike) -> None:
+        """Take pages back. Asserts, with the ids and before changing anything, that each is out and named once."""
+        ids = np.asarray(pages)
+        if len(ids) == 0:
+            return
+        index = ids.astype(np.int64) - self.first_page
+        foreign = (index < 0) | (index >= self.num_pages)
+        assert not foreign.any(), f"free of foreign pages {_some(ids[foreign])}: not in {self._span()}"
+        order = np.arange(len(index), dtype=np.int32)
+        self._mark[index] = order
+        wrong = ~self._out[index] | (self._mark[index] != order)
+        assert not wrong.any(), f"double free of pages {_some(ids[wrong])}, {self._num_free} free of {self.num_pages}"
+        self._out[index] = False
+        self._free[self._num_free : self._num_free + len(index)] = ids[::-1]
+        self._num_free += len(index)
+
+    def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Which of these (own) pages are handed out."""
+        return self._out[np.asarray(pages, np.int64) - self.first_page]
+
+    def out_pages(self) -> Pages:
+        """All pages handed out, ascending. Costs the pool; for checks."""
+        return (np.flatnonzero(self._out) + self.first_page).astype(np.int32)
+
+    def _span(self) -> str:
+        return f"{self.first_page}..{self.first_page + self.num_pages - 1}"
+
+
+class SlotAllocator:
+    """SGLang's token_to_kv_pool_allocator over our pages: slots of pages 1 .. num_tokens / page_size.
+
+    num_tokens: rounded down to whole pages. kvcache: the device pool, handed out as it is.
+    """
+
+    def __init__(
+        self, num_tokens: int, page_size: int, device: torch.device | str = "cpu", kvcache: Any = None
+    ) -> None:
+        if page_size < 1 or num_tokens < page_size:
+            raise ConfigError(f"slot allocator: {num_tokens} tokens hold no page of {page_size}")
+        self.page_size = page_size
+        self.pages = PageAllocator(num_tokens // page_size, first_page=1)
+        self.size = self.pages.num_pages * page_size
+        self.device = torch.device(device)
+        self._kvcache = kvcache
+        self._offsets = np.arange(page_size, dtype=np.int64)
+
+    def available_size(self) -> int:
+        """Free tokens."""
+        return self.pages.available * self.page_size
+
+    def get_kvcache(self) -> Any:
+        return self._kvcache
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        """int64 [need_size]: whole pages' slots, page after page; None if fewer are free."""
+        assert need_size % self.page_size == 0, f"alloc of {need_size} slots in pages of {self.page_size}"
+        pages = self.pages.alloc(need_size // self.page_size)
+        if pages is None:
+            return None
+        slots = pages.astype(np.int64)[:, None] * self.page_size + self._offsets
+        return torch.from_numpy(slots.reshape(-1)).to(self.device)
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free every page that has a slot among these, once."""
+        if free_index.numel():
+            self.pages.free(np.unique(free_index.cpu().numpy() // self.page_size))
+
+    def alloc_pages(self, num_pages: int) -> Pages | None:
+        return self.pages.alloc(num_pages)
+
+    def free_pages(self, pages: npt.ArrayLike) -> None:
+        self.pages.free(pages)
+
+    def clear(self) -> None:
+        self.pages.clear()
+
+
+class ReqToTokenPool:
+    """Each running request's slots: `req_to_token` int32 [size, max_context_len] on `device`, one row per request."""
+
+    def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
+        if size < 1 or max_context_len < 1:
+            raise ConfigError(f"request table: {size} requests of {max_context_len} tokens")
+        self.size = size
+        self.max_context_len = max_context_len
+        self.device = torch.device(device)
+        self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int32, device=self.device)
+        self.clear()
+
+    def clear(self) -> None:
+        """All rows free; their contents stay until overwritten."""
+        self.free_slots = list(range(self.size - 1, -1, -1))
+        self._out: set[int] = set()
+
+    def available_size(self) -> int:
+        return len(self.free_slots)
+
+    def alloc(self, need_size: int) -> list[int] | None:
+        """Rows for `need_size` requests; None, and nothing taken, if fewer are free."""
+        assert need_size >= 0, f"alloc of {need_size} request rows"
+        if need_size > len(self.free_slots):
+            return None
+        rows = [self.free_slots.pop() for _ in range(need_size)]
+        self._out.update(rows)
+        return rows
+
+    def free(self, free_index: int | Sequence[int] | Iterable[int]) -> None:
+        """Take rows back. Asserts that each was out."""
+        for row in [free_index] if isinstance(free_index, int) else list(free_index):
+            assert row in self._out, f"free of request row {row}, which is not out; out are {sorted(self._out)[:20]}"
+            self._out.remove(row)
+            self.free_slots.append(row)
+
+    def write(self, indices: Any, values: torch.Tensor) -> None:
+        """req_to_token[indices] = values; `indices` is what a tensor takes, such as (row, slice(a, b))."""
+        self.req_to_token[indices] = values
+
+
+def _some(ids: npt.NDArray[Any]) -> str:
+    """The first few ids, for a message."""
+    return f"{ids[:16].tolist()}{' ...' if len(ids) > 16 else ''}"

@@ -1,0 +1,290 @@
+"""The two page pools: the device pool the model reads and writes, and the host pool behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hiradix.errors import ConfigError
+from hiradix.memory.host_memory import allocate
+from hiradix.memory.layout import Extent, Layout, Plane, array_views, layers_view, make_layout
+from hiradix.memory.shape import CacheShape, KVShape, MLAShape
+
+
+class LayerCounter(Protocol):
+    """The layer gate, as the getters use it: returns when layer `layer` of the pending loads may be read."""
+
+    def wait_until(self, layer: int, /) -> None: ...
+
+
+class Pool(Protocol):
+    """What a transport needs of a pool. Pages outside the pool, and page views, are the pool's own business."""
+
+    @property
+    def shape(self) -> CacheShape: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def page_limit(self) -> int:
+        """Page ids are below this."""
+        ...
+
+    def planes(self) -> tuple[Plane, ...]:
+        """Where every array lies, as addresses."""
+        ...
+
+    def layer_views(self, array: int) -> list[torch.Tensor]:
+        """[L] of [P, S, H, D], zero copy."""
+        ...
+
+    def stacked_view(self, array: int) -> torch.Tensor | None:
+        """[L, P, S, H, D], zero copy; None where the layers are separate allocations."""
+        ...
+
+
+class DevicePool:
+    """Paged KV on the compute device: one tensor [(num_pages + 1) * page_size, H, D] per layer and array.
+
+    Pages 1..num_pages are handed out; page 0, so slot 0, is where masked writes go. The pool does not know which
+    pages are in use. The getters wait on the registered layer gate; everything else does not.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ConfigError(f"device pool: {num_pages} pages of {page_size} tokens, both must be at least 1")
+        slots = (num_pages + 1) * page_size
+        arrays = []
+        for spec in shape.arrays:
+            size = (shape.num_layers, slots, spec.num_heads, spec.head_dim)
+            arrays.append(list(torch.zeros(size, dtype=spec.dtype, device=device)))
+        self._set(shape, page_size, arrays)
+
+    def _set(self, shape: CacheShape, page_size: int, arrays: list[list[torch.Tensor]]) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        self.num_pages = arrays[0][0].shape[0] // page_size - 1
+        self.device = arrays[0][0].device
+        self.dtype = shape.dtype
+        self.size = self.num_pages * page_size
+        self.start_layer = 0
+        self._arrays = arrays
+        self._counter: LayerCounter | None = None
+        self._planes = tuple(_device_plane(self, array) for array in range(len(arrays)))
+        self._views = [[_in_pages(buffer, self) for buffer in buffers] for buffers in arrays]
+        self._stacked = [_stack(buffers, self) for buffers in arrays]
+
+    @classmethod
+    def wrap(
+        cls, k_buffers: Sequence[torch.Tensor], v_buffers: Sequence[torch.Tensor], page_size: int
+    ) -> DevicePool:
+        """A pool over an engine's own buffers, [L] of [size + page_size, H, D] each, with page 0 the dummy.
+
+        Zero copy; the engine keeps the memory alive and in place. Raises ConfigError unless all are contiguous,
+        of one geometry per array, on one device and of whole pages.
+        """
+        arrays = [list(k_buffers), list(v_buffers)]
+        _check_foreign(arrays, page_size)
+        keys, values = arrays[0][0], arrays[1][0]
+        shape = KVShape(len(arrays[0]), keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
+        return cls._over(shape, page_size, arrays)
+
+    @classmethod
+    def wrap_latent(cls, kv_buffers: Sequence[torch.Tensor], page_size: int, kv_lora_rank: int) -> DevicePool:
+        """As `wrap`, over MLA buffers [L] of [size + page_size, 1, C]."""
+        arrays = [list(kv_buffers)]
+        _check_foreign(arrays, page_size)
+        latent = arrays[0][0]
+        if not 0 < kv_lora_rank < latent.shape[2]:
+            raise ConfigError(f"device pool: kv_lora_rank {kv_lora_rank} of rows of {latent.shape[2]} elements")
+        rope = latent.shape[2] - kv_lora_rank
+        return cls._over(MLAShape(len(arrays[0]), kv_lora_rank, rope, latent.dtype), page_size, arrays)
+
+    @classmethod
+    def _over(cls, shape: CacheShape, page_size: int, arrays: list[list[torch.Tensor]]) -> DevicePool:
+        pool = cls.__new__(cls)
+        pool._set(shape, page_size, arrays)
+        return pool
+
+    @property
+    def k_buffer(self) -> list[torch.Tensor]:
+        """[L] of [slots, H, D], not gated."""
+        return self._arrays[0]
+
+    @property
+    def v_buffer(self) -> list[torch.Tensor]:
+        """[L] of [slots, H, Dv], not gated. MLA has none: its values are the front of the latent rows."""
+        assert len(self._arrays) > 1, f"{type(self.shape).__name__} has no V array"
+        return self._arrays[1]
+
+    @property
+    def kv_buffer(self) -> list[torch.Tensor]:
+        """MLA's [L] of [slots, 1, C], not gated."""
+        return self._arrays[0]
+
+    def register_layer_transfer_counter(self, counter: LayerCounter | None) -> None:
+        """From now on the getters wait for `counter`; None takes it away."""
+        self._counter = counter
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        """[slots, H, D] of the layer, once its pending load has arrived. Writable, zero copy."""
+        self._wait(layer_id)
+        return self._arrays[0][layer_id - self.start_layer]
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        """[slots, H, Dv] of the layer, once its pending load has arrived; for MLA the front of the latent rows."""
+        self._wait(layer_id)
+        layer = layer_id - self.start_layer
+        if isinstance(self.shape, MLAShape):
+            return self._arrays[0][layer][..., : self.shape.kv_lora_rank]
+        return self._arrays[1][layer]
+
+    def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both getters at once."""
+        return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
+
+    @property
+    def page_limit(self) -> int:
+        return self.num_pages + 1
+
+    def planes(self) -> tuple[Plane, ...]:
+        return self._planes
+
+    def layer_views(self, array: int) -> list[torch.Tensor]:
+        return self._views[array]
+
+    def stacked_view(self, array: int) -> torch.Tensor | None:
+        return self._stacked[array]
+
+    def _wait(self, layer_id: int) -> None:
+        if self._counter is not None:
+            self._counter.wait_until(layer_id - self.start_layer)
+
+
+class HostPool:
+    """Pages in host memory, one buffer in one layout; pinned where `device` is a CUDA device.
+
+    Pages are 0..num_pages-1. A page's bytes, its views joined, are SGLang's flat data page. Writers of a page are
+    ordered by whoever owns it: the pool takes no lock. Memory is resident when this returns; see `allocate`.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        num_pages: int,
+        page_size: int,
+        *,
+        layout: str = "page_first",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.layout: Layout = make_layout(layout, shape, num_pages, page_size)
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.device = torch.device("cpu")
+        self.dtype = shape.dtype
+        pin = torch.device(device).type == "cuda"
+        self.buffer = allocate(self.layout.num_bytes, pin=pin, unit=self.layout.pieces[0].num_bytes)
+        self._planes = tuple(plane.moved(self.buffer.data_ptr()) for plane in self.layout.planes)
+        self._bytes = memoryview(self.buffer.numpy().data)
+        at = Extent(shape.num_layers, num_pages, page_size)
+        self._stacked = [layers_view(self.buffer, plane, at) for plane in self.layout.planes]
+        self._views = [list(stacked) for stacked in self._stacked]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self.num_pages * self.page_size
+
+    @property
+    def kv_buffer(self) -> torch.Tensor:
+        """The pool as SGLang's one tensor (5-D or 6-D, K first); flat bytes where its arrays differ or interleave."""
+        if not self.layout.joint:
+            return self.buffer
+        shape = self.layout.array_shapes[0]
+        lead = (len(self.layout.planes),) if len(self.layout.planes) > 1 else ()
+        return self.buffer.view(self.dtype).view(*lead, *shape)
+
+    @property
+    def k_buffer(self) -> torch.Tensor:
+        return array_views(self.buffer, self.layout)[0]
+
+    @property
+    def v_buffer(self) -> torch.Tensor:
+        return array_views(self.buffer, self.layout)[1]
+
+    def page_views(self, page: int) -> list[memoryview]:
+        """The page's bytes, in order, zero copy and writable; valid as long as the pool."""
+        assert 0 <= page < self.num_pages, f"host page {page} of {self.num_pages}"
+        views = []
+        for piece in self.layout.pieces:
+            begin = piece.offset + page * piece.page
+            views.append(self._bytes[begin : begin + piece.num_bytes])
+        return views
+
+    @property
+    def page_limit(self) -> int:
+        return self.num_pages
+
+    def planes(self) -> tuple[Plane, ...]:
+        return self._planes
+
+    def layer_views(self, array: int) -> list[torch.Tensor]:
+        return self._views[array]
+
+    def stacked_view(self, array: int) -> torch.Tensor:
+        return self._stacked[array]
+
+
+def _device_plane(pool: DevicePool, array: int) -> Plane:
+    spec = pool.shape.arrays[array]
+    begins = tuple(buffer.data_ptr() for buffer in pool._arrays[array])
+    return Plane(spec, begins, pool.page_size * spec.row_bytes, spec.row_bytes, spec.head_bytes)
+
+
+def _in_pages(buffer: torch.Tensor, pool: DevicePool) -> torch.Tensor:
+    """[P, S, H, D] over a layer's [slots, H, D]."""
+    return buffer.view(pool.page_limit, pool.page_size, *buffer.shape[1:])
+
+
+def _stack(buffers: list[torch.Tensor], pool: DevicePool) -> torch.Tensor | None:
+    """[L, P, S, H, D] over all layers where they lie at one distance in one storage."""
+    first = _in_pages(buffers[0], pool)
+    storage = first.untyped_storage().data_ptr()
+    offsets = [buffer.storage_offset() for buffer in buffers]
+    step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
+    even = all(later - earlier == step for earlier, later in zip(offsets, offsets[1:], strict=False))
+    if not even or step < 0 or any(buffer.untyped_storage().data_ptr() != storage for buffer in buffers):
+        return None
+    return first.as_strided((len(buffers), *first.shape), (step, *first.stride()), offsets[0])
+
+
+def _check_foreign(arrays: Sequence[Sequence[torch.Tensor]], page_size: int) -> None:
+    first = arrays[0][0] if arrays and arrays[0] else None
+    if first is None or page_size < 1:
+        raise ConfigError(f"device pool: no buffers to wrap, or page size {page_size} below 1")
+    for buffers in arrays:
+        if len(buffers) != len(arrays[0]):
+            raise ConfigError(f"device pool: {len(arrays[0])} key layers but {len(buffers)} value layers")
+        for layer, buffer in enumerate(buffers):
+            same = buffer.shape == buffers[0].shape and buffer.dtype == first.dtype and buffer.device == first.device
+            whole = buffer.dim() == 3 and buffer.shape[0] == first.shape[0] and buffer.shape[0] % page_size == 0
+            if not (same and whole and buffer.is_contiguous() and buffer.shape[0] >= 2 * page_size):
+                raise ConfigError(
+                    f"device pool: layer {layer} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; needed: "
+                    f"contiguous, alike in all layers, at least two whole pages of {page_size} tokens"
+                )
+            if buffer.shape[1] != first.shape[1]:
+                raise ConfigError(f"device pool: {first.shape[1]} key heads but {buffer.shape[1]} value heads")

@@ -1,0 +1,140 @@
+"""Page copies between pools behind one call, and the torch transport: what runs on a CPU, and the reference.
+
+A transport copies whole pages between two pools of one shape, for all layers or a range of them, on the current
+stream. Page lists are any integer arrays of one length; destination pages are named at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hiradix.memory.pools import Pool
+from hiradix.memory.shape import WORDS
+
+PageIds = npt.NDArray[np.integer[Any]]
+
+# Below this many bytes per call and page, one indexed copy of all pages beats a call per run of pages.
+_RUN_BYTES = 128 << 10
+# Pages per indexed copy, so that its temporary stays in this many bytes.
+_GATHER_BYTES = 32 << 20
+
+
+class Transport(Protocol):
+    """name: "torch", "triton" or "dma". note: why it was chosen, for the start-up line."""
+
+    name: str
+    note: str
+
+    def copy_pages(
+        self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
+    ) -> None:
+        """dst page i becomes src page i, in `layers` (None: all) and all arrays. Nothing else is written.
+
+        With CUDA pools the copy is ordered on the current stream and may still run when this returns; the page
+        lists may be reused at once. Asserts on pages outside the pools and on pools of different shape.
+        """
+        ...
+
+
+class TorchTransport:
+    """Copies with torch calls. On a CPU: done on return. Between devices: in order, and blocking the caller."""
+
+    name = "torch"
+
+    def __init__(self, note: str = "") -> None:
+        self.note = note
+
+    def copy_pages(
+        self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
+    ) -> None:
+        check_copy(src, dst, src_pages, dst_pages)
+        span = checked_layers(src, layers)
+        if len(src_pages) == 0 or len(span) == 0:
+            return
+        for array, spec in enumerate(src.shape.arrays):
+            page_bytes = spec.row_bytes * src.page_size
+            for source, target in _view_pairs(src, dst, array, span):
+                whole = page_bytes * (len(span) if source.dim() == 5 else 1) >= _RUN_BYTES
+                if whole or source.device != target.device or len(src_pages) == 1:
+                    _copy_runs(source, target, src_pages, dst_pages)
+                else:
+                    _copy_indexed(source, target, src_pages, dst_pages)
+
+
+def check_copy(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds) -> None:
+    """Assert that the pools hold the same bytes per page and the pages exist. Costs the pages."""
+    assert src.shape.arrays == dst.shape.arrays and src.shape.num_layers == dst.shape.num_layers, (
+        f"pools of different shape: {src.shape} and {dst.shape}"
+    )
+    assert src.page_size == dst.page_size, f"page sizes {src.page_size} and {dst.page_size}"
+    assert len(src_pages) == len(dst_pages), f"{len(src_pages)} source pages for {len(dst_pages)}"
+    for name, pages, limit in (("source", src_pages, src.page_limit), ("target", dst_pages, dst.page_limit)):
+        if len(pages):
+            low, high = int(pages.min()), int(pages.max())
+            assert low >= 0 and high < limit, f"{name} pages {low}..{high} of a pool of {limit}"
+
+
+def checked_layers(pool: Pool, layers: range | None) -> range:
+    """`layers` as a range of this pool's layers, all of them for None."""
+    span = range(pool.shape.num_layers) if layers is None else layers
+    assert span.step == 1 and (len(span) == 0 or 0 <= span[0] <= span[-1] < pool.shape.num_layers), (
+        f"layers {span} of {pool.shape.num_layers}"
+    )
+    return span
+
+
+def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What to copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D] where both can."""
+    source, target = src.stacked_view(array), dst.stacked_view(array)
+    if source is not None and target is not None and len(span) > 1:
+        yield source[span.start : span.stop], target[span.start : span.stop]
+        return
+    sources, targets = src.layer_views(array), dst.layer_views(array)
+    for layer in span:
+        yield sources[layer], targets[layer]
+
+
+def _copy_runs(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, dst_pages: PageIds) -> None:
+    """One copy per run of pages that are consecutive on both sides."""
+    dim = source.dim() - 4
+    for begin, end in _runs(src_pages, dst_pages):
+        first, into = int(src_pages[begin]), int(dst_pages[begin])
+        target.narrow(dim, into, end - begin).copy_(source.narrow(dim, first, end - begin))
+
+
+def _copy_indexed(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, dst_pages: PageIds) -> None:
+    """All pages of a layer by index, a temporary's worth at a time; bytes moved as integers of the same size."""
+    if source.dim() == 5:
+        for layer in range(source.shape[0]):
+            _copy_indexed(source[layer], target[layer], src_pages, dst_pages)
+        return
+    word = WORDS[source.dtype.itemsize]
+    words_in, words_out = source.view(word), target.view(word)
+    froms = torch.from_numpy(src_pages.astype(np.int64)).to(source.device)
+    intos = torch.from_numpy(dst_pages.astype(np.int64)).to(source.device)
+    step = max(1, _GATHER_BYTES // (source[0].numel() * source.dtype.itemsize))
+    for begin in range(0, len(froms), step):
+        taken = words_in.index_select(0, froms[begin : begin + step])
+        words_out.index_copy_(0, intos[begin : begin + step], taken)
+
+
+def _runs(src_pages: PageIds, dst_pages: PageIds) -> list[tuple[int, int]]:
+    """Half-open index ranges in which both lists ascend by one."""
+    breaks = np.flatnonzero((np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)) + 1
+    edges = [0, *breaks.tolist(), len(src_pages)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def make_transport(io_backend: str, device: torch.device | str) -> Transport:
+    """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
+
+    On a CPU, and where triton cannot be imported, that is the torch transport; its `note` says why.
+    """
+    from hiradix.memory.choose import choose_transport
+
+    return choose_transport(io_backend, torch.device(device))
