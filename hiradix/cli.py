@@ -1,0 +1,39 @@
+"""The `hiradix` command. Subcommands load what they need when they run, so `--help` is fast."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import hiradix
+
+USAGE = """usage: hiradix {serve,bench} ...
+
+  serve    serve a model over HTTP through a three-tier prefix cache
+  bench    play multi-turn conversations against a server and report cached tokens and latency
+
+`hiradix serve --help` and `hiradix bench --help` list their flags; `hiradix --version` says the version.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the process's exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
+    if command == "serve":
+        from hiradix.server.serve import serve
+
+        return serve(rest)
+    if command == "bench":
+        from hiradix.bench import main as bench
+
+        return bench(rest)
+    if command in ("-h", "--help", "--version"):
+        print(f"hiradix {hiradix.__version__}" if command == "--version" else USAGE, end="\n")
+        return 0
+    print(f"hiradix: error: unknown command {command!r}\n\n{USAGE}" if command else USAGE, file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Cache administration over HTTP, with upstream's paths, bodies and status codes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from hiradix.config import HiCacheConfig, redact
+from hiradix.server.schema import ApiError, first_error, read_json
+from hiradix.server.service import AttachRequest, Outcome, Service
+
+FLUSHED = (
+    "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting "
+    "requests, the operation will not be performed.)\n"
+)
+CLEARED = "Hierarchical cache storage backend cleared.\n"
+DEPRECATED = "Deprecated endpoint. Use POST /hicache/storage-backend/clear.\n"
+FLUSH_BUSY = "Another flush_cache is already in progress."
+MAX_FLUSH_TIMEOUT_S = 600.0
+
+
+class AttachBody(BaseModel):
+    """Body of PUT /hicache/storage-backend."""
+
+    model_config = ConfigDict(strict=True)
+
+    hicache_storage_backend: str = Field(min_length=1)
+    hicache_storage_backend_extra_config_json: str | None = None
+    hicache_storage_prefetch_policy: str | None = None
+    hicache_write_policy: str | None = None
+
+
+@dataclass(frozen=True)
+class StorageView:
+    """What GET /hicache/storage-backend shows; secrets in the extra config are replaced by '***'."""
+
+    hicache_storage_backend: str | None
+    hicache_storage_backend_extra_config: str | None
+    hicache_storage_prefetch_policy: str
+    hicache_write_policy: str
+
+    @staticmethod
+    def of(config: HiCacheConfig, extra_config_text: str | None) -> StorageView:
+        """The view of a server as it was started."""
+        attached = config.hicache_storage_backend is not None
+        return StorageView(
+            config.hicache_storage_backend,
+            shown_extra_config(extra_config_text) if attached else None,
+            config.hicache_storage_prefetch_policy,
+            config.hicache_write_policy,
+        )
+
+    def attached(self, request: AttachRequest) -> StorageView:
+        """The view after a successful attach; a backend that was there already keeps its settings."""
+        extra = self.hicache_storage_backend_extra_config
+        if self.hicache_storage_backend is None:
+            extra = shown_extra_config(request.extra_config_text)
+        return StorageView(
+            request.backend,
+            extra,
+            request.prefetch_policy or self.hicache_storage_prefetch_policy,
+            request.write_policy or self.hicache_write_policy,
+        )
+
+    def detached(self) -> StorageView:
+        """The view after a detach: policies persist."""
+        return dataclasses.replace(
+            self, hicache_storage_backend=None, hicache_storage_backend_extra_config=None
+        )
+
+
+def shown_extra_config(text: str | None) -> str | None:
+    """`text` as given, or with secrets replaced when it is JSON that holds any; text of no known form is hidden."""
+    if text is None or text.startswith("@"):
+        return text
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return "***"
+    shown = redact(values)
+    return text if shown == values else json.dumps(shown)
+
+
+def bad_body(error: ApiError) -> Response:
+    """Upstream's form of a body that fails validation."""
+    body = {
+        "object": "error",
+        "message": error.message,
+        "type": "Bad Request",
+        "param": error.param,
+        "code": 400,
+    }
+    return JSONResponse(body, 400)
+
+
+class Admin:
+    """The admin endpoints over one engine; one storage operation at a time."""
+
+    def __init__(self, service: Service, view: StorageView):
+        self._service = service
+        self.view = view
+        self._storage_lock = asyncio.Lock()
+        self._flushing = False
+        self.router = APIRouter()
+        add = self.router.add_api_route
+        add("/flush_cache", self.flush, methods=["GET", "POST"])
+        add("/hicache/storage-backend", self.show, methods=["GET"])
+        add("/hicache/storage-backend", self.attach, methods=["PUT"])
+        add("/hicache/storage-backend", self.detach, methods=["DELETE"])
+        add("/hicache/storage-backend/clear", self.clear, methods=["POST"])
+        add("/clear_hicache_storage_backend", self.clear_deprecated, methods=["GET", "POST"])
+        add("/get_hicache_l3_cache_layout", self.layout, methods=["GET"])
+
+    async def flush(self, request: Request) -> Response:
+        """GET, POST /flush_cache?timeout=S: empty device and host tiers when idle; storage keeps all."""
+        text = request.query_params.get("timeout", "0")
+        try:
+            timeout_s = float(text)
+        except ValueError:
+            timeout_s = -1.0
+        if not (math.isfinite(timeout_s) and 0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S):
+            return PlainTextResponse(f"timeout must be a number in 0..{MAX_FLUSH_TIMEOUT_S:g}.\n", 400)
+        if self._flushing:
+            return PlainTextResponse(FLUSH_BUSY, 400)
+        self._flushing = True
+        try:
+            outcome = await self._service.flush(timeout_s)
+        finally:
+            self._flushing = False
+        if outcome.ok:
+            return PlainTextResponse(FLUSHED)
+        return PlainTextResponse(outcome.message or "Flush cache failed.\n", 400)
+
+    async def show(self) -> Response:
+        """GET /hicache/storage-backend."""
+        return JSONResponse(dataclasses.asdict(self.view))
+
+    async def attach(self, request: Request) -> Response:
+        """PUT /hicache/storage-backend."""
+        try:
+            body = AttachBody.model_validate(await read_json(request))
+        except ApiError as error:
+            return bad_body(error)
+        except ValidationError as error:
+            param, message = first_error(error)
+            return bad_body(ApiError(message, param=param))
+        wanted = AttachRequest(
+            body.hicache_storage_backend,
+            body.hicache_storage_backend_extra_config_json,
+            body.hicache_storage_prefetch_policy,
+            body.hicache_write_policy,
+        )
+        async with self._storage_lock:
+            outcome = await self._service.attach(wanted)
+            if outcome.ok:
+                self.view = self.view.attached(wanted)
+        return _storage_answer("attach", outcome)
+
+    async def detach(self) -> Response:
+        """DELETE /hicache/storage-backend; nothing attached is a success."""
+        async with self._storage_lock:
+            outcome = await self._service.detach()
+            if outcome.ok:
+                self.view = self.view.detached()
+        return _storage_answer("detach", outcome)
+
+    async def clear(self) -> Response:
+        """POST /hicache/storage-backend/clear."""
+        return await self._clear("")
+
+    async def clear_deprecated(self) -> Response:
+        """GET, POST /clear_hicache_storage_backend, the old name."""
+        return await self._clear(DEPRECATED)
+
+    async def _clear(self, prefix: str) -> Response:
+        async with self._storage_lock:
+            outcome = await self._service.clear_storage()
+        if outcome.ok:
+            return PlainTextResponse(prefix + CLEARED)
+        return PlainTextResponse(f"{prefix}{outcome.message.rstrip()}\n", 400)
+
+    async def layout(self) -> Response:
+        """GET /get_hicache_l3_cache_layout."""
+        return JSONResponse(self.layout_json())
+
+    def layout_json(self) -> dict[str, object]:
+        """Upstream's record about storage objects that other processes may read: none here."""
+        backend = self.view.hicache_storage_backend
+        return {
+            "enabled": False,
+            "backend": backend,
+            "page_size": None,
+            "hicache_object_layout": None,
+            "reason": "storage objects are private to this server",
+        }
+
+
+def _storage_answer(verb: str, outcome: Outcome) -> Response:
+    if outcome.ok:
+        return PlainTextResponse(f"HiCache storage backend {verb}ed.\n{outcome.message}\n")
+    return PlainTextResponse(f"Failed to {verb} HiCache storage backend.\n{outcome.message}", 400)

@@ -1,0 +1,73 @@
+"""Who may call what: three levels, bearer keys compared in constant time, one table of paths."""
+
+from __future__ import annotations
+
+import enum
+import hmac
+from dataclasses import dataclass, field
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+NO_ADMIN_KEY = (
+    "This endpoint requires admin API key, but this server was started without one (admin-api-key). "
+    "Restart with --admin-api-key to enable."
+)
+
+
+class Level(enum.Enum):
+    """What a path asks of the caller."""
+
+    NORMAL = "normal"  # the api key, where one is set
+    ADMIN_OPTIONAL = "admin_optional"  # the admin key, else the api key, else nothing
+    ADMIN_REQUIRED = "admin_required"  # the admin key; off (400) on a server without one
+
+
+LEVELS = {
+    "/flush_cache": Level.ADMIN_OPTIONAL,
+    "/hicache/storage-backend": Level.ADMIN_REQUIRED,
+    "/hicache/storage-backend/clear": Level.ADMIN_REQUIRED,
+    "/clear_hicache_storage_backend": Level.ADMIN_REQUIRED,
+}
+OPEN_PREFIXES = ("/health", "/ready", "/metrics")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The server's two keys; never shown in a repr."""
+
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+
+
+def _matches(authorization: bytes, key: str) -> bool:
+    scheme, _, token = authorization.partition(b" ")
+    same = hmac.compare_digest(token.strip(), key.encode())
+    return scheme.lower() == b"bearer" and same
+
+
+def check(keys: Keys, scope: Scope) -> JSONResponse | None:
+    """None when the request may pass, else the answer that refuses it."""
+    path = scope["path"]
+    if scope["method"] == "OPTIONS" or path.startswith(OPEN_PREFIXES):
+        return None
+    level = LEVELS.get(path, Level.NORMAL)
+    needed = keys.api_key if level is Level.NORMAL else keys.admin_api_key or keys.api_key
+    authorization = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    if needed is not None and not _matches(authorization, needed):
+        return JSONResponse({"error": "Unauthorized"}, 401)
+    if level is Level.ADMIN_REQUIRED and keys.admin_api_key is None:
+        return JSONResponse({"error": NO_ADMIN_KEY}, 400)
+    return None
+
+
+class AuthMiddleware:
+    """Checks every HTTP request before anything else reads it."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = check(self._keys, scope) if scope["type"] == "http" else None
+        await (refusal or self._app)(scope, receive, send)

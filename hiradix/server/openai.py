@@ -1,0 +1,215 @@
+"""POST /v1/completions and /v1/chat/completions, whole or streamed, and GET /v1/models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from hiradix.engine.api import Output, RequestError, SamplingParams
+from hiradix.server.generation import ClientGone, Run, api_error, merged
+from hiradix.server.metrics import RequestMetrics
+from hiradix.server.render import (
+    DONE,
+    ChatRenderer,
+    CompletionRenderer,
+    Envelope,
+    Renderer,
+    event,
+    usage_json,
+)
+from hiradix.server.schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    read_body,
+)
+from hiradix.server.service import Generation, Service, Tokenizer
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A checked request: what the engine runs and how the answer is shown."""
+
+    generation: Generation
+    body: GenerationBody
+    renderer: Renderer
+    envelope: Envelope
+    prompt_field: str
+
+
+class OpenAI:
+    """The OpenAI endpoints over one engine and one model name."""
+
+    def __init__(self, service: Service, model_name: str, metrics: RequestMetrics):
+        self._service = service
+        self._model = model_name
+        self._metrics = metrics
+        self._started = int(time.time())
+        self.router = APIRouter(prefix="/v1")
+        self.router.add_api_route("/completions", self.completions, methods=["POST"])
+        self.router.add_api_route("/chat/completions", self.chat, methods=["POST"])
+        self.router.add_api_route("/models", self.models, methods=["GET"])
+        self.router.add_api_route("/models/{name:path}", self.model, methods=["GET"])
+
+    async def models(self) -> dict[str, Any]:
+        """GET /v1/models: the one model this server has."""
+        return {"object": "list", "data": [self._model_card()]}
+
+    async def model(self, name: str) -> dict[str, Any]:
+        """GET /v1/models/{name}."""
+        self._check_model(name)
+        return self._model_card()
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = await read_body(request, CompletionBody)
+        self._check_model(body.model)
+        prompt = body.one_prompt()
+        if isinstance(prompt, str):
+            prompt_ids = await self._encode(lambda tokenizer: tokenizer.encode(prompt), "prompt")
+        else:
+            prompt_ids = prompt
+        params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
+        envelope = self._envelope("cmpl", body, body.logprobs is not None)
+        generation = Generation(envelope.id, prompt_ids, params, body.scope())
+        return await self._answer(
+            request, _Job(generation, body, CompletionRenderer(envelope), envelope, "prompt")
+        )
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = await read_body(request, ChatBody)
+        self._check_model(body.model)
+        num_logprobs, limit = body.num_logprobs(), body.token_limit()
+        messages = [message.plain() for message in body.messages]
+        prompt_ids = await self._encode(lambda tokenizer: tokenizer.apply_chat(messages), "messages")
+        if limit is None:
+            limit = max(1, self._service.context_length - len(prompt_ids))
+        params = self._params(body, limit, num_logprobs)
+        envelope = self._envelope("chatcmpl", body, num_logprobs is not None)
+        generation = Generation(envelope.id, prompt_ids, params, body.scope())
+        return await self._answer(
+            request, _Job(generation, body, ChatRenderer(envelope), envelope, "messages")
+        )
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "hiradix",
+            "root": self._model,
+            "max_model_len": self._service.context_length,
+        }
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model:
+            message = f"model: {name!r} does not exist, this server has {self._model!r}"
+            raise ApiError(message, param="model", status=404, code="model_not_found")
+
+    async def _encode(self, encode: Any, field: str) -> Sequence[int]:
+        tokenizer: Tokenizer | None = self._service.tokenizer
+        if tokenizer is None:
+            raise ApiError(
+                f"{field}: this model has no tokenizer, send token ids to /v1/completions", param=field
+            )
+        try:
+            token_ids: Sequence[int] = await asyncio.to_thread(encode, tokenizer)
+        except RequestError as error:
+            raise api_error(error, field) from error
+        return token_ids
+
+    def _params(self, body: GenerationBody, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+        try:
+            return body.sampling(max_new_tokens, logprobs)
+        except RequestError as error:
+            raise api_error(error, "body") from error
+
+    def _envelope(self, prefix: str, body: GenerationBody, with_logprobs: bool) -> Envelope:
+        tokenizer = self._service.tokenizer
+        return Envelope(
+            id=f"{prefix}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=self._model,
+            token_text=(lambda _: "") if tokenizer is None else tokenizer.token_text,
+            with_logprobs=with_logprobs,
+            with_token_ids=body.return_token_ids or tokenizer is None,
+        )
+
+    async def _answer(self, request: Request, job: _Job) -> Response:
+        run = Run(self._service, job.generation, request, job.prompt_field)
+        outputs = self._metrics.observed(run)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(run.aclose)
+            try:
+                if not job.body.stream:
+                    return await _whole(outputs, job)
+                first = await anext(outputs)
+            except ClientGone:
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return EventStream(_events(first, outputs, job), stack.pop_all().aclose)
+        raise AssertionError("the stack suppresses nothing")
+
+
+class EventStream(Response):
+    """Server-sent events; `close` runs however the sending ends, also when it never began."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], Awaitable[None]]):
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._close()
+
+
+async def _whole(outputs: AsyncIterator[Output], job: _Job) -> Response:
+    answer = merged([output async for output in outputs])
+    choices = [job.renderer.message(answer)]
+    return JSONResponse(job.envelope.wrap(job.renderer.kind, choices, usage_json(answer.usage)))
+
+
+async def _events(first: Output, rest: AsyncIterator[Output], job: _Job) -> AsyncIterator[bytes]:
+    """The answer's events: opening, one per output with something to show, usage if asked for, [DONE]."""
+    envelope, renderer, kind = job.envelope, job.renderer, job.renderer.chunk_kind
+    if opening := renderer.opening():
+        yield event(envelope.wrap(kind, opening, None))
+    silent = not (envelope.with_logprobs or envelope.with_token_ids)
+    output = first
+    try:
+        while True:
+            if output.text or output.finish_reason or not silent:
+                yield event(envelope.wrap(kind, [renderer.choice(output)], None))
+            if output.finish_reason is not None:
+                break
+            output = await anext(rest)
+    except ApiError as error:
+        yield event(error.body())
+    except ClientGone:
+        return
+    else:
+        if job.body.include_usage:
+            yield event(envelope.wrap(kind, [], usage_json(output.usage)))
+    yield DONE

@@ -1,0 +1,212 @@
+"""Bodies of the OpenAI endpoints: strict types, unknown and unsupported fields refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+
+from hiradix.engine.api import SamplingParams, Scope
+
+MAX_BODY_BYTES = 32 * 1024 * 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Fields of the OpenAI API that are accepted only where they change nothing.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none"),
+    "functions": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+}
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+
+
+class ApiError(Exception):
+    """A refusal in the OpenAI form; `param` names the field at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None):
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body clients of the OpenAI API expect."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: one more chunk with the usage before [DONE]."""
+
+    include_usage: bool = False
+
+
+_Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+
+
+class GenerationBody(_Strict):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[str, Field(min_length=1)] | _Stop | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    extra_key: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+
+    def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+        """The engine's parameters; temperature and top_p default to 1 as in the OpenAI API."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            logprobs=logprobs,
+        )
+
+    def scope(self) -> Scope:
+        """Whose cache the request may share."""
+        return Scope(extra_key=self.extra_key, cache_salt=self.cache_salt, priority=self.priority)
+
+    @property
+    def include_usage(self) -> bool:
+        """True when the stream's last chunk shall carry the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions: `prompt` is one text or one list of token ids."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def one_prompt(self) -> str | list[int]:
+        """The prompt; a batch of one is unwrapped, a larger one refused."""
+        prompt = self.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return prompt
+        if prompt and all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
+            return prompt
+        batch = len(prompt) > 1 and all(isinstance(item, str | list) for item in prompt)
+        reason = "send one prompt per request" if batch else "must be a text or a non-empty list of token ids"
+        raise ApiError(f"prompt: {reason}", param="prompt")
+
+
+class TextPart(_Strict):
+    """A piece of a message's content; only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(_Strict):
+    """One chat message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as the chat template takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report per token, None where no log probabilities are wanted."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def token_limit(self) -> int | None:
+        """The answer's length limit under either of its two names."""
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ApiError("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+async def read_json(request: Request) -> Any:
+    """The request's JSON body, at most MAX_BODY_BYTES; ApiError otherwise."""
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}") from error
+
+
+def _drop_neutral(values: dict[str, Any]) -> None:
+    for name in IGNORED:
+        values.pop(name, None)
+    for name in NEUTRAL.keys() & values.keys():
+        value = values.pop(name)
+        if not any(type(value) is not bool and value == ok or value is ok for ok in NEUTRAL[name]):
+            raise ApiError(f"{name}: this value is not supported, leave the field out", param=name)
+
+
+def first_error(error: ValidationError) -> tuple[str, str]:
+    """The field at fault and the sentence about it, of the error nearest to what the caller wrote."""
+    entries = error.errors(include_url=False, include_context=False, include_input=False)
+    rank = {"literal_error": 2, "extra_forbidden": 1}
+    entry = max(entries, key=lambda item: (rank.get(item["type"], 0), len(item["loc"])))
+    names = [
+        str(part) for part in entry["loc"] if isinstance(part, int) or part.isidentifier() and part != "str"
+    ]
+    field = ".".join(names) or "body"
+    what = "unknown field" if entry["type"] == "extra_forbidden" else entry["msg"]
+    return field, f"{field}: {what}"
+
+
+async def read_body(request: Request, model: type[_Body]) -> _Body:
+    """The request's body as a checked record; ApiError naming the first field at fault."""
+    values = await read_json(request)
+    if not isinstance(values, dict):
+        raise ApiError("the body must be a JSON object")
+    _drop_neutral(values)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        field, message = first_error(error)
+        raise ApiError(message, param=field) from error

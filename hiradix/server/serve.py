@@ -1,0 +1,203 @@
+"""`hiradix serve`: from arguments to a listening server and back to an orderly end.
+
+    parse flags -> take the port -> build the engine -> serve -> (signal) finish or abort -> drain -> close
+
+Exit status: 0 after SIGTERM or SIGINT, 2 with a line on stderr when it cannot start, 1 when the engine failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import re
+import signal
+import socket
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from hiradix.engine.api import EngineConfig
+from hiradix.errors import CacheError, ConfigError
+from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from hiradix.server.engine_service import EngineService
+
+logger = logging.getLogger(__name__)
+
+HEALTH_POLL_S = 1.0
+ABORT_GRACE_S = 5.0  # after the abort of what still runs, its answers may be sent for this long
+_FIELD = re.compile(r"(?P<name>[a-z_]+)=(?P<rest>.*)", re.DOTALL)
+_FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--random-seed"}
+
+
+class _Stopped(BaseException):
+    """A signal came while the server was starting."""
+
+
+def serve(arguments: Sequence[str]) -> int:
+    """Run the server until a signal; the process's exit status."""
+    if {"-h", "--help"} & set(arguments):
+        make_parser().print_help()
+        return 0
+    try:
+        config = parse_serve_args(arguments)
+        logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        with _stop_on_signals():
+            listener = bind(config.host, config.port)
+            with contextlib.closing(listener):
+                service = build_service(config)
+                return _run(service, config, listener)
+    except CacheError as error:
+        print(f"hiradix serve: error: {start_up_line(error)}", file=sys.stderr)
+        return 2
+    except _Stopped:
+        return 0
+
+
+def start_up_line(error: CacheError) -> str:
+    """One line about what stopped the start, with the flag in place of an engine's field name."""
+    text = " ".join(str(error).split())
+    match = _FIELD.match(text)
+    if match and match["name"] in {entry.name for entry in fields(EngineConfig)}:
+        name = match["name"]
+        return f"{_FIELD_FLAGS.get(name, '--' + name.replace('_', '-'))} {match['rest']}"
+    return text
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Generator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket on host and port that does not listen yet; ConfigError naming the flag."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port}: cannot listen: {error.strerror or error}") from error
+    return listener
+
+
+def build_service(config: ServeConfig) -> EngineService:
+    """A running engine; loads torch and the model. CacheError when it cannot be built."""
+    for note in config.notes:
+        print(f"hiradix serve: {note}", flush=True)
+    from hiradix.engine.async_engine import EngineThread
+    from hiradix.engine.engine import Engine
+    from hiradix.server.engine_service import EngineService
+
+    try:
+        engine = Engine(config.engine)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(f"--model-path {config.engine.model_path}: {error}") from error
+    thread = EngineThread(engine)
+    thread.start()
+    return EngineService(engine, thread)
+
+
+def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -> int:
+    try:
+        healthy = asyncio.run(_serve(service, config, listener))
+    except _Stopped:
+        healthy = True
+    if not service.close(config.shutdown_timeout_s):
+        logger.warning("the deadline passed before all transfers had ended")
+    if healthy:
+        return 0
+    print("hiradix serve: error: the engine failed, see the log", file=sys.stderr)
+    return 1
+
+
+async def _serve(service: EngineService, config: ServeConfig, listener: socket.socket) -> bool:
+    """Serve until a signal or the engine's end; True when it was a signal."""
+    server = _make_server(service, config)
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        server.force_exit = server.should_exit
+        if not server.should_exit:
+            server.should_exit = True
+            loop.call_later(config.shutdown_timeout_s, service.abort_all)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    told = False
+    while True:
+        done, _ = await asyncio.wait({serving}, timeout=0.05 if not told else HEALTH_POLL_S)
+        if done:
+            serving.result()
+            return service.healthy
+        if server.started and not told:
+            told = True
+            print(start_line(service, config, listener), flush=True)
+        if not service.healthy:
+            server.should_exit = server.force_exit = True
+
+
+def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
+    import uvicorn
+
+    from hiradix.server.app import AppSettings, create_app
+    from hiradix.server.auth import Keys
+
+    class Server(uvicorn.Server):
+        """uvicorn with our own signal handling: it must not raise the signal again after a clean end."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Generator[None]:
+            yield
+
+    settings = AppSettings(
+        model_name=config.model_name,
+        cache=config.engine.cache,
+        keys=Keys(config.api_key, config.admin_api_key),
+        metric_labels=dict(config.metric_labels),
+        extra_config_text=config.extra_config_text,
+    )
+    return Server(
+        uvicorn.Config(
+            create_app(service, settings),
+            lifespan="off",
+            log_config=None,
+            log_level="warning" if config.log_level == "info" else config.log_level,
+            access_log=config.log_level == "debug",
+            server_header=False,
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s + ABORT_GRACE_S),
+        )
+    )
+
+
+def start_line(service: EngineService, config: ServeConfig, listener: socket.socket) -> str:
+    """What is served where, with which cache: the line that says the server is ready."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    cache = config.engine.cache
+    parts = [f"page size {cache.page_size}", f"device pool {config.engine.max_total_tokens} tokens"]
+    if cache.disable_radix_cache:
+        parts.append("prefix cache off")
+    if cache.enable_hierarchical_cache:
+        parts.append("hierarchical cache on")
+        parts.append(f"storage {cache.hicache_storage_backend or 'none'}")
+    return f"hiradix serve: {config.model_name} ready at http://{shown}:{port} ({', '.join(parts)})"
