@@ -1,0 +1,80 @@
+"""Prompts and clients for the fault tests: whole answers, and requests that leave early."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from hiradix.bench_client import Answer, ChatRequest, ChatServer, Limits, Message, replay
+from hiradix.demo.process import ServerProcess
+from hiradix.demo.workload import long_text
+
+MODEL_NAME = "tiny"
+PAGE_SIZE = 16
+MAX_TOKENS = 6
+
+
+def flags(model: Path, *more: str) -> list[str]:
+    """Flags of every test server; `more` decides the cache."""
+    return ["--model-path", str(model), "--served-model-name", MODEL_NAME, "--log-level", "warning", *more]
+
+
+def three_tiers(model: Path, storage: Path, *more: str) -> list[str]:
+    """Flags of a server with small device and host pools above a storage directory."""
+    return flags(
+        model,
+        *("--enable-hierarchical-cache", "--page-size", str(PAGE_SIZE), "--max-total-tokens", "4096"),
+        *("--hicache-ratio", "1.5", "--hicache-storage-backend", "file"),
+        *("--file-storage-path", str(storage), "--check-invariants"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+        *more,
+    )
+
+
+def prompts(count: int, num_chars: int, *, seed: int) -> list[ChatRequest]:
+    """Different real texts of num_chars characters (about 2 characters a token with the tiny tokenizer)."""
+    text = long_text(200_000)
+    rng = random.Random(seed)
+    made = []
+    for i in range(count):
+        at = rng.randrange(len(text) - num_chars)
+        message = Message("user", f"{seed}-{i} {text[at : at + num_chars]}")
+        made.append(ChatRequest(f"prompt-{seed}-{i}", (message,), MAX_TOKENS))
+    return made
+
+
+def ask_all(url: str, requests: Sequence[ChatRequest], concurrency: int = 4) -> list[Answer]:
+    """Whole answers, in the order of the requests."""
+
+    async def run() -> list[Answer]:
+        async with ChatServer(url, Limits(concurrency=concurrency), model=MODEL_NAME) as server:
+            return await replay(server, requests, lambda answer: None)
+
+    return asyncio.run(run())
+
+
+def reference_answers(model: Path, requests: Sequence[ChatRequest], log: Path) -> list[Answer]:
+    """What a server without any cache answers."""
+    with ServerProcess(flags(model, "--disable-radix-cache"), log) as server:
+        return ask_all(server.url, requests)
+
+
+async def leave_early(url: str, request: ChatRequest, num_events: int, on_event: Callable[[], None]) -> None:
+    """Read num_events events of a streamed answer (0: only send the request) and hang up."""
+    body = request.body(MODEL_NAME, 0)
+    timeout = httpx.Timeout(120.0)
+    async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+        async with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+            seen = 0
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                seen += 1
+                on_event()
+                if seen >= num_events:
+                    return

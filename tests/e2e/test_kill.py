@@ -1,0 +1,87 @@
+"""kill -9 while pages are being written, then a restart: it starts, and serves nothing wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from hiradix.bench_client import BenchError, ChatRequest, ChatServer, Limits, replay
+from hiradix.bench_report import compare, tokens_by_source
+from hiradix.demo.process import ServerProcess
+from tests.e2e.load import MODEL_NAME, ask_all, prompts, reference_answers, three_tiers
+
+NUM_PROMPTS = 4
+NUM_CHARS = 1600
+WAIT_S = 60.0
+
+
+def num_files(folder: Path) -> int:
+    return sum(1 for path in folder.rglob("*") if path.is_file())
+
+
+async def kill_while_writing(
+    server: ServerProcess, storage: Path, requests: list[ChatRequest], num_new: int
+) -> int:
+    """Ask everything at once, and kill the server when num_new more files are there; files then."""
+    before = num_files(storage)
+
+    async def ask() -> None:
+        async with ChatServer(server.url, Limits(concurrency=NUM_PROMPTS), model=MODEL_NAME) as client:
+            await replay(client, requests, lambda answer: None)
+
+    asking = asyncio.create_task(ask())
+    deadline = time.monotonic() + WAIT_S
+    while num_files(storage) < before + num_new:
+        assert time.monotonic() < deadline, f"{num_files(storage) - before} of {num_new} files were written"
+        await asyncio.sleep(0)
+    server.kill()
+    try:
+        await asking
+    except BenchError:
+        pass  # the answers that the crash cut off
+    return num_files(storage)
+
+
+@pytest.mark.timeout(1800)
+def test_killed_while_writing_it_restarts_and_answers_the_same(
+    tiny_model: Path, tmp_path: Path, num_runs: int
+) -> None:
+    storage, log = tmp_path / "storage", tmp_path / "server.log"
+    storage.mkdir()
+    rng = random.Random(20)
+    rounds = [prompts(NUM_PROMPTS, NUM_CHARS, seed=run) for run in range(num_runs)]
+    everything = [request for requests in rounds for request in requests]
+    reference = dict(
+        zip(everything, reference_answers(tiny_model, everything, tmp_path / "off.log"), strict=True)
+    )
+    num_restored = 0
+    known: list[ChatRequest] = []
+    for requests in rounds:
+        with ServerProcess(three_tiers(tiny_model, storage), log) as server:
+            answers = ask_all(server.url, known[-NUM_PROMPTS:])
+            identity = compare(answers, [reference[request] for request in known[-NUM_PROMPTS:]])
+            assert identity.holds or not answers, (identity, log.read_text()[-2000:])
+            num_restored += tokens_by_source(answers)["storage"]
+            asyncio.run(kill_while_writing(server, storage, requests, rng.randint(1, 40)))
+            assert server.exit_code() == -9
+        known += requests
+    assert num_restored > 0, "no page survived any crash"
+    assert_all_is_served(tiny_model, storage, log, [(r, reference[r]) for r in known[-8:]])
+
+
+def assert_all_is_served(model: Path, storage: Path, log: Path, pairs: list) -> None:  # type: ignore[type-arg]
+    """A last life, stopped properly, answers from storage and leaves only whole pages behind."""
+    requests, reference = zip(*pairs, strict=True)
+    with ServerProcess(three_tiers(model, storage), log) as server:
+        assert compare(ask_all(server.url, requests), reference).holds
+    with ServerProcess(three_tiers(model, storage), log) as server:
+        answers = ask_all(server.url, requests)
+        assert compare(answers, reference).holds
+        tokens = tokens_by_source(answers)
+        assert tokens["storage"] > tokens["computed"], tokens
+    leftovers = [p.name for p in storage.rglob("*") if p.is_file() and "tmp" in p.name]
+    assert leftovers == []

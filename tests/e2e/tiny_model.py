@@ -1,0 +1,60 @@
+"""A tiny random Llama with a byte-level tokenizer: real architecture, real files, loads at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hiradix.demo.workload import long_text
+
+VOCAB_SIZE = 512
+CONTEXT_LENGTH = 4096
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A transformers checkpoint of about half a million parameters in `folder`."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    _write_tokenizer(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_LENGTH,
+        initializer_range=0.2,  # wide enough that the most likely token is never nearly a tie
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.float32).eval().save_pretrained(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<s>", "</s>", "<pad>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([long_text(50_000)], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1], pad_token=special[2]
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
