@@ -64,7 +64,7 @@ class _WorkerThread:
             worker = self._worker()
             if worker is None:
                 return
-            while not self._stopping and self._step(worker):
+            while self._step(worker):  # also when stopping: what is left was told to end
                 pass
             del worker
 

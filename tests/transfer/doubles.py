@@ -27,11 +27,13 @@ class Pool:
         self.data = np.zeros((num_pages, num_layers), np.int64)
         self.page_bytes = num_layers * 8
         self.gate: Any = None
+        self.on_view: Callable[[int], None] = lambda page: None
 
     def register_layer_transfer_counter(self, counter: Any) -> None:
         self.gate = counter
 
     def page_views(self, page: int) -> list[memoryview]:
+        self.on_view(page)
         return [memoryview(self.data[page]).cast("B")]
 
 

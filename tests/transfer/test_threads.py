@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hiradix.errors import StorageError
 from hiradix.transfer import (
     FOUR_WORKERS,
     TWO_WORKERS,
+    FailReason,
+    JobKind,
+    LoadFailed,
     Result,
     Runtime,
     Ticket,
     TransferController,
     TransferLimits,
-)  # fmt: skip
+)
 from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, hash_rows, rows_of
 
 DEADLINE_S = 20.0
@@ -83,3 +90,358 @@ def test_a_page_goes_down_to_storage_and_up_again(rig: Rig) -> None:
         assert (rig.device.data[31:34, layer] == rig.device.data[1:4, layer]).all()
     assert rig.result(ticket).num_pages == 3
     assert c.is_idle and c.poll() == []
+
+
+def repr_of(value: Any) -> str:
+    return type(value).__name__ + (str(value) if isinstance(value, list | int) else "")
+
+
+BAD_LISTS: list[Any] = [
+    None,
+    [],
+    [True],
+    "yes",
+    [1, 1, 1],
+    [True, None, True],
+    [True] * 4,
+    3,
+    object(),
+    {0: True},
+]
+GOOD_LEADING = [0, 0, 1, 0, 0, 1, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("answer,num_good", list(zip(BAD_LISTS, GOOD_LEADING, strict=True)), ids=repr_of)
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_an_answer_that_is_none_fails_the_rest(rig: Rig, call: str, answer: Any, num_good: int) -> None:
+    rig.storage.before = lambda name, keys: answer if name == call else NORMAL
+    rows = rows_of(0, 3)
+    submit = {
+        "get": lambda: rig.controller.read(hash_rows(rows), [1, 2, 3]),
+        "put": lambda: rig.controller.store(rows, [1, 2, 3]),
+    }[call]
+    result = rig.result(submit())
+    assert (result.num_pages, result.reason) == (num_good, FailReason.BAD_ANSWER)
+    rig.storage.before = lambda name, keys: NORMAL
+    assert rig.result(submit()).error is None
+
+
+@pytest.mark.parametrize("answer", [None, -1, 4, True, "2", 1.0, [True]], ids=str)
+def test_an_existence_answer_that_is_none_is_no_hit(rig: Rig, answer: Any) -> None:
+    rig.storage.before = lambda name, keys: answer
+    result = rig.result(rig.controller.query(rows_of(0, 3)))
+    assert (result.num_pages, result.reason) == (0, FailReason.BAD_ANSWER)
+    assert len(result.hashes) == 3, "hashes are worth keeping whatever the backend says"
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("gone"), MemoryError(), SystemExit(1), KeyboardInterrupt(), StopIteration()]
+)
+def test_a_backend_that_raises_anything_gives_a_failed_result_and_the_worker_lives(
+    rig: Rig, error: BaseException
+) -> None:
+    def fail(call: str, keys: Any) -> Any:
+        raise error
+
+    rows = rows_of(0, 2)
+    rig.storage.before = fail
+    c = rig.controller
+    tickets = [c.query(rows), c.read(hash_rows(rows), [1, 2]), c.store(rows, [1, 2])]
+    assert rig.controller.wait(tickets, DEADLINE_S)
+    assert {r.reason for r in rig.controller.poll()} == {FailReason.BACKEND}
+    rig.storage.before = lambda call, keys: NORMAL
+    assert rig.result(rig.controller.store(rows, [1, 2])).num_pages == 2
+
+
+def test_an_error_that_cannot_be_printed_is_reported_all_the_same(rig: Rig) -> None:
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def fail(call: str, keys: Any) -> Any:
+        raise Unprintable
+
+    rig.storage.before = fail
+    assert "Unprintable" in str(rig.result(rig.controller.query(rows_of(0, 1))).error)
+
+
+def test_storage_calls_have_at_most_128_pages_and_stop_at_the_first_gap(rig: Rig) -> None:
+    stored = rig.result(rig.controller.store(rows_of(0, 300), range(300)))
+    assert stored.num_pages == 300
+    del rig.storage.pages[stored.hashes[200].hex()]
+    rig.storage.calls.clear()
+    assert rig.result(rig.controller.query(rows_of(0, 300))).num_pages == 200
+    read = rig.result(rig.controller.read(stored.hashes, range(300)))
+    assert (read.num_pages, read.error) == (200, None), "a page that is not there is a miss, not an error"
+    assert rig.storage.calls == [("exists", 128), ("exists", 128), ("get", 128), ("get", 128)]
+
+
+def test_rows_may_reach_back_before_the_pages_they_name(rig: Rig) -> None:
+    rows = rows_of(0, 5)
+    stored = rig.result(rig.controller.store(rows, [7, 8]))
+    assert (stored.num_pages, stored.hashes) == (2, tuple(hash_rows(rows)))
+    assert set(rig.storage.pages) == {d.hex() for d in stored.hashes[3:]}
+    found = rig.result(rig.controller.query(rows, 2))
+    assert (found.num_pages, len(found.hashes)) == (2, 5)
+
+
+def test_a_cancelled_read_keeps_the_pages_of_its_first_batch(rig: Rig) -> None:
+    stored = rig.result(rig.controller.store(rows_of(0, 300), range(300)))
+    block = rig.storage.before = Blocker()
+    running = rig.controller.read(stored.hashes, range(300))
+    assert block.entered.wait(DEADLINE_S)
+    queued = rig.controller.read(stored.hashes[:1], [400])
+    rig.controller.cancel(queued)
+    (early,) = rig.controller.poll()
+    assert (early.ticket, early.num_pages, early.reason) == (queued, 0, FailReason.CANCELLED)
+    rig.controller.cancel(running)
+    assert not rig.controller.poll(), "its pages are still being written"
+    block.release.set()
+    result = rig.result(running)
+    assert (result.num_pages, result.reason) == (128, FailReason.CANCELLED)
+
+
+def test_a_full_queue_refuses_with_a_result() -> None:
+    rig = Rig(limits=TransferLimits(queued_jobs=2))
+    block = rig.storage.before = Blocker()
+    first = rig.controller.query(rows_of(0, 1))
+    assert block.entered.wait(DEADLINE_S)
+    queued = [rig.controller.query(rows_of(0, 1)) for _ in range(3)]
+    assert [(r.ticket, r.reason) for r in rig.controller.poll()] == [(queued[2], FailReason.QUEUE_FULL)]
+    loads = [rig.controller.load([i], [i]) for i in range(3)]
+    assert [(r.ticket, r.reason) for r in rig.controller.poll()] == [(loads[2], FailReason.QUEUE_FULL)]
+    block.release.set()
+    assert rig.controller.wait([first, *queued], DEADLINE_S)
+    assert rig.controller.close(DEADLINE_S)
+
+
+def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig: Rig) -> None:
+    c, old = rig.controller, rig.storage
+    block = old.before = Blocker()
+    running = c.read(hash_rows(rows_of(0, 1)), [1])
+    assert block.entered.wait(DEADLINE_S)
+    queued = [c.read(hash_rows(rows_of(0, 1)), [2]), c.query(rows_of(0, 1)), c.query(rows_of(5, 1))]
+    assert not c.detach(0.0)
+    assert {(r.ticket, r.reason) for r in c.poll()} == {(t, FailReason.DETACHED) for t in queued}
+    assert not c.storage_attached
+    with pytest.raises(StorageError, match="still detaching"):
+        c.attach(MemoryStorage())
+    refused = c.query(rows_of(0, 1))
+    assert [(r.ticket, r.reason) for r in c.poll()] == [(refused, FailReason.DETACHED)]
+    assert rig.result(c.write([1], [1])).num_pages == 1, "copies go on"
+    block.release.set()
+    assert c.detach(DEADLINE_S) and c.detach(0.0)
+    assert rig.result(running).ticket == running
+    assert c.stats().detaching is False
+    assert rig.result(c.query(rows_of(0, 1))).reason is FailReason.NO_STORAGE
+    c.attach(MemoryStorage())
+    with pytest.raises(StorageError, match="attached already"):
+        c.attach(MemoryStorage())
+    assert rig.result(c.store(rows_of(0, 1), [1])).num_pages == 1
+    assert old.pages == {}
+
+
+def test_a_backend_that_never_returns_blocks_neither_poll_nor_close() -> None:
+    rig = Rig()
+    block = rig.storage.before = Blocker()
+    hung = rig.controller.read(hash_rows(rows_of(0, 1)), [1])
+    assert block.entered.wait(DEADLINE_S)
+    queued = rig.controller.read(hash_rows(rows_of(0, 1)), [2])
+    assert rig.controller.poll() == [] and JobKind.READ in rig.controller.stats().running_s
+    assert not rig.controller.reset(0.0)
+    assert not rig.controller.close(0.0)
+    results = {r.ticket: r.reason for r in rig.controller.poll()}
+    assert results == {hung: FailReason.ABANDONED, queued: FailReason.RESET}
+    assert rig.controller.is_idle
+    after = rig.controller.query(rows_of(0, 1))
+    assert [(r.ticket, r.reason) for r in rig.controller.poll()] == [(after, FailReason.CLOSED)]
+    block.release.set()
+    assert rig.controller.close(DEADLINE_S)
+    assert rig.controller.poll() == [], "the late return says nothing more"
+
+
+def test_reset_begins_an_epoch_and_late_results_carry_the_old_one(rig: Rig) -> None:
+    c = rig.controller
+    block = rig.storage.before = Blocker()
+    running = c.read(hash_rows(rows_of(0, 1)), [1])
+    assert block.entered.wait(DEADLINE_S)
+    never = [c.read(hash_rows(rows_of(0, 1)), [2]), c.load([3], [3])]
+    assert not c.reset(0.0)
+    assert {(r.ticket, r.reason, r.epoch) for r in c.poll()} == {(t, FailReason.RESET, 0) for t in never}
+    written = c.write([1], [1])
+    assert rig.result(written).epoch == 1
+    block.release.set()
+    assert rig.result(running).epoch == 0
+    assert c.reset(DEADLINE_S) and c.is_idle
+
+
+def test_a_reader_waits_for_its_layer_only(rig: Rig) -> None:
+    rig.host.data[5] = [1, 2, 3, 4]
+    block = Blocker()
+    rig.transport.before = lambda src, dst, s, d, layers: block() if layers and layers.start == 2 else None
+    ticket = rig.controller.load([5], [6])
+    gate = rig.controller.layer_done_counter
+    gate.set_consumer(rig.controller.start_loading())
+    gate.wait_until(1)
+    assert rig.device.data[6, :2].tolist() == [1, 2]
+    seen: list[int] = []
+
+    def read_layer_2() -> None:
+        gate.wait_until(2)
+        seen.append(int(rig.device.data[6, 2]))
+
+    reader = threading.Thread(target=read_layer_2, daemon=True)
+    reader.start()
+    assert block.entered.wait(DEADLINE_S) and not seen
+    block.release.set()
+    reader.join(DEADLINE_S)
+    assert seen == [3]
+    assert rig.result(ticket).num_pages == 1
+    gate.set_consumer(-1)
+    gate.wait_until(3)
+
+
+def test_a_failed_load_is_seen_by_waiters_and_in_its_results(rig: Rig) -> None:
+    def fail(src: Any, dst: Any, s: Any, d: Any, layers: range | None) -> None:
+        if layers is not None and layers.start == 1:
+            raise RuntimeError("bus error")
+
+    c, gate = rig.controller, rig.controller.layer_done_counter
+    rig.transport.before = fail
+    tickets = [c.load([1], [1]), c.load([2, 3], [2, 3])]
+    gate.set_consumer(bad := c.start_loading())
+    with pytest.raises(LoadFailed, match="bus error"):
+        gate.wait_until(1)
+    assert c.wait(tickets, DEADLINE_S)
+    assert [(r.num_pages, r.reason) for r in c.poll()] == [(0, FailReason.COPY)] * 2
+    rig.transport.before = lambda *args: None
+    for _ in range(4):  # every slot is used again
+        ticket = c.load([1], [1])
+        gate.set_consumer(c.start_loading())
+        gate.wait_until(NUM_LAYERS - 1)
+        assert rig.result(ticket).error is None
+    gate.set_consumer(bad)
+    with pytest.raises(LoadFailed):
+        gate.wait_until(0)
+    assert c.start_loading() == -1
+
+
+def test_a_producer_slot_is_not_used_again_before_its_copies_ended() -> None:
+    rig = Rig(limits=TransferLimits(gate_timeout_s=0.01))
+    c, gate = rig.controller, rig.controller.layer_done_counter
+    block = Blocker()
+    rig.transport.before = lambda *args: block() and None
+    tickets = []
+    for page in range(4):
+        tickets.append(c.load([page], [page]))
+        index = c.start_loading()
+    assert [(r.ticket, r.reason) for r in c.poll()] == [(tickets[3], FailReason.GATE_TIMEOUT)]
+    gate.set_consumer(index)
+    with pytest.raises(LoadFailed, match="no load slot"):
+        gate.wait_until(0)
+    gate.set_consumer(0)
+    with pytest.raises(LoadFailed, match="did not arrive"):
+        gate.wait_until(0)
+    block.release.set()
+    assert c.wait(tickets, DEADLINE_S) and [r.error for r in c.poll()] == [None] * 3
+    assert c.close(DEADLINE_S)
+
+
+def test_a_load_that_has_not_started_can_be_undone(rig: Rig) -> None:
+    c = rig.controller
+    undone, cancelled, kept = c.load([1], [1]), c.load([2], [2]), c.load([3], [3])
+    assert c.cancel_load(undone)
+    c.cancel(cancelled)
+    assert [(r.ticket, r.reason) for r in c.poll()] == [(cancelled, FailReason.CANCELLED)]
+    assert c.start_loading() >= 0 and not c.cancel_load(kept)
+    assert rig.result(kept).error is None
+    assert c.is_idle and not c.cancel_load(undone)
+
+
+def test_a_load_goes_before_queued_writes_where_they_share_a_worker() -> None:
+    rig = Rig(workers=TWO_WORKERS)
+    block, order = Blocker(), []
+
+    def watch(src: Any, dst: Any, s: Any, d: Any, layers: range | None) -> None:
+        order.append("write" if layers is None else f"load{layers.start}")
+        if len(order) == 1:
+            block()
+
+    rig.transport.before = watch
+    first = rig.controller.write([1], [1])
+    assert block.entered.wait(DEADLINE_S)
+    rest = [rig.controller.write([2], [2]), rig.controller.load([5], [5])]
+    rig.controller.start_loading()
+    block.release.set()
+    assert rig.controller.wait([first, *rest], DEADLINE_S)
+    assert order == ["write", "load0", "load1", "load2", "load3", "write"]
+    assert rig.controller.close(DEADLINE_S)
+
+
+def test_wakeup_tells_of_every_result(rig: Rig) -> None:
+    woken = threading.Event()
+    rig.controller.wakeup = woken.set
+    assert not rig.controller.wait_any(0.0)
+    rig.controller.write([1], [1])
+    assert woken.wait(DEADLINE_S) and rig.controller.wait_any(0.0)
+    assert len(rig.controller.poll(limit=1)) == 1
+
+
+def test_a_wakeup_that_raises_costs_no_result(rig: Rig) -> None:
+    def broken() -> None:
+        raise RuntimeError
+
+    rig.controller.wakeup = broken
+    tickets = [rig.controller.write([i], [i]) for i in range(3)]
+    assert rig.controller.wait(tickets, DEADLINE_S) and len(rig.controller.poll()) == 3
+    rig.controller.wakeup = None
+
+
+def test_stats_count_what_was_done(rig: Rig) -> None:
+    rig.result(rig.controller.write([1, 2], [1, 2]))
+    rig.storage.before = lambda call, keys: None
+    rig.result(rig.controller.query(rows_of(0, 1)))
+    stats = rig.controller.stats()
+    write, query = stats.kinds[JobKind.WRITE], stats.kinds[JobKind.QUERY]
+    assert (write.num_results, write.num_pages, write.num_bytes) == (1, 2, 2 * rig.host.page_bytes)
+    assert dict(query.failures) == {FailReason.BAD_ANSWER: 1}
+    assert not any(stats.queued.values()) and not stats.running_s and stats.storage_attached
+
+
+def test_close_ends_the_threads() -> None:
+    rig = Rig()
+    rig.result(rig.controller.write([1], [1]))
+    names = {t.name for t in threading.enumerate()}
+    assert "hiradix-write" in names
+    before = [t for t in threading.enumerate() if t.name == "hiradix-write"]
+    assert rig.controller.close(DEADLINE_S) and rig.controller.close(DEADLINE_S)
+    assert any(not t.is_alive() for t in before)
+
+
+def test_a_forgotten_controller_ends_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.transfer.drivers.IDLE_CHECK_S", 0.01)
+    known = set(threading.enumerate())
+    rig = Rig()
+    rig.result(rig.controller.write([1], [1]))
+    threads = [t for t in threading.enumerate() if t not in known]
+    alive = weakref.ref(rig.controller)
+    del rig
+    gc.collect()
+    assert threads
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_idle_poll_costs_less_than_five_microseconds(rig: Rig) -> None:
+    poll = rig.controller.poll
+
+    def batch() -> float:
+        start_s = time.perf_counter()
+        for _ in range(1000):
+            poll()
+        return time.perf_counter() - start_s
+
+    assert min(batch() for _ in range(20)) / 1000 < 5e-6
