@@ -1,6 +1,7 @@
 # make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
 # make test          ruff, mypy --strict and every test that needs no special hardware
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
+# make test-faults   kill -9 and abort storms on real servers, 100 times each
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
@@ -27,7 +28,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -56,6 +57,9 @@ test: lint
 
 test-kernels: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
+
+test-faults: $(READY)
+	HIRADIX_FAULT_RUNS=100 HIRADIX_CHECK=1 $(PY) -m pytest -q tests/e2e/test_kill.py tests/e2e/test_aborts.py $(PYTEST_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)
