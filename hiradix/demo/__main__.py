@@ -34,10 +34,10 @@ def _parser() -> argparse.ArgumentParser:
 def _model(view: View, given: Path | None) -> Path:
     if given is not None:
         return given
-    from hiradix.engine.smollm2 import ensure_smollm2  # loads torch
+    from hiradix.engine.smollm2 import smollm2_path  # loads torch
 
     with view.working("preparing SmolLM2-135M-Instruct (converted once, about 15 s)"):
-        return Path(ensure_smollm2())
+        return smollm2_path()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
