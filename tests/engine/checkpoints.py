@@ -1,0 +1,99 @@
+"""Tiny seeded checkpoints of the families the engine runs, and the answers transformers itself gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.identity import Identity
+
+VOCAB = 384
+CONTEXT = 2048
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
+    "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
+    "mistral-window": ("Mistral", {"head_dim": 16, "sliding_window": 24}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
+}
+
+
+def write_checkpoint(family: str, folder: Path) -> None:
+    """A seeded model of `family` in `folder`, in transformers' own format."""
+    prefix, extra = FAMILIES[family]
+    config = getattr(transformers, f"{prefix}Config")(**{**_SIZES, **extra})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with a chat template, trained on a few sentences of ours."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<s>", "</s>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    text = "the radix tree keeps what the engine computed: pages, slots, tiers, and the order in which they go"
+    inner.train_from_iterator([text] * 3, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+@dataclass
+class Reference:
+    """transformers itself on one checkpoint."""
+
+    path: Path
+    model: Any
+
+    @staticmethod
+    def load(path: Path) -> Reference:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return Reference(path, model.eval())
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """The greedy answer of transformers.generate."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+        )
+        return out[0, len(prompt) :].tolist()
+
+    @torch.no_grad()
+    def logprobs_after(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Log probabilities float32 [vocab] of the token after `tokens`."""
+        return torch.log_softmax(self.model(torch.tensor([list(tokens)])).logits[0, -1], dim=-1)
+
+    def judge(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Identity:
+        """The answers to `prompts` held against transformers' own, by the identity rule."""
+        identity = Identity()
+        for prompt, answer in zip(prompts, answers, strict=True):
+            identity.compare(prompt, self.answer(prompt, len(answer)), answer, self.logprobs_after)
+        return identity
+
+
+def prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]

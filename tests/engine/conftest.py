@@ -1,0 +1,63 @@
+"""Checkpoints are written once per session and shared by all engine tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from hiradix.engine import Engine, EngineConfig
+from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
+from tests.engine.doubles import build_no_reuse
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_quiet_thread() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """Reference of a family by name, made on first use."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made: dict[str, Reference] = {}
+
+    def get(family: str) -> Reference:
+        if family not in made:
+            folder: Path = root / family
+            write_checkpoint(family, folder)
+            if family == "llama":
+                write_tokenizer(folder)
+            made[family] = Reference.load(folder)
+        return made[family]
+
+    return get
+
+
+@pytest.fixture
+def llama(reference: Callable[[str], Reference]) -> Reference:
+    return reference("llama")
+
+
+@pytest.fixture
+def make_engine(llama: Reference) -> Iterator[MakeEngine]:
+    """Checked engines on the tiny Llama by EngineConfig fields; without reuse unless `build_cache` is given."""
+    engines: list[Engine] = []
+
+    def make(**fields: object) -> Engine:
+        build_cache = fields.pop("build_cache", build_no_reuse)
+        path = fields.pop("model_path", str(llama.path))
+        engine = Engine(EngineConfig(path, check=True, **fields), build_cache=build_cache)  # type: ignore[arg-type]
+        engines.append(engine)
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.close()

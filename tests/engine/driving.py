@@ -1,0 +1,64 @@
+"""Runs an engine to the end of its work and collects what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hiradix.engine import Engine, Output, SamplingParams, TokenLogprob, Usage
+
+MAX_STEPS = 5000
+
+
+@dataclass
+class Answer:
+    """All Outputs of one request put together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: Usage | None = None
+    error: str | None = None
+
+
+def collect(answers: dict[str, Answer], outputs: Sequence[Output]) -> None:
+    """Add a step's Outputs to the answers; nothing may follow a last one."""
+    for output in outputs:
+        answer = answers.setdefault(output.rid, Answer())
+        assert answer.finish_reason is None, f"{output.rid}: an Output after its last"
+        answer.token_ids += output.token_ids
+        answer.text += output.text
+        answer.logprobs += output.logprobs
+        answer.finish_reason, answer.usage, answer.error = output.finish_reason, output.usage, output.error
+
+
+def drain(engine: Engine) -> dict[str, Answer]:
+    """Step until nothing is left to do."""
+    answers: dict[str, Answer] = {}
+    for _ in range(MAX_STEPS):
+        if not engine.has_work:
+            return answers
+        collect(answers, engine.step())
+        if engine.is_blocked:
+            engine.wait(1.0)
+    raise AssertionError(f"still working after {MAX_STEPS} steps: {engine.info()}")
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Answer]:
+    """The answers to `prompts`, all sent at once."""
+    for index, prompt in enumerate(prompts):
+        engine.add_request(f"r{index}", prompt, params)
+    answers = drain(engine)
+    return [answers[f"r{index}"] for index in range(len(prompts))]
+
+
+def tokens(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def assert_empty(engine: Engine) -> None:
+    """Nothing running, waiting or lost: every page is free or evictable."""
+    info = engine.info()
+    assert (info.num_running, info.num_waiting, info.protected_tokens) == (0, 0, 0), info
+    assert info.available_tokens + info.evictable_tokens == info.max_total_tokens, info
