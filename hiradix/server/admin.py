@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hiradix.config import HiCacheConfig, redact
 from hiradix.server.schema import ApiError, first_error, read_json
-from hiradix.server.service import AttachRequest, Outcome, Service
+from hiradix.server.service import NO_HOST_TIER, AttachRequest, Outcome, Service
 
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting "
@@ -77,7 +77,7 @@ class StorageView:
 
 
 def shown_extra_config(text: str | None) -> str | None:
-    """`text` as given, or with secrets replaced when it is JSON that holds any; text of no known form is hidden."""
+    """`text` as given, with secrets replaced when it is JSON that holds any; other text is hidden."""
     if text is None or text.startswith("@"):
         return text
     try:
@@ -184,7 +184,11 @@ class Admin:
             outcome = await self._service.clear_storage()
         if outcome.ok:
             return PlainTextResponse(prefix + CLEARED)
-        return PlainTextResponse(f"{prefix}{outcome.message.rstrip()}\n", 400)
+        if outcome.message == NO_HOST_TIER:  # upstream's answer; its clients look at the status
+            return PlainTextResponse(prefix + CLEARED, 400)
+        return PlainTextResponse(
+            f"{prefix}Failed to clear HiCache storage backend.\n{outcome.message}\n", 400
+        )
 
     async def layout(self) -> Response:
         """GET /get_hicache_l3_cache_layout."""

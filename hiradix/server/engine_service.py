@@ -11,13 +11,20 @@ from hiradix.engine.api import EngineStopped, Output
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
 from hiradix.errors import CacheError
-from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot, Tokenizer
+from hiradix.server.service import (
+    NO_HOST_TIER,
+    AttachRequest,
+    CacheFigures,
+    Generation,
+    Outcome,
+    Snapshot,
+    Tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
 ADMIN_TIMEOUT_S = 60.0
-NO_HOST_TIER = "Hierarchical cache is not enabled."
 NOT_IDLE = "Flush cache failed.\n"
 WAITED_FOR_IDLE = "Timed out waiting for idle state."
 

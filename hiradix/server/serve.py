@@ -2,7 +2,7 @@
 
     parse flags -> take the port -> build the engine -> serve -> (signal) finish or abort -> drain -> close
 
-Exit status: 0 after SIGTERM or SIGINT, 2 with a line on stderr when it cannot start, 1 when the engine failed.
+Exit status: 0 after SIGTERM or SIGINT, 2 with a line on stderr when it cannot start, 1 if the engine failed.
 """
 
 from __future__ import annotations

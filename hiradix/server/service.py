@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from hiradix.engine.api import EngineInfo, Output, SamplingParams, Scope
 
+NO_HOST_TIER = "Hierarchical cache is not enabled."
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:

@@ -1,0 +1,127 @@
+"""An engine with scripted answers behind the `Service` protocol, and the application over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+from fastapi import FastAPI
+
+from hiradix.config import HiCacheConfig
+from hiradix.engine.api import (
+    FINISH_ABORT,
+    EngineInfo,
+    Output,
+    RequestError,
+    TokenLogprob,
+    Usage,
+)
+from hiradix.server.app import AppSettings, create_app
+from hiradix.server.auth import Keys
+from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot
+
+MODEL = "tiny"
+INFO = EngineInfo(
+    model_name=MODEL,
+    model_path="/models/tiny",
+    dtype="float32",
+    device="cpu",
+    page_size=64,
+    context_length=100,
+    vocab_size=256,
+    kv_bytes_per_token=8,
+    max_total_tokens=1000,
+    available_tokens=600,
+    evictable_tokens=300,
+    protected_tokens=50,
+    num_running=2,
+    num_waiting=3,
+    num_retractions=4,
+    num_steps=5,
+    storage_attached=False,
+)
+
+
+class CharTokenizer:
+    """One token a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        if messages[0]["role"] == "assistant":
+            raise RequestError("messages: the chat template refused them: starts with assistant")
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+    def token_text(self, token_id: int) -> str:
+        return "\ufffd" if token_id >= 0x80 else chr(token_id)
+
+
+def piece(text: str, finish: str | None = None, *, num_done: int = 1) -> Output:
+    """An output of `text`, one token a character, each with itself and 'z' as alternatives."""
+    logprobs = tuple(TokenLogprob(ord(c), -0.5, ((ord(c), -0.5), (ord("z"), -2.0))) for c in text)
+    usage = Usage(50, num_done, cached_device=10, cached_host=20, cached_storage=5)
+    return Output("", tuple(map(ord, text)), usage, text, logprobs, finish)
+
+
+ANSWER = (piece("Hel"), piece("lo"), piece("!", "stop", num_done=6))
+
+
+class ScriptedService:
+    """Answers every request with `script`; with `hold` set, waits after the first piece until aborted."""
+
+    def __init__(self, script: Sequence[Output | Exception] = ANSWER, *, hold: bool = False):
+        self.tokenizer: CharTokenizer | None = CharTokenizer()
+        self.context_length = 100
+        self.healthy = True
+        self.script = tuple(script)
+        self.hold = hold
+        self.requests: list[Generation] = []
+        self.aborted: list[str] = []
+        self.calls: list[object] = []
+        self.outcome = Outcome(True, "done.")
+        self.state = Snapshot(INFO, CacheFigures(host_used=7, unfulfilled={"deadline": 3}))
+        self._stop = asyncio.Event()
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Output]:
+        self.requests.append(generation)
+        for output in self.script:
+            if isinstance(output, Exception):
+                raise output
+            yield replace(output, rid=generation.rid)
+            if self.hold:
+                await self._stop.wait()
+                yield replace(output, token_ids=(), text="", logprobs=(), finish_reason=FINISH_ABORT)
+                return
+
+    def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+        self._stop.set()
+
+    async def snapshot(self) -> Snapshot:
+        return self.state
+
+    async def flush(self, timeout_s: float) -> Outcome:
+        self.calls.append(("flush", timeout_s))
+        return self.outcome
+
+    async def attach(self, request: AttachRequest) -> Outcome:
+        self.calls.append(request)
+        return self.outcome
+
+    async def detach(self) -> Outcome:
+        self.calls.append("detach")
+        return self.outcome
+
+    async def clear_storage(self) -> Outcome:
+        self.calls.append("clear")
+        return self.outcome
+
+
+def application(
+    service: ScriptedService, *, api_key: str | None = None, admin_key: str | None = None, **cache: object
+) -> FastAPI:
+    """The HTTP application over `service`; `cache` are fields of the cache configuration."""
+    config = HiCacheConfig(enable_hierarchical_cache=True, **cache)  # type: ignore[arg-type]
+    return create_app(service, AppSettings(MODEL, config, Keys(api_key, admin_key)))
