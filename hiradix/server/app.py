@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,15 @@ from starlette.responses import JSONResponse, Response
 
 import hiradix
 from hiradix.config import HiCacheConfig, redact
+from hiradix.engine.api import EngineBusy, EngineStopped
 from hiradix.server.admin import Admin, StorageView
 from hiradix.server.auth import AuthMiddleware, Keys
 from hiradix.server.metrics import RequestMetrics
 from hiradix.server.openai import OpenAI
 from hiradix.server.schema import ApiError
 from hiradix.server.service import Service, Snapshot
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,17 +61,17 @@ class Information:
         """GET /metrics; while the engine is too busy to answer, the figures of the scrape before."""
         try:
             self._last = await self._service.snapshot()
-        except TimeoutError:
-            pass
+        except (TimeoutError, EngineStopped):
+            logger.warning("no fresh figures for /metrics: the engine does not answer")
         return Response(self._metrics.exposition(self._last), media_type=CONTENT_TYPE_LATEST)
 
     async def server_info(self) -> dict[str, Any]:
         """GET /server_info: version, configuration without secrets, load and cache figures."""
         snapshot = await self._service.snapshot()
         return {
+            **config_json(self._settings.cache),
             "version": hiradix.__version__,
             "served_model_name": self._settings.model_name,
-            **config_json(self._settings.cache),
             **dataclasses.asdict(self._admin.view),
             "engine": dataclasses.asdict(snapshot.engine),
             "cache": {**dataclasses.asdict(snapshot.cache), "cache_type": snapshot.cache_type},
@@ -104,9 +108,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse(body, error.status_code, error.headers)
 
 
-async def _timeout(request: Request, error: Exception) -> Response:
-    body = ApiError("the engine did not answer in time", status=503, code="engine_busy").body()
-    return JSONResponse(body, 503, {"retry-after": "1"})
+async def _no_engine(request: Request, error: Exception) -> Response:
+    message = str(error) or "the engine did not answer in time"
+    return await _api_error(request, ApiError(message, status=503, code="engine_unavailable"))
 
 
 def create_app(service: Service, settings: AppSettings) -> FastAPI:
@@ -119,6 +123,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     app.include_router(Information(service, settings, admin, metrics).router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(TimeoutError, _timeout)
+    for unavailable in (TimeoutError, EngineBusy, EngineStopped):
+        app.add_exception_handler(unavailable, _no_engine)
     app.add_middleware(AuthMiddleware, keys=settings.keys)
     return app

@@ -82,22 +82,24 @@ class ScriptedService:
         self.calls: list[object] = []
         self.outcome = Outcome(True, "done.")
         self.state = Snapshot(INFO, CacheFigures(host_used=7, unfulfilled={"deadline": 3}))
-        self._stop = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.stopped = asyncio.Event()
 
     async def generate(self, generation: Generation) -> AsyncIterator[Output]:
         self.requests.append(generation)
+        self.asked.set()
         for output in self.script:
             if isinstance(output, Exception):
                 raise output
             yield replace(output, rid=generation.rid)
             if self.hold:
-                await self._stop.wait()
+                await self.stopped.wait()
                 yield replace(output, token_ids=(), text="", logprobs=(), finish_reason=FINISH_ABORT)
                 return
 
     def abort(self, rid: str) -> None:
         self.aborted.append(rid)
-        self._stop.set()
+        self.stopped.set()
 
     async def snapshot(self) -> Snapshot:
         return self.state

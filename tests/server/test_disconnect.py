@@ -1,0 +1,106 @@
+"""A client that goes away ends its request in the engine, at whatever moment it leaves; over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import uvicorn
+
+from tests.server.scripted import ScriptedService, application, piece
+
+DEADLINE_S = 30.0
+
+
+@asynccontextmanager
+async def running(service: ScriptedService) -> AsyncIterator[str]:
+    """The application on a real port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(application(service), lifespan="off", log_config=None, log_level="critical")
+        server = uvicorn.Server(config)
+        task = asyncio.create_task(server._serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await asyncio.wait_for(task, DEADLINE_S)
+
+
+async def seen(event: asyncio.Event) -> None:
+    await asyncio.wait_for(event.wait(), DEADLINE_S)
+
+
+def played(story: Callable[[ScriptedService, str], Awaitable[None]], service: ScriptedService) -> None:
+    async def play() -> None:
+        async with running(service) as url:
+            await story(service, url)
+
+    asyncio.run(play())
+
+
+class SilentService(ScriptedService):
+    """Takes a request and never answers it until it is aborted."""
+
+    async def generate(self, generation):  # type: ignore[no-untyped-def, override]
+        self.requests.append(generation)
+        self.asked.set()
+        await self.stopped.wait()
+        yield piece("", "abort")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "kind", [SilentService, lambda: ScriptedService(hold=True)], ids=["waiting", "decoding"]
+)
+def test_client_that_leaves_is_aborted(kind: Callable[[], ScriptedService], stream: bool) -> None:
+    async def story(service: ScriptedService, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = {"prompt": "a", "stream": stream}
+            task = asyncio.create_task(http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S))
+            await seen(service.asked)
+            task.cancel()
+        await seen(service.stopped)
+        assert service.aborted == [service.requests[0].rid]
+
+    played(story, kind())
+
+
+def test_client_that_leaves_in_mid_stream_is_aborted() -> None:
+    async def story(service: ScriptedService, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = {"prompt": "a", "stream": True}
+            async with http.stream("POST", f"{url}/v1/completions", json=body, timeout=DEADLINE_S) as reply:
+                first = await anext(reply.aiter_lines())
+                assert "Hel" in first
+        await seen(service.stopped)
+        assert service.aborted == [service.requests[0].rid]
+
+    played(story, ScriptedService(hold=True))
+
+
+def test_client_that_stays_is_not_aborted() -> None:
+    async def story(service: ScriptedService, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for stream in (False, True):
+                body = {"prompt": "a", "stream": stream}
+                reply = await http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
+                assert reply.status_code == 200
+        assert service.aborted == []
+
+    played(story, ScriptedService())
+
+
+def test_many_clients_at_once_get_their_own_answers() -> None:
+    async def story(service: ScriptedService, url: str) -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as http:
+            bodies = [{"prompt": "a", "stream": bool(i % 2)} for i in range(40)]
+            replies = await asyncio.gather(*(http.post(f"{url}/v1/completions", json=b) for b in bodies))
+        assert all(reply.status_code == 200 for reply in replies)
+        assert len({request.rid for request in service.requests}) == 40
+
+    played(story, ScriptedService())
