@@ -35,7 +35,7 @@ class Identity:
     different: list[str] = field(default_factory=list)
 
     def add(self, name: str, expected: Sequence[int], got: Sequence[int], tie: float | None) -> None:
-        """Judge one answer; `tie`: difference of the candidates' log probabilities where they first differ."""
+        """Judge one answer; `tie`: how far the candidates' log probabilities are apart where they differ."""
         at = first_difference(expected, got)
         if at is None:
             self.equal += 1
@@ -45,7 +45,11 @@ class Identity:
             self.different.append(f"{name}: token {at} differs by {tie}: {expected[at:][:4]} {got[at:][:4]}")
 
     def compare(
-        self, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], logprobs_after: LogprobsAfter
+        self,
+        prompt: Sequence[int],
+        expected: Sequence[int],
+        got: Sequence[int],
+        logprobs_after: LogprobsAfter,
     ) -> None:
         """Judge one answer with a model at hand: `logprobs_after` is asked only where they differ."""
         at = first_difference(expected, got)

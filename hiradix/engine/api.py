@@ -70,7 +70,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One emitted token's log probability and the most likely (token id, log probability) pairs, best first."""
+    """An emitted token's log probability, and the most likely (token id, log probability), best first."""
 
     token_id: int
     logprob: float

@@ -86,7 +86,9 @@ class EngineThread:
         finally:
             future.cancel()
 
-    async def acall(self, fn: Callable[[Engine], T], timeout_s: float = 30.0, *, when_idle: bool = False) -> T:
+    async def acall(
+        self, fn: Callable[[Engine], T], timeout_s: float = 30.0, *, when_idle: bool = False
+    ) -> T:
         """`call` for asyncio code: does not block the event loop."""
         return await asyncio.wait_for(asyncio.wrap_future(self.submit(fn, when_idle=when_idle)), timeout_s)
 
@@ -151,13 +153,18 @@ class EngineThread:
                 self._deliver(self._engine.step())
                 if self._engine.is_blocked:
                     self._engine.wait(BLOCKED_WAIT_S)
-                elif not self._engine.has_work and not self._commands:
+                elif self._has_nothing_to_do():
                     self._engine.wait(IDLE_WAIT_S)
         except BaseException as failure:  # whatever it is, nobody may wait for this thread any longer
             logger.exception("the engine failed")
             self.failure = failure
         finally:
             self._end()
+
+    def _has_nothing_to_do(self) -> bool:
+        if self._engine.has_work or self._commands:
+            return False
+        return not (self._deferred and self._engine.is_idle())
 
     def _run_commands(self) -> None:
         """Run what was submitted before this step, then what waited for an idle engine."""
@@ -187,9 +194,8 @@ class EngineThread:
         for command in [*self._commands, *self._deferred]:
             if command.future.set_running_or_notify_cancel():
                 command.future.set_exception(why)
-        self._deliver(
-            [Output(rid, (), Usage(0), finish_reason=FINISH_ERROR, error=str(why)) for rid in list(self._sinks)]
-        )
+        for rid in list(self._sinks):
+            self._deliver([Output(rid, (), Usage(0), finish_reason=FINISH_ERROR, error=str(why))])
         try:
             self._engine.close()
         except Exception:

@@ -53,7 +53,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One forward pass over `pool`: slots int64 [T] to write, and who attends to what. Masks are made once."""
+    """One pass over `pool`: slots int64 [T] to write, and who attends to what. Masks are made once."""
 
     pool: KVBuffers
     slots: torch.Tensor
@@ -67,8 +67,13 @@ def _gather(buffer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.
     return buffer.view(-1, page_size, *buffer.shape[1:]).index_select(0, pages).flatten(0, 1)
 
 
+def _additive(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where visible, minus infinity where hidden."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+
+
 def _chunk_mask(step: PagedStep, index: int, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Additive mask [1, 1, new tokens, all tokens] of prefill `index`; None when plain causal attention does."""
+    """Additive mask [1, 1, new tokens, all tokens] of prefill `index`; None where plain causal will do."""
     chunk = step.prefills[index]
     num_new, num_tokens = chunk.end - chunk.start, chunk.num_tokens
     if window is not None and num_tokens <= window:
@@ -81,8 +86,7 @@ def _chunk_mask(step: PagedStep, index: int, window: int | None, dtype: torch.dt
         query = torch.arange(num_tokens - num_new, num_tokens, device=device)[:, None]
         other = torch.arange(num_tokens, device=device)[None, :]
         hidden = other > query if window is None else (other > query) | (other <= query - window)
-        mask = torch.zeros(num_new, num_tokens, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
-        step.masks[key] = mask[None, None]
+        step.masks[key] = _additive(hidden, dtype)[None, None]
     return step.masks[key]
 
 
@@ -95,8 +99,7 @@ def _decode_mask(step: PagedStep, index: int, window: int | None, dtype: torch.d
         other = torch.arange(width, device=group.pages.device)[None, :]
         length = group.lengths[:, None]
         hidden = other >= length if window is None else (other >= length) | (other < length - window)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-        step.masks[key] = mask[:, None, None]
+        step.masks[key] = _additive(hidden, dtype)[:, None, None]
     return step.masks[key]
 
 
@@ -132,9 +135,9 @@ def _decode(step: PagedStep, index: int, layer: _Layer, query: torch.Tensor) -> 
     group = step.decodes[index]
     batch, size = len(group.rows), step.pool.page_size
     flat = group.pages.flatten()
-    keys = _gather(layer.keys, flat, size).unflatten(0, (batch, -1)).transpose(1, 2)
-    values = _gather(layer.values, flat, size).unflatten(0, (batch, -1)).transpose(1, 2)
-    folded = query[group.rows].unflatten(1, (keys.shape[1], -1))
+    keys = _gather(layer.keys, flat, size).view(batch, -1, *layer.keys.shape[1:]).transpose(1, 2)
+    values = _gather(layer.values, flat, size).view(batch, -1, *layer.values.shape[1:]).transpose(1, 2)
+    folded = query[group.rows].view(batch, keys.shape[1], -1, query.shape[-1])
     mask = _decode_mask(step, index, layer.window, query.dtype)
     out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
     return out.flatten(1, 2)

@@ -34,7 +34,7 @@ from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Prefix, Scheduler
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
-from hiradix.memory import DevicePool, ReqToTokenPool, SlotAllocator
+from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
 from hiradix.transfer import LoadFailed
 
@@ -80,10 +80,9 @@ class Engine:
             model_identity(config.model_path, self.model_name),
         )
         self._tiers: Tiers = tiers_of(self.cache)
-        limits = Limits(
-            config.max_running_requests, config.max_waiting_requests, config.chunked_prefill_size, config.cache.page_size
+        self._scheduler = Scheduler(
+            Prefix(self.cache, self._tiers), self._pools.allocator, self._pools.rows, _limits(config)
         )
-        self._scheduler = Scheduler(Prefix(self.cache, self._tiers), self._pools.allocator, self._pools.rows, limits)
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._gates: tuple[int, ...] = ()
@@ -96,7 +95,7 @@ class Engine:
     def add_request(
         self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope | None = None
     ) -> None:
-        """Queue a request; its Outputs come from later steps. max_new_tokens is cut to what the context holds.
+        """Queue a request; its Outputs come from later steps. Its answer is cut to what the context holds.
 
         Raises RequestError when it can never be served, EngineBusy when the waiting queue is full.
         """
@@ -110,7 +109,7 @@ class Engine:
         self._scheduler.add(request)
 
     def abort(self, rid: str) -> bool:
-        """End a request in whatever state it is; its last Output comes with the next step. False if unknown."""
+        """End a request in whatever state it is; the next step has its last Output. False if unknown."""
         request = self._scheduler.remove(rid)
         if request is None:
             return False
@@ -203,7 +202,7 @@ class Engine:
     # -- administration -----------------------------------------------------------------
 
     def flush(self) -> bool:
-        """Empty the device and host tiers (storage keeps what it has). False, and nothing done, unless idle."""
+        """Empty the device and host tiers (storage keeps what it has). False unless idle."""
         if not self.is_idle():
             return False
         self.cache.reset()
@@ -221,7 +220,7 @@ class Engine:
         )
 
     def detach_storage(self) -> tuple[bool, str]:
-        """Detach and close the storage backend; (ok, message). Refused unless idle; repeating it is a success."""
+        """Detach and close the storage backend; (ok, message). Refused unless idle; may be repeated."""
         if not self.is_idle():
             return False, self._not_idle("detach")
         return self._tiers.detach_storage_backend()
@@ -237,12 +236,11 @@ class Engine:
     def info(self) -> EngineInfo:
         """Sizes and load now."""
         config, allocator = self.config, self._pools.allocator
-        shape = self._model.shape
-        per_head = (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
         return EngineInfo(
-            model_name=self.model_name, model_path=config.model_path, dtype=config.dtype, device=config.device,
-            page_size=config.cache.page_size, context_length=self.context_length,
-            vocab_size=self._model.vocab_size, kv_bytes_per_token=shape.num_layers * shape.num_kv_heads * per_head,
+            model_name=self.model_name, model_path=config.model_path,
+            dtype=config.dtype, device=config.device, page_size=config.cache.page_size,
+            context_length=self.context_length, vocab_size=self._model.vocab_size,
+            kv_bytes_per_token=_kv_bytes_per_token(self._model.shape),
             max_total_tokens=allocator.size, available_tokens=int(allocator.available_size()),
             evictable_tokens=self.cache.evictable_size(), protected_tokens=self.cache.protected_size(),
             num_running=len(self._scheduler.running), num_waiting=len(self._scheduler.waiting),
@@ -270,11 +268,23 @@ class Engine:
         size = config.cache.page_size
         num_pages = config.max_total_tokens // size
         if num_pages < 1:
-            raise ConfigError(f"max_total_tokens={config.max_total_tokens}: less than a page of {size} tokens")
+            raise ConfigError(f"max_total_tokens={config.max_total_tokens}: less than a page of {size}")
         device_pool = DevicePool(self._model.shape, num_pages, size, device=config.device)
         allocator = SlotAllocator(num_pages * size, size, config.device, device_pool)
         row_tokens = min(-(-self.context_length // size), num_pages) * size
         return _Pools(device_pool, allocator, ReqToTokenPool(config.max_running_requests, row_tokens, "cpu"))
+
+
+def _limits(config: EngineConfig) -> Limits:
+    return Limits(
+        max_running=config.max_running_requests, max_waiting=config.max_waiting_requests,
+        chunk_tokens=config.chunked_prefill_size, page_size=config.cache.page_size,
+    )
+
+
+def _kv_bytes_per_token(shape: KVShape) -> int:
+    per_head = (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
+    return shape.num_layers * shape.num_kv_heads * per_head
 
 
 def model_identity(path: str, name: str) -> ModelIdentity:

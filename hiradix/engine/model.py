@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     """Masks are the paged attention's own business."""
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def load_config(path: str) -> Any:
@@ -72,11 +86,13 @@ class PagedModel:
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         config = load_config(path)
+        load: Any = AutoModelForCausalLM.from_pretrained
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False,
-                use_safetensors=True, attn_implementation=ATTENTION_NAME,
-            ).eval()
+            with _no_progress_bars():
+                self._model = load(
+                    path, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False,
+                    use_safetensors=True, attn_implementation=ATTENTION_NAME,
+                ).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the weights: {error}") from error
         self._model.to(device)

@@ -35,7 +35,7 @@ class SeedSource:
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[TokenLogprob]:
-    """One token per row of logits float32 [B, vocab]; logprob is nan and top empty where none was asked for."""
+    """One token per row of logits float32 [B, vocab]; its logprob is nan where none was asked for."""
     assert logits.shape[0] == len(draws), (logits.shape, len(draws))
     chosen = logits.argmax(dim=-1).tolist()
     for row, draw in enumerate(draws):

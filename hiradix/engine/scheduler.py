@@ -179,7 +179,7 @@ class Scheduler:
             while not self._grow(request):
                 youngest = self.running[-1]
                 if len(self.running) == 1:
-                    assert self._tiers.num_in_flight, f"no page for {request.rid}, alone: {self._room()} tokens"
+                    assert self._tiers.num_in_flight, f"no page for {request.rid} alone: {self._room()}"
                     break
                 self.retract(youngest)
                 if youngest is request:
@@ -231,7 +231,7 @@ class Scheduler:
         """Look the request's tokens up, all but the last: one token must be computed to have logits."""
         tokens = request.tokens(0, request.num_tokens - 1)
         key = RadixKey(tokens, request.extra_key, cache_salt=request.cache_salt)
-        match = self._cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        match = self._cache.match_prefix(MatchPrefixParams(key=key))
         request.prefix_indices = match.device_indices
         request.last_node = match.last_device_node
         request.last_host_node = match.last_host_node
@@ -307,7 +307,7 @@ class Scheduler:
         return view
 
     def _release(self, request: Request, *, is_insert: bool) -> None:
-        """Give a running request's slots, lock and row back; pages past the computed tokens are freed here."""
+        """Give a running request's slots, lock and row back, pages past its computed tokens too."""
         size = self.limits.page_size
         covered = -(-request.num_computed // size) * size
         unused = self.row(request)[covered:].to(torch.int64, copy=True)

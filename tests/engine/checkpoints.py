@@ -47,12 +47,16 @@ def write_tokenizer(folder: Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<s>", "</s>"], show_progress=False,
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    text = "the radix tree keeps what the engine computed: pages, slots, tiers, and the order in which they go"
+    text = "the radix tree keeps what the engine computed: pages, slots, tiers, and their order"
     inner.train_from_iterator([text] * 3, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     )

@@ -48,7 +48,7 @@ def llama(reference: Callable[[str], Reference]) -> Reference:
 
 @pytest.fixture
 def make_engine(llama: Reference) -> Iterator[MakeEngine]:
-    """Checked engines on the tiny Llama by EngineConfig fields; without reuse unless `build_cache` is given."""
+    """Checked engines on the tiny Llama by EngineConfig fields; no reuse unless `build_cache` is given."""
     engines: list[Engine] = []
 
     def make(**fields: object) -> Engine:

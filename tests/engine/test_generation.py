@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -32,13 +33,13 @@ def test_answers_equal_transformers(
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("fields", [{"max_running_requests": 1}, {"max_running_requests": 3}, {"page": 1}, {"page": 64}])
+@pytest.mark.parametrize(("page_size", "max_running"), [(16, 1), (16, 3), (1, 16), (64, 16)])
 def test_batching_and_page_size_change_nothing(
-    fields: dict[str, int], llama: Reference, make_engine: MakeEngine
+    page_size: int, max_running: int, llama: Reference, make_engine: MakeEngine
 ) -> None:
-    page_size = fields.pop("page", 16) if "page" in fields else 16
     engine = make_engine(
-        cache=HiCacheConfig(page_size=page_size), chunked_prefill_size=50, max_total_tokens=2048, **fields
+        cache=HiCacheConfig(page_size=page_size), chunked_prefill_size=50, max_total_tokens=2048,
+        max_running_requests=max_running,
     )
     asked = prompts(LENGTHS, seed=4)
     llama.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
@@ -142,7 +143,7 @@ def test_bad_parameter_is_named(fields: dict[str, object], message: str) -> None
         SamplingParams(**fields)  # type: ignore[arg-type]
 
 
-def test_bad_configuration_is_named(llama: Reference, make_engine: MakeEngine, tmp_path: object) -> None:
+def test_bad_configuration_is_named(llama: Reference, make_engine: MakeEngine) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         make_engine(model_path="nowhere")
     with pytest.raises(ConfigError, match="context_length"):
@@ -153,8 +154,9 @@ def test_bad_configuration_is_named(llama: Reference, make_engine: MakeEngine, t
         make_engine(cache=PAGES, max_total_tokens=15)
 
 
-def test_unsupported_model_type_is_refused(make_engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
-    folder = tmp_path_factory.mktemp("gpt2")
+def test_unsupported_model_type_is_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(ConfigError, match="gpt2"):
         make_engine(model_path=str(folder))
@@ -163,10 +165,7 @@ def test_unsupported_model_type_is_refused(make_engine: MakeEngine, tmp_path_fac
         make_engine(model_path=str(folder))
 
 
-def test_missing_weights_are_refused(
-    llama: Reference, make_engine: MakeEngine, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("weightless")
-    (folder / "config.json").write_text((llama.path / "config.json").read_text())
+def test_missing_weights_are_refused(llama: Reference, make_engine: MakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((llama.path / "config.json").read_text())
     with pytest.raises(ConfigError, match="weights"):
-        make_engine(model_path=str(folder))
+        make_engine(model_path=str(tmp_path))

@@ -1,0 +1,104 @@
+"""Text of a growing answer: nothing lost, nothing shown too early, cut before stop strings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiradix.engine import RequestError, SamplingParams
+from hiradix.engine.tokenizer import TextStream, Tokenizer
+from tests.engine.checkpoints import Reference, prompts
+from tests.engine.conftest import MakeEngine
+from tests.engine.driving import serve
+
+ABC = st.text(alphabet="abc", max_size=40)
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes of UTF-8 text."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def stream(stop: tuple[str, ...] = ()) -> TextStream:
+    return TextStream(Bytes(), stop)  # type: ignore[arg-type]
+
+
+def feed(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
+    """Pieces shown while the bytes of `text` come in, the held-back end last."""
+    growing = stream(stop)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(growing.push(byte))
+        if growing.stopped:
+            return pieces, growing
+    return [*pieces, growing.finish()], growing
+
+
+@given(st.text(max_size=40))
+def test_all_text_comes_out_once_and_characters_whole(text: str) -> None:
+    pieces, _ = feed(text)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@given(ABC, st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3))
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
+    pieces, growing = feed(text, tuple(stops))
+    shown = "".join(pieces)
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    if not ends:
+        assert (shown, growing.stopped) == (text, False)
+        return
+    complete = text[: min(ends)]  # the stream stops with the first token that completes a stop string
+    cut = min(complete.find(stop) for stop in stops if stop in complete)
+    assert (shown, growing.stopped) == (text[:cut], True)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back() -> None:
+    growing = stream(("STOP",))
+    assert [growing.push(byte) for byte in b"a ST"] == ["a", " ", "", ""]
+    assert growing.push(ord("x")) == "STx"
+    assert growing.finish() == ""
+
+
+def test_unfinished_character_at_the_end_is_shown_as_such() -> None:
+    growing = stream()
+    assert growing.push("é".encode()[0]) == ""
+    assert growing.finish() == "\ufffd"
+
+
+def test_engine_text_is_the_decoded_answer(llama: Reference, make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    asked = prompts([12, 30, 5], seed=4)
+    for answer in serve(engine, asked, SamplingParams(max_new_tokens=25)):
+        assert answer.text == engine.tokenizer.decode(answer.token_ids)
+
+
+def test_engine_ends_at_a_stop_string(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    asked = prompts([12], seed=4)
+    [full] = serve(engine, asked, SamplingParams(max_new_tokens=25))
+    stop = full.text[6:9]
+    [answer] = serve(engine, asked, SamplingParams(max_new_tokens=25, stop=(stop,)))
+    assert answer.text == full.text[: full.text.find(stop)]
+    assert answer.finish_reason == "stop"
+    assert len(answer.token_ids) < 25
+
+
+def test_stop_strings_need_a_tokenizer(reference: object, make_engine: MakeEngine) -> None:
+    path = reference("qwen2").path  # type: ignore[operator]
+    engine = make_engine(model_path=str(path))
+    assert engine.tokenizer is None
+    with pytest.raises(RequestError, match="stop"):
+        engine.add_request("a", [1], SamplingParams(stop=("x",)))
+
+
+def test_chat_is_rendered_and_encoded(llama: Reference) -> None:
+    tokenizer = Tokenizer.find(str(llama.path))
+    assert tokenizer is not None and tokenizer.has_chat_template
+    ids = tokenizer.apply_chat([{"role": "user", "content": "what is a slot"}])
+    assert tokenizer.decode(ids) == "user: what is a slot\nassistant:"
+    assert ids == tokenizer.encode("user: what is a slot\nassistant:")
