@@ -1,4 +1,4 @@
-"""Who has which page: page allocator, its face in slots with SGLang's names, and the table of requests' slots.
+"""Who has which page: page allocator, its face in slots (SGLang's names), table of requests' slots.
 
 All three belong to the scheduler thread and take no locks.
 """
@@ -20,8 +20,9 @@ Pages = npt.NDArray[np.int32]
 class PageAllocator:
     """Page ids `first_page` .. `first_page + num_pages - 1`; a page is free or out, never both.
 
-    A stack of free ids, so that recently used memory is used again; a fresh pool hands out ascending ids. `alloc`
-    and `free` cost their own pages, not the pool, and what they return or take is never kept or shared.
+    A stack of free ids, so that recently used memory is used again; a fresh pool hands out ascending ids.
+    `alloc` and `free` cost their own pages, not the pool, and what they return or take is never kept or
+    shared.
     """
 
     def __init__(self, num_pages: int, first_page: int = 0) -> None:
@@ -54,7 +55,7 @@ class PageAllocator:
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
-        """Take pages back. Asserts, with the ids and before changing anything, that each is out and named once."""
+        """Take pages back. Asserts, with the ids and before any change, that each is out and named once."""
         ids = np.asarray(pages)
         if len(ids) == 0:
             return
@@ -64,7 +65,8 @@ class PageAllocator:
         order = np.arange(len(index), dtype=np.int32)
         self._mark[index] = order
         wrong = ~self._out[index] | (self._mark[index] != order)
-        assert not wrong.any(), f"double free of pages {_some(ids[wrong])}, {self._num_free} free of {self.num_pages}"
+        free = f"{self._num_free} free of {self.num_pages}"
+        assert not wrong.any(), f"double free of pages {_some(ids[wrong])}, {free}"
         self._out[index] = False
         self._free[self._num_free : self._num_free + len(index)] = ids[::-1]
         self._num_free += len(index)
@@ -131,7 +133,7 @@ class SlotAllocator:
 
 
 class ReqToTokenPool:
-    """Each running request's slots: `req_to_token` int32 [size, max_context_len] on `device`, one row per request."""
+    """Each running request's slots: `req_to_token` int32 [size, max_context_len] on `device`, a row each."""
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
         if size < 1 or max_context_len < 1:
@@ -162,7 +164,7 @@ class ReqToTokenPool:
     def free(self, free_index: int | Sequence[int] | Iterable[int]) -> None:
         """Take rows back. Asserts that each was out."""
         for row in [free_index] if isinstance(free_index, int) else list(free_index):
-            assert row in self._out, f"free of request row {row}, which is not out; out are {sorted(self._out)[:20]}"
+            assert row in self._out, f"free of request row {row}, out are {sorted(self._out)[:16]}"
             self._out.remove(row)
             self.free_slots.append(row)
 

@@ -20,7 +20,8 @@ def choose_transport(io_backend: str, device: torch.device) -> Transport:
         known = ", ".join(IO_BACKENDS)
         raise ConfigError(f"--hicache-io-backend {io_backend}: not one of the transports here ({known})")
     transport = _pick(io_backend, device)
-    logger.info("--hicache-io-backend %s on %s: %s transport, %s", io_backend, device, transport.name, transport.note)
+    name, note = transport.name, transport.note
+    logger.info("--hicache-io-backend %s on %s: %s transport, %s", io_backend, device, name, note)
     return transport
 
 

@@ -1,4 +1,4 @@
-"""Host memory for a pool: exact size, touched in parallel, pinned for CUDA in chunks; and how much is free."""
+"""Host memory for a pool: exact size, touched in parallel, pinned in chunks; and how much is free."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ _MAX_TOUCH_THREADS = 16
 _REGISTER_CHUNK = 64 << 30
 _MIN_REGISTER_CHUNK = 1 << 30
 
+# A cgroup's limit file, usage file, and the line of memory.stat that can be dropped.
+_V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_NAMES = ("memory.max", "memory.current", "inactive_file")
+
 
 def allocate(num_bytes: int, *, pin: bool, unit: int) -> torch.Tensor:
     """uint8 [num_bytes] on the CPU, zero, exactly as large as asked and resident when this returns.
@@ -47,7 +51,9 @@ def allocate(num_bytes: int, *, pin: bool, unit: int) -> torch.Tensor:
     touch(cells)
     buffer = torch.from_numpy(cells)[:num_bytes]
     if pin:
-        _register(buffer, unit)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        addresses = pin_chunks(runtime, buffer.data_ptr(), num_bytes, unit)
+        weakref.finalize(cells, _unpin, runtime, addresses)  # the tensor holds `cells`, `cells` the mapping
     return buffer
 
 
@@ -67,7 +73,7 @@ def _zero(cells: npt.NDArray[np.uint8]) -> None:
 
 
 def chunk_edges(num_bytes: int, unit: int, chunk: int) -> list[tuple[int, int]]:
-    """[begin, end) cuts of a buffer, each at most about `chunk` bytes, on multiples of `unit` and of an OS page.
+    """[begin, end) cuts of a buffer of about `chunk` bytes, on multiples of `unit` and of an OS page.
 
     Half-open, without gaps. A cut is larger than `chunk` only where one common multiple already is.
     """
@@ -76,31 +82,33 @@ def chunk_edges(num_bytes: int, unit: int, chunk: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, num_bytes)) for begin in range(0, num_bytes, step)]
 
 
-def _register(buffer: torch.Tensor, unit: int) -> None:
-    """Pin `buffer`; halves the chunk size when CUDA refuses, down to 1 GiB."""
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    begin, chunk = buffer.data_ptr(), _REGISTER_CHUNK
+def pin_chunks(runtime: Any, begin: int, num_bytes: int, unit: int) -> list[int]:
+    """Register [begin, begin + num_bytes) with CUDA; the addresses to unregister.
+
+    runtime: has cudaHostRegister and cudaHostUnregister. Where it refuses, everything is undone and tried
+    again in chunks of half the size, down to 1 GiB. Raises CacheError with the code and the flags to turn.
+    """
+    chunk = _REGISTER_CHUNK
     while True:
-        done: list[int] = []
+        addresses: list[int] = []
         failed = 0
-        for start, end in chunk_edges(buffer.numel(), unit, chunk):
+        for start, end in chunk_edges(num_bytes, unit, chunk):
             failed = int(runtime.cudaHostRegister(begin + start, end - start, 0))
             if failed:
                 break
-            done.append(begin + start)
+            addresses.append(begin + start)
         if not failed:
-            weakref.finalize(buffer.untyped_storage(), _unregister, runtime, done)
-            return
-        _unregister(runtime, done)
+            return addresses
+        _unpin(runtime, addresses)
         if chunk <= _MIN_REGISTER_CHUNK:
             raise CacheError(
-                f"host pool: cudaHostRegister of {buffer.numel()} bytes failed with code {failed}; "
+                f"host pool: cudaHostRegister of {num_bytes} bytes failed with code {failed}; "
                 "lower --hicache-size or --hicache-ratio, or raise the locked-memory limit"
             )
         chunk //= 2
 
 
-def _unregister(runtime: Any, addresses: list[int]) -> None:
+def _unpin(runtime: Any, addresses: list[int]) -> None:
     for address in addresses:
         runtime.cudaHostUnregister(address)
 
@@ -125,10 +133,9 @@ def available_bytes(read: ReadText = read_text) -> int:
     for line in (read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            free += _cgroup_free("/sys/fs/cgroup", path, ("memory.max", "memory.current", "inactive_file"), read)
+            free += _cgroup_free("/sys/fs/cgroup", path, _V2_NAMES, read)
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            free += _cgroup_free("/sys/fs/cgroup/memory", path, names, read)
+            free += _cgroup_free("/sys/fs/cgroup/memory", path, _V1_NAMES, read)
     return max(0, min(free))
 
 
@@ -140,7 +147,7 @@ def _meminfo_available(text: str) -> int:
 
 
 def _cgroup_free(root: str, path: str, names: tuple[str, str, str], read: ReadText) -> list[int]:
-    """Free bytes under the limit of each cgroup from `path` up to the root; a container sees only the root."""
+    """Free bytes under each limit from `path` up to the root; a container sees only the root."""
     limit_name, usage_name, cache_name = names
     free, parts = [], [part for part in path.split("/") if part]
     for depth in range(len(parts) + 1):

@@ -7,8 +7,8 @@ The byte of (array, layer, page, token, head) begins at
 and `head_bytes` bytes are contiguous from there. Device pools and every host layout say it in these terms, so
 one copy loop, one kernel and one view serve them all. Offsets and shapes are SGLang's, byte for byte.
 
-`pieces` is the same data as storage sees it: a page is the concatenation of its pieces, in order. One piece per
-array where a page's layers lie together, one per array and layer in layer_first.
+`pieces` is the same data as storage sees it: a page is the concatenation of its pieces, in order. One piece
+per array where a page's layers lie together, one per array and layer in layer_first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from hiradix.memory.shape import ArraySpec, CacheShape
 class Plane:
     """One array of a pool: its spec and where it lies, all in bytes.
 
-    layers: begin of each layer, as an offset into the pool's buffer or as an address. page, token, head: strides.
+    layers: begin of each layer, as an offset into the pool's buffer or as an address. page, token, head:
+    strides.
     """
 
     spec: ArraySpec
@@ -54,8 +55,8 @@ class Piece:
 class Layout:
     """Where everything is in a pool of `num_pages` pages made of one buffer of `num_bytes` bytes.
 
-    array_shapes: tensor shape of each array; none where arrays interleave. joint: its arrays have one shape and
-    follow each other, so that they are also one tensor with a leading dimension (SGLang's kv_buffer).
+    array_shapes: tensor shape of each array; none where arrays interleave. joint: its arrays have one shape
+    and follow each other, so that they are also one tensor with a leading dimension (SGLang's kv_buffer).
     """
 
     name: str
@@ -172,7 +173,7 @@ def make_layout(name: str, shape: CacheShape, num_pages: int, page_size: int) ->
 
 
 def array_views(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Each array as its own tensor of the layout's shape, over the pool's uint8 buffer; none if they interleave."""
+    """Each array as a tensor of the layout's shape over the uint8 buffer; none where they interleave."""
     views = []
     for plane, shape in zip(layout.planes, layout.array_shapes, strict=False):
         begin = plane.layers[0]
@@ -206,13 +207,13 @@ def _joined(
     begins: Callable[[Plane], Sequence[int]],
     piece_bytes: Callable[[Plane], int],
 ) -> Layout:
-    """Arrays one after another; a page's pieces begin at `begins` of each plane and are `piece_bytes` long."""
+    """Arrays one after another; a page's pieces begin at `begins` of each plane, `piece_bytes` long."""
     planes, shapes, offset = [], [], 0
     for plane, shape in arrays:
         planes.append(plane.moved(offset))
         shapes.append(shape)
         offset += _num_bytes(shape, plane.spec)
-    pieces = tuple(Piece(begin, plane.page, piece_bytes(plane)) for plane in planes for begin in begins(plane))
+    pieces = tuple(Piece(at, plane.page, piece_bytes(plane)) for plane in planes for at in begins(plane))
     joint = len(set(shapes)) == 1
     return Layout(name, at.num_pages, offset, tuple(planes), pieces, tuple(shapes), joint)
 

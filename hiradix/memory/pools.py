@@ -20,7 +20,7 @@ class LayerCounter(Protocol):
 
 
 class Pool(Protocol):
-    """What a transport needs of a pool. Pages outside the pool, and page views, are the pool's own business."""
+    """What a transport needs of a pool."""
 
     @property
     def shape(self) -> CacheShape: ...
@@ -52,15 +52,15 @@ class Pool(Protocol):
 class DevicePool:
     """Paged KV on the compute device: one tensor [(num_pages + 1) * page_size, H, D] per layer and array.
 
-    Pages 1..num_pages are handed out; page 0, so slot 0, is where masked writes go. The pool does not know which
-    pages are in use. The getters wait on the registered layer gate; everything else does not.
+    Pages 1..num_pages are handed out; page 0, so slot 0, is where masked writes go. The pool does not know
+    which pages are in use. The getters wait on the registered layer gate; everything else does not.
     """
 
     def __init__(
         self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device | str = "cpu"
     ) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ConfigError(f"device pool: {num_pages} pages of {page_size} tokens, both must be at least 1")
+            raise ConfigError(f"device pool: {num_pages} pages of {page_size} tokens: both must be positive")
         slots = (num_pages + 1) * page_size
         arrays = []
         for spec in shape.arrays:
@@ -88,8 +88,8 @@ class DevicePool:
     ) -> DevicePool:
         """A pool over an engine's own buffers, [L] of [size + page_size, H, D] each, with page 0 the dummy.
 
-        Zero copy; the engine keeps the memory alive and in place. Raises ConfigError unless all are contiguous,
-        of one geometry per array, on one device and of whole pages.
+        Zero copy; the engine keeps the memory alive and in place. Raises ConfigError unless all are
+        contiguous, of one geometry per array, on one device and of whole pages.
         """
         arrays = [list(k_buffers), list(v_buffers)]
         _check_foreign(arrays, page_size)
@@ -104,7 +104,7 @@ class DevicePool:
         _check_foreign(arrays, page_size)
         latent = arrays[0][0]
         if not 0 < kv_lora_rank < latent.shape[2]:
-            raise ConfigError(f"device pool: kv_lora_rank {kv_lora_rank} of rows of {latent.shape[2]} elements")
+            raise ConfigError(f"device pool: kv_lora_rank {kv_lora_rank} of rows of {latent.shape[2]}")
         rope = latent.shape[2] - kv_lora_rank
         return cls._over(MLAShape(len(arrays[0]), kv_lora_rank, rope, latent.dtype), page_size, arrays)
 
@@ -140,7 +140,7 @@ class DevicePool:
         return self._arrays[0][layer_id - self.start_layer]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """[slots, H, Dv] of the layer, once its pending load has arrived; for MLA the front of the latent rows."""
+        """[slots, H, Dv] of the layer, once its load has arrived; for MLA the front of the latent rows."""
         self._wait(layer_id)
         layer = layer_id - self.start_layer
         if isinstance(self.shape, MLAShape):
@@ -172,8 +172,9 @@ class DevicePool:
 class HostPool:
     """Pages in host memory, one buffer in one layout; pinned where `device` is a CUDA device.
 
-    Pages are 0..num_pages-1. A page's bytes, its views joined, are SGLang's flat data page. Writers of a page are
-    ordered by whoever owns it: the pool takes no lock. Memory is resident when this returns; see `allocate`.
+    Pages are 0..num_pages-1. A page's bytes, its views joined, are SGLang's flat data page. Writers of a page
+    are ordered by whoever owns it: the pool takes no lock. Memory is resident when this returns; see
+    `allocate`.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class HostPool:
 
     @property
     def kv_buffer(self) -> torch.Tensor:
-        """The pool as SGLang's one tensor (5-D or 6-D, K first); flat bytes where its arrays differ or interleave."""
+        """The pool as SGLang's one tensor (K first); flat bytes where its arrays differ or interleave."""
         if not self.layout.joint:
             return self.buffer
         shape = self.layout.array_shapes[0]
@@ -279,12 +280,17 @@ def _check_foreign(arrays: Sequence[Sequence[torch.Tensor]], page_size: int) -> 
         if len(buffers) != len(arrays[0]):
             raise ConfigError(f"device pool: {len(arrays[0])} key layers but {len(buffers)} value layers")
         for layer, buffer in enumerate(buffers):
-            same = buffer.shape == buffers[0].shape and buffer.dtype == first.dtype and buffer.device == first.device
-            whole = buffer.dim() == 3 and buffer.shape[0] == first.shape[0] and buffer.shape[0] % page_size == 0
-            if not (same and whole and buffer.is_contiguous() and buffer.shape[0] >= 2 * page_size):
+            if not _fits(buffer, buffers[0], first, page_size):
                 raise ConfigError(
-                    f"device pool: layer {layer} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; needed: "
-                    f"contiguous, alike in all layers, at least two whole pages of {page_size} tokens"
+                    f"device pool: layer {layer} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; "
+                    f"needed: contiguous, alike in all layers, at least two whole pages of {page_size} tokens"
                 )
-            if buffer.shape[1] != first.shape[1]:
-                raise ConfigError(f"device pool: {first.shape[1]} key heads but {buffer.shape[1]} value heads")
+
+
+def _fits(buffer: torch.Tensor, like: torch.Tensor, first: torch.Tensor, page_size: int) -> bool:
+    """Whether `buffer` has the geometry of its array's `like`, and pages and heads of the pool's `first`."""
+    alike = (buffer.shape, buffer.dtype, buffer.device) == (like.shape, first.dtype, first.device)
+    if not alike or buffer.dim() != 3 or not buffer.is_contiguous():
+        return False
+    slots = buffer.shape[0]
+    return buffer.shape[:2] == first.shape[:2] and slots % page_size == 0 and slots >= 2 * page_size

@@ -16,7 +16,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a token's data (K, V, the MLA latent): `num_heads` heads of `head_dim` elements per layer."""
+    """One array of a token's data (K, V, the MLA latent): `num_heads` x `head_dim` elements per layer."""
 
     name: str
     num_heads: int
@@ -44,7 +44,7 @@ class CacheShape(Protocol):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """The arrays in storage order. All of them make a page complete; a page is stored whole or not at all."""
+        """The arrays in storage order. All of them make a page; a page is stored whole or not at all."""
         ...
 
     def numbers(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from hiradix.memory.shape import CacheShape, token_bytes
 
 DEFAULT_RATIO = 2.0
 GB = 1_000_000_000
-_MAX_RESERVE = 10 << 30  # memory left to everything else: 10 GiB, or a tenth of what is free on small machines
+_MAX_RESERVE = 10 << 30  # left to everything else: 10 GiB, or a tenth of what is free where that is less
 _POOL_SHARE = 0.95
 
 
@@ -60,15 +60,18 @@ def plan_host_pool(
 ) -> HostPlan:
     """The host pool that `config` asks for, with `available` bytes free on a host of `num_ranks` ranks.
 
-    A size (GB of 1e9 bytes per rank) wins over a ratio of device pages; with neither, the default ratio shrunk to
-    the memory fraction. Raises ConfigError naming the flag and the numbers if it would not fit or hold a page.
+    A size (GB of 1e9 bytes per rank) wins over a ratio of device pages; with neither, the default ratio
+    shrunk to the memory fraction. Raises ConfigError naming the flag and the numbers if it would not fit or
+    hold a page.
     """
     reserve = min(_MAX_RESERVE, available // 10)
     budget = max(0, available - reserve) // num_ranks
     if config.hicache_size > 0:
-        flag, num_pages = f"--hicache-size {config.hicache_size:g}", int(config.hicache_size * GB) // page_bytes
+        flag = f"--hicache-size {config.hicache_size:g}"
+        num_pages = int(config.hicache_size * GB) // page_bytes
     elif config.hicache_ratio is not None:
-        flag, num_pages = f"--hicache-ratio {config.hicache_ratio:g}", int(device_pages * config.hicache_ratio)
+        flag = f"--hicache-ratio {config.hicache_ratio:g}"
+        num_pages = int(device_pages * config.hicache_ratio)
     else:
         fraction = config.hicache_host_memory_fraction
         affordable = budget * fraction * _POOL_SHARE / page_bytes
@@ -82,8 +85,8 @@ def plan_host_pool(
         )
     if plan.num_bytes > budget:
         raise ConfigError(
-            f"Not enough host memory available. {flag} requests {_gb(plan.num_bytes)} per rank x {num_ranks} ranks "
-            f"but only {_gb(available)} are free, of which {_gb(reserve)} stay reserved. "
+            f"Not enough host memory available. {flag} requests {_gb(plan.num_bytes)} per rank x {num_ranks} "
+            f"ranks but only {_gb(available)} are free, of which {_gb(reserve)} stay reserved. "
             f"Please reduce the size of the hierarchical cache."
         )
     return plan

@@ -1,7 +1,7 @@
-"""Page copies between pools behind one call, and the torch transport: what runs on a CPU, and the reference.
+"""Page copies between pools behind one call; the torch transport, which runs on CPUs and is the reference.
 
-A transport copies whole pages between two pools of one shape, for all layers or a range of them, on the current
-stream. Page lists are any integer arrays of one length; destination pages are named at most once.
+A transport copies whole pages between two pools of one shape, for all layers or a range of them, on the
+current stream. Page lists are any integer arrays of one length; destination pages are named at most once.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Transport(Protocol):
     ) -> None:
         """dst page i becomes src page i, in `layers` (None: all) and all arrays. Nothing else is written.
 
-        With CUDA pools the copy is ordered on the current stream and may still run when this returns; the page
-        lists may be reused at once. Asserts on pages outside the pools and on pools of different shape.
+        With CUDA pools the copy is ordered on the current stream and may still run when this returns; the
+        page lists may be reused at once. Asserts on pages outside the pools and on pools of different shape.
         """
         ...
 
 
 class TorchTransport:
-    """Copies with torch calls. On a CPU: done on return. Between devices: in order, and blocking the caller."""
+    """Copies with torch calls. On a CPU: done on return. Between devices: in order, blocking the caller."""
 
     name = "torch"
 
@@ -88,8 +88,11 @@ def checked_layers(pool: Pool, layers: range | None) -> range:
     return span
 
 
-def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What to copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D] where both can."""
+Views = tuple[torch.Tensor, torch.Tensor]
+
+
+def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[Views]:
+    """What to copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D]."""
     source, target = src.stacked_view(array), dst.stacked_view(array)
     if source is not None and target is not None and len(span) > 1:
         yield source[span.start : span.stop], target[span.start : span.stop]
@@ -108,7 +111,7 @@ def _copy_runs(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, d
 
 
 def _copy_indexed(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, dst_pages: PageIds) -> None:
-    """All pages of a layer by index, a temporary's worth at a time; bytes moved as integers of the same size."""
+    """All pages of a layer by index, a temporary's worth at a time, moved as integers of the same size."""
     if source.dim() == 5:
         for layer in range(source.shape[0]):
             _copy_indexed(source[layer], target[layer], src_pages, dst_pages)
