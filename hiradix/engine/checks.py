@@ -27,7 +27,7 @@ def check_conservation(cache: PrefixCache, allocator: SlotAllocator, scheduler: 
     free, shared = allocator.available_size() // size, cache.total_size() // size
     total = allocator.size // size
     assert free + shared + len(own) == total, (
-        f"device pages: {free} free, {shared} tree, {len(own)} of {len(scheduler.running)} requests, of {total}"
+        f"of {total} device pages: {free} free, {shared} tree, {len(own)} in {len(scheduler.running)} rows"
     )
     for request in scheduler.waiting:
         assert request.req_pool_idx is None and request.num_allocated == 0, f"{request.rid} waits with slots"

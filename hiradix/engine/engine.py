@@ -183,7 +183,7 @@ class Engine:
         except LoadFailed:
             for part in reversed(parts):
                 if part.admitted:
-                    self._scheduler.retract(part.request)
+                    self._scheduler.undo_admission(part.request)
             return []
         self._gates = ()
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]

@@ -24,8 +24,9 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
+    import transformers
 
+    logging: Any = transformers.utils.logging
     was_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

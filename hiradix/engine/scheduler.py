@@ -115,11 +115,13 @@ class Scheduler:
         parts = self._plan_running()
         budget = self.limits.chunk_tokens
         left = None if budget is None else max(0, budget - sum(part.num_tokens for part in parts))
-        for request in [r for r in self.waiting]:
+        for request in list(self.waiting):
             if len(self.running) >= self.limits.max_running or left == 0:
                 break
             admission = self._admit(request)
             if admission is _Admission.FULL:
+                empty = not self.running and not self._tiers.num_in_flight
+                assert not empty, f"an empty engine has no room for {request.rid}: {self._room()} tokens"
                 break
             if admission is _Admission.DONE:
                 part = self._next_part(request, left, admitted=True)
@@ -150,6 +152,12 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_retractions += 1
         self._reserve = 1.0
+
+    def undo_admission(self, request: Request) -> None:
+        """The pass that admitted a request failed: it waits again, first in line, as if never admitted."""
+        self._release(request, is_insert=False)
+        self.waiting.appendleft(request)
+        request.num_admissions -= 1
 
     # -- running requests ---------------------------------------------------------------
 
