@@ -36,6 +36,11 @@ class Pool(Protocol):
         """Page ids are below this."""
         ...
 
+    @property
+    def reachable(self) -> bool:
+        """Whether a CUDA kernel can use the addresses: device or pinned memory."""
+        ...
+
     def planes(self) -> tuple[Plane, ...]:
         """Where every array lies, as addresses."""
         ...
@@ -155,6 +160,10 @@ class DevicePool:
     def page_limit(self) -> int:
         return self.num_pages + 1
 
+    @property
+    def reachable(self) -> bool:
+        return self.device.type == "cuda"
+
     def planes(self) -> tuple[Plane, ...]:
         return self._planes
 
@@ -192,8 +201,10 @@ class HostPool:
         self.page_size = page_size
         self.device = torch.device("cpu")
         self.dtype = shape.dtype
-        pin = torch.device(device).type == "cuda"
-        self.buffer = allocate(self.layout.num_bytes, pin=pin, unit=self.layout.pieces[0].num_bytes)
+        self.reachable = torch.device(device).type == "cuda"
+        self.buffer = allocate(
+            self.layout.num_bytes, pin=self.reachable, unit=self.layout.pieces[0].num_bytes
+        )
         self._planes = tuple(plane.moved(self.buffer.data_ptr()) for plane in self.layout.planes)
         self._bytes = memoryview(self.buffer.numpy().data)
         at = Extent(shape.num_layers, num_pages, page_size)

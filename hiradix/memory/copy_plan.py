@@ -1,0 +1,51 @@
+"""From the planes of two pools to the fewest strided copies that move everything between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hiradix.memory.layout import Plane
+from hiradix.memory.pools import Pool
+from hiradix.triton_kernels.sides import PlannedCopy, Side
+
+Pair = tuple[Plane, Plane]
+
+
+def plan_copies(src: Pool, dst: Pool) -> tuple[PlannedCopy, ...]:
+    """One copy for all arrays of one geometry: one for K and V, two where their head dims differ.
+
+    Planes are ordered layer by layer, so a range of layers is a range of planes. Heads become planes of their
+    own where either side keeps a token's heads apart.
+    """
+    groups: dict[tuple[int, ...], list[Pair]] = {}
+    for source, target in zip(src.planes(), dst.planes(), strict=True):
+        assert source.spec == target.spec, f"arrays {source.spec} and {target.spec}"
+        geometry = (source.spec.row_bytes, source.spec.num_heads, *_strides(source), *_strides(target))
+        groups.setdefault(geometry, []).append((source, target))
+    return tuple(_plan(pairs, src.page_size) for pairs in groups.values())
+
+
+def _plan(pairs: Sequence[Pair], page_size: int) -> PlannedCopy:
+    spec = pairs[0][0].spec
+    apart = spec.num_heads > 1 and any(plane.head != spec.head_bytes for pair in pairs for plane in pair)
+    num_heads = spec.num_heads if apart else 1
+    row_bytes = spec.head_bytes if apart else spec.row_bytes
+    sides = [
+        Side(_bases([pair[side] for pair in pairs], num_heads), first.page, first.token, page_size, row_bytes)
+        for side, first in enumerate(pairs[0])
+    ]
+    return PlannedCopy(sides[0], sides[1], per_layer=len(pairs) * num_heads)
+
+
+def _bases(planes: Sequence[Plane], num_heads: int) -> tuple[int, ...]:
+    """Layer by layer, then array by array, then head by head."""
+    return tuple(
+        plane.layers[layer] + head * plane.head
+        for layer in range(len(planes[0].layers))
+        for plane in planes
+        for head in range(num_heads)
+    )
+
+
+def _strides(plane: Plane) -> tuple[int, int, int]:
+    return plane.page, plane.token, plane.head
