@@ -24,13 +24,14 @@ from hiradix.cache.flights import Flights
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSource, PageSupply
 from hiradix.cache.prefetch import Prefetcher
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, StorageError
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 
+STORAGE_STOP_S = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
 COPY_WAIT_S = 5.0  # longest the scheduler waits for device copies that free pages
 
 
@@ -114,6 +115,12 @@ class HierarchicalCache:
         if self.backup is not None:
             self.backup.on_insert(node)
 
+    def count_use(self, node: Node) -> None:
+        """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
+        while node.parent is not None:
+            node.hit_count += 1
+            node = node.parent
+
     def make_room(self, num_pages: int) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
         short = num_pages - self.supply.device.available
@@ -153,11 +160,13 @@ class HierarchicalCache:
         self.tree.forget_stored()
 
     def detach_storage(self, timeout_s: float) -> None:
-        """Stop using storage. Raises CacheError when a job does not end in time; may then be repeated."""
+        """Stop using storage. Raises StorageError when a job does not end in time; may then be repeated."""
         assert self.controller is not None and self.prefetcher is not None, "storage needs a host tier"
         self.prefetcher.stop_all()
-        self.controller.detach(timeout_s)
+        ended = self.controller.detach(timeout_s)
         self.tick()
+        if not ended:
+            raise StorageError(f"a storage job did not end within {timeout_s} s")
         self.tree.forget_stored()
 
     def reset(self, timeout_s: float = 30.0) -> None:
@@ -170,7 +179,8 @@ class HierarchicalCache:
         if running := self.flights.tickets(JobKind.WRITE, JobKind.LOAD):
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
         if self.controller is not None:
-            self.controller.cancel_storage()
+            self.controller.reset(min(timeout_s, STORAGE_STOP_S))
+            self.tick()
         kept = self.flights.orphan_all()
         for drop in self.tree.clear():
             if drop.tier is Tier.HOST:

@@ -7,7 +7,7 @@ back, so work of an earlier epoch can never touch the tree of a later one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,8 +25,8 @@ class Flight:
 
     kind: JobKind
     on_result: Callable[[Result], None]
-    owns: Pages = NO_PAGES
-    reads: Pages = NO_PAGES
+    owns: Pages = field(default_factory=lambda: NO_PAGES)
+    reads: Pages = field(default_factory=lambda: NO_PAGES)
     orphaned: bool = False
 
 

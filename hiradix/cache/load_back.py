@@ -25,7 +25,7 @@ class LoadBack:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
-        self._failed: list[Node] = []  # loads whose copy failed: device data below is garbage
+        self._failed: list[tuple[Node, int]] = []  # (node, first page) filled by a copy that failed
         self._last_slot = -1
 
     def clear(self) -> None:
@@ -63,7 +63,7 @@ class LoadBack:
                 self._counters.loaded += num_pages
             else:
                 self._counters.load_failed += num_pages
-                self._failed.append(segments[0].node)
+                self._failed.append((node, segments[0].start))
             for lock in reversed(locks):
                 self._tree.unlock(lock)
 
@@ -82,29 +82,35 @@ class LoadBack:
 
     # -- failure ------------------------------------------------------------------------
 
+    def _garbage(self) -> set[Node]:
+        """Nodes that a failed load filled (a split may have added upper halves since)."""
+        nodes = set()
+        for node, start in self._failed:
+            while node is not self._tree.root and node.start >= start:
+                nodes.add(node)
+                node = node.parent
+        return nodes
+
     def usable(self, match: Match) -> Match:
         """`match`, cut above any load that failed and has not left the tree yet."""
         if not self._failed:
             return match
-        device_node = match.device_node
-        node = device_node
+        garbage, cut = self._garbage(), None
+        node = match.device_node
         while node is not self._tree.root:
-            if any(node is bad for bad in self._failed):
-                device_node = node.parent
+            if node in garbage:
+                cut = node.parent
             node = node.parent
-        return Match(device_node, match.loadable_node) if device_node is match.device_node else Match(
-            device_node, device_node
-        )
+        return match if cut is None else Match(cut, cut)
 
     def drop_failed(self) -> None:
-        """Take failed loads off the device as soon as nothing locks them. Called once per tick."""
-        if not self._failed:
-            return
-        waiting = []
-        for node in self._failed:
-            freed = self._tree.drop_device(node)
-            if freed is None:
-                waiting.append(node)
-            else:
-                self._supply.release(freed)
-        self._failed = waiting
+        """Take failed loads out of the tree as soon as nothing locks them. Called once per tick."""
+        failed, self._failed = self._failed, []
+        for node, start in failed:
+            top = node
+            while top.parent is not self._tree.root and top.parent.start >= start:
+                top = top.parent
+            if self._tree.is_locked(top):
+                self._failed.append((node, start))
+            elif node.resident(Tier.DEVICE):
+                self._supply.release(self._tree.drop(top))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from hiradix.cache import HostTier
@@ -15,7 +14,7 @@ from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.transfer import ThreadDriver, TransferController
+from hiradix.transfer import TransferController
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,6 @@ def build_prefix_cache(
         device_pool,
         host_pool,
         transport=make_transport(config.hicache_io_backend, device_pool.device),
-        driver=ThreadDriver(),
-        clock=time.monotonic,
     )
     host = HostTier(PageAllocator(num_host_pages), controller, write_policy, prefetch_policy)
     cache = HiRadixCache(params, host, _storage_factory(config, host_pool, model))

@@ -6,8 +6,7 @@ storage that can be attached and detached while serving.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence, Sized
 
 import torch
 
@@ -20,7 +19,7 @@ from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
 from hiradix.prefix_cache.slots import slots_of
 from hiradix.storage import GuardedStorage
-from hiradix.transfer import LayerDoneCounter
+from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.tree import Node, RadixKey, Tier
 
 DETACH_TIMEOUT_S = 10.0
@@ -61,10 +60,25 @@ class HiRadixCache(RadixCache):
     def layer_done_counter(self) -> LayerDoneCounter:
         return self.controller.layer_done_counter
 
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Have `wakeup` called, from any thread, whenever a transfer has ended: it may end an idle wait."""
+        self.controller.wakeup = wakeup
+
     @property
-    def wakeup(self) -> threading.Event:
-        """Set when a transfer has finished, so that an idle loop can wait for it."""
-        return self.controller.wakeup
+    def ongoing_write_through(self) -> Sized:
+        return self.cache.flights.tickets(JobKind.WRITE)
+
+    @property
+    def ongoing_load_back(self) -> Sized:
+        return self.cache.flights.tickets(JobKind.LOAD)
+
+    @property
+    def ongoing_prefetch(self) -> Sized:
+        return self._prefetcher
+
+    @property
+    def ongoing_backup(self) -> Sized:
+        return self.cache.flights.tickets(JobKind.STORE)
 
     # -- load back ----------------------------------------------------------------------
 

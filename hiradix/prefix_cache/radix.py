@@ -6,6 +6,7 @@ work is done in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sized
 from dataclasses import fields
 from typing import Any
 
@@ -47,6 +48,7 @@ class RadixCache:
         order = make_order(params.eviction_policy, params.eviction_policy_config)
         tree = RadixTree(params.page_size, order=order)
         self.cache = HierarchicalCache(tree, self._pages, host)
+        self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     # -- reading ------------------------------------------------------------------------
@@ -189,6 +191,7 @@ class RadixCache:
         if self.disable or len(key) <= req.cache_protected_len:
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
+        self._count_use(req)
         old = req.last_node
         lock = self._insert_row(key, row, old)
         start, end = old.end, lock.node.end
@@ -206,6 +209,7 @@ class RadixCache:
         Slots beyond the committed length are the caller's to free, from the next whole page on.
         """
         num_tokens = req.pop_committed_kv_cache()
+        self._counted.discard(req.rid)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
         kept = req.cache_protected_len
         if is_insert and not self.disable and not self.disable_finished_insert:
@@ -220,6 +224,12 @@ class RadixCache:
         if not self.disable:
             self.dec_lock_ref(req.last_node)
 
+    def _count_use(self, req: RequestLike) -> None:
+        """Count the prefix a request found as used, once, when it first gives something to the tree."""
+        if req.rid not in self._counted:
+            self._counted.add(req.rid)
+            self.cache.count_use(req.last_node)
+
     def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
         """Insert `key` from the node the request holds; the row's slots behind it go to the tree or are freed."""
         start = held.end * self.page_size
@@ -229,6 +239,55 @@ class RadixCache:
     def reset(self) -> None:
         """Drop everything on the device (and host). No request may hold a lock."""
         self.cache.reset()
+
+    # -- what only the hierarchical cache does: nothing, so that an engine need not ask --------
+
+    enable_storage: bool = False
+    ongoing_write_through: Sized = ()
+    ongoing_load_back: Sized = ()
+    ongoing_prefetch: Sized = ()
+    ongoing_backup: Sized = ()
+
+    def check_hicache_events(self) -> None:
+        return None
+
+    def ready_to_load_host_cache(self) -> int:
+        return -1
+
+    def init_load_back(
+        self, last_host_node: Node, host_hit_length: int, mem_quota: int | None = None
+    ) -> tuple[torch.Tensor, Node]:
+        return self._empty, last_host_node
+
+    def prefetch_from_storage(self, req_id: Hashable, last_host_node: Node, *_: Any, **__: Any) -> bool:
+        return False
+
+    def check_prefetch_progress(self, req_id: Hashable) -> bool:
+        return True
+
+    def pop_prefetch_loaded_tokens(self, req_id: Hashable) -> int:
+        return 0
+
+    def release_aborted_request(self, req_id: Hashable) -> None:
+        return None
+
+    def attach_storage_backend(self, storage_backend: str, *_: Any, **__: Any) -> tuple[bool, str]:
+        return False, "Hierarchical cache is not enabled."
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return False, "Hierarchical cache is not enabled."
+
+    def clear_storage_backend(self) -> bool:
+        return False
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        return None
+
+    def drain(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        return None
 
     # -- keys ---------------------------------------------------------------------------
 

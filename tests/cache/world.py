@@ -1,0 +1,250 @@
+"""A whole cache in one thread: real tree, pools, transport and controller; simulated time, engine and storage.
+
+Each page's bytes are stamped with what it must hold (namespace and all tokens up to its end), and every
+read of a prefix compares them, so a wrong page anywhere is seen where it is used: "miss or exact".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
+from hiradix.policy.eviction import make_order
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.transfer import LoadFailed, Runtime, StepDriver, TransferController
+from hiradix.tree import Lock, RadixKey, RadixTree, Tier
+
+PAGE_SIZE = 2
+LAYERS = 2
+
+
+class SimulatedStorage:
+    """Keeps pages in a dict; fails, forgets, cuts short or corrupts nothing it says it has, as `faults` tells.
+
+    Satisfies what the controller's workers call. `faults` 0..1 is the chance that a call goes wrong.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.pages: dict[str, bytes] = {}
+        self.rng = rng
+        self.faults = 0.0
+        self.closed = False
+
+    def _fault(self) -> bool:
+        return self.rng.random() < self.faults
+
+    def exists(self, keys, prefix_keys=()):
+        if self._fault():
+            raise OSError("injected: exists")
+        if self._fault():
+            return len(keys) + 5  # a backend that lies
+        for i, key in enumerate(keys):
+            if key not in self.pages:
+                return i
+        return len(keys)
+
+    def get(self, keys, into):
+        if self._fault():
+            raise OSError("injected: get")
+        answer = []
+        for key, views in zip(keys, into, strict=True):
+            data = self.pages.get(key)
+            if data is None or self._fault():
+                views[0][:4] = b"junk"  # a failed get may leave anything behind
+                answer.append(False)
+                continue
+            at = 0
+            for view in views:
+                flat = view.cast("B") if view.format != "B" or view.ndim != 1 else view
+                flat[:] = data[at : at + len(flat)]
+                at += len(flat)
+            answer.append(True)
+        return answer[: self.rng.randint(0, len(answer))] if self._fault() else answer
+
+    def put(self, keys, pages):
+        if self._fault():
+            raise OSError("injected: put")
+        answer = []
+        for key, views in zip(keys, pages, strict=True):
+            if self._fault():
+                answer.append(False)
+                continue
+            self.pages[key] = b"".join(bytes(view) for view in views)
+            answer.append(True)
+        return answer
+
+    def close(self):
+        self.closed = True
+
+
+class FaultyTransport:
+    """Copies pages, except when it raises before or after having copied some."""
+
+    def __init__(self, inner, rng: random.Random):
+        self.inner = inner
+        self.rng = rng
+        self.faults = 0.0
+
+    def copy_pages(self, src, dst, src_pages, dst_pages, layers=None):
+        if self.rng.random() < self.faults:
+            half = len(src_pages) // 2
+            self.inner.copy_pages(src, dst, src_pages[:half], dst_pages[:half], layers)
+            raise RuntimeError("injected: copy")
+        self.inner.copy_pages(src, dst, src_pages, dst_pages, layers)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of the world."""
+
+    device_pages: int = 12
+    host_pages: int = 16
+    write_policy: str = "write_through"
+    prefetch_policy: str = "timeout"
+    order: str = "lru"
+    layout: str = "page_first"
+    threshold_tokens: int = PAGE_SIZE
+
+
+@dataclass(eq=False)
+class Running:
+    """A request that runs: its key, its lock and the pages it owns beside the tree's."""
+
+    key: RadixKey
+    lock: Lock
+    own: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+
+class World:
+    """See the module's docstring."""
+
+    def __init__(self, setup: Setup, seed: int):
+        self.setup = setup
+        self.rng = random.Random(seed)
+        self.driver = StepDriver(seed)
+        shape = KVShape(LAYERS, 1, 4, 4, torch.float32)
+        self.device_pool = DevicePool(shape, setup.device_pages, PAGE_SIZE)
+        self.host_pool = HostPool(shape, setup.host_pages, PAGE_SIZE, layout=setup.layout)
+        self.storage = SimulatedStorage(random.Random(seed + 1))
+        self.transport = FaultyTransport(make_transport("kernel", "cpu"), random.Random(seed + 2))
+        runtime = Runtime(driver=self.driver, clock=self.driver.now)
+        self.controller = TransferController(
+            self.device_pool, self.host_pool, transport=self.transport, runtime=runtime
+        )
+        self.device = PageAllocator(setup.device_pages, first_page=1)
+        self.host = PageAllocator(setup.host_pages)
+        limits = PrefetchLimits(PAGE_SIZE, threshold_tokens=setup.threshold_tokens, timeout_base_s=0.05)
+        host_tier = HostTier(
+            self.host,
+            self.controller,
+            WritePolicy.from_name(setup.write_policy),
+            PrefetchPolicy.from_name(setup.prefetch_policy, limits),
+        )
+        tree = RadixTree(PAGE_SIZE, order=make_order(setup.order))
+        self.cache = HierarchicalCache(tree, self.device, host_tier, clock=self.driver.now)
+        self.running: list[Running] = []
+        self.num_reads = 0
+
+    # -- stamps -------------------------------------------------------------------------
+
+    def stamp(self, key: RadixKey, page: int) -> torch.Tensor:
+        """[2, L, page_size, H, D]: what page number `page` of `key` must hold."""
+        text = repr((key.extra_key, key.cache_salt, key.tokens[: (page + 1) * PAGE_SIZE].tolist()))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        base = float(int.from_bytes(digest[:3], "big"))
+        return base + torch.arange(2 * LAYERS * PAGE_SIZE * 4, dtype=torch.float32).view(2, LAYERS, PAGE_SIZE, 1, 4)
+
+    def write_page(self, page: int, data: torch.Tensor) -> None:
+        rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+        for layer in range(LAYERS):
+            self.device_pool.k_buffer[layer][rows] = data[0, layer]
+            self.device_pool.v_buffer[layer][rows] = data[1, layer]
+
+    def read_prefix(self, key: RadixKey, pages: np.ndarray) -> None:
+        """Check that device `pages` hold the first pages of `key`, to the bit."""
+        for i, page in enumerate(pages.tolist()):
+            rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
+            want = self.stamp(key, i)
+            for layer in range(LAYERS):
+                assert torch.equal(self.device_pool.k_buffer[layer][rows], want[0, layer]), ("K", layer, i, page)
+                assert torch.equal(self.device_pool.v_buffer[layer][rows], want[1, layer]), ("V", layer, i, page)
+            self.num_reads += 1
+
+    # -- the engine's moves ---------------------------------------------------------------
+
+    def run_request(self, key: RadixKey, *, load: bool = True) -> Running | None:
+        """Match, load back, compute the rest and insert it; None when the device has no room. Holds its lock."""
+        cache, tree = self.cache, self.cache.tree
+        cache.tick()
+        match = cache.match(key)
+        if load:
+            cache.load_back(match)
+            match = cache.match(key)
+        node = match.device_node
+        lock = tree.lock(node, Tier.DEVICE)
+        slot = cache.start_loading()
+        if slot >= 0:
+            self.controller.layer_done_counter.set_consumer(slot)
+            try:
+                for layer in range(LAYERS):
+                    self.controller.layer_done_counter.wait_until(layer)
+            except LoadFailed:
+                tree.unlock(lock)
+                return None
+        self.read_prefix(key, tree.pages(node, Tier.DEVICE))
+        need = len(key) // PAGE_SIZE - node.end
+        cache.make_room(need)
+        pages = self.device.alloc(need)
+        if pages is None:
+            tree.unlock(lock)
+            return None
+        for i, page in enumerate(pages.tolist()):
+            self.write_page(page, self.stamp(key, node.end + i))
+        cache.count_use(node)
+        new_lock = cache.insert(key, pages, at=lock)
+        tree.unlock(lock)
+        self.read_prefix(key, tree.pages(new_lock.node, Tier.DEVICE))
+        return Running(key, new_lock)
+
+    def release(self, running: Running) -> None:
+        self.cache.tree.unlock(running.lock)
+
+    # -- checks ---------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every invariant, and each device page in exactly one place."""
+        self.cache.check()
+        resident = self.cache.tree.all_pages(Tier.DEVICE)
+        assert len(np.unique(resident)) == len(resident), "a device page is in two nodes"
+        total = len(resident) + self.device.available
+        assert total == self.setup.device_pages, (len(resident), self.device.available)
+
+    def settle(self) -> None:
+        """Faults stop; everything in flight ends."""
+        self.storage.faults = self.transport.faults = 0.0
+        self.driver.held.clear()
+        assert self.cache.drain(1000.0), self.cache.flights.tickets()
+        for _ in range(3):
+            self.driver.run()
+            self.cache.tick()
+        assert len(self.cache.flights) == 0 and self.controller.is_idle
+        assert self.cache.prefetcher is not None and len(self.cache.prefetcher) == 0
+
+    def assert_drained(self) -> None:
+        """Nothing held: after dropping the tree, every page is free again (promise 6)."""
+        self.settle()
+        self.check()
+        tree = self.cache.tree
+        for tier in Tier:
+            assert tree.protected_pages(tier) == 0, f"{tier.name}: {tree.protected_pages(tier)} pages locked at idle"
+        self.cache.reset()
+        self.check()
+        assert self.device.available == self.setup.device_pages
+        assert self.host.available == self.setup.host_pages

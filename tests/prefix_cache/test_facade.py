@@ -1,0 +1,242 @@
+"""The drop-in classes as an engine uses them, on our pools and on a stand-in with SGLang's surface."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
+from tests.prefix_cache.bench_engine import Bench
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture(params=[False, True], ids=["own-pools", "foreign-pools"])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    benches: list[Bench] = []
+
+    def build(num_pages: int = 16, page_size: int = 4, **config: object) -> Bench:
+        defaults = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "page_size": page_size}
+        disable = bool(config.pop("disable", False))
+        bench = Bench(HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, disable=disable)  # type: ignore[arg-type]
+        benches.append(bench)
+        return bench
+
+    yield build
+    for bench in benches:
+        bench.close()
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return list(range(start, start + n))
+
+
+def test_second_request_reuses_whole_pages_of_the_first(make: Make) -> None:
+    bench = make()
+    first = bench.start(prompt(10))
+    assert first is not None and first.device_tokens == 0 and first.cache_protected_len == 8
+    bench.finish(first)
+    second = bench.start(prompt(10))
+    assert second is not None and second.device_tokens == 8
+    bench.check()
+    bench.finish(second)
+    bench.check()
+
+
+def test_the_last_token_is_always_computed(make: Make) -> None:
+    bench = make()
+    bench.finish(bench.start(prompt(8)))
+    assert bench.start(prompt(8)).device_tokens == 4
+
+
+def test_equal_prompts_computed_at_the_same_time_share_pages_afterwards(make: Make) -> None:
+    bench = make()
+    a = bench.start(prompt(9))
+    b = bench.start(prompt(9))
+    rows = bench.rows.req_to_token
+    assert torch.equal(rows[a.req_pool_idx][:8], rows[b.req_pool_idx][:8])
+    bench.check()
+    bench.finish(a)
+    bench.finish(b)
+    bench.check()
+
+
+def test_an_aborted_request_gives_back_what_is_its_own(make: Make) -> None:
+    bench = make()
+    req = bench.start(prompt(6))
+    for token in (100, 101, 102):
+        assert bench.decode(req, token)
+    bench.finish(req, insert=False)
+    bench.check()
+    assert bench.cache.protected_size() == 0 and bench.cache.total_size() == 4
+
+
+@pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+def test_no_hit_crosses_a_namespace_in_any_tier(make: Make, tmp_path: object, field: str) -> None:
+    bench = make(**storage(tmp_path))
+    bench.finish(bench.start(prompt(20), **{field: "a"}))
+    bench.settle()
+    other = bench.start(prompt(20), **{field: "b"})
+    assert other.device_tokens == other.host_tokens == 0
+    bench.finish(other)
+    bench.cache.evict(EvictParams(1000))
+    assert bench.start(prompt(20), **{field: "c"}).host_tokens == 0
+    bench.finish(bench.running[0])
+    bench.settle()
+    bench.cache.reset()
+    fetched = bench.start(prompt(20), **{field: "d"})
+    assert fetched.host_tokens == 0, "storage crossed the namespace"
+    same = bench.start(prompt(20), **{field: "a"})
+    assert same.host_tokens == 16, "the positive half: the same namespace does hit in storage"
+
+
+def storage(path: object) -> dict[str, object]:
+    text = f'{{"file_storage_path": "{path}", "prefetch_threshold": 4}}'
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": parse_extra_config(text),
+    }
+
+
+def test_host_hit_after_device_eviction(make: Make) -> None:
+    bench = make()
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    bench.cache.evict(EvictParams(1000))
+    assert bench.cache.total_size() == 0
+    req = bench.start(prompt(20))
+    assert (req.device_tokens, req.host_tokens) == (0, 16)
+    bench.check()
+
+
+def test_load_back_is_all_or_nothing(make: Make) -> None:
+    bench = make(num_pages=8)
+    bench.finish(bench.start(prompt(24)))
+    bench.settle()
+    bench.cache.evict(EvictParams(1000))
+    blocker = bench.start(prompt(16, start=500))
+    match = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(24))))
+    assert match.host_hit_length == 24
+    before = bench.allocator.available_size()
+    indices, node = bench.cache.init_load_back(match.last_host_node, match.host_hit_length)
+    assert len(indices) == 0 and node is bench.cache.root_node
+    assert bench.allocator.available_size() == before
+    indices, node = bench.cache.init_load_back(match.last_host_node, 24, mem_quota=8)
+    assert len(indices) == 0
+    bench.finish(blocker)
+    indices, node = bench.cache.init_load_back(match.last_host_node, 24)
+    assert len(indices) == 24 and node is match.last_host_node
+    bench.settle()
+    bench.check()
+
+
+def test_storage_hit_after_flush_and_in_a_new_process_image(make: Make, tmp_path: object) -> None:
+    bench = make(**storage(tmp_path))
+    bench.finish(bench.start(prompt(33)))
+    bench.settle()
+    bench.cache.reset()
+    assert bench.cache.total_size() == 0
+    req = bench.start(prompt(33))
+    assert req.host_tokens == 32 and bench.cache.pop_prefetch_loaded_tokens(req.rid) == 32
+    again = make(**storage(tmp_path)).start(prompt(33))
+    assert again.host_tokens == 32
+
+
+def test_insert_and_evict_as_upstream_counts_them(make: Make) -> None:
+    bench = make()
+    slots = bench.allocator.alloc(8)
+    assert bench.cache.insert(InsertParams(RadixKey(prompt(8)), slots)).prefix_len == 0
+    mine = bench.allocator.alloc(12)
+    assert bench.cache.insert(InsertParams(RadixKey(prompt(12)), mine)).prefix_len == 8
+    bench.allocator.free(mine[:8])
+    bench.check()
+    bench.settle()
+    assert bench.cache.evict(EvictParams(1)).num_tokens_evicted >= 1
+    assert bench.cache.evictable_size() + bench.cache.protected_size() == bench.cache.total_size()
+
+
+def test_lock_pins_and_unlock_releases(make: Make) -> None:
+    bench = make()
+    slots = bench.allocator.alloc(8)
+    bench.cache.insert(InsertParams(RadixKey(prompt(8)), slots))
+    bench.settle()
+    node = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(8)))).last_device_node
+    receipt = bench.cache.inc_lock_ref(node)
+    assert receipt.delta == -8
+    assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 0
+    assert bench.cache.dec_lock_ref(node) == 8
+    assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 8
+
+
+def test_disabled_cache_never_reuses_and_never_leaks(make: Make) -> None:
+    bench = make(disable=True, enable_hierarchical_cache=False)
+    for _ in range(3):
+        req = bench.start(prompt(9))
+        assert req.device_tokens == 0
+        bench.decode(req, 7)
+        bench.finish(req)
+        assert bench.allocator.available_size() == bench.num_pages * bench.page_size
+
+
+def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:
+    bench = make()
+    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
+    cache = bench.cache
+    assert cache.detach_storage_backend() == (True, "Detached HiCache storage backend successfully.")
+    ok, message = cache.attach_storage_backend("file", extra, hicache_storage_prefetch_policy="nonsense")
+    assert not ok and message.startswith("Invalid hicache_storage_prefetch_policy: 'nonsense'")
+    ok, message = cache.attach_storage_backend("file", "{broken")
+    assert not ok and message.startswith("Failed to parse storage_backend_extra_config_json")
+    ok, message = cache.attach_storage_backend("no-such-backend", extra)
+    assert not ok and message.startswith("Failed to attach storage backend 'no-such-backend'")
+    assert not cache.enable_storage
+    bench.finish(bench.start(prompt(16)))  # inserted before storage: its hashes come later
+    bench.settle()
+    ok, message = cache.attach_storage_backend("file", extra, hicache_storage_prefetch_policy="wait_complete")
+    assert (ok, message) == (True, "Attached HiCache storage backend successfully.")
+    ok, message = cache.attach_storage_backend("file", extra)
+    assert ok and "policies updated" in message
+    ok, message = cache.attach_storage_backend("other", extra)
+    assert not ok and "Cannot attach different backend 'other'" in message
+    bench.finish(bench.start(prompt(30)))
+    bench.settle()
+    cache.reset()
+    req = bench.start(prompt(30))
+    assert req.host_tokens == 28, "pages inserted before the attach are stored under whole-prefix keys"
+    bench.finish(req)
+    bench.settle()
+    assert cache.clear_storage_backend()
+    cache.reset()
+    assert bench.start(prompt(30)).host_tokens == 0
+    assert cache.detach_storage_backend()[0] and not cache.enable_storage
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_random_serving_is_exact_and_conserves_pages(make: Make, tmp_path: object, policy: str, page_size: int) -> None:
+    bench = make(num_pages=48 // page_size, page_size=page_size, hicache_write_policy=policy, **storage(tmp_path))
+    rng = random.Random(7)
+    hits = 0
+    for _ in range(250):
+        move = rng.random()
+        if move < 0.45 and len(bench.running) < 3:
+            base = prompt(rng.randint(1, 3) * 4, start=100 * rng.randint(0, 3))
+            req = bench.start(base + [rng.randint(900, 902) for _ in range(rng.randint(1, 6))])
+            hits += 0 if req is None else req.device_tokens + req.host_tokens
+        elif move < 0.75 and bench.running:
+            bench.decode(rng.choice(bench.running), rng.randint(900, 902))
+        elif move < 0.95 and bench.running:
+            bench.finish(rng.choice(bench.running), insert=rng.random() < 0.8)
+        elif move > 0.98 and not bench.running:
+            bench.cache.reset()
+        bench.check()
+    while bench.running:
+        bench.finish(bench.running[0])
+    bench.settle()
+    bench.check()
+    assert bench.cache.protected_size() == 0 and hits > 100
