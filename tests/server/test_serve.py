@@ -1,0 +1,225 @@
+"""The server process: it starts with one line or fails with one line, and ends in order on a signal."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hiradix.cli import main
+from hiradix.engine.api import EngineConfig
+from hiradix.errors import CacheError
+from hiradix.server.serve import start_up_line
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 60.0
+KEYS = ("--api-key", "user-secret", "--admin-api-key", "admin-secret")
+AUTH = {"Authorization": "Bearer user-secret"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+class Server:
+    """A scripted server process; `url` is known once its start line was read."""
+
+    def __init__(self, model: str, script: str, *arguments: str, **environment: str):
+        command = [
+            sys.executable,
+            "-m",
+            "tests.server.scripted_process",
+            "--model-path",
+            model,
+            "--port",
+            "0",
+        ]
+        self.process = subprocess.Popen(
+            [*command, *KEYS, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "SCRIPT": script, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.url = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"ready at (http://\S+)", line):
+                self.url = found[1]
+                return
+        raise AssertionError(f"no start line: {self.end()}")
+
+    def ask(self, *, stream: bool = False) -> httpx.Response:
+        body = {"prompt": "a", "stream": stream}
+        return httpx.post(
+            f"{self.url}/v1/completions", json=body, headers=AUTH, timeout=DEADLINE_S, trust_env=False
+        )
+
+    def end(self, *signals: signal.Signals) -> tuple[int, str, str]:
+        """Exit status, remaining output and errors after `signals`."""
+        for number in signals:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+
+@contextmanager
+def server(model: str, script: str = "answer", *arguments: str, **environment: str) -> Iterator[Server]:
+    started = Server(model, script, *arguments, **environment)
+    try:
+        yield started
+    finally:
+        started.process.kill()
+        started.process.communicate(timeout=DEADLINE_S)
+
+
+def failed_start(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The line `hiradix serve` ends with, which must be the only one."""
+    assert main(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("hiradix serve: error: ")
+    return err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_an_idle_server_with_status_0(model: str, number: signal.Signals) -> None:
+    with server(model) as running:
+        running.wait_ready()
+        assert running.ask().json()["choices"][0]["text"] == "Hello!"
+        status, out, err = running.end(number)
+    assert (status, err) == (0, "")
+    assert "closed within 10 s after 0 aborts" in out
+    assert "secret" not in "".join(running.lines) + out
+
+
+def test_start_lines_say_address_and_page_size(model: str) -> None:
+    with server(model, "answer", "--enable-hierarchical-cache", "--served-model-name", "m") as running:
+        running.wait_ready()
+        running.end(signal.SIGTERM)
+    text = "".join(running.lines)
+    assert "m ready at http://127.0.0.1:" in text and "page size 64" in text
+
+
+@contextmanager
+def streaming(running: Server) -> Iterator[Iterator[str]]:
+    """A streamed answer that has begun; its lines."""
+    body = {"prompt": "a", "stream": True}
+    with httpx.Client(headers=AUTH, timeout=DEADLINE_S, trust_env=False) as http:
+        with http.stream("POST", f"{running.url}/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()
+            assert "Hel" in next(lines)
+            yield lines
+
+
+def test_running_request_is_aborted_at_the_deadline(model: str) -> None:
+    with server(model, "hold", "--shutdown-timeout", "0.2") as running:
+        running.wait_ready()
+        with streaming(running) as lines:
+            running.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        status, out, err = running.end()
+    assert any('"finish_reason":"abort"' in line for line in rest) and "data: [DONE]" in rest
+    assert (status, err) == (0, "") and "after 1 aborts" in out
+
+
+def test_second_signal_does_not_wait(model: str) -> None:
+    with server(model, "hold", "--shutdown-timeout", "3600") as running:
+        running.wait_ready()
+        with streaming(running):
+            running.process.send_signal(signal.SIGTERM)
+            wait_until_closed(running.url)
+            status, out, _ = running.end(signal.SIGTERM)
+    assert status == 0 and "after 1 aborts" in out
+
+
+def wait_until_closed(url: str) -> None:
+    """Return once nothing accepts connections at `url` any more."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"{url}/health", trust_env=False, timeout=DEADLINE_S)
+        except httpx.TransportError:
+            return
+    raise AssertionError(f"{url} still accepts connections")
+
+
+def test_signal_during_start(model: str) -> None:
+    with server(model, "answer", SIGNAL="start") as running:
+        status, out, err = running.end()
+    assert (status, err) == (0, "") and "ready" not in out
+
+
+def test_engine_failure_ends_the_process_with_status_1(model: str) -> None:
+    with server(model, "fail") as running:
+        running.wait_ready()
+        assert running.ask().status_code == 503
+        status, out, err = running.end()
+    assert status == 1 and "engine failed" in err and "closed" in out
+
+
+def test_bad_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--model-path" in failed_start("--model-path", "no/such/model", capsys=capsys)
+    assert "--enable-lmcache" in failed_start("--enable-lmcache", capsys=capsys)
+    assert "--page-size" in failed_start("--model-path", "x", "--page-size", "y", capsys=capsys)
+
+
+def test_port_in_use_is_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert port in failed_start("--model-path", model, "--port", port, capsys=capsys)
+
+
+def test_host_that_is_not_ours_is_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--host" in failed_start("--model-path", model, "--host", "192.0.2.1", capsys=capsys)
+
+
+def test_field_names_of_the_engine_become_flags() -> None:
+    try:
+        EngineConfig(model_path="x", max_waiting_requests=0)
+    except CacheError as error:
+        assert start_up_line(error).startswith("--max-queued-requests 0: must be at least 1")
+    assert start_up_line(CacheError("a\nb")) == "a b"
+    assert start_up_line(CacheError("other=1: no")) == "other=1: no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [(["--help"], 0, "serve"), (["--version"], 0, "hiradix "), ([], 2, "usage"), (["fly"], 2, "fly")],
+)
+def test_command(arguments: list[str], status: int, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == status
+    assert words in "".join(capsys.readouterr())
+
+
+def test_help_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "--hicache-ratio" in capsys.readouterr().out
+
+
+def test_the_command_line_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom hiradix.cli import main\nassert main(['serve', '--model-path', 'no/such']) == 2\n"
+        "assert not {'torch', 'transformers', 'fastapi', 'uvicorn'} & set(sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=DEADLINE_S, check=True, capture_output=True
+    )
