@@ -1,0 +1,43 @@
+"""Third tier: pages under opaque keys in files or a remote store. No torch here, and no page is ever trusted.
+
+    open_storage("file", StorageContext(fingerprint, {"file_storage_path": folder}, page_bytes))
+
+gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol` says what a backend is.
+"""
+
+from __future__ import annotations
+
+from hiradix.storage.breaker import BreakerLimits, BreakerState
+from hiradix.storage.build import guard_limits, open_storage
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.meters import Histogram, MissReason, Op
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key
+from hiradix.storage.registry import (
+    create_storage_backend,
+    load_storage_backend,
+    register_storage_backend,
+    storage_backend_names,
+)
+
+__all__ = [
+    "BreakerLimits",
+    "BreakerState",
+    "GuardLimits",
+    "GuardedStorage",
+    "Histogram",
+    "MissReason",
+    "Op",
+    "Page",
+    "PageFingerprint",
+    "StorageBackend",
+    "StorageContext",
+    "Traits",
+    "check_key",
+    "create_storage_backend",
+    "guard_limits",
+    "load_storage_backend",
+    "open_storage",
+    "register_storage_backend",
+    "storage_backend_names",
+]

@@ -1,0 +1,52 @@
+"""A guarded backend from a name and its keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hiradix.storage.breaker import BreakerLimits
+from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.options import Options
+from hiradix.storage.protocol import StorageContext
+from hiradix.storage.registry import create_storage_backend
+
+GUARD_KEYS = (
+    "deadline_s",
+    "bytes_per_s",
+    "num_workers",
+    "staging_size",
+    "breaker_failures",
+    "breaker_retry_s",
+    "admin_timeout_s",
+)
+
+
+def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
+    """The guard's own keys out of a backend's; others are not looked at. Raises ConfigError naming the key.
+    """
+    options, default = Options(values), GuardLimits()
+    return GuardLimits(
+        deadline_s=options.number("deadline_s", default.deadline_s),
+        bytes_per_s=options.number("bytes_per_s", default.bytes_per_s, 1.0),
+        num_workers=options.integer("num_workers", default.num_workers, 1),
+        staging_bytes=options.size("staging_size", default.staging_bytes),
+        checksum=options.boolean("checksum", default.checksum),
+        breaker=BreakerLimits(
+            failures_to_open=options.integer("breaker_failures", default.breaker.failures_to_open, 1),
+            retry_after_s=options.number("breaker_retry_s", default.breaker.retry_after_s),
+        ),
+        admin_timeout_s=options.number("admin_timeout_s", default.admin_timeout_s),
+    )
+
+
+def open_storage(
+    name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
+) -> GuardedStorage:
+    """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
+    limits = guard_limits(context.extra_config)
+    rest = {key: value for key, value in context.extra_config.items() if key not in GUARD_KEYS}
+    backend = create_storage_backend(name, dataclasses.replace(context, extra_config=rest))
+    return GuardedStorage(backend, context.fingerprint, limits, clock)

@@ -1,0 +1,296 @@
+"""The `file` backend: one file per page, bounded, shared by any number of processes.
+
+A page file is a seal (`seal`) and the page's bytes. It is written under a temporary name with its final
+length and then renamed, so readers see it whole or not at all; nothing is read from it unless seal and
+checksum agree. A file that does not agree is removed. Reads take no lock. Pages of a batch are in chain
+order, and a batch's head is used later than its tail, so that eviction shortens prefixes instead of beheading
+them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.file_config import FileConfig
+from hiradix.storage.ledger import Ledger
+from hiradix.storage.page_dir import PageDir, footprint, remove
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.room import Room
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.vectored import read_into, write_from
+
+GROUP_BYTES = 64 << 20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
+
+
+@dataclass
+class _Write:
+    """One page on its way: `fd` and `temp` while it is being written."""
+
+    index: int
+    key: str
+    page: Page
+    num_bytes: int
+    temp: str = ""
+    fd: int = -1
+    written: bool = False
+
+
+class FileBackend(StorageBackend):
+    """See the module's docstring. Raises ConfigError naming the key when the directory cannot be used."""
+
+    traits = Traits(verifies=True, namespaced=True)
+
+    def __init__(self, context: StorageContext, time_ns: Callable[[], int] = time.time_ns):
+        self.config = config = FileConfig.from_mapping(context.extra_config)
+        config.check_page(footprint(SEAL_BYTES + context.page_bytes))
+        digest = context.fingerprint.digest()
+        self._time_ns = time_ns
+        self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+        self._closed = False
+        try:
+            self._folder = PageDir(config.path, digest)
+            self._ledger = Ledger(config.path / "hiradix.lock")
+            self._room = Room(config, self._folder, self._ledger)
+            self._room.open()
+        except (OSError, StorageError) as error:
+            raise ConfigError(f"{config.path_source}: cannot use {config.path}: {error}") from error
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check(keys)
+        for index, key in enumerate(keys):
+            if key not in self._room and not os.path.exists(self._folder.path(key)):
+                return index
+        return len(keys)
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        now_ns = self._time_ns()
+        ok: list[bool] = []
+        fault: OSError | None = None
+        for index, (key, page) in enumerate(zip(keys, into, strict=True)):
+            try:
+                ok.append(self._read(key, page, now_ns + len(keys) - index))
+            except OSError as error:
+                self._count("read_errors")
+                fault = error
+                ok.append(False)
+        if fault is not None and not any(ok):
+            raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        now_ns = self._time_ns()
+        ok = [False] * len(keys)
+        todo: list[_Write] = []
+        for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
+            num_bytes = SEAL_BYTES + page_bytes(page)
+            ok[index] = self._is_there(key, num_bytes)
+            if not ok[index]:
+                todo.append(_Write(index, key, page, num_bytes))
+        while todo:
+            group = self._next_group(todo)
+            for write in self._store(group, now_ns, set(keys)):
+                ok[write.index] = True
+            todo = todo[len(group) :]
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns)
+        return ok
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check(keys)
+        with self._room.locked():
+            for key in keys:
+                self._unlink(key)
+
+    def clear(self) -> None:
+        self._check(())
+        for folder in self._folder.folders(self._folder.namespace):
+            paths = self._folder.pages_in(folder)
+            if paths:
+                with self._room.locked():
+                    sizes = [_footprint_of(path) for path in paths]
+                    self._room.unlink_paths(paths, sizes)
+            for path in paths:
+                self._room.forget(os.path.basename(path).removesuffix(".page"))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._folder.leave()
+            self._ledger.close()
+
+    def stats(self) -> Mapping[str, float]:
+        with self._counts_lock:
+            counts = dict(self._counts)
+        return {**self._room.figures(), "leftovers_removed": self._room.num_leftovers, **counts}
+
+    def ping(self) -> None:
+        """Make and remove an empty file."""
+        self._check(())
+        temp, fd = self._folder.new_temp(0)
+        os.close(fd)
+        remove(temp)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        for key in keys:
+            check_key(key)
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[name] += number
+
+    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int) -> None:
+        for rank, (key, page) in enumerate(reversed(used)):
+            self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns + rank)
+
+    def _read(self, key: str, page: Page, used_ns: int) -> bool:
+        try:
+            fd = self._folder.open(key)
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise
+            self._room.forget(key)
+            return False
+        try:
+            status = os.fstat(fd)
+            verdict = self._verdict(fd, status, key, page)
+            if verdict is Verdict.GOOD and used_ns - status.st_mtime_ns > self.config.touch_interval_s * 1e9:
+                self._touch(fd, used_ns)
+        finally:
+            os.close(fd)
+        if verdict is Verdict.UNKNOWN:
+            self._count("unknown_checksum")
+        elif verdict is not Verdict.GOOD:
+            self._count(f"removed_{verdict.value}")
+            with self._room.locked():
+                self._room.unlink(key, footprint(status.st_size))
+        return verdict is Verdict.GOOD
+
+    def _verdict(self, fd: int, status: os.stat_result, key: str, page: Page) -> Verdict:
+        num_bytes = SEAL_BYTES + page_bytes(page)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+            return Verdict.DAMAGED
+        seal = bytearray(SEAL_BYTES)
+        if read_into(fd, [seal, *page]) != num_bytes:
+            return Verdict.DAMAGED
+        return self._sealer.check(seal, key, page)
+
+    def _touch(self, fd: int, used_ns: int) -> None:
+        try:
+            os.utime(fd, ns=(used_ns, used_ns))
+        except OSError:  # a read-only or foreign-owned file can still be read; only its recency is lost
+            self._count("touch_errors")
+
+    def _is_there(self, key: str, num_bytes: int) -> bool:
+        """Whether the page's file is there with its right length; one of a wrong length is removed."""
+        try:
+            status = os.lstat(self._folder.path(key))
+        except FileNotFoundError:
+            return False
+        if stat.S_ISREG(status.st_mode) and status.st_size == num_bytes:
+            return True
+        self._count("removed_damaged")
+        with self._room.locked():
+            self._room.unlink(key, footprint(status.st_size))
+        return False
+
+    def _unlink(self, key: str) -> None:
+        size = _footprint_of(self._folder.path(key))
+        self._room.unlink(key, size)
+
+    def _next_group(self, todo: list[_Write]) -> list[_Write]:
+        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
+        """
+        limit = min(GROUP_BYTES, self.config.max_bytes // 8)
+        total = 0
+        for count, write in enumerate(todo):
+            total += footprint(write.num_bytes)
+            if count and total > limit:
+                return todo[:count]
+        return todo
+
+    def _store(self, group: list[_Write], now_ns: int, keep: Collection[str]) -> list[_Write]:
+        """Reserve, write and publish; the writes that are readable now. Raises OSError, having cleaned up."""
+        fault: OSError | None = None
+        try:
+            self._begin(group, keep)
+            for write in group:
+                if write.temp:
+                    self._write(write, now_ns)
+        except OSError as error:
+            fault = error
+        done = self._publish(group)
+        if fault is not None and fault.errno not in _NO_ROOM:
+            raise fault
+        if len(done) < len(group):
+            self._count("put_no_room", len(group) - len(done))
+        return done
+
+    def _begin(self, group: list[_Write], keep: Collection[str]) -> None:
+        with self._room.locked():
+            for write in group:
+                if not self._room.reserve(footprint(write.num_bytes), keep):
+                    break
+                try:
+                    write.temp, write.fd = self._folder.new_temp(write.num_bytes)
+                except OSError:
+                    self._room.cancel(footprint(write.num_bytes))
+                    raise
+
+    def _write(self, write: _Write, now_ns: int) -> None:
+        """Fill the temporary file. Raises OSError; `_publish` cleans up."""
+        seal = self._sealer.seal(write.key, write.page)
+        done = write_from(write.fd, [seal, *write.page])
+        if done != write.num_bytes:
+            raise OSError(errno.ENOSPC, f"wrote {done} of {write.num_bytes} bytes")
+        os.utime(write.fd, ns=(now_ns - write.index, now_ns - write.index))
+        if self.config.fsync:
+            os.fsync(write.fd)
+        fd, write.fd = write.fd, -1
+        os.close(fd)
+        write.written = True
+
+    def _publish(self, group: list[_Write]) -> list[_Write]:
+        """Rename what was written; give back what was not, or what another writer published meanwhile."""
+        done: list[_Write] = []
+        with self._room.locked():
+            for write in group:
+                if not write.temp:
+                    continue
+                if write.fd >= 0:
+                    os.close(write.fd)
+                there = os.path.lexists(self._folder.path(write.key))
+                if write.written and not there:
+                    self._folder.publish(write.temp, write.key)
+                else:
+                    remove(write.temp)
+                    self._room.cancel(footprint(write.num_bytes))
+                if write.written:
+                    done.append(write)
+        return done
+
+
+def _footprint_of(path: str) -> int:
+    try:
+        return footprint(os.lstat(path).st_size)
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,41 @@
+"""What the bytes of a page mean. Pages of different fingerprints never meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from hiradix.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PageFingerprint:
+    """Everything that decides what the bytes of a page mean. Any difference makes every page a miss.
+
+    model_id, revision: which weights. dtype: of the stored numbers. layout: order of axes inside a page.
+    shape: the pool's shape as integers (layers, heads, head dims, ...). codec: lossy encoding, "" for none.
+    """
+
+    model_id: str
+    revision: str = ""
+    dtype: str = ""
+    layout: str = ""
+    page_size: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    shape: tuple[int, ...] = ()
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.model_id:
+            raise ConfigError("model_id is empty: storage could not tell this model's pages from another's")
+
+    def digest(self) -> str:
+        """64 hex digits, equal exactly when all fields are."""
+        fields = dataclasses.asdict(self) | {"shape": [int(number) for number in self.shape]}
+        framed = json.dumps(fields, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+        return hashlib.sha256(b"hiradix-page-fingerprint-1\0" + framed.encode("ascii")).hexdigest()

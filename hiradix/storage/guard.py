@@ -1,0 +1,326 @@
+"""The guard every backend gets: deadline, circuit breaker, identity, checksum and figures, wrapped once.
+
+`GuardedStorage` answers, it never raises: whatever a backend does, a page that was not proven good in time is
+a miss with a reason. A caller waits at most the deadline, and its pages are never in a backend's hands
+(`lanes`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.lanes import CallTimeout, Lane, LanePool, NoLane, chunks, gather, scatter
+from hiradix.storage.meters import Histogram, Meters, MissReason, Op
+from hiradix.storage.protocol import Page, StorageBackend, Traits, check_key, page_bytes
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_REASON = {
+    Verdict.DAMAGED: MissReason.DAMAGED,
+    Verdict.FOREIGN: MissReason.FOREIGN,
+    Verdict.UNKNOWN: MissReason.FOREIGN,
+}
+
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """How far a backend is trusted.
+
+    deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages.
+    num_workers: calls that may be in a backend at once; with all of them hung, calls are misses.
+    staging_bytes: memory of each worker; longer batches pass in pieces.
+    checksum: False stores and checks identity and length only.
+    """
+
+    deadline_s: float = 2.0
+    bytes_per_s: float = 100e6
+    num_workers: int = 4
+    staging_bytes: int = 32 << 20
+    checksum: bool = True
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    admin_timeout_s: float = 60.0
+
+
+class BadAnswer(Exception):
+    """A backend returned something that is no answer to its call."""
+
+
+class GuardedStorage:
+    """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        fingerprint: PageFingerprint,
+        limits: GuardLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.limits = limits = limits or GuardLimits()
+        self.backend = backend
+        self._clock = clock
+        self._traits = getattr(backend, "traits", Traits())
+        self._digest = fingerprint.digest()
+        self._sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
+        self._seal_bytes = 0 if self._traits.verifies else SEAL_BYTES
+        self._breaker = Breaker(limits.breaker, clock)
+        self._lanes = LanePool(limits.num_workers)
+        self._meters = Meters()
+        self._backend_stats: Mapping[str, float] = {}
+        self._closed = False
+
+    # -- pages --------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        """How many leading keys are there: a hint. 0 on any fault."""
+        found = [0]
+
+        def ask(session: _Session) -> None:
+            answer = session.run(lambda: self.backend.exists(self._names(keys), self._names(prefix_keys)))
+            found[0] = checked_count(answer, len(keys))
+
+        reason = self._call(Op.EXISTS, 0, ask) if self._keys_ok(Op.EXISTS, keys) else MissReason.BAD_KEY
+        self._meters.done(Op.EXISTS, found[0])
+        self._meters.missed(Op.EXISTS, reason or MissReason.ABSENT, len(keys) - found[0])
+        return found[0]
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        """Read pages into `into`; True only for pages proven to be what was stored. Others are untouched."""
+        return self._move(Op.GET, keys, into, self._get_chunk)
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
+        """
+        return self._move(Op.PUT, keys, pages, self._put_chunk)
+
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Forget keys; False when the backend failed."""
+        names = self._names(keys)
+        return self._admin("delete", lambda: self.backend.delete(names))
+
+    # -- lifecycle ----------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Forget all pages of this fingerprint; False when the backend failed or did not answer in time."""
+        return self._admin("clear", self.backend.clear)
+
+    def ping(self) -> bool:
+        """Whether the store can be reached now."""
+        return self._admin("ping", self.backend.ping, self.limits.deadline_s)
+
+    def register(self, memory: memoryview) -> bool:
+        """Tell the backend of a host pool's memory."""
+        return self._admin("register", lambda: self.backend.register(memory))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._admin("close", self.backend.close, timeout_s)
+            self._lanes.close()
+
+    @property
+    def state(self) -> BreakerState:
+        """The breaker's state."""
+        return self._breaker.state
+
+    def histograms(self) -> Mapping[Op, Histogram]:
+        """Durations of calls that reached the backend."""
+        return {op: self._meters.histogram(op) for op in Op}
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures by name; the backend's own as `backend_*`, as of its last call. Never waits."""
+        return {
+            **self._meters.snapshot(),
+            "breaker_open": float(self._breaker.state is not BreakerState.CLOSED),
+            "breaker_opened": self._breaker.num_opened,
+            "workers_busy": self._lanes.num_busy,
+            "late_answers": self._lanes.num_late,
+            **{f"backend_{name}": value for name, value in self._backend_stats.items()},
+        }
+
+    # -- one call -----------------------------------------------------------------------
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        return list(keys) if self._traits.namespaced else [f"{self._digest[:32]}-{key}" for key in keys]
+
+    def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
+        try:
+            for key in keys:
+                check_key(key)
+        except StorageError as error:
+            logger.warning("storage %s: %s", op.value, error)
+            return False
+        return True
+
+    def _move(self, op: Op, keys: Sequence[str], pages: Sequence[Page], move_chunk: _MoveChunk) -> list[bool]:
+        assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
+        batch = _Batch(keys, self._names(keys), pages)
+
+        def move(session: _Session) -> None:
+            for chunk in chunks(pages, self.limits.staging_bytes, self._seal_bytes):
+                move_chunk(session, batch, chunk)
+
+        num_bytes = sum(page_bytes(page) for page in pages)
+        reason = self._call(op, num_bytes, move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
+        self._meters.done(op, sum(batch.ok), sum(page_bytes(p) for p, ok in zip(pages, batch.ok) if ok))
+        lost = batch.ok.count(False) - sum(batch.refused.values())
+        for why, num_pages in (*batch.refused.items(), (reason or MissReason.ABSENT, lost)):
+            self._meters.missed(op, why, num_pages)
+        return batch.ok
+
+    def _call(self, op: Op, num_bytes: int, body: Callable[[_Session], None]) -> MissReason | None:
+        """Run `body` behind breaker and deadline; the reason why it did not come to its end."""
+        if self._closed:
+            return MissReason.CLOSED
+        admission = self._breaker.admit()
+        if admission is None:
+            return MissReason.BREAKER_OPEN
+        start_s = self._clock()
+        reason, why = None, ""
+        try:
+            self._with_lane(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
+        except (CallTimeout, NoLane, BadAnswer) as error:
+            reason, why = _FAULTS[type(error)], str(error)
+        except Exception as error:  # a backend may raise anything; none of it may reach a request
+            reason, why = MissReason.ERROR, f"{type(error).__name__}: {error}"
+        self._meters.call(op, self._clock() - start_s)
+        if self._breaker.record(admission, reason is None):
+            logger.warning("storage breaker is now %s %s", self._breaker.state.value, why)
+        elif reason is not None:
+            logger.info("storage %s failed: %s", op.value, why)
+        return reason
+
+    def _with_lane(self, deadline: float, body: Callable[[_Session], None]) -> None:
+        with self._lanes.lane(deadline - self._clock()) as lane:
+            session = _Session(lane, lambda: deadline - self._clock(), self._refresh_stats)
+            if self._breaker.state is BreakerState.HALF_OPEN:
+                session.run(self.backend.ping)
+            body(session)
+
+    def _refresh_stats(self) -> None:
+        """On a worker, after a call: so that `stats` never waits for a backend."""
+        try:
+            self._backend_stats = dict(self.backend.stats())
+        except Exception:  # figures are not worth a page
+            self._meters.count("stats_failed")
+
+    def _get_chunk(self, session: _Session, batch: _Batch, chunk: range) -> None:
+        staged = session.stage(batch, chunk, self._seal_bytes)
+        names = [batch.names[index] for index in chunk]
+        answer = session.run(lambda: self.backend.get(names, [[view] for view in staged]))
+        for index, view, ok in zip(chunk, staged, checked_flags(answer, len(names))):
+            if not ok:
+                continue
+            verdict = self._check(batch.keys[index], view)
+            if verdict is Verdict.GOOD:
+                scatter(view[: len(view) - self._seal_bytes], batch.pages[index])
+                batch.ok[index] = True
+            else:
+                reason = _REASON[verdict]
+                batch.refused[reason] = batch.refused.get(reason, 0) + 1
+
+    def _check(self, key: str, view: memoryview) -> Verdict:
+        if not self._seal_bytes:
+            return Verdict.GOOD
+        payload, seal = view[: -self._seal_bytes], view[-self._seal_bytes :]
+        return self._sealer.check(seal, key, [payload])
+
+    def _put_chunk(self, session: _Session, batch: _Batch, chunk: range) -> None:
+        staged = session.stage(batch, chunk, self._seal_bytes)
+        for index, view in zip(chunk, staged):
+            payload = view[: len(view) - self._seal_bytes]
+            gather(batch.pages[index], payload)
+            if self._seal_bytes:
+                view[-self._seal_bytes :] = self._sealer.seal(batch.keys[index], [payload])
+        names = [batch.names[index] for index in chunk]
+        answer = session.run(lambda: self.backend.put(names, [[view] for view in staged]))
+        for index, ok in zip(chunk, checked_flags(answer, len(names))):
+            batch.ok[index] = ok
+
+    def _admin(self, what: str, work: Callable[[], None], timeout_s: float | None = None) -> bool:
+        timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
+        deadline = self._clock() + timeout_s
+        try:
+            with self._lanes.lane(timeout_s) as lane:
+                _Session(lane, lambda: deadline - self._clock(), self._refresh_stats).run(work)
+        except Exception as error:  # as in _call
+            logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
+            return False
+        return True
+
+
+_FAULTS: Mapping[type[Exception], MissReason] = {
+    CallTimeout: MissReason.TIMEOUT,
+    NoLane: MissReason.BUSY,
+    BadAnswer: MissReason.BAD_ANSWER,
+}
+
+
+@dataclass
+class _Batch:
+    """One call's pages and what became of them."""
+
+    keys: Sequence[str]
+    names: Sequence[str]
+    pages: Sequence[Page]
+    ok: list[bool] = field(init=False)
+    refused: dict[MissReason, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ok = [False] * len(self.keys)
+
+
+@dataclass(frozen=True)
+class _Session:
+    """A lane for the time of one call."""
+
+    lane: Lane
+    left_s: Callable[[], float]
+    afterwards: Callable[[], None]
+
+    def run(self, work: Callable[[], T]) -> T:
+        def work_and_more() -> T:
+            value = work()
+            self.afterwards()
+            return value
+
+        return self.lane.run(work_and_more, self.left_s())
+
+    def stage(self, batch: _Batch, chunk: range, extra_bytes: int) -> list[memoryview]:
+        """Staging memory for each page of the chunk, `extra_bytes` longer than the page."""
+        sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
+        memory = self.lane.staging(sum(sizes))
+        views, start = [], 0
+        for size in sizes:
+            views.append(memory[start : start + size])
+            start += size
+        return views
+
+
+_MoveChunk = Callable[[_Session, _Batch, range], None]
+
+
+def checked_count(answer: object, limit: int) -> int:
+    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
+        raise BadAnswer(f"exists answered {answer!r:.80} for {limit} keys")
+    return int(answer)
+
+
+def checked_flags(answer: object, num_pages: int) -> list[bool]:
+    """`answer` as one bool per page; raises BadAnswer unless it is exactly that."""
+    if not isinstance(answer, list | tuple) or len(answer) != num_pages:
+        raise BadAnswer(f"answered {answer!r:.80} for {num_pages} pages")
+    if not all(isinstance(ok, bool | np.bool_) for ok in answer):
+        raise BadAnswer(f"answered {answer!r:.80}, which are not all bool")
+    return [bool(ok) for ok in answer]

@@ -1,0 +1,196 @@
+"""A few worker threads, each with its own staging memory, so that a caller can walk away from a hung call.
+
+A lane is one daemon thread and one staging buffer. Backends only ever see staging memory: when a caller gives
+up, the lane stays out of the pool until the call ends, so a late read or write can touch nobody's pages. That
+is what the copy between staging and pages buys; it runs at memory speed and outside the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, page_bytes
+
+T = TypeVar("T")
+
+
+class CallTimeout(Exception):
+    """The call did not end in time; its lane is gone until it does."""
+
+
+class NoLane(Exception):
+    """No worker came free in time."""
+
+
+class _Call:
+    def __init__(self, work: Callable[[], Any]):
+        self.work = work
+        self.ended = threading.Event()
+        self.lock = threading.Lock()
+        self.abandoned = False
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+class Lane:
+    """One worker thread and its staging memory. Used by one caller at a time."""
+
+    def __init__(self, on_late_end: Callable[[Lane], None]):
+        self._on_late_end = on_late_end
+        self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
+        self._memory: memoryview = memoryview(b"")
+        threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
+
+    def staging(self, num_bytes: int) -> memoryview:
+        """At least `num_bytes` of page-aligned memory that is the lane's; contents are what was there."""
+        if len(self._memory) < num_bytes:
+            self._memory = memoryview(mmap.mmap(-1, num_bytes))
+        return self._memory[:num_bytes]
+
+    def run(self, work: Callable[[], T], timeout_s: float) -> T:
+        """What `work` returns or raises on the lane's thread. CallTimeout: the lane is no longer the
+        caller's."""
+        call = _Call(work)
+        self._inbox.put(call)
+        call.ended.wait(max(0.0, timeout_s))
+        with call.lock:
+            if not call.ended.is_set():
+                call.abandoned = True
+                raise CallTimeout(f"no answer within {timeout_s:.3f} s")
+        if call.error is not None:
+            raise call.error
+        return cast(T, call.value)
+
+    def stop(self) -> None:
+        """End the thread once it is idle."""
+        self._inbox.put(None)
+
+    def _work(self) -> None:
+        while (call := self._inbox.get()) is not None:
+            try:
+                call.value = call.work()
+            except Exception as error:  # the caller's to handle
+                call.error = error
+            except (
+                BaseException
+            ) as error:  # a worker is no place to exit from, and its caller must hear of it
+                call.error = StorageError(f"{type(error).__name__}: {error}")
+            with call.lock:
+                call.ended.set()
+                abandoned = call.abandoned
+            del call
+            if abandoned:
+                self._on_late_end(self)
+
+
+class LanePool:
+    """At most `num_lanes` lanes, made when first needed."""
+
+    def __init__(self, num_lanes: int):
+        self._num_lanes = num_lanes
+        self._free: list[Lane] = []
+        self._num_made = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self.num_late = 0
+
+    @property
+    def num_busy(self) -> int:
+        """Lanes in use, those in calls that nobody waits for any more included."""
+        with self._changed:
+            return self._num_made - len(self._free)
+
+    @contextmanager
+    def lane(self, timeout_s: float) -> Iterator[Lane]:
+        """A lane of one's own; NoLane when all stay busy for `timeout_s` or the pool is closed.
+
+        After a CallTimeout in the body the lane comes back by itself when its call ends.
+        """
+        lane = self._acquire(timeout_s)
+        try:
+            yield lane
+        except CallTimeout:
+            raise
+        except BaseException:
+            self._put_back(lane)
+            raise
+        self._put_back(lane)
+
+    def close(self) -> None:
+        """End all threads: idle ones now, the others when their call ends."""
+        with self._changed:
+            self._closed = True
+            free, self._free = self._free, []
+            self._changed.notify_all()
+        for lane in free:
+            lane.stop()
+
+    def _acquire(self, timeout_s: float) -> Lane:
+        with self._changed:
+            self._changed.wait_for(self._may_acquire, max(0.0, timeout_s))
+            if self._closed or not self._may_acquire():
+                raise NoLane("all workers are in calls that have not ended")
+            if self._free:
+                return self._free.pop()
+            self._num_made += 1
+        return Lane(self._late)
+
+    def _may_acquire(self) -> bool:
+        return self._closed or bool(self._free) or self._num_made < self._num_lanes
+
+    def _late(self, lane: Lane) -> None:
+        with self._changed:
+            self.num_late += 1
+        self._put_back(lane)
+
+    def _put_back(self, lane: Lane) -> None:
+        with self._changed:
+            if not self._closed:
+                self._free.append(lane)
+                self._changed.notify()
+                return
+        lane.stop()
+
+
+def gather(page: Page, into: memoryview) -> None:
+    """Copy a page's buffers one after the other into `into`, which has exactly their length."""
+    start = 0
+    for view in page:
+        if view.nbytes:
+            np.copyto(_bytes(into[start : start + view.nbytes]), _bytes(view))
+            start += view.nbytes
+
+
+def scatter(source: memoryview, page: Page) -> None:
+    """The reverse of `gather`."""
+    start = 0
+    for view in page:
+        if view.nbytes:
+            np.copyto(_bytes(view), _bytes(source[start : start + view.nbytes]))
+            start += view.nbytes
+
+
+def _bytes(view: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(view, np.uint8)
+
+
+def chunks(pages: Sequence[Page], limit_bytes: int, extra_bytes: int) -> list[range]:
+    """Runs of pages whose bytes, `extra_bytes` more for each, fit into `limit_bytes`; at least one page each.
+    """
+    runs: list[range] = []
+    start = used = 0
+    for index, page in enumerate(pages):
+        size = page_bytes(page) + extra_bytes
+        if index > start and used + size > limit_bytes:
+            runs.append(range(start, index))
+            start, used = index, 0
+        used += size
+    return [*runs, range(start, len(pages))] if pages else []

@@ -1,0 +1,63 @@
+"""Which page files there are, coldest first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A page file: bytes it counts for, and when it was last used (nanoseconds, as its mtime)."""
+
+    num_bytes: int
+    used_ns: int
+
+
+class LruIndex:
+    """Names in order of use, with their bytes summed. Not thread-safe: its owner's lock guards it."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def use(self, name: str, entry: Entry) -> None:
+        """Add `name`, or replace it; it is the hottest now."""
+        self.drop(name)
+        self._entries[name] = entry
+        self.num_bytes += entry.num_bytes
+
+    def drop(self, name: str) -> int:
+        """Forget `name`; the bytes it counted for, 0 if it was not there."""
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return 0
+        self.num_bytes -= entry.num_bytes
+        return entry.num_bytes
+
+    def coldest(self) -> str | None:
+        """The name used longest ago."""
+        return next(iter(self._entries), None)
+
+    def names(self) -> Iterator[str]:
+        """All names, coldest first. Do not change the index meanwhile."""
+        return iter(self._entries)
+
+    def replace_all(self, found: Mapping[str, Entry]) -> None:
+        """Become `found`, but where a name was used later than its file says, that counts."""
+        seen = self._entries
+
+        def used_ns(name: str) -> int:
+            known = seen.get(name)
+            return max(found[name].used_ns, known.used_ns if known is not None else 0)
+
+        order = sorted((used_ns(name), name) for name in found)
+        self._entries = OrderedDict((name, Entry(found[name].num_bytes, at_ns)) for at_ns, name in order)
+        self.num_bytes = sum(entry.num_bytes for entry in found.values())

@@ -1,0 +1,119 @@
+"""What a storage backend is: batches of pages under opaque string keys.
+
+Rules for every backend, held by `tests/contracts/storage.py`:
+1. A `True` from `get` means the buffer holds exactly the bytes once put under that key. All else is a miss.
+2. A `True` from `put` means the page can be read from now on; only a later miss may take it away.
+3. Answers have one entry per key, in order; an entry never depends on another key's fate.
+4. All calls may come from several threads at once; `close` is idempotent.
+5. A key is a name (see `check_key`), never a path. `clear` touches only this fingerprint's pages.
+6. Faults of the world raise `StorageError` or `OSError`; the guard turns them into misses.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.fingerprint import PageFingerprint
+
+Page = Sequence[memoryview]
+"""One page as buffers in order: C-contiguous, writable where it is read into. Sizes are the caller's."""
+
+MAX_KEY_CHARS = 200
+_KEY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.\-]{{0,{MAX_KEY_CHARS - 1}}}")
+
+
+def check_key(key: object) -> str:
+    """`key` when it is 1 to 200 of `A-Za-z0-9_.-` and starts with a letter or digit; else StorageError."""
+    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+        raise StorageError(f"not a storage key: {key!r:.80}")
+    return key
+
+
+def page_bytes(page: Page) -> int:
+    """Length of a page over all its buffers."""
+    return sum(view.nbytes for view in page)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a backend does itself, so that the guard need not.
+
+    verifies: `get` checks identity and checksum of what it read. Otherwise the guard adds a seal to each
+    page. namespaced: keys of different fingerprints cannot meet. Otherwise the guard puts the fingerprint in
+    the key.
+    """
+
+    verifies: bool = False
+    namespaced: bool = False
+
+
+@dataclass(frozen=True)
+class StorageContext:
+    """What a backend is made from.
+
+    extra_config: the backend's keys of `--hicache-storage-backend-extra-config`.
+    page_bytes: length of every page in bytes.
+    """
+
+    fingerprint: PageFingerprint
+    extra_config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    page_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.page_bytes <= 0:
+            raise ConfigError(f"page_bytes must be positive, got {self.page_bytes}")
+
+
+class StorageBackend(Protocol):
+    """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults."""
+
+    traits: Traits = Traits()
+
+    @abstractmethod
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        """How many leading keys are present: a hint, a later miss is normal.
+
+        prefix_keys: the keys before `keys` in the same chain, where the caller knows them.
+        """
+        ...
+
+    @abstractmethod
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        """Read pages into `into`. False: absent or damaged, and that buffer's contents are undefined."""
+        ...
+
+    @abstractmethod
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        """Store pages. A key that is there already is a success and keeps its bytes. False: not stored."""
+        ...
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forget keys; absent ones are ignored."""
+        ...
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every page of this fingerprint, and nothing else."""
+        ...
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Later calls raise StorageError; closing again does nothing."""
+        ...
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures for metrics, by name. Cheap: no I/O."""
+        return {}
+
+    def ping(self) -> None:
+        """Raise unless the store can be reached now."""
+
+    def register(self, memory: memoryview) -> None:
+        """Told once of each host pool, for engines that read and write registered memory."""

@@ -1,0 +1,96 @@
+"""Backends by name. Nothing is imported until its name is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import cast
+
+from hiradix.errors import ConfigError
+from hiradix.storage.protocol import StorageBackend, StorageContext
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "hiradix.storage"
+FLAG = "--hicache-storage-backend"
+CALLS = ("exists", "get", "put", "delete", "clear", "close")
+
+
+@dataclass(frozen=True)
+class BackendSpec:
+    """Where a backend's class is ("module:Class") and what to install when its imports fail."""
+
+    target: str
+    install: str = ""
+
+
+_registered: dict[str, BackendSpec] = {"file": BackendSpec("hiradix.storage.file:FileBackend")}
+# Names people will try. They get a plain answer instead of "unknown".
+_PLANNED = ("disk", "redis", "valkey", "s3", "mooncake", "nixl", "dynamic")
+
+
+def register_storage_backend(name: str, target: str, install: str = "") -> None:
+    """Make `name` stand for the class `target` ("package.module:Class"), made as `cls(context)`.
+
+    install: a command for the error message when the class's imports are missing. An existing name is
+    replaced with a warning.
+    """
+    module, _, attribute = target.partition(":")
+    if not name or not module or not attribute:
+        raise ConfigError(f"storage backend {name!r}: expected 'module:Class', got {target!r}")
+    if name in _registered:
+        logger.warning("storage backend %s is registered again: %s", name, target)
+    _registered[name] = BackendSpec(target, install)
+
+
+def storage_backend_names() -> list[str]:
+    """Names that can be made, sorted: ours, registered ones and installed entry points."""
+    return sorted({*_registered, *(entry.name for entry in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def _spec(name: str) -> BackendSpec:
+    if name in _registered:
+        return _registered[name]
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name == name:
+            return BackendSpec(entry.value)
+    known = ", ".join(storage_backend_names())
+    if name in _PLANNED:
+        raise ConfigError(f"{FLAG} {name}: not available in this version; available: {known}")
+    raise ConfigError(f"{FLAG} {name}: unknown storage backend; available: {known}")
+
+
+def load_storage_backend(name: str) -> type[StorageBackend]:
+    """The class behind `name`. Raises ConfigError that says what is wrong and, where known, what to install.
+    """
+    spec = _spec(name)
+    module_name, _, attribute = spec.target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        hint = f"; install it with: {spec.install}" if spec.install else ""
+        raise ConfigError(f"{FLAG} {name}: cannot import {module_name}: {error}{hint}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        raise ConfigError(f"{FLAG} {name}: no class {attribute} in module {module_name}")
+    lacking = [call for call in CALLS if not callable(getattr(found, call, None))]
+    if not callable(found) or lacking:
+        raise ConfigError(
+            f"{FLAG} {name}: {spec.target} is no storage backend, it lacks {', '.join(lacking)}"
+        )
+    return cast(type[StorageBackend], found)
+
+
+def create_storage_backend(name: str, context: StorageContext) -> StorageBackend:
+    """A new backend, unguarded. Raises ConfigError; whatever else its constructor raises becomes one."""
+    backend_class = load_storage_backend(name)
+    try:
+        return backend_class(context)  # type: ignore[call-arg]
+    except ConfigError:
+        raise
+    except (
+        Exception
+    ) as error:  # third-party constructors may raise anything; the start must say which backend
+        raise ConfigError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error

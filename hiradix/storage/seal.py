@@ -1,0 +1,123 @@
+"""The seal: 64 bytes beside a page that say whose it is and what its bytes were.
+
+Little endian: magic "HRXP", version u16, checksum algorithm u8, zero u8, payload length u64, first 16 bytes
+of the fingerprint, 16 bytes of the key's hash, payload checksum u64, zero u32, crc32 u32 of the 60 bytes
+before. The page hash in the key names the content, so a page under another's key is as wrong as a flipped
+bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from hiradix.storage.protocol import Page, page_bytes
+
+_FORMAT = struct.Struct("<4sHBBQ16s16sQI")
+_CRC = struct.Struct("<I")
+SEAL_BYTES = _FORMAT.size + _CRC.size
+_MAGIC, VERSION = b"HRXP", 1
+assert SEAL_BYTES == 64
+
+XXH3_64, CRC32, NONE = 1, 2, 0
+
+
+def _xxh3_64() -> Callable[[Page], int] | None:
+    try:
+        import xxhash
+    except ImportError:
+        return None
+
+    def checksum(page: Page) -> int:
+        if len(page) == 1:
+            value: int = xxhash.xxh3_64_intdigest(page[0])
+            return value
+        state: Any = xxhash.xxh3_64()
+        for view in page:
+            state.update(view)
+        return int(state.intdigest())
+
+    return checksum
+
+
+def _crc32(page: Page) -> int:
+    value = 0
+    for view in page:
+        value = zlib.crc32(view, value)
+    return value
+
+
+_fast = _xxh3_64()
+CHECKSUMS: dict[int, Callable[[Page], int]] = {CRC32: _crc32} | (
+    {XXH3_64: _fast} if _fast is not None else {}
+)
+"""By algorithm number. xxh3_64 runs at memory speed and needs the package xxhash; crc32 is always there."""
+DEFAULT_ALGORITHM = XXH3_64 if _fast is not None else CRC32
+
+
+class Verdict(Enum):
+    """What a seal says about a page."""
+
+    GOOD = "good"
+    DAMAGED = "damaged"  # these bytes are not what was stored
+    FOREIGN = "foreign"  # intact, but for another key, fingerprint, length or format
+    UNKNOWN = "unknown"  # intact seal, but its checksum cannot be computed here
+
+
+def key_digest(key: str) -> bytes:
+    """16 bytes that stand for a key."""
+    return hashlib.blake2b(key.encode("ascii"), digest_size=16).digest()
+
+
+class Sealer:
+    """Writes and checks seals for one fingerprint. Stateless, so usable from any thread.
+
+    algorithm: what new seals carry; `NONE` leaves the payload unchecked (identity and length still are).
+    verify: whether `check` computes the payload's checksum.
+    """
+
+    def __init__(self, fingerprint: str, algorithm: int = DEFAULT_ALGORITHM, verify: bool = True):
+        assert algorithm == NONE or algorithm in CHECKSUMS, f"no checksum algorithm {algorithm}"
+        self._fingerprint = bytes.fromhex(fingerprint)[:16]
+        self._algorithm = algorithm
+        self._verify = verify
+
+    def seal(self, key: str, page: Page) -> bytes:
+        """The 64 bytes for `page` under `key`. One pass over the page."""
+        checksum = CHECKSUMS[self._algorithm](page) if self._algorithm != NONE else 0
+        head = _FORMAT.pack(
+            _MAGIC,
+            VERSION,
+            self._algorithm,
+            0,
+            page_bytes(page),
+            self._fingerprint,
+            key_digest(key),
+            checksum,
+            0,
+        )
+        return head + _CRC.pack(zlib.crc32(head))
+
+    def check(self, seal: bytes | bytearray | memoryview, key: str, page: Page) -> Verdict:
+        """Whether `page` is what was sealed under `key`; only GOOD may be used."""
+        if len(seal) != SEAL_BYTES or _CRC.unpack_from(seal, _FORMAT.size)[0] != zlib.crc32(
+            seal[: _FORMAT.size]
+        ):
+            return Verdict.DAMAGED
+        magic, version, algorithm, zero, length, fingerprint, name, checksum, zeros = _FORMAT.unpack_from(
+            seal
+        )
+        if magic != _MAGIC or zero or zeros:
+            return Verdict.DAMAGED
+        mine = (VERSION, page_bytes(page), self._fingerprint, key_digest(key))
+        if (version, length, fingerprint, name) != mine:
+            return Verdict.FOREIGN
+        if algorithm == NONE or not self._verify:
+            return Verdict.GOOD
+        if algorithm not in CHECKSUMS:
+            return Verdict.UNKNOWN
+        return Verdict.GOOD if CHECKSUMS[algorithm](page) == checksum else Verdict.DAMAGED
