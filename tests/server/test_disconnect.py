@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
-import uvicorn
 
+from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
-
-DEADLINE_S = 30.0
-
-
-@asynccontextmanager
-async def running(service: ScriptedService) -> AsyncIterator[str]:
-    """The application on a real port of this machine."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(application(service), lifespan="off", log_config=None, log_level="critical")
-        server = uvicorn.Server(config)
-        task = asyncio.create_task(server._serve([listener]))
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            await asyncio.wait_for(task, DEADLINE_S)
 
 
 async def seen(event: asyncio.Event) -> None:
@@ -37,7 +18,7 @@ async def seen(event: asyncio.Event) -> None:
 
 def played(story: Callable[[ScriptedService, str], Awaitable[None]], service: ScriptedService) -> None:
     async def play() -> None:
-        async with running(service) as url:
+        async with running(application(service)) as url:
             await story(service, url)
 
     asyncio.run(play())

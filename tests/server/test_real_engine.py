@@ -1,0 +1,245 @@
+"""The HTTP server over the real engine with a tiny seeded Llama: hits by tier, administration, a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from hiradix.demo.process import ServerProcess
+from hiradix.demo.workload import long_text
+from hiradix.server.app import AppSettings, create_app
+from hiradix.server.auth import Keys
+from hiradix.server.flags import parse_serve_args
+from hiradix.server.serve import build_service
+from tests.e2e.tiny_model import write_tiny_model
+from tests.server.live import DEADLINE_S, running
+
+PAGE = 16
+STORAGE = "/hicache/storage-backend"
+ADMIN = {"Authorization": "Bearer admin"}
+TIERS = ("device", "host", "storage")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def flags(model: Path, *more: str) -> list[str]:
+    return [
+        *("--model-path", str(model), "--served-model-name", "tiny", "--admin-api-key", "admin"),
+        *("--enable-hierarchical-cache", "--page-size", str(PAGE), "--max-total-tokens", "1024"),
+        *("--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete", "--check-invariants"),
+        *more,
+    ]
+
+
+@contextmanager
+def real_application(arguments: list[str]) -> Iterator[FastAPI]:
+    """The application over a real engine in this process."""
+    config = parse_serve_args(arguments)
+    service = build_service(config)
+    settings = AppSettings(
+        config.model_name, config.engine.cache, Keys(None, config.admin_api_key), {}, config.extra_config_text
+    )
+    try:
+        yield create_app(service, settings)
+    finally:
+        assert service.close(10.0)
+        assert not service.healthy
+
+
+@contextmanager
+def serving(model: Path, *more: str) -> Iterator[TestClient]:
+    """A client of such an application."""
+    with real_application(flags(model, *more)) as app, TestClient(app) as http:
+        yield http
+
+
+def ask(http: TestClient | httpx.Client, prompt: object, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+    reply = http.post("/v1/completions", json={**body, "return_token_ids": True})
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
+
+
+def cached(answer: dict[str, Any]) -> dict[str, int]:
+    tiers: dict[str, int] = answer["usage"]["cached_tokens_details"]
+    assert sum(tiers.values()) == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return tiers
+
+
+def tokens(answer: dict[str, Any]) -> list[int]:
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def flush(http: TestClient) -> None:
+    assert http.post("/flush_cache?timeout=60", headers=ADMIN).status_code == 200
+
+
+PROMPT = [5 + i % 400 for i in range(300)]
+
+
+def test_answers_hits_and_namespaces(model: Path) -> None:
+    with serving(model) as http:
+        first, again = ask(http, PROMPT), ask(http, PROMPT)
+        assert cached(first) == dict.fromkeys(TIERS, 0)
+        assert cached(again) == {"device": len(PROMPT) // PAGE * PAGE, "host": 0, "storage": 0}
+        assert tokens(again) == tokens(first) and len(tokens(first)) == 4
+        other = ask(http, PROMPT, cache_salt="tenant")
+        assert sum(cached(other).values()) == 0 and tokens(other) == tokens(first)
+        assert sum(cached(ask(http, PROMPT, extra_key="adapter")).values()) == 0
+        assert cached(ask(http, PROMPT, cache_salt="tenant"))["device"] > 0
+        flush(http)
+        assert sum(cached(ask(http, PROMPT)).values()) == 0
+
+
+def test_host_hits_after_device_eviction(model: Path) -> None:
+    with serving(model) as http:
+        first = ask(http, PROMPT)
+        for start in range(1, 5):
+            ask(http, [start, *PROMPT])
+        again = ask(http, PROMPT)
+        assert cached(again)["host"] > 0 and tokens(again) == tokens(first)
+
+
+def test_chat_text_is_the_same_whole_and_streamed(model: Path) -> None:
+    body = {
+        "messages": [{"role": "user", "content": long_text(600)}],
+        "max_tokens": 12,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    with serving(model) as http:
+        whole = http.post("/v1/chat/completions", json=body).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        text = http.post("/v1/chat/completions", json={**body, **options}).text
+    chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert (
+        "".join(c["delta"].get("content", "") for c in choices) == whole["choices"][0]["message"]["content"]
+    )
+    streamed = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content"]]
+    listed = whole["choices"][0]["logprobs"]["content"]
+    assert [e["token"] for e in streamed] == [e["token"] for e in listed] and len(listed) == 12
+    assert all(len(e["top_logprobs"]) == 3 for e in listed)
+    assert chunks[-1]["usage"]["completion_tokens"] == 12
+    assert cached({"usage": chunks[-1]["usage"]})["device"] > 0
+
+
+def test_requests_that_can_never_run(model: Path) -> None:
+    with serving(model) as http:
+        too_long = http.post("/v1/completions", json={"prompt": [7] * 5000})
+        foreign = http.post("/v1/completions", json={"prompt": [10**6]})
+        ask(http, "still serving")
+    for reply in (too_long, foreign):
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "prompt"
+    assert "5000" in too_long.json()["error"]["message"]
+
+
+def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
+    """The sequence of upstream's runtime attach test."""
+    extra = json.dumps({"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE})
+    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
+    with serving(model) as http:
+
+        def put(**changes: Any) -> httpx.Response:
+            flush(http)  # idle: attach and detach are refused while pages are on their way
+            return http.put(STORAGE, json={**body, **changes}, headers=ADMIN)
+
+        assert http.get(STORAGE).status_code == 401
+        assert http.get(STORAGE, headers=ADMIN).json()["hicache_storage_backend"] is None
+        assert "Invalid hicache_write_policy" in put(hicache_write_policy="x").text
+        unknown = put(hicache_storage_backend="nosuch")
+        assert unknown.status_code == 400 and "nosuch" in unknown.text
+        assert put(hicache_storage_backend_extra_config_json="{").status_code == 400
+        attached = put()
+        assert attached.text == (
+            "HiCache storage backend attached.\nAttached HiCache storage backend successfully.\n"
+        )
+        assert http.get(STORAGE, headers=ADMIN).json()["hicache_storage_backend_extra_config"] == extra
+        assert "policies updated" in put().text
+        other = put(hicache_storage_backend="redis")
+        assert other.status_code == 400 and "Cannot attach different backend" in other.text
+        first = ask(http, PROMPT)
+        flush(http)
+        hit = ask(http, PROMPT)
+        assert cached(hit)["storage"] > 0 and tokens(hit) == tokens(first)
+        for _ in range(2):
+            flush(http)
+            assert http.delete(STORAGE, headers=ADMIN).status_code == 200
+        assert sum(cached(ask(http, PROMPT)).values()) == 0
+        assert put().status_code == 200
+        assert cached(ask(http, PROMPT))["storage"] > 0
+        flush(http)
+        assert http.post(f"{STORAGE}/clear", headers=ADMIN).status_code == 200
+        assert sum(cached(ask(http, PROMPT)).values()) == 0
+        assert 'storage_backend="file"' in http.get("/metrics").text
+        assert http.get("/server_info").json()["storage"]["backend"] == "file"
+
+
+def test_admin_operations_on_a_busy_engine_are_refused(model: Path) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 700, "stream": True, "ignore_eos": True, "temperature": 0}
+
+    async def story(app: FastAPI) -> list[httpx.Response]:
+        async with (
+            running(app) as url,
+            httpx.AsyncClient(base_url=url, headers=ADMIN, trust_env=False) as http,
+        ):
+            async with http.stream("POST", "/v1/completions", json=body, timeout=DEADLINE_S) as reply:
+                await anext(reply.aiter_lines())
+                return [
+                    await http.put(STORAGE, json={"hicache_storage_backend": "file"}),
+                    await http.post("/flush_cache"),
+                ]
+
+    with real_application(flags(model)) as app:
+        refused, flushed = asyncio.run(story(app))
+    assert refused.status_code == 400
+    assert "Reject attach: scheduler is not idle. #queue-req=0 #running-req=1" in refused.text
+    assert (flushed.status_code, flushed.text) == (400, "Flush cache failed.\n")
+
+
+def test_without_a_host_tier_there_is_no_storage_to_administer(model: Path) -> None:
+    plain = [*("--model-path", str(model), "--disable-radix-cache"), *("--admin-api-key", "admin")]
+    with real_application(plain) as app, TestClient(app) as http:
+        for method in ("PUT", "DELETE"):
+            body = {"hicache_storage_backend": "file"} if method == "PUT" else None
+            refused = http.request(method, STORAGE, json=body, headers=ADMIN)
+            assert refused.status_code == 400
+            assert refused.text.endswith("HiCache storage backend.\nHierarchical cache is not enabled.")
+        assert http.post(f"{STORAGE}/clear", headers=ADMIN).status_code == 400
+        for _ in range(2):
+            assert sum(cached(ask(http, PROMPT)).values()) == 0
+        assert "sglang:num_requests_total" in http.get("/metrics").text
+        assert http.get("/server_info").json()["cache"]["host_total"] == 0
+
+
+def test_process_stops_in_order_and_storage_survives(model: Path, tmp_path: Path) -> None:
+    storage = [
+        *("--hicache-storage-backend", "file", "--file-storage-path", str(tmp_path / "pages")),
+        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
+    ]
+    answers = []
+    log = tmp_path / "server.log"
+    for _ in range(2):
+        process = ServerProcess(flags(model, *storage), log)
+        process.launch()
+        with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:
+            answers.append(ask(http, PROMPT))
+        assert process.stop() == 0, process.tail()
+    assert cached(answers[1])["storage"] == len(PROMPT) // PAGE * PAGE
+    assert tokens(answers[0]) == tokens(answers[1])
+    assert "Traceback" not in log.read_text()
