@@ -40,7 +40,6 @@ from hiradix.transfer.jobs import (
     Query,
     Read,
     Result,
-    Rows,
     Store,
     Ticket,
     as_pages,
@@ -52,11 +51,11 @@ from hiradix.transfer.ports import (
     HostPoolLike,
     StorageLike,
     TransportLike,
-    hash_rows,
 )
 from hiradix.transfer.runners import CopyRunner, Pools, StorageRunner
 from hiradix.transfer.streams import Streams, make_streams
 from hiradix.transfer.worker import Crew, Task, Worker
+from hiradix.tree.hashing import PageRows, hash_pages
 
 PageIds = Sequence[int] | Pages
 
@@ -100,7 +99,7 @@ class Runtime:
     clock: Clock = time.monotonic
     limits: TransferLimits = TransferLimits()
     workers: Mapping[str, tuple[JobKind, ...]] = field(default_factory=lambda: FOUR_WORKERS)
-    hash_pages: HashPages = hash_rows
+    hash_pages: HashPages = hash_pages
     streams: Streams | None = None
 
 
@@ -181,10 +180,10 @@ class TransferController:
         self._desk.withdraw(ticket, JobKind.LOAD)
         return True
 
-    def query(self, rows: Rows, num_pages: int | None = None) -> Ticket:
+    def query(self, rows: PageRows, num_pages: int | None = None) -> Ticket:
         """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count."""
-        asked = len(rows.rows) if num_pages is None else num_pages
-        assert 0 <= asked <= len(rows.rows), f"{asked} pages of {len(rows.rows)} rows"
+        asked = len(rows) if num_pages is None else num_pages
+        assert 0 <= asked <= len(rows), f"{asked} pages of {len(rows)} rows"
         return self._submit(JobKind.QUERY, asked, Query(rows, asked))
 
     def read(self, hashes: Sequence[bytes], host_pages: PageIds) -> Ticket:
@@ -193,10 +192,10 @@ class TransferController:
         assert len(hashes) == len(target), f"{len(hashes)} hashes for {len(target)} pages"
         return self._submit(JobKind.READ, len(target), Read(tuple(hashes), target))
 
-    def store(self, rows: Rows, host_pages: PageIds) -> Ticket:
+    def store(self, rows: PageRows, host_pages: PageIds) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""
         source = as_pages(host_pages)
-        assert len(source) <= len(rows.rows), f"{len(source)} pages for {len(rows.rows)} rows"
+        assert len(source) <= len(rows), f"{len(source)} pages for {len(rows)} rows"
         return self._submit(JobKind.STORE, len(source), Store(rows, source))
 
     def cancel(self, ticket: Ticket) -> None:

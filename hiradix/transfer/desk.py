@@ -166,6 +166,8 @@ def reason_of(kind: JobKind, error: BaseException) -> FailReason:
     """The counter an error belongs to."""
     if isinstance(error, Stopped):
         return error.reason
+    if isinstance(error, AssertionError):
+        return FailReason.BUG
     if isinstance(error, BadAnswer):
         return FailReason.BAD_ANSWER
     return FailReason.COPY if kind in (JobKind.WRITE, JobKind.LOAD) else FailReason.BACKEND

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType, Protocol
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
+
+from hiradix.tree.hashing import PageRows
 
 Pages = npt.NDArray[np.int32]
 Ticket = NewType("Ticket", int)
@@ -41,15 +43,9 @@ class FailReason(Enum):
     BACKEND = "backend"  # the backend, or hashing for it, raised
     BAD_ANSWER = "bad_answer"  # the backend returned something that is no answer
     COPY = "copy"  # a copy raised
+    BUG = "bug"  # one of our own assertions failed
     GATE_TIMEOUT = "gate_timeout"  # no producer slot of the layer gate came free in time
     ABANDONED = "abandoned"  # still running when close() gave up on it: its pages must not be reused
-
-
-class Rows(Protocol):
-    """Token rows of consecutive pages (`hiradix.tree.hashing.PageRows`); opaque here but for their count."""
-
-    @property
-    def rows(self) -> npt.NDArray[Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +68,7 @@ class LoadBatch:
 class Query:
     """Ask which of the last `num_pages` pages of `rows` storage has."""
 
-    rows: Rows
+    rows: PageRows
     num_pages: int
 
 
@@ -88,7 +84,7 @@ class Read:
 class Store:
     """Put `source`, the last pages of `rows`, into storage."""
 
-    rows: Rows
+    rows: PageRows
     source: Pages
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from hiradix.transfer.jobs import Pages, Rows
+from hiradix.transfer.jobs import Pages
+from hiradix.tree.hashing import PageRows
 
-HashPages = Callable[[Any], list[bytes]]
+HashPages = Callable[[PageRows], list[bytes]]
 Clock = Callable[[], float]
 
 
@@ -49,10 +50,3 @@ class StorageLike(Protocol):
     def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], /) -> object: ...
 
     def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]], /) -> object: ...
-
-
-def hash_rows(rows: Rows) -> list[bytes]:
-    """Chained page digests by the tree's scheme; imported on first use to keep this floor light."""
-    from hiradix.tree.hashing import hash_pages
-
-    return hash_pages(rows)

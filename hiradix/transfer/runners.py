@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from hiradix.transfer.jobs import Copy, JobKind, LoadBatch, Pages, Query, Read, 
 from hiradix.transfer.ports import DevicePoolLike, HashPages, HostPoolLike, StorageLike, TransportLike
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import BadAnswer, Task
+from hiradix.tree.hashing import PageRows
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class StorageRunner:
         assert self.storage is not None, "a storage job is running with no storage attached"
         return self.storage
 
-    def _hash(self, task: Task, rows: Any, num_pages: int) -> list[str]:
+    def _hash(self, task: Task, rows: PageRows, num_pages: int) -> list[str]:
         """Keys of the last `num_pages` pages of `rows`; all digests go into the task."""
         hashes = tuple(self._hash_pages(rows))
-        assert len(hashes) == len(rows.rows), f"{len(hashes)} digests for {len(rows.rows)} rows"
+        assert len(hashes) == len(rows), f"{len(hashes)} digests for {len(rows)} rows"
         assert len(hashes) >= num_pages, f"{num_pages} pages but only {len(hashes)} rows"
         task.hashes = hashes
         return [digest.hex() for digest in hashes[len(hashes) - num_pages :]]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from hiradix.tree.hashing import PageRows
 
 NUM_LAYERS = 4
 
@@ -95,21 +96,6 @@ class MemoryStorage:
 NORMAL = object()
 
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Token rows [n, page_size] and the digest before them, as `tree.hashing.PageRows`."""
-
-    rows: Any
-    prior: bytes = b""
-
-
-def hash_rows(rows: Rows) -> list[bytes]:
-    digests, prior = [], rows.prior
-    for row in rows.rows:
-        prior = hashlib.sha256(prior + np.asarray(row, np.int64).tobytes()).digest()
-        digests.append(prior)
-    return digests
-
-
-def rows_of(first: int, num_pages: int, prior: bytes = b"") -> Rows:
-    return Rows(np.arange(first, first + num_pages, dtype=np.int64).reshape(-1, 1), prior)
+def rows_of(first: int, num_pages: int, prior: bytes = b"") -> PageRows:
+    """Pages of one token each: first, first + 1, ..."""
+    return PageRows(prior, np.arange(first, first + num_pages, dtype=np.int64).reshape(-1, 1))

@@ -25,7 +25,8 @@ from hiradix.transfer import (
     TransferController,
     TransferLimits,
 )
-from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, hash_rows, rows_of
+from hiradix.tree.hashing import hash_pages
+from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, rows_of
 
 DEADLINE_S = 20.0
 
@@ -42,7 +43,7 @@ class Rig:
             self.host,
             transport=self.transport,
             storage=self.storage,
-            runtime=Runtime(hash_pages=hash_rows, **runtime),
+            runtime=Runtime(**runtime),
         )
 
     def result(self, ticket: Ticket) -> Result:
@@ -117,7 +118,7 @@ def test_an_answer_that_is_none_fails_the_rest(rig: Rig, call: str, answer: Any,
     rig.storage.before = lambda name, keys: answer if name == call else NORMAL
     rows = rows_of(0, 3)
     submit = {
-        "get": lambda: rig.controller.read(hash_rows(rows), [1, 2, 3]),
+        "get": lambda: rig.controller.read(hash_pages(rows), [1, 2, 3]),
         "put": lambda: rig.controller.store(rows, [1, 2, 3]),
     }[call]
     result = rig.result(submit())
@@ -146,7 +147,7 @@ def test_a_backend_that_raises_anything_gives_a_failed_result_and_the_worker_liv
     rows = rows_of(0, 2)
     rig.storage.before = fail
     c = rig.controller
-    tickets = [c.query(rows), c.read(hash_rows(rows), [1, 2]), c.store(rows, [1, 2])]
+    tickets = [c.query(rows), c.read(hash_pages(rows), [1, 2]), c.store(rows, [1, 2])]
     assert rig.controller.wait(tickets, DEADLINE_S)
     assert {r.reason for r in rig.controller.poll()} == {FailReason.BACKEND}
     rig.storage.before = lambda call, keys: NORMAL
@@ -179,7 +180,7 @@ def test_storage_calls_have_at_most_128_pages_and_stop_at_the_first_gap(rig: Rig
 def test_rows_may_reach_back_before_the_pages_they_name(rig: Rig) -> None:
     rows = rows_of(0, 5)
     stored = rig.result(rig.controller.store(rows, [7, 8]))
-    assert (stored.num_pages, stored.hashes) == (2, tuple(hash_rows(rows)))
+    assert (stored.num_pages, stored.hashes) == (2, tuple(hash_pages(rows)))
     assert set(rig.storage.pages) == {d.hex() for d in stored.hashes[3:]}
     found = rig.result(rig.controller.query(rows, 2))
     assert (found.num_pages, len(found.hashes)) == (2, 5)
@@ -218,9 +219,9 @@ def test_a_full_queue_refuses_with_a_result() -> None:
 def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig: Rig) -> None:
     c, old = rig.controller, rig.storage
     block = old.before = Blocker()
-    running = c.read(hash_rows(rows_of(0, 1)), [1])
+    running = c.read(hash_pages(rows_of(0, 1)), [1])
     assert block.entered.wait(DEADLINE_S)
-    queued = [c.read(hash_rows(rows_of(0, 1)), [2]), c.query(rows_of(0, 1)), c.query(rows_of(5, 1))]
+    queued = [c.read(hash_pages(rows_of(0, 1)), [2]), c.query(rows_of(0, 1)), c.query(rows_of(5, 1))]
     assert not c.detach(0.0)
     assert {(r.ticket, r.reason) for r in c.poll()} == {(t, FailReason.DETACHED) for t in queued}
     assert not c.storage_attached
@@ -244,9 +245,9 @@ def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig:
 def test_a_backend_that_never_returns_blocks_neither_poll_nor_close() -> None:
     rig = Rig()
     block = rig.storage.before = Blocker()
-    hung = rig.controller.read(hash_rows(rows_of(0, 1)), [1])
+    hung = rig.controller.read(hash_pages(rows_of(0, 1)), [1])
     assert block.entered.wait(DEADLINE_S)
-    queued = rig.controller.read(hash_rows(rows_of(0, 1)), [2])
+    queued = rig.controller.read(hash_pages(rows_of(0, 1)), [2])
     assert rig.controller.poll() == [] and JobKind.READ in rig.controller.stats().running_s
     assert not rig.controller.reset(0.0)
     assert not rig.controller.close(0.0)
@@ -263,9 +264,9 @@ def test_a_backend_that_never_returns_blocks_neither_poll_nor_close() -> None:
 def test_reset_begins_an_epoch_and_late_results_carry_the_old_one(rig: Rig) -> None:
     c = rig.controller
     block = rig.storage.before = Blocker()
-    running = c.read(hash_rows(rows_of(0, 1)), [1])
+    running = c.read(hash_pages(rows_of(0, 1)), [1])
     assert block.entered.wait(DEADLINE_S)
-    never = [c.read(hash_rows(rows_of(0, 1)), [2]), c.load([3], [3])]
+    never = [c.read(hash_pages(rows_of(0, 1)), [2]), c.load([3], [3])]
     assert not c.reset(0.0)
     assert {(r.ticket, r.reason, r.epoch) for r in c.poll()} == {(t, FailReason.RESET, 0) for t in never}
     written = c.write([1], [1])
@@ -445,3 +446,46 @@ def test_an_idle_poll_costs_less_than_five_microseconds(rig: Rig) -> None:
         return time.perf_counter() - start_s
 
     assert min(batch() for _ in range(20)) / 1000 < 5e-6
+
+
+def test_a_job_keeps_its_own_copy_of_the_page_ids(rig: Rig) -> None:
+    block = Blocker()
+    rig.transport.before = lambda *args: block() and None
+    rig.device.data[1:3] = 5
+    pages = np.array([1, 2], np.int32)
+    ticket = rig.controller.write(pages, pages)
+    pages[:] = 9
+    block.release.set()
+    assert rig.result(ticket).num_pages == 2
+    assert (rig.host.data[1:3] == 5).all() and not rig.host.data[9].any()
+
+
+ENDINGS = [
+    ("detach", 128, FailReason.DETACHED),
+    ("reset", 128, FailReason.RESET),
+    ("close", 0, FailReason.ABANDONED),
+]
+
+
+@pytest.mark.parametrize("end,num_pages,reason", ENDINGS)
+def test_a_long_running_job_ends_after_its_batch(
+    rig: Rig, end: str, num_pages: int, reason: FailReason
+) -> None:
+    c = rig.controller
+    stored = rig.result(c.store(rows_of(0, 300), range(300)))
+    block = rig.storage.before = Blocker()
+    running = c.read(stored.hashes, range(300))
+    assert block.entered.wait(DEADLINE_S)
+    assert not getattr(c, end)(0.0)
+    block.release.set()
+    assert getattr(c, end)(DEADLINE_S)
+    (result,) = [r for r in c.poll() if r.ticket == running]
+    assert (result.num_pages, result.reason) == (num_pages, reason)
+
+
+def test_our_own_broken_assertion_is_told_from_a_fault(rig: Rig) -> None:
+    def bug(*args: Any) -> None:
+        raise AssertionError("page 99 of 64")
+
+    rig.transport.before = bug
+    assert rig.result(rig.controller.write([1], [1])).reason is FailReason.BUG

@@ -24,14 +24,13 @@ from hiradix.transfer import (
     TransferController,
     TransferLimits,
 )
+from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import (
     NORMAL,
     NUM_LAYERS,
     MemoryStorage,
     Pool,
-    Rows,
     Transport,
-    hash_rows,
     rows_of,
 )
 
@@ -112,10 +111,10 @@ class World:
     def _faulty(self) -> bool:
         return self.random.random() < self.fault_rate
 
-    def _hash(self, rows: Rows) -> list[bytes]:
+    def _hash(self, rows: PageRows) -> list[bytes]:
         if self._faulty():
             raise ValueError("hash")
-        return hash_rows(rows)
+        return hash_pages(rows)
 
     def _on_copy(self, src: Any, dst: Any, src_pages: Any, dst_pages: Any, layers: Any) -> None:
         device_pages, host_pages = (src_pages, dst_pages) if src is self.device else (dst_pages, src_pages)
@@ -231,15 +230,15 @@ class World:
 
     def do_query(self) -> None:
         rows = rows_of(self.random.randint(0, 5), self.random.randint(0, 9))
-        asked = self.random.randint(0, len(rows.rows))
-        hashes = tuple(hash_rows(rows))
+        asked = self.random.randint(0, len(rows))
+        hashes = tuple(hash_pages(rows))
         flight = Flight(JobKind.QUERY, hashes=hashes, wanted=hashes[len(hashes) - asked :])
         self._submit(lambda: self.controller.query(rows, asked), flight)
 
     def do_store(self) -> None:
         host = self._take(self.free_host, 9)
         rows = rows_of(self.random.randint(0, 5), len(host) + self.random.randint(0, 3))
-        hashes = tuple(hash_rows(rows))
+        hashes = tuple(hash_pages(rows))
         for page, digest in zip(host, hashes[len(hashes) - len(host) :], strict=True):
             self.host.data[page] = stamp(digest)
         self.known.append(hashes)
@@ -247,7 +246,7 @@ class World:
 
     def do_read(self) -> None:
         host = self._take(self.free_host, 9)
-        source = self.random.choice(self.known) if self.known else tuple(hash_rows(rows_of(0, 9)))
+        source = self.random.choice(self.known) if self.known else tuple(hash_pages(rows_of(0, 9)))
         hashes = source[len(source) - len(host) :] if len(source) >= len(host) else ()
         if len(hashes) != len(host):
             self.free_host += host
