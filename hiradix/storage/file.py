@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
-from hiradix.storage.page_dir import PageDir, footprint, remove
+from hiradix.storage.page_dir import PageDir, file_footprint, footprint, remove
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.vectored import read_into, write_from
 
-GROUP_BYTES = 64 << 20
+GROUP_BYTES, GROUP_PAGES = 64 << 20, 64
+PUBLISH_TIMEOUT_S = 30.0
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
@@ -103,6 +104,7 @@ class FileBackend(StorageBackend):
             ok[index] = self._is_there(key, num_bytes)
             if not ok[index]:
                 todo.append(_Write(index, key, page, num_bytes))
+        self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
         while todo:
             group = self._next_group(todo)
             for write in self._store(group, now_ns, set(keys)):
@@ -115,7 +117,7 @@ class FileBackend(StorageBackend):
         self._check(keys)
         with self._room.locked():
             for key in keys:
-                self._unlink(key)
+                self._room.unlink(key)
 
     def clear(self) -> None:
         self._check(())
@@ -123,8 +125,7 @@ class FileBackend(StorageBackend):
             paths = self._folder.pages_in(folder)
             if paths:
                 with self._room.locked():
-                    sizes = [_footprint_of(path) for path in paths]
-                    self._room.unlink_paths(paths, sizes)
+                    self._room.unlink_paths(paths)
             for path in paths:
                 self._room.forget(os.path.basename(path).removesuffix(".page"))
 
@@ -180,9 +181,8 @@ class FileBackend(StorageBackend):
         if verdict is Verdict.UNKNOWN:
             self._count("unknown_checksum")
         elif verdict is not Verdict.GOOD:
-            self._count(f"removed_{verdict.value}")
-            with self._room.locked():
-                self._room.unlink(key, footprint(status.st_size))
+            self._count(f"read_{verdict.value}")
+            self._room.unlink_same(key, status)
         return verdict is Verdict.GOOD
 
     def _verdict(self, fd: int, status: os.stat_result, key: str, page: Page) -> Verdict:
@@ -201,21 +201,12 @@ class FileBackend(StorageBackend):
             self._count("touch_errors")
 
     def _is_there(self, key: str, num_bytes: int) -> bool:
-        """Whether the page's file is there with its right length; one of a wrong length is removed."""
+        """Whether the page's file is there with its right length."""
         try:
             status = os.lstat(self._folder.path(key))
         except FileNotFoundError:
             return False
-        if stat.S_ISREG(status.st_mode) and status.st_size == num_bytes:
-            return True
-        self._count("removed_damaged")
-        with self._room.locked():
-            self._room.unlink(key, footprint(status.st_size))
-        return False
-
-    def _unlink(self, key: str) -> None:
-        size = _footprint_of(self._folder.path(key))
-        self._room.unlink(key, size)
+        return stat.S_ISREG(status.st_mode) and status.st_size == num_bytes
 
     def _next_group(self, todo: list[_Write]) -> list[_Write]:
         """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
@@ -224,23 +215,24 @@ class FileBackend(StorageBackend):
         total = 0
         for count, write in enumerate(todo):
             total += footprint(write.num_bytes)
-            if count and total > limit:
+            if count and (total > limit or count >= GROUP_PAGES):
                 return todo[:count]
         return todo
 
     def _store(self, group: list[_Write], now_ns: int, keep: Collection[str]) -> list[_Write]:
         """Reserve, write and publish; the writes that are readable now. Raises OSError, having cleaned up."""
-        fault: OSError | None = None
+        faults: list[OSError] = []
         try:
             self._begin(group, keep)
             for write in group:
                 if write.temp:
                     self._write(write, now_ns)
         except OSError as error:
-            fault = error
-        done = self._publish(group)
-        if fault is not None and fault.errno not in _NO_ROOM:
-            raise fault
+            faults.append(error)
+        done = self._publish(group, faults)
+        for fault in faults:
+            if fault.errno not in _NO_ROOM:
+                raise StorageError(f"cannot write to {self.config.path}: {fault}") from fault
         if len(done) < len(group):
             self._count("put_no_room", len(group) - len(done))
         return done
@@ -269,28 +261,30 @@ class FileBackend(StorageBackend):
         os.close(fd)
         write.written = True
 
-    def _publish(self, group: list[_Write]) -> list[_Write]:
+    def _publish(self, group: list[_Write], faults: list[OSError]) -> list[_Write]:
         """Rename what was written; give back what was not, or what another writer published meanwhile."""
-        done: list[_Write] = []
-        with self._room.locked():
-            for write in group:
-                if not write.temp:
-                    continue
-                if write.fd >= 0:
-                    os.close(write.fd)
-                there = os.path.lexists(self._folder.path(write.key))
-                if write.written and not there:
-                    self._folder.publish(write.temp, write.key)
-                else:
-                    remove(write.temp)
-                    self._room.cancel(footprint(write.num_bytes))
-                if write.written:
-                    done.append(write)
-        return done
+        started = [write for write in group if write.temp]
+        for write in started:
+            if write.fd >= 0:
+                os.close(write.fd)
+        try:
+            with self._room.locked(PUBLISH_TIMEOUT_S):
+                return [write for write in started if self._publish_one(write, faults)]
+        except StorageError:  # no lock: the ledger stays too high, which is the safe side
+            for write in started:
+                remove(write.temp)
+            raise
 
-
-def _footprint_of(path: str) -> int:
-    try:
-        return footprint(os.lstat(path).st_size)
-    except FileNotFoundError:
-        return 0
+    def _publish_one(self, write: _Write, faults: list[OSError]) -> bool:
+        try:
+            if write.written and not self._is_there(write.key, write.num_bytes):
+                old = file_footprint(self._folder.path(write.key))  # of a damaged file
+                self._folder.publish(write.temp, write.key)
+                self._room.cancel(old)
+                return True
+        except OSError as error:
+            faults.append(error)
+            write.written = False
+        remove(write.temp)
+        self._room.cancel(footprint(write.num_bytes))
+        return write.written

@@ -69,6 +69,9 @@ class GuardedStorage:
         self.backend = backend
         self._clock = clock
         self._traits = getattr(backend, "traits", Traits())
+        self._ping = getattr(backend, "ping", _nothing)
+        self._stats = getattr(backend, "stats", dict)
+        self._register = getattr(backend, "register", _nothing)
         self._digest = fingerprint.digest()
         self._sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
         self._seal_bytes = 0 if self._traits.verifies else SEAL_BYTES
@@ -115,11 +118,11 @@ class GuardedStorage:
 
     def ping(self) -> bool:
         """Whether the store can be reached now."""
-        return self._admin("ping", self.backend.ping, self.limits.deadline_s)
+        return self._admin("ping", self._ping, self.limits.deadline_s)
 
     def register(self, memory: memoryview) -> bool:
         """Tell the backend of a host pool's memory."""
-        return self._admin("register", lambda: self.backend.register(memory))
+        return self._admin("register", lambda: self._register(memory))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent."""
@@ -204,13 +207,13 @@ class GuardedStorage:
         with self._lanes.lane(deadline - self._clock()) as lane:
             session = _Session(lane, lambda: deadline - self._clock(), self._refresh_stats)
             if self._breaker.state is BreakerState.HALF_OPEN:
-                session.run(self.backend.ping)
+                session.run(self._ping)
             body(session)
 
     def _refresh_stats(self) -> None:
         """On a worker, after a call: so that `stats` never waits for a backend."""
         try:
-            self._backend_stats = dict(self.backend.stats())
+            self._backend_stats = dict(self._stats())
         except Exception:  # figures are not worth a page
             self._meters.count("stats_failed")
 
@@ -257,6 +260,10 @@ class GuardedStorage:
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False
         return True
+
+
+def _nothing(*_: object) -> None:
+    """Stands for an optional call that a backend does not have."""
 
 
 _FAULTS: Mapping[type[Exception], MissReason] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -42,13 +42,14 @@ class LruIndex:
         self.num_bytes -= entry.num_bytes
         return entry.num_bytes
 
+    def size(self, name: str) -> int:
+        """The bytes `name` counts for, 0 if it is not there."""
+        entry = self._entries.get(name)
+        return 0 if entry is None else entry.num_bytes
+
     def coldest(self) -> str | None:
         """The name used longest ago."""
         return next(iter(self._entries), None)
-
-    def names(self) -> Iterator[str]:
-        """All names, coldest first. Do not change the index meanwhile."""
-        return iter(self._entries)
 
     def replace_all(self, found: Mapping[str, Entry]) -> None:
         """Become `found`, but where a name was used later than its file says, that counts."""

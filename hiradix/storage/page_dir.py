@@ -164,6 +164,14 @@ def _pages(folder: str) -> Iterator[os.DirEntry[str]]:
         return
 
 
+def file_footprint(path: str) -> int:
+    """What the file at `path` counts for; 0 if there is none."""
+    try:
+        return footprint(os.lstat(path).st_size)
+    except FileNotFoundError:
+        return 0
+
+
 def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
     try:
         return entry.stat(follow_symlinks=False)

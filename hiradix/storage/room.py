@@ -8,13 +8,15 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from hiradix.errors import StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
 from hiradix.storage.lru import Entry, LruIndex
-from hiradix.storage.page_dir import PageDir, remove
+from hiradix.storage.page_dir import PageDir, file_footprint, remove
 
 START_TIMEOUT_S = 30.0
-SLACK_PAGES = 16  # evicted beyond the need, so that not every put evicts
+SLACK_BYTES = 64 << 20  # evicted beyond the need, so that not every put evicts; at most cap / SLACK_SHARE
+SLACK_SHARE = 64
 DRIFT = 16  # the index may miss 1/DRIFT of the cap, written by other processes, before it is read anew
 
 
@@ -69,9 +71,9 @@ class Room:
     # -- space --------------------------------------------------------------------------
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Alone in the directory."""
-        with self._ledger.locked(self._config.lock_timeout_s):
+    def locked(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Alone in the directory. Raises StorageError when that takes longer than the lock's timeout."""
+        with self._ledger.locked(self._config.lock_timeout_s if timeout_s is None else timeout_s):
             yield
 
     def reserve(self, num_bytes: int, keep: Collection[str]) -> bool:
@@ -79,15 +81,12 @@ class Room:
         """
         if num_bytes > self._config.max_bytes:
             return False
-        usage = self._usage()
-        short = max(usage + num_bytes - self._config.max_bytes, self._missing_free(num_bytes))
-        if short > 0:
-            known, drift = self._index.num_bytes, self._config.max_bytes // DRIFT
-            if known < usage - drift:
-                usage = self._recount()
-            short -= self._evict(short, keep)
-            if short > 0:
-                return False
+        short = self._short(num_bytes)
+        if short > 0 and self._index.num_bytes < self._usage() - self._config.max_bytes // DRIFT:
+            self._recount()
+            short = self._short(num_bytes)
+        if short > 0 and self._evict(short, keep) < short:
+            return False
         self._ledger.write(self._usage() + num_bytes)
         return True
 
@@ -95,14 +94,28 @@ class Room:
         """Take a reservation, or a file that was unlinked, out of the ledger. Call within `locked`."""
         self._ledger.write(max(0, self._usage() - num_bytes))
 
-    def unlink(self, name: str, num_bytes: int) -> None:
-        """Remove a page file that counts for `num_bytes`. Call within `locked`."""
+    def unlink(self, name: str) -> None:
+        """Remove a page file. Call within `locked`."""
         self.forget(name)
-        if remove(self._folder.path(name)):
-            self.cancel(num_bytes)
+        path = self._folder.path(name)
+        size = file_footprint(path)
+        if remove(path):
+            self.cancel(size)
 
-    def unlink_paths(self, paths: Sequence[str], sizes: Sequence[int]) -> None:
-        """Remove files by path. Call within `locked`; the index must be told by the caller."""
+    def unlink_same(self, name: str, status: os.stat_result) -> bool:
+        """Remove a page file if it still is the one that `status` is of. Never raises; False: it stays."""
+        try:
+            with self.locked():
+                found = os.lstat(self._folder.path(name))
+                if (found.st_ino, found.st_dev) == (status.st_ino, status.st_dev):
+                    self.unlink(name)
+        except (OSError, StorageError):
+            return False
+        return True
+
+    def unlink_paths(self, paths: Sequence[str]) -> None:
+        """Remove page files by path. Call within `locked`; the caller tells the index."""
+        sizes = [file_footprint(path) for path in paths]
         self.cancel(sum(size for path, size in zip(paths, sizes) if remove(path)))
 
     # -- inside -------------------------------------------------------------------------
@@ -119,22 +132,26 @@ class Room:
         self._ledger.write(usage)
         return usage
 
-    def _missing_free(self, num_bytes: int) -> int:
+    def _short(self, num_bytes: int) -> int:
+        """Bytes that must go before `num_bytes` may come: for the cap, or for what must stay free."""
         status = os.statvfs(self._folder.root)
-        return self._config.min_free_bytes + num_bytes - status.f_bavail * status.f_frsize
+        free = status.f_bavail * status.f_frsize - self._config.min_free_bytes
+        return num_bytes - min(free, self._config.max_bytes - self._usage())
 
     def _evict(self, num_bytes: int, keep: Collection[str]) -> int:
-        """Remove coldest pages until `num_bytes` are gone, and a few more; how many bytes went."""
-        freed = num_extra = 0
-        while num_extra < SLACK_PAGES:
+        """Remove coldest pages until `num_bytes` are gone, and some slack; how many bytes went."""
+        target = num_bytes + min(SLACK_BYTES, self._config.max_bytes // SLACK_SHARE)
+        freed = 0
+        while freed < target:
             with self._lock:
                 name = self._index.coldest()
                 if name is None or name in keep:
+                    break
+                if freed >= num_bytes and freed + self._index.size(name) > target:
                     break
                 size = self._index.drop(name)
             if remove(self._folder.path(name)):
                 self.num_evicted += 1
                 freed += size
-            num_extra += freed >= num_bytes
         self.cancel(freed)
         return freed
