@@ -117,9 +117,7 @@ class HierarchicalCache:
 
     def count_use(self, node: Node) -> None:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
-        while node.parent is not None:
-            node.hit_count += 1
-            node = node.parent
+        self.tree.hit(node)
 
     def make_room(self, num_pages: int) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""

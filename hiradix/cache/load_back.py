@@ -84,33 +84,27 @@ class LoadBack:
 
     def _garbage(self) -> set[Node]:
         """Nodes that a failed load filled (a split may have added upper halves since)."""
-        nodes = set()
-        for node, start in self._failed:
-            while node is not self._tree.root and node.start >= start:
-                nodes.add(node)
-                node = node.parent
-        return nodes
+        return {n for node, start in self._failed for n in self._tree.path(node, start)}
 
     def usable(self, match: Match) -> Match:
         """`match`, cut above any load that failed and has not left the tree yet."""
         if not self._failed:
             return match
         garbage, cut = self._garbage(), None
-        node = match.device_node
-        while node is not self._tree.root:
+        for node in self._tree.path(match.device_node):
             if node in garbage:
                 cut = node.parent
-            node = node.parent
         return match if cut is None else Match(cut, cut)
 
     def drop_failed(self) -> None:
-        """Take failed loads out of the tree as soon as nothing locks them. Called once per tick."""
+        """Take failed loads off the device as soon as nothing locks them. Called once per tick."""
         failed, self._failed = self._failed, []
         for node, start in failed:
-            top = node
-            while top.parent is not self._tree.root and top.parent.start >= start:
-                top = top.parent
-            if self._tree.is_locked(top):
+            filled = list(self._tree.path(node, start))
+            if not filled:
+                continue  # it has left the tree by another way
+            freed = self._tree.drop_device(filled[-1])
+            if freed is None:
                 self._failed.append((node, start))
-            elif node.resident(Tier.DEVICE):
-                self._supply.release(self._tree.drop(top))
+            else:
+                self._supply.release(freed)

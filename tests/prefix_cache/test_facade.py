@@ -71,6 +71,7 @@ def test_an_aborted_request_gives_back_what_is_its_own(make: Make) -> None:
     for token in (100, 101, 102):
         assert bench.decode(req, token)
     bench.finish(req, insert=False)
+    bench.settle()
     bench.check()
     assert bench.cache.protected_size() == 0 and bench.cache.total_size() == 4
 
@@ -129,6 +130,7 @@ def test_load_back_is_all_or_nothing(make: Make) -> None:
     indices, node = bench.cache.init_load_back(match.last_host_node, 24, mem_quota=8)
     assert len(indices) == 0
     bench.finish(blocker)
+    bench.settle()
     indices, node = bench.cache.init_load_back(match.last_host_node, 24)
     assert len(indices) == 24 and node is match.last_host_node
     bench.settle()
