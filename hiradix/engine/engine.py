@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +30,16 @@ from hiradix.engine.api import (
 from hiradix.engine.checks import check_conservation
 from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
-from hiradix.engine.ports import Tiers, tiers_of
+from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
-from hiradix.engine.scheduler import Limits, Part, Prefix, Scheduler
+from hiradix.engine.scheduler import Limits, Part, Scheduler
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
 from hiradix.transfer import LoadFailed
 
-BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], Any]
+BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DIGEST_BYTES = 1 << 20
 
@@ -66,7 +67,7 @@ class Engine:
         self.tokenizer = Tokenizer.find(config.model_path)
         self.context_length = self._context_length()
         self._pools = self._build_pools()
-        self.cache: Any = build_cache(
+        self.cache: PrefixCache = build_cache(
             config.cache,
             CacheInitParams(
                 disable=config.cache.disable_radix_cache,
@@ -79,13 +80,13 @@ class Engine:
             self._pools.device,
             model_identity(config.model_path, self.model_name),
         )
-        self._tiers: Tiers = tiers_of(self.cache)
-        self._scheduler = Scheduler(
-            Prefix(self.cache, self._tiers), self._pools.allocator, self._pools.rows, _limits(config)
-        )
+        self._wakeup = threading.Event()
+        self.cache.set_wakeup(self._wakeup.set)
+        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, _limits(config))
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
-        self._gates: tuple[int, ...] = ()
+        self._gate: Any = getattr(self.cache, "layer_done_counter", None)
+        self._gates: tuple[int, ...] = ()  # loads that may be under way: the next pass waits for them
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
         self.num_steps = 0
@@ -143,16 +144,16 @@ class Engine:
 
     def is_idle(self) -> bool:
         """No request anywhere and no transfer under way."""
-        return not self.has_work and self._tiers.num_in_flight == 0
+        return not self.has_work and not is_transferring(self.cache)
 
     def step(self) -> list[Output]:
         """Run one pass over what fits, and return what it produced; cheap when there is nothing to do.
 
         Sets `is_blocked` when requests wait for transfers only: the caller should then `wait`.
         """
-        self._tiers.check_hicache_events()
+        self.cache.check_hicache_events()
         parts = self._scheduler.plan()
-        gate = self._tiers.ready_to_load_host_cache()
+        gate = self.cache.ready_to_load_host_cache()
         if gate < 0:
             self._gates = ()
         elif gate not in self._gates:
@@ -168,16 +169,17 @@ class Engine:
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until a transfer has finished, `notify` is called, or the time is over."""
-        if self._tiers.wakeup.wait(timeout_s):
-            self._tiers.wakeup.clear()
+        if self._wakeup.wait(timeout_s):
+            self._wakeup.clear()
 
     def notify(self) -> None:
         """End a `wait`; the one method any thread may call."""
-        self._tiers.wakeup.set()
+        self._wakeup.set()
 
     def _run(self, parts: list[Part]) -> list[Output]:
         """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
-        self._tiers.layer_done_counter.set_consumer(*self._gates)
+        if self._gate is not None:
+            self._gate.set_consumer(*self._gates)
         try:
             logits = self._model.forward([self._work(part) for part in parts], self._pools.device)
         except LoadFailed:
@@ -215,7 +217,7 @@ class Engine:
         """Attach a storage backend while serving; (ok, message). Refused unless idle."""
         if not self.is_idle():
             return False, self._not_idle("attach")
-        return self._tiers.attach_storage_backend(
+        return self.cache.attach_storage_backend(
             name, extra_config_json, self.model_name, prefetch_policy, write_policy
         )
 
@@ -223,11 +225,11 @@ class Engine:
         """Detach and close the storage backend; (ok, message). Refused unless idle; may be repeated."""
         if not self.is_idle():
             return False, self._not_idle("detach")
-        return self._tiers.detach_storage_backend()
+        return self.cache.detach_storage_backend()
 
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
-        return self._tiers.clear_storage_backend()
+        return self.cache.clear_storage_backend()
 
     def _not_idle(self, verb: str) -> str:
         waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
@@ -245,15 +247,14 @@ class Engine:
             evictable_tokens=self.cache.evictable_size(), protected_tokens=self.cache.protected_size(),
             num_running=len(self._scheduler.running), num_waiting=len(self._scheduler.waiting),
             num_retractions=self._scheduler.num_retractions, num_steps=self.num_steps,
-            storage_attached=self._tiers.enable_storage,
+            storage_attached=self.cache.enable_storage,
         )
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Drop all requests, stop the transfer threads within the deadline and close storage."""
         for request in [*self._scheduler.waiting, *self._scheduler.running]:
             self._scheduler.remove(request.rid)
-        if hasattr(self.cache, "close"):
-            self.cache.close(timeout_s)
+        self.cache.close(timeout_s)
 
     # -- construction -------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch
 
-from hiradix.engine.ports import PrefixCache, Tiers
+from hiradix.engine.ports import PrefixCache, is_copying
 from hiradix.engine.request import Request
 from hiradix.memory import ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import EvictParams, MatchPrefixParams
@@ -46,14 +46,6 @@ class Limits:
     page_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """The prefix cache and its tiers below the device (the same object, or DeviceOnly)."""
-
-    cache: PrefixCache
-    tiers: Tiers
-
-
 class _Admission(Enum):
     DONE = "admitted"
     PREFETCHING = "passed over"
@@ -63,13 +55,12 @@ class _Admission(Enum):
 class Scheduler:
     """Owns the requests and their slots; the prefix cache owns the shared ones. One thread."""
 
-    def __init__(self, prefix: Prefix, allocator: SlotAllocator, rows: ReqToTokenPool, limits: Limits):
+    def __init__(self, cache: PrefixCache, allocator: SlotAllocator, rows: ReqToTokenPool, limits: Limits):
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_retractions = 0
         self.limits = limits
-        self._cache = prefix.cache
-        self._tiers = prefix.tiers
+        self._cache = cache
         self._allocator = allocator
         self._rows = rows
         self._reserve = _MIN_RESERVE
@@ -85,11 +76,11 @@ class Scheduler:
         """Queue a request and start fetching its prefix from storage while it waits."""
         assert not self.is_full, f"{len(self.waiting)} requests wait already"
         self.waiting.append(request)
-        if self._tiers.enable_storage:
+        if self._cache.enable_storage:
             self._match(request)
             matched = len(request.prefix_indices) + request.host_hit_length
             missing = request.tokens(matched, request.num_tokens - 1)
-            self._tiers.prefetch_from_storage(request.rid, request.last_host_node, missing, req=request)
+            self._cache.prefetch_from_storage(request.rid, request.last_host_node, missing, req=request)
 
     def find(self, rid: str) -> Request | None:
         """The request with this id, waiting or running."""
@@ -102,7 +93,7 @@ class Scheduler:
             return None
         if request.req_pool_idx is None:
             self.waiting.remove(request)
-            self._tiers.release_aborted_request(rid)
+            self._cache.release_aborted_request(rid)
         else:
             self.finish(request)
         return request
@@ -120,7 +111,7 @@ class Scheduler:
                 break
             admission = self._admit(request)
             if admission is _Admission.FULL:
-                empty = not self.running and not self._tiers.num_in_flight
+                empty = not self.running and not is_copying(self._cache)
                 assert not empty, f"an empty engine has no room for {request.rid}: {self._room()} tokens"
                 break
             if admission is _Admission.DONE:
@@ -187,7 +178,7 @@ class Scheduler:
             while not self._grow(request):
                 youngest = self.running[-1]
                 if len(self.running) == 1:
-                    assert self._tiers.num_in_flight, f"no page for {request.rid} alone: {self._room()}"
+                    assert is_copying(self._cache), f"no page for {request.rid} alone: {self._room()}"
                     break
                 self.retract(youngest)
                 if youngest is request:
@@ -220,9 +211,9 @@ class Scheduler:
 
     def _admit(self, request: Request) -> _Admission:
         """Match, load back, lock and allocate for a waiting request; all of it or nothing."""
-        if not self._tiers.check_prefetch_progress(request.rid):
+        if not self._cache.check_prefetch_progress(request.rid):
             return _Admission.PREFETCHING
-        request.storage_hit_length += self._tiers.pop_prefetch_loaded_tokens(request.rid)
+        request.storage_hit_length += self._cache.pop_prefetch_loaded_tokens(request.rid)
         self._match(request)
         held = self._cache.inc_lock_ref(request.last_node)
         try:
@@ -260,7 +251,7 @@ class Scheduler:
         """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""
         loaded = 0
         if request.host_hit_length > 0:
-            indices, node = self._tiers.init_load_back(request.last_host_node, request.host_hit_length)
+            indices, node = self._cache.init_load_back(request.last_host_node, request.host_hit_length)
             loaded = len(indices)
             request.prefix_indices = torch.cat([request.prefix_indices, indices])
             request.last_node = node

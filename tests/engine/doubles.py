@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,33 @@ class NoReuse:
         self._allocator = params.token_to_kv_pool_allocator
         self._rows = params.req_to_token_pool
         self.num_locks = 0
+
+    enable_storage = False
+    ongoing_write_through: tuple[object, ...] = ()
+    ongoing_load_back: tuple[object, ...] = ()
+    ongoing_prefetch: tuple[object, ...] = ()
+    ongoing_backup: tuple[object, ...] = ()
+
+    def check_hicache_events(self) -> None: ...
+
+    def ready_to_load_host_cache(self) -> int:
+        return -1
+
+    def prefetch_from_storage(
+        self, req_id: str, last_host_node: object, new_input_tokens: Sequence[int], *, req: Any = None
+    ) -> bool:
+        return False
+
+    def check_prefetch_progress(self, req_id: str) -> bool:
+        return True
+
+    def pop_prefetch_loaded_tokens(self, req_id: str) -> int:
+        return 0
+
+    def release_aborted_request(self, req_id: str) -> None: ...
+
+    def init_load_back(self, last_host_node: object, host_hit_length: int) -> tuple[torch.Tensor, object]:
+        raise AssertionError("nothing is on the host")
 
     def match_prefix(self, params: Any) -> NoMatch:
         return NoMatch(torch.empty(0, dtype=torch.int64))
@@ -55,7 +83,20 @@ class NoReuse:
     def total_size(self) -> int:
         return 0
 
+    def attach_storage_backend(self, *args: Any) -> tuple[bool, str]:
+        return False, "no tiers"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return False, "no tiers"
+
+    def clear_storage_backend(self) -> bool:
+        return False
+
+    def set_wakeup(self, wakeup: Any) -> None: ...
+
     def reset(self) -> None: ...
+
+    def close(self, timeout_s: float = 10.0) -> None: ...
 
     def check(self) -> None:
         assert self.num_locks >= 0

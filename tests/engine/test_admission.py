@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -30,8 +29,6 @@ class ScriptedTiers(NoReuse):
     def __init__(self, params: Any, device_pool: Any):
         super().__init__(params)
         self.device_pool = device_pool
-        self.num_in_flight = 0
-        self.wakeup = threading.Event()
         self.layer_done_counter = self
         self.held_back: set[str] = set()  # requests whose prefetch is under way
         self.gates: deque[int] = deque()  # answers of ready_to_load_host_cache
