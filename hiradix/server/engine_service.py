@@ -144,12 +144,13 @@ def _drain(engine: Engine, timeout_s: float) -> bool:
 
 def snapshot_of(engine: Engine) -> Snapshot:
     """Engine and cache figures; runs on the engine thread."""
-    stats: Any = engine.cache.stats()
+    cache: Any = engine.cache
+    stats = cache.stats()
     figures = {entry.name: getattr(stats, entry.name) for entry in fields(CacheFigures)}
     return Snapshot(
         engine=engine.info(),
         cache=CacheFigures(**figures),
-        cache_type=type(engine.cache).__name__,
+        cache_type=type(cache).__name__,
         storage_backend=stats.storage_backend,
         storage=stats.storage,
     )

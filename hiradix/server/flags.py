@@ -19,7 +19,9 @@ from hiradix.config import (
 )
 from hiradix.engine.api import EngineConfig
 from hiradix.errors import ConfigError
+from hiradix.policy.eviction import make_order
 from hiradix.server.flag_table import FLAGS, Flag
+from hiradix.storage import guard_limits, load_storage_backend
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
@@ -175,8 +177,17 @@ def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, t
         ),
         served_model_name=name,
     )
+    _check_names(config)
     config, warnings = normalise(config)
     return config, notes + warnings
+
+
+def _check_names(config: HiCacheConfig) -> None:
+    """Eviction policy and storage backend exist and take their settings; sooner than the model's loading."""
+    make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
+    if config.hicache_storage_backend is not None:
+        load_storage_backend(config.hicache_storage_backend)
+        guard_limits(config.hicache_storage_backend_extra_config.backend)
 
 
 def _model_path(text: str) -> str:

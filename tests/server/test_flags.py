@@ -142,6 +142,12 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         ('--extra-metric-labels {"a-b":"c"}', "--extra-metric-labels"),
         ('--extra-metric-labels {"a":1}', "--extra-metric-labels"),
         ("--enable-hicache --hicache-storage-backend redis --file-storage-path /x", "--file-storage-path"),
+        ("--enable-hicache --hicache-storage-backend nosuch", "--hicache-storage-backend nosuch"),
+        ("--radix-eviction-policy nosuch", "--radix-eviction-policy"),
+        (
+            '--radix-eviction-policy slru --radix-eviction-policy-config {"a":1}',
+            "--radix-eviction-policy-config",
+        ),
         ("--no-such-flag", "--no-such-flag"),
         ("--hicache-rat 2", "--hicache-rat"),
     ],
