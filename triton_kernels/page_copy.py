@@ -25,6 +25,26 @@ import triton.language as tl
 from hiradix.triton_kernels.sides import VECTOR_BYTES, PlannedCopy, Tile, pick_tile
 
 
+@triton.jit
+def tile_pages(tile, dst_idx, src_idx, num_idx, PER: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each vector of a tile: its number in the page, the two pages as int64, and whether to copy it."""
+    if PER % BLOCK == 0:  # a tile never leaves its page: one index per tile
+        entry = tile // (PER // BLOCK)
+        at = (tile % (PER // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+        src = tl.load(src_idx + entry)
+        dst = tl.load(dst_idx + entry)
+        # not `vector & scalar`: the interpreter of triton 3.9.0 refuses such a mask
+        mask = at < tl.where((src >= 0) & (dst >= 0), PER, 0)
+    else:
+        vector = tile * BLOCK + tl.arange(0, BLOCK)
+        inside = vector < num_idx * PER
+        at = vector % PER
+        src = tl.load(src_idx + vector // PER, mask=inside, other=-1)
+        dst = tl.load(dst_idx + vector // PER, mask=inside, other=-1)
+        mask = inside & (src >= 0) & (dst >= 0)
+    return at, dst.to(tl.int64), src.to(tl.int64), mask
+
+
 # Without these lists every new page count, plane count or stride could compile another variant while serving.
 @triton.jit(
     do_not_specialize=["first_plane", "num_planes", "num_idx", "dst_page", "src_page", "dst_row", "src_row"],
@@ -47,46 +67,31 @@ def page_copy_kernel(
     BLOCK: tl.constexpr,  # vectors per tile, a power of two
     STAGES: tl.constexpr,  # above 1 the loads of the next tiles are in flight, in shared memory
 ):
-    PER: tl.constexpr = ROWS * VPR
-    WHOLE: tl.constexpr = PER % BLOCK == 0  # a tile never leaves its page: one index per tile
-    if WHOLE:
-        num_tiles = num_idx * (PER // BLOCK)
-    else:
-        num_tiles = tl.cdiv(num_idx * PER, BLOCK)
-    lane = tl.arange(0, 2)  # two int64 are one vector
+    num_tiles = tl.cdiv(num_idx * (ROWS * VPR), BLOCK)  # of one plane
+    lane = tl.arange(0, 2)[None, :]  # two int64 are one vector
     for work in tl.range(tl.program_id(0), num_tiles * num_planes, tl.num_programs(0), num_stages=STAGES):
         plane = first_plane + work // num_tiles
-        tile = work % num_tiles
-        if WHOLE:
-            entry = tile // (PER // BLOCK)
-            at = (tile % (PER // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-            src = tl.load(src_idx + entry)
-            dst = tl.load(dst_idx + entry)
-            # not `vector & scalar`: the interpreter of triton 3.9.0 refuses such a mask
-            mask = at < tl.where((src >= 0) & (dst >= 0), PER, 0)
-        else:
-            vector = tile * BLOCK + tl.arange(0, BLOCK)
-            inside = vector < num_idx * PER
-            at = vector % PER
-            src = tl.load(src_idx + vector // PER, mask=inside, other=-1)
-            dst = tl.load(dst_idx + vector // PER, mask=inside, other=-1)
-            mask = inside & (src >= 0) & (dst >= 0)
-        src_at = src.to(tl.int64) * src_page + (at % VPR) * 16
-        dst_at = dst.to(tl.int64) * dst_page + (at % VPR) * 16
+        at, dst, src, mask = tile_pages(work % num_tiles, dst_idx, src_idx, num_idx, ROWS * VPR, BLOCK)
+        src_at = src * src_page + (at % VPR) * 16
+        dst_at = dst * dst_page + (at % VPR) * 16
         if ROWS > 1:
             src_at += (at // VPR).to(tl.int64) * src_row
             dst_at += (at // VPR).to(tl.int64) * dst_row
         # The hint counts only on the pointer: on the loaded address it is lost, accesses are 8 bytes.
         src_ptr = tl.multiple_of((tl.load(src_tab + plane) + src_at).to(tl.pointer_type(tl.int64)), 16)
         dst_ptr = tl.multiple_of((tl.load(dst_tab + plane) + dst_at).to(tl.pointer_type(tl.int64)), 16)
-        data = tl.load(src_ptr[:, None] + lane[None, :], mask=mask[:, None], other=0)
-        tl.store(dst_ptr[:, None] + lane[None, :], data, mask=mask[:, None])
+        data = tl.load(src_ptr[:, None] + lane, mask=mask[:, None], other=0)
+        tl.store(dst_ptr[:, None] + lane, data, mask=mask[:, None])
 
 
 INTERPRETED = not isinstance(page_copy_kernel, triton.runtime.JITFunction)
 
-# The interpreter swaps functions of triton.language while a kernel runs, so one kernel at a time per process.
-_ONE_AT_A_TIME = threading.Lock() if INTERPRETED else contextlib.nullcontext()
+_INTERPRETER = threading.Lock()
+
+
+def one_at_a_time() -> contextlib.AbstractContextManager[object]:
+    """Held around every launch: the interpreter swaps functions of triton.language while a kernel runs."""
+    return _INTERPRETER if INTERPRETED else contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -108,22 +113,15 @@ def make_tables(plan: PlannedCopy, device: torch.device) -> Tables:
 
 
 def launch(
-    tables: Tables,
-    dst_idx: torch.Tensor,
-    src_idx: torch.Tensor,
-    layers: range,
-    *,
-    num_programs: int,
-    tile: Tile | None = None,
+    tables: Tables, pages: torch.Tensor, layers: range, num_programs: int, tile: Tile | None = None
 ) -> None:
-    """Copy pages src_idx[i] to dst_idx[i] in `layers`, on the current CUDA device and stream.
+    """Copy page pages[1, i] to page pages[0, i] in `layers`, on the current CUDA device and stream.
 
-    dst_idx, src_idx: int64 or int32 [n] where the tables are, the same type; pairs with a negative id are
-    skipped, no target twice. num_programs: programs at most; each keeps one SM busy. Returns at once when
-    compiled.
+    pages: int64 or int32 [2, n] where the tables are; pairs with a negative id are skipped, no target twice.
+    num_programs: programs at most; each keeps one SM busy. Returns at once when compiled.
     """
-    plan, num_idx = tables.plan, dst_idx.numel()
-    assert num_idx == src_idx.numel(), f"{src_idx.numel()} source pages for {num_idx}"
+    plan, num_idx = tables.plan, pages.shape[1]
+    assert pages.shape[0] == 2, f"pages {tuple(pages.shape)}: needed are targets and sources"
     if num_idx == 0 or len(layers) == 0:
         return
     vectors = plan.src.page_bytes // VECTOR_BYTES
@@ -131,9 +129,9 @@ def launch(
     num_planes = len(layers) * plan.per_layer
     num_tiles = -(-num_idx * vectors // tile.block) * num_planes
     assert max(num_idx * vectors, num_tiles) < 1 << 31, f"{num_idx} pages of {vectors} vectors in one copy"
-    with _ONE_AT_A_TIME:
+    with one_at_a_time():
         page_copy_kernel[(min(num_programs, num_tiles),)](
-            tables.dst, tables.src, dst_idx, src_idx,
+            tables.dst, tables.src, pages[0], pages[1],
             layers.start * plan.per_layer, num_planes, num_idx,
             plan.dst.page, plan.src.page, plan.dst.row, plan.src.row,
             plan.src.rows, plan.src.row_bytes // VECTOR_BYTES, tile.block, tile.stages,

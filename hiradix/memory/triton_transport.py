@@ -56,7 +56,7 @@ class TritonTransport:
             num_programs = 1
         with torch.cuda.device(device if device.type == "cuda" else -1):
             for table in tables:
-                launch(table, ids[0], ids[1], span, num_programs=num_programs)
+                launch(table, ids, span, num_programs)
 
     def _tables_of(self, src: Pool, dst: Pool) -> tuple[Tables, ...]:
         """The pair's tables, empty where the kernel cannot copy between them."""

@@ -80,10 +80,9 @@ def expected(case: Case) -> torch.Tensor:
 
 def run(case: Case, tile: Tile | None, num_programs: int, index: torch.dtype) -> None:
     plan = PlannedCopy(case.src.side(), case.dst.side(), case.per_layer)
-    dst_idx = torch.tensor(case.dst_idx, dtype=index)
-    src_idx = torch.tensor(case.src_idx, dtype=index)
+    pages = torch.tensor([case.dst_idx, case.src_idx], dtype=index)
     tables = make_tables(plan, torch.device("cpu"))
-    launch(tables, dst_idx, src_idx, case.layers, num_programs=num_programs, tile=tile)
+    launch(tables, pages, case.layers, num_programs, tile)
 
 
 @settings(max_examples=150)
@@ -125,8 +124,8 @@ def test_strides_beyond_32_bits() -> None:
     pages = flat.as_strided((1, 2, 1, 16), (0, far, 16, 1), start)
     src = memory((1, 2, 1, 16), 0, 0, 2)
     plan = PlannedCopy(src.side(), Side((flat.data_ptr() + start,), far, 16, 1, 16), 1)
-    ids = torch.tensor([1], dtype=torch.int32)
-    launch(make_tables(plan, torch.device("cpu")), ids, ids, range(1), num_programs=1)
+    pages_of = torch.tensor([[1], [1]], dtype=torch.int32)
+    launch(make_tables(plan, torch.device("cpu")), pages_of, range(1), 1)
     assert torch.equal(pages[0, 1, 0], src.view[0, 1, 0])
 
 
@@ -154,8 +153,8 @@ def test_tiles_divide_pages_where_they_can(vectors: int, tile: Tile) -> None:
 def test_misuse_is_named() -> None:
     dst, src = memory((2, 4, 2, 32), 0, 0, 1), memory((2, 4, 2, 32), 0, 0, 2)
     tables = make_tables(PlannedCopy(src.side(), dst.side(), 1), torch.device("cpu"))
-    with pytest.raises(AssertionError, match="2 source pages for 1"):
-        launch(tables, torch.tensor([1]), torch.tensor([1, 2]), range(2), num_programs=1)
+    with pytest.raises(AssertionError, match="needed are targets and sources"):
+        launch(tables, torch.tensor([[1, 2]]), range(2), 1)
     with pytest.raises(AssertionError, match="sides differ"):
         PlannedCopy(src.side(), Side((0, 16), 64, 16, 2, 16), 1)
     with pytest.raises(AssertionError, match="16 bytes"):

@@ -1,0 +1,161 @@
+"""The quantising pair, interpreted, bit for bit against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from hiradix.memory.quantise import dequantise, quantise
+from hiradix.triton_kernels.page_quant import (
+    QuantPlan,
+    decode_e4m3,
+    dequantise_pages,
+    encode_bf16,
+    encode_e4m3,
+    make_quant_tables,
+    quantise_pages,
+)
+from hiradix.triton_kernels.sides import Side
+
+CPU = torch.device("cpu")
+
+
+@triton.jit
+def to_codes(dst, src, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + at, encode_e4m3(tl.load(src + at)))
+
+
+@triton.jit
+def to_values(dst, src, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + at, decode_e4m3(tl.load(src + at)))
+
+
+@triton.jit
+def to_bf16(dst, src, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(dst + at, encode_bf16(tl.load(src + at)))
+
+
+def all_bf16() -> torch.Tensor:
+    """Every bf16 value there is, as f32 [65536]."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+
+
+def some_f32() -> torch.Tensor:
+    """f32 [2^18] over 40 powers of two, with subnormal codes and saturation among them."""
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-20, 20, (1 << 18,), generator=generator)
+    return torch.randn(1 << 18, generator=generator) * torch.exp2(powers.float())
+
+
+@pytest.mark.parametrize("values", [all_bf16(), some_f32()], ids=["all bf16", "random f32"])
+def test_encoder_gives_torchs_bits(values: torch.Tensor) -> None:
+    codes = torch.zeros(values.numel(), dtype=torch.uint8)
+    to_codes[(1,)](codes, values, BLOCK=values.numel())
+    want = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    nan = torch.isnan(values)
+    assert torch.equal(codes[~nan], want.view(torch.uint8)[~nan])
+    assert ((codes[nan] & 0x7F) == 0x7F).all() and torch.isnan(want.float()[nan]).all()
+
+
+def test_decoder_gives_torchs_values() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    values = torch.zeros(256)
+    to_values[(1,)](values, codes, BLOCK=256)
+    want = codes.view(torch.float8_e4m3fn).float()
+    nan = torch.isnan(want)
+    assert nan.sum() == 2 and torch.isnan(values[nan]).all()
+    assert torch.equal(values[~nan].view(torch.int32), want[~nan].view(torch.int32))
+
+
+def test_bf16_rounding_is_torchs() -> None:
+    values = torch.cat([some_f32(), torch.tensor([float("inf"), -float("inf"), float("nan"), 3.3e38])] * 1)
+    values = torch.cat([values, torch.zeros((1 << 19) - values.numel())])
+    bits = torch.zeros(values.numel(), dtype=torch.int16)
+    to_bf16[(1,)](bits, values, BLOCK=values.numel())
+    nan = torch.isnan(values)
+    assert torch.equal(bits[~nan], values.to(torch.bfloat16).view(torch.int16)[~nan])
+    assert torch.isnan(bits.view(torch.bfloat16)[nan].float()).all()
+
+
+def heads_side(pages: torch.Tensor) -> Side:
+    """[planes, P, S, H, D] as a side with a plane per head."""
+    planes, _, rows, heads, dim = pages.shape
+    plane, page, row, head, _ = (stride * pages.element_size() for stride in pages.stride())
+    bases = [pages.data_ptr() + q * plane + h * head for q in range(planes) for h in range(heads)]
+    return Side(tuple(bases), page, row, rows, dim * pages.element_size())
+
+
+def scales_side(scales: torch.Tensor) -> Side:
+    """f32 [P, planes, H] as a side with a plane per head."""
+    num_planes = scales.shape[1] * scales.shape[2]
+    return Side(tuple(scales.data_ptr() + 4 * at for at in range(num_planes)), 4 * num_planes, 4, 1, 4)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(4, 16), (3, 48)])
+@pytest.mark.parametrize("planes", [range(0, 4), range(2, 3), range(0, 0)])
+def test_pages_there_and_back(rows: int, dim: int, planes: range) -> None:
+    """Two planes of two heads; the bf16 side and the code side use other pages, orders and strides."""
+    generator = torch.Generator().manual_seed(1)
+    size = (2, 5, rows, 2, dim)
+    powers = torch.randint(-30, 30, size, generator=generator).float()
+    values = (torch.randn(size, generator=generator) * torch.exp2(powers)).to(torch.bfloat16)
+    values[0, 2] = 0
+    codes = torch.full((6, 2, rows, 2, dim), 0xA5, dtype=torch.uint8).permute(1, 0, 2, 3, 4)
+    scales = torch.full((6, 2, 2), -1.0)
+    tables = make_quant_tables(QuantPlan(heads_side(values), heads_side(codes), scales_side(scales)), CPU)
+    to, at = torch.tensor([5, 0, 2]), torch.tensor([2, 4, 0])
+    quantise_pages(tables, to, at, planes, num_programs=2)
+    want_codes, want_scales = quantise(values[:, at])
+    done = torch.zeros(4, dtype=torch.bool)
+    done[planes.start : planes.stop] = True
+    done = done.view(2, 2)
+    for plane in range(2):
+        for head in range(2):
+            seen, seen_scales = codes[plane, to][..., head, :], scales[to, plane, head]
+            if done[plane, head]:
+                assert torch.equal(seen, want_codes[plane][..., head, :])
+                assert torch.equal(seen_scales, want_scales[plane, :, head])
+            else:
+                assert (seen == 0xA5).all() and (seen_scales == -1).all()
+    assert (codes[:, [1, 3, 4]] == 0xA5).all() and (scales[[1, 3, 4]] == -1).all()
+    back = torch.zeros_like(values)
+    back_tables = make_quant_tables(QuantPlan(heads_side(back), heads_side(codes), scales_side(scales)), CPU)
+    dequantise_pages(back_tables, to, at, planes, num_programs=3)
+    want = dequantise(codes[:, to], scales[to].transpose(0, 1))
+    want[~done[:, None, None, :, None].expand_as(want)] = 0
+    assert torch.equal(back[:, at].view(torch.int16), want.view(torch.int16))
+    assert not back[:, [1, 3]].any()
+
+
+def test_the_loss_is_bounded() -> None:
+    generator = torch.Generator().manual_seed(2)
+    pages = torch.randn(3, 8, 2, 32, generator=generator).to(torch.bfloat16)
+    codes, scales = quantise(pages)
+    error = (dequantise(codes, scales).float() - pages.float()).abs()
+    smallest_step = scales[:, None, :, None] * 2**-9
+    assert (error <= pages.float().abs() / 16 * 1.01 + smallest_step / 2).all()
+    assert torch.equal(torch.exp2(torch.log2(scales).round()), scales)
+    assert (pages.float().abs().amax((1, 3)) <= 448 * scales).all()
+
+
+def test_non_finite_pages_stay_recognisable() -> None:
+    pages = torch.ones(1, 4, 1, 16, dtype=torch.bfloat16)
+    pages[0, 1, 0, 3] = float("nan")
+    assert torch.isnan(dequantise(*quantise(pages)).float()[0, 1, 0, 3])
+
+
+def test_bad_plans_are_named() -> None:
+    side = Side((0, 64), 128, 32, 4, 32)
+    codes, scales = Side((0, 64), 64, 16, 4, 16), Side((0, 4), 8, 4, 1, 4)
+    QuantPlan(side, codes, scales)
+    with pytest.raises(AssertionError, match="rows differ"):
+        QuantPlan(side, side, scales)
+    with pytest.raises(AssertionError, match="planes"):
+        QuantPlan(side, codes, Side((0,), 8, 4, 1, 4))
+    with pytest.raises(AssertionError, match="16 bytes"):
+        QuantPlan(Side((8, 64), 128, 32, 4, 32), codes, scales)

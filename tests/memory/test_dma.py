@@ -1,0 +1,159 @@
+"""The DMA transport with memmove for a copy engine: the pieces it cuts are the copy."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiradix.errors import CacheError
+from hiradix.memory import LAYOUTS, KVShape, TorchTransport, choose
+from hiradix.memory.copy_plan import plan_copies
+from hiradix.memory.dma_transport import CudaPieces, DmaTransport, Pieces, cut, memmove_pieces
+from tests.memory.pool_cases import SHAPES, contents, device_pool, host_pool
+
+NUM_PAGES = 5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_layout_and_kind_as_torch_copies_it(layout: str, name: str) -> None:
+    shape = SHAPES[name]
+    device, twin = device_pool(shape, NUM_PAGES, 1), device_pool(shape, NUM_PAGES, 1)
+    host, reference = host_pool(shape, NUM_PAGES, layout, 2), host_pool(shape, NUM_PAGES, layout, 2)
+    dma, torch_copy = DmaTransport(memmove_pieces), TorchTransport()
+    device_pages, host_pages, into = np.array([4, 5, 1], np.int32), np.array([1, 2, 0]), np.array([2, 3, 5])
+    dma.copy_pages(device, host, device_pages, host_pages, None)
+    torch_copy.copy_pages(device, reference, device_pages, host_pages, None)
+    assert torch.equal(host.buffer, reference.buffer)
+    last = range(shape.num_layers - 1, shape.num_layers)
+    dma.copy_pages(host, device, host_pages, into, last)
+    torch_copy.copy_pages(reference, twin, host_pages, into, last)
+    assert all(seen.equal(want) for seen, want in zip(contents(device), contents(twin), strict=True))
+    dma.copy_pages(host, device, host_pages[:0], into[:0], None)
+
+
+def test_runs_of_pages_are_one_piece() -> None:
+    """layer_first on both sides: consecutive pages of a layer are one run, of 2 arrays x 3 layers."""
+    shape = SHAPES["mha"]
+    device, host = device_pool(shape, NUM_PAGES, 1), host_pool(shape, NUM_PAGES, "layer_first", 2)
+    (plan,) = (plan.collapsed() for plan in plan_copies(device, host))
+    pieces = cut(plan, np.array([1, 2, 3, 5]), np.array([0, 1, 2, 3]), range(3))
+    page_bytes = plan.src.row_bytes
+    assert sorted(pieces.sizes.tolist()) == [page_bytes] * 6 + [3 * page_bytes] * 6
+
+
+def test_only_what_continues_on_both_sides_is_merged() -> None:
+    pieces = Pieces(np.array([0, 16, 32, 64]), np.array([100, 116, 200, 216]), np.full(4, 16)).merged()
+    assert pieces.dst.tolist() == [0, 32, 64] and pieces.src.tolist() == [100, 200, 216]
+    assert pieces.sizes.tolist() == [32, 16, 16]
+
+
+class Runtime:
+    """A CUDA runtime of the CPU: the calls' arguments are what memmove is given."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaMemcpyAsync(self, dst: Any, src: Any, num_bytes: Any, kind: Any, stream: Any) -> int:
+        self.calls.append(("each", stream.value))
+        ctypes.memmove(dst.value, src.value, num_bytes.value)
+        return self.code
+
+    def cudaMemcpyBatchAsync(self, dst: Any, src: Any, sizes: Any, count: Any, *rest: Any) -> int:
+        self.calls.append((f"batch with {len(rest)} more", rest[-1].value))
+        lists = [ctypes.cast(part, ctypes.POINTER(ctypes.c_int64)) for part in (dst, src, sizes)]
+        for at in range(count.value):
+            ctypes.memmove(lists[0][at], lists[1][at], lists[2][at])
+        return self.code
+
+
+class Stream:
+    def __init__(self, cuda_stream: int) -> None:
+        self.cuda_stream = cuda_stream
+
+
+@pytest.mark.parametrize(
+    ("version", "stream", "call"),
+    [
+        ((12, 4), 7, "each"),
+        ((12, 8), 7, "batch with 5 more"),
+        ((13, 0), 7, "batch with 4 more"),
+        ((13, 0), 0, "each"),  # the batch call refuses the legacy default stream
+    ],
+)
+def test_cuda_calls_by_version_and_stream(
+    version: tuple[int, int], stream: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which call is made and what it is given; that CUDA does it is for a machine with a GPU."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(stream))
+    runtime = Runtime()
+    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    begin, into = source.ctypes.data, target.ctypes.data
+    CudaPieces(runtime, version)(
+        Pieces(np.array([into, into + 32]), np.array([begin + 8, begin]), np.array([8, 4]))
+    )
+    assert target[:8].tolist() == list(range(8, 16)) and target[32:37].tolist() == [0, 1, 2, 3, 0]
+    assert {name for name, _ in runtime.calls} == {call}
+    assert {where for _, where in runtime.calls} == {stream or None}
+
+
+@pytest.mark.parametrize("version", [(12, 4), (13, 0)])
+def test_a_refused_copy_is_an_error(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(7))
+    data = np.zeros(64, np.uint8)
+    pieces = Pieces(np.array([data.ctypes.data] * 2), np.array([data.ctypes.data + 32] * 2), np.array([8, 8]))
+    with pytest.raises(CacheError, match="failed with code 1"):
+        CudaPieces(Runtime(code=1), version)(pieces)
+
+
+class Recorder:
+    """A transport that only remembers that it was asked."""
+
+    note = ""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name = name
+        self._calls = calls
+
+    def copy_pages(self, *args: object) -> None:
+        self._calls.append(self.name)
+
+
+def test_auto_goes_by_piece_size() -> None:
+    """32 KiB per page and layer: one piece in page_first_direct, 2 KiB rows in page_first."""
+    shape = KVShape(2, 8, 128, 128, torch.bfloat16)
+    device, one = device_pool(shape, 1, 1, page_size=16), np.array([0])
+    for layout, want in (("page_first_direct", "dma"), ("page_first", "kernel")):
+        calls: list[str] = []
+        transport = choose.PieceSizeTransport(Recorder("kernel", calls), Recorder("dma", calls))
+        host = host_pool(shape, 1, layout, 2, page_size=16)
+        transport.copy_pages(device, host, one, one, None)
+        transport.copy_pages(host, device, one, one, range(1))
+        assert calls == [want, want]
+
+
+@pytest.mark.parametrize(
+    ("io_backend", "parts", "want"),
+    [
+        ("kernel", ("kernel", "dma"), "kernel"),
+        ("kernel", (None, "dma"), "dma"),
+        ("kernel", (None, None), "torch"),
+        ("direct", ("kernel", "dma"), "dma"),
+        ("direct", ("kernel", None), "torch"),
+        ("auto", ("kernel", "dma"), "auto"),
+        ("auto", ("kernel", None), "kernel"),
+        ("auto", (None, "dma"), "dma"),
+    ],
+)
+def test_cuda_takes_the_best_that_is_there(
+    io_backend: str, parts: tuple[str | None, str | None], want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [None if name is None else Recorder(name, []) for name in parts]
+    monkeypatch.setattr(choose, "_kernel", lambda: found[0])
+    monkeypatch.setattr(choose, "_copy_engines", lambda: found[1])
+    assert choose.choose_transport(io_backend, torch.device("cuda")).name == want
