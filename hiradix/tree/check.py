@@ -1,0 +1,185 @@
+"""`RadixTree.check`: every numbered invariant of `hiradix.tree.tree`, asserted by number. O(tree)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hiradix.tree.hashing import DIGEST_BYTES
+from hiradix.tree.node import BACKBONE, NO_PAGES, Node, Residency, Tier
+from hiradix.tree.order import LruOrder
+from hiradix.tree.pins import held
+from hiradix.tree.records import Lock
+from hiradix.tree.runs import row_at
+from hiradix.tree.store import Store
+
+if TYPE_CHECKING:
+    from hiradix.tree.tree import RadixTree
+
+
+def check_tree(tree: RadixTree, store: Store, locks: Iterable[Lock] | None) -> None:
+    """See the module's docstring. With `locks`, all outstanding ones, lock counts must be exact."""
+    nodes = list(tree.nodes())
+    listed = {
+        id(entry): (c, t)
+        for c, tiers in enumerate(store.orders)
+        for t, order in enumerate(tiers)
+        for entry in order
+    }
+    wanted = None if locks is None else _expected_locks(tree, locks)
+    for node in [tree.root, *nodes]:
+        _check_structure(node, tree)
+    for node in nodes:
+        _check_run(node, tree)
+        for tier in Tier:
+            _check_residency(node, tier, store, listed)
+            _check_pins(node, tier, len(store.components), wanted)
+    assert not listed, f"4: {len(listed)} entries in an order are of no node"
+    _check_counts(nodes, store)
+    for tier in Tier:
+        _check_leaf_first(store, tier)
+
+
+def _check_structure(node: Node, tree: RadixTree) -> None:
+    """1, 2, 7, 8: what holds between a node and its children."""
+    device = 0
+    for row, child in node.children.items():
+        assert child.parent is node and child.row == row, f"7: {child} is listed under another row or parent"
+        assert child.start == node.end < child.end, f"7: {child} below {node}"
+        assert node.parent is None or child.space is node.space, f"7: {child} changes the namespace"
+        assert child.device.pages is not None or child.host.pages is not None, (
+            f"2: {child} is resident nowhere"
+        )
+        if child.device.pages is not None:
+            device += 1
+            assert node.resident(Tier.DEVICE), f"1: {child} on the device below {node}, which is not"
+    assert device == node.num_device_children, (
+        f"8: {node} has {device} device children, not {node.num_device_children}"
+    )
+    assert node is tree.root or node.parent is not None, f"7: {node} in the tree without a parent"
+
+
+def _check_run(node: Node, tree: RadixTree) -> None:
+    """7, 9: tokens, extras, digests and arrays of a node."""
+    size, num_pages = tree.page_size, node.num_pages
+    assert len(node.tokens) == num_pages * size + node.space.lookahead, (
+        f"7: {node} has {len(node.tokens)} tokens"
+    )
+    assert node.tokens.base is None, f"7: {node} keeps another array's tokens alive"
+    assert node.extras is None or len(node.extras) == num_pages, (
+        f"7: {node} has {len(node.extras or ())} extras"
+    )
+    if node.start:
+        assert node.row == row_at(node, 0, size), f"7: {node} is found by another row"
+    assert len(node.digests) % DIGEST_BYTES == 0 and len(node.digests) <= num_pages * DIGEST_BYTES, (
+        f"9: {node}"
+    )
+
+
+def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tuple[int, int]]) -> None:
+    """3, 4, 7: each residency by itself."""
+    for c, component in enumerate(store.components):
+        entry = node.residency(c, tier)
+        assert entry.node is node, f"7: a residency of {node} belongs to {entry.node}"
+        present = entry.pages is not None
+        place = listed.pop(id(entry), None)
+        assert (place is not None) == (present and entry.lock_ref == 0), (
+            f"4: {node} {component.name} {tier.name}"
+        )
+        assert place in (None, (c, tier)), (
+            f"4: {node} {component.name} {tier.name} is in the order of {place}"
+        )
+        if entry.pages is None:
+            continue
+        assert node.resident(tier), f"3: {node} has {component.name} in {tier.name} without the backbone"
+        want = node.num_pages if component.per_page else 1
+        assert len(entry.pages) == want, f"7: {node} has {len(entry.pages)} {component.name} pages"
+        assert entry.pages.dtype == np.int32 and entry.pages.base is None, (
+            f"7: {node} keeps another array alive"
+        )
+
+
+def _expected_locks(tree: RadixTree, locks: Iterable[Lock]) -> dict[int, int]:
+    """Per residency, how many of `locks` end at it (backbone) or cover it (others)."""
+    wanted: dict[int, int] = {}
+    for lock in locks:
+        for c, floor in enumerate(lock.floors):
+            covered = [lock.node] if c == BACKBONE else list(tree.path(lock.node, floor))
+            for node in covered:
+                entry = node.residency(c, lock.tier)
+                wanted[id(entry)] = wanted.get(id(entry), 0) + 1
+    return wanted
+
+
+def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, int] | None) -> None:
+    """6: lock_ref is made of what `pins` says."""
+    for c in range(num_components):
+        entry = node.residency(c, tier)
+        reasons = int(held(node, c, tier))
+        if c == BACKBONE:
+            reasons += sum(held(node, other, tier) for other in range(1, num_components))
+            reasons += sum(child.residency(c, tier).lock_ref > 0 for child in node.children.values())
+        locks = entry.lock_ref - reasons
+        assert locks >= 0, (
+            f"6: {node} {tier.name} component {c} has lock_ref {entry.lock_ref} for {reasons} reasons"
+        )
+        if wanted is not None:
+            have = wanted.get(id(entry), 0)
+            assert locks == have, f"6: {node} {tier.name} component {c} counts {locks} locks, {have} are out"
+    backbone = node.residency(BACKBONE, tier)
+    others = [node.residency(c, tier) for c in range(1, num_components)]
+    assert backbone.lock_ref or not any(entry.lock_ref and entry.pages is not None for entry in others), (
+        f"6: {node}"
+    )
+
+
+def _check_counts(nodes: list[Node], store: Store) -> None:
+    """8: totals."""
+    for c in range(len(store.components)):
+        for tier in Tier:
+            entries = [node.residency(c, tier) for node in nodes]
+            resident = sum(len(entry.pages) for entry in entries if entry.pages is not None)
+            free = sum(
+                len(entry.pages) for entry in entries if entry.pages is not None and not entry.lock_ref
+            )
+            assert resident == store.num_resident[c][tier], (
+                f"8: {resident} pages, counted {store.num_resident[c][tier]}"
+            )
+            listed = store.orders[c][tier].num_pages
+            assert free == listed, f"8: {free} evictable pages, the order counts {listed}"
+
+
+def _check_leaf_first(store: Store, tier: Tier) -> None:
+    """5: the next victim is a leaf; in LRU order each ancestor is hotter."""
+    order = store.orders[BACKBONE][tier]
+    victim = order.coldest()
+    assert (victim is None) == (order.num_pages == 0), (
+        f"5: {victim} next of {order.num_pages} evictable pages"
+    )
+    if victim is not None:
+        assert victim.node is not None and is_leaf(victim.node, tier), f"5: {victim.node} is the next victim"
+    if not isinstance(order, LruOrder):
+        return
+    heat: dict[int, int] = {id(entry): i for i, entry in enumerate(order)}
+    for entry in order:
+        assert entry.node is not None
+        above: Residency | None = _parent_entry(entry.node, tier)
+        if above is not None and above.pages is not None and not above.lock_ref:
+            assert heat[id(above)] > heat[id(entry)], f"5: {above.node} is colder than {entry.node}"
+
+
+def is_leaf(node: Node, tier: int) -> bool:
+    """Whether nothing depends on `node`'s pages in `tier`, but host-only nodes below a device-only one."""
+    if tier == Tier.DEVICE:
+        return node.num_device_children == 0
+    return node.device.pages is not None or not node.children
+
+
+def _parent_entry(node: Node, tier: Tier) -> Residency | None:
+    parent = node.parent
+    return None if parent is None or parent.parent is None else parent.residency(BACKBONE, tier)
+
+
+assert NO_PAGES.base is None

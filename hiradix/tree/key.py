@@ -1,0 +1,166 @@
+"""Keys: which tokens, in which namespace, with what else on each page.
+
+A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as rows of S bigrams; bigram i is
+(token i, token i+1), so a row of S bigrams is S + 1 tokens of the same array, and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.tree.hashing import namespace_seed
+
+Tokens = npt.NDArray[np.int64]
+Extras = tuple[bytes | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What separates equal tokens: adapter (extra_key), tenant (cache_salt) and the kind of row."""
+
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    is_bigram: bool = False
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens a row needs beyond its page."""
+        return 1 if self.is_bigram else 0
+
+    @property
+    def seed(self) -> bytes:
+        """What a chain of page hashes starts from."""
+        return namespace_seed(self.extra_key, self.cache_salt)
+
+
+PLAIN = Namespace()
+
+
+def as_tokens(token_ids: Any) -> Tokens:
+    """`token_ids` as an int64 array [N]: a view of an int64 array, array('q') or CPU tensor, else a copy."""
+    tokens = np.asarray(token_ids)
+    if tokens.dtype != np.int64:
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"token ids must be integers, got {tokens.dtype}")
+        tokens = tokens.astype(np.int64)
+    if tokens.ndim != 1:
+        raise TypeError(f"token ids must be one-dimensional, got shape {tokens.shape}")
+    return tokens
+
+
+class RadixKey:
+    """Tokens int64 [N] in a namespace. `len()` counts tokens, or the N - 1 bigrams if `is_bigram`.
+
+    token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
+        caller must not change tokens it has put into a key.
+    page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
+        tokens), or None. Pages beyond its end have none. It counts pages from the key's start.
+    """
+
+    __slots__ = ("tokens", "space", "extras", "_len")
+
+    def __init__(
+        self,
+        token_ids: Any,
+        extra_key: str | None = None,
+        is_bigram: bool = False,
+        *,
+        cache_salt: str | None = None,
+        page_extras: Sequence[bytes | None] | None = None,
+    ):
+        plain = extra_key is None and cache_salt is None and not is_bigram
+        self.space = PLAIN if plain else Namespace(extra_key, cache_salt, is_bigram)
+        self.tokens = as_tokens(token_ids)
+        self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
+        self._len = max(len(self.tokens) - 1, 0) if is_bigram else len(self.tokens)
+
+    def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
+        key = RadixKey.__new__(RadixKey)
+        key.tokens, key.space, key.extras = tokens, space, self.extras
+        key._len = max(len(tokens) - space.lookahead, 0)
+        return key
+
+    # -- what a caller knows it by --------------------------------------------------------
+
+    @property
+    def extra_key(self) -> str | None:
+        return self.space.extra_key
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.space.cache_salt
+
+    @property
+    def is_bigram(self) -> bool:
+        return self.space.is_bigram
+
+    @property
+    def token_ids(self) -> Tokens:
+        return self.tokens
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.tokens[:8].tolist())) + (", ..." if len(self.tokens) > 8 else "")
+        return f"RadixKey([{shown}], len={self._len}, {self.space})"
+
+    # -- parts of it ------------------------------------------------------------------------
+
+    def __getitem__(self, part: slice) -> RadixKey:
+        """The first tokens (or bigrams) of the key, in its namespace: `key[:n]`. A view."""
+        start, stop, step = part.indices(self._len)
+        if step != 1 or (start and self.extras is not None):
+            raise ValueError(f"only key[:n] is a key, got {part}")
+        if stop <= start:
+            return self._like(self.tokens[:0], self.space)
+        return self._like(self.tokens[start : stop + self.space.lookahead], self.space)
+
+    def page_aligned(self, page_size: int) -> RadixKey:
+        """The key's whole pages."""
+        return self if self._len % page_size == 0 else self[: self._len - self._len % page_size]
+
+    def num_pages(self, page_size: int) -> int:
+        """Whole pages in the key."""
+        return self._len // page_size
+
+    def head(self, num_pages: int, page_size: int) -> RadixKey:
+        """The key's first `num_pages` pages."""
+        return self[: num_pages * page_size]
+
+    def joined(self, token_ids: Any) -> RadixKey:
+        """The key continued by `token_ids`, which have no page extras. Copies both."""
+        return self._like(np.concatenate([self.tokens, as_tokens(token_ids)]), self.space)
+
+    def bigrams(self) -> RadixKey:
+        """The same tokens seen as bigrams. A view."""
+        return self._like(self.tokens, Namespace(self.extra_key, self.cache_salt, True))
+
+    # -- what the tree reads ------------------------------------------------------------------
+
+    def row(self, page: int, page_size: int) -> Hashable:
+        """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""
+        space, at = self.space, page * page_size
+        row: Hashable
+        if page_size == 1 and not space.is_bigram:
+            row = self.tokens.item(at)
+        else:
+            row = self.tokens[at : at + page_size + space.lookahead].tobytes()
+        if self.extras is not None and (extra := self.extra(page)) is not None:
+            row = (row, extra)
+        return row if page or space is PLAIN else (row, space)
+
+    def extra(self, page: int) -> bytes | None:
+        """The extra of page `page`, or None."""
+        return self.extras[page] if self.extras is not None and page < len(self.extras) else None
+
+    def extras_of(self, start: int, end: int) -> Extras | None:
+        """Extras of pages [start, end), None if they have none."""
+        if self.extras is None or not any(part := self.extras[start:end]):
+            return None
+        return part + (None,) * (end - start - len(part))

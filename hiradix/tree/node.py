@@ -1,0 +1,138 @@
+"""Nodes of the tree and what they hold in each tier. Data only; the rules are in the other files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.tree.key import PLAIN, Extras, Namespace
+
+Pages = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.integer[Any]]  # page ids as a caller may have them
+NO_PAGES: Pages = np.empty(0, np.int32)
+NO_PAGES.flags.writeable = False
+UNBOUNDED = sys.maxsize
+BACKBONE = 0  # index of the component that every node has
+
+
+class Tier(IntEnum):
+    """Where pages are. Storage is no tier of the tree: it is shared and forgets on its own."""
+
+    DEVICE = 0
+    HOST = 1
+
+
+@dataclass(frozen=True)
+class Component:
+    """A kind of per-prefix data, described by how far back a match boundary needs it.
+
+    reach: pages of unbroken data behind a boundary: UNBOUNDED for full attention,
+        ceil(window / page_size) for a sliding window, 1 for a recurrent state.
+    per_page: whether each page has data of its own; False for a recurrent state, which has one record
+        at the end of a node.
+    """
+
+    name: str
+    reach: int = UNBOUNDED
+    per_page: bool = True
+
+
+FULL = Component("full")
+
+
+class Residency:
+    """One node's pages of one component in one tier, and its place in that tier's eviction order.
+
+    pages: page ids int32 [P], root side first (one record if not per page); None: a tombstone.
+    lock_ref: what keeps it out of the eviction order, see `hiradix.tree.pins`.
+    hotter, colder, rank: the eviction order's.
+    """
+
+    __slots__ = ("node", "pages", "lock_ref", "hotter", "colder", "rank")
+
+    def __init__(self, node: Node | None):
+        self.node = node
+        self.pages: Pages | None = None
+        self.lock_ref = 0
+        self.hotter: Residency | None = None
+        self.colder: Residency | None = None
+        self.rank: Any = None
+
+
+_NO_CHILDREN: Mapping[Hashable, Node] = MappingProxyType({})
+
+
+class Node:
+    """A run of pages that branches only at its end. Readers may look at everything; only the tree writes.
+
+    start, end: pages before it and up to its end; [start, end) never changes for the end's owner, as a
+        split gives the front part to a new node.
+    row: its name among `parent.children`. parent is None for the root and for a node that left the tree.
+    tokens: int32 (int64 if one needs it) [(end - start) * S + lookahead], the tree's own copy.
+    digests: page hashes of its leading pages, 32 bytes each; b"" if none is known yet.
+    device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
+    hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
+        storage has its pages.
+    """
+
+    __slots__ = (
+        "parent", "children", "row", "tokens", "extras", "space", "start", "end", "digests",
+        "device", "host", "others", "num_device_children",
+        "hit_count", "priority", "created", "stored",
+    )  # fmt: skip
+
+    def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
+        self.parent = parent
+        self.children: Mapping[Hashable, Node] = _NO_CHILDREN
+        self.row: Hashable = None
+        self.tokens: npt.NDArray[Any] = NO_PAGES
+        self.extras: Extras | None = None
+        self.space: Namespace = PLAIN
+        self.start = start
+        self.end = end
+        self.digests = b""
+        self.device = Residency(self)
+        self.host = Residency(self)
+        self.others = tuple(Residency(self) for _ in range(2 * num_others)) if num_others else ()
+        self.num_device_children = 0
+        self.hit_count = 0
+        self.priority = 0
+        self.created = 0
+        self.stored = False
+
+    def __repr__(self) -> str:
+        return f"Node([{self.start}, {self.end}), children={len(self.children)})"
+
+    @property
+    def num_pages(self) -> int:
+        return self.end - self.start
+
+    def residency(self, component: int, tier: int) -> Residency:
+        """What the node holds of `component` in `tier`."""
+        if component:
+            return self.others[2 * component - 2 + tier]
+        return self.host if tier else self.device
+
+    def resident(self, tier: int, component: int = 0) -> bool:
+        """Whether the node has pages of `component` in `tier`. True for the root."""
+        return self.residency(component, tier).pages is not None
+
+    def adopt_child(self, child: Node) -> None:
+        if not self.children:
+            self.children = {}
+        self.children[child.row] = child  # type: ignore[index]
+
+    def disown_child(self, child: Node) -> None:
+        assert self.children[child.row] is child, f"{child} is no child of {self}"
+        if len(self.children) == 1:
+            self.children = _NO_CHILDREN
+        else:
+            del self.children[child.row]  # type: ignore[attr-defined]
+        child.parent = None

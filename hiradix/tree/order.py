@@ -1,0 +1,124 @@
+"""Eviction orders: which unlocked data leaves next.
+
+Being in the order means being evictable, so `num_pages` is the evictable total and nothing locked is ever
+looked at. The tree pushes what becomes evictable, removes what is locked, and takes `coldest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from hiradix.tree.node import Component, Residency, Tier
+
+
+@dataclass(frozen=True)
+class OrderContext:
+    """What an order is made for. backbone: its entries may only leave leaf first."""
+
+    component: Component
+    tier: Tier
+    page_size: int
+    backbone: bool
+
+
+class EvictionOrder(Protocol):
+    """The order of one (component, tier). Deterministic: equal calls give equal victims."""
+
+    num_pages: int
+
+    def push(self, entries: Iterable[Residency]) -> None:
+        """Entries have become evictable; the last is the hottest. In a backbone they come deepest first."""
+
+    def remove(self, entries: Iterable[Residency]) -> None:
+        """Entries were locked or dropped. Each is in the order."""
+
+    def coldest(self) -> Residency | None:
+        """The next victim; of a backbone one whose node is a leaf of its tier. None: nothing is evictable."""
+
+    def victims(self, num_pages: int) -> list[Residency]:
+        """What evicting `num_pages` would take, in that order, if nothing changes in between."""
+
+    def split(self, entry: Residency, upper: Residency) -> None:
+        """`upper` was cut off the front of `entry`, which is in the order; both are now."""
+
+    def expose(self, entry: Residency) -> None:
+        """The node of `entry`, which is in the order, has become a leaf of its tier."""
+
+    def __iter__(self) -> Iterator[Residency]:
+        """All entries, in no order a caller may rely on."""
+
+
+OrderFactory = Callable[[OrderContext], EvictionOrder]
+
+
+class LruOrder:
+    """Least recently unlocked first: an intrusive ring, O(1) for everything.
+
+    A backbone path is pushed deepest first, so an ancestor is always hotter than its descendants and the
+    coldest is always a leaf (invariant 5).
+    """
+
+    __slots__ = ("num_pages", "_end", "_upper_is_hotter")
+
+    def __init__(self, context: OrderContext):
+        self.num_pages = 0
+        self._upper_is_hotter = context.backbone
+        self._end = end = Residency(None)  # of the ring: end.hotter is the coldest, end.colder the hottest
+        end.hotter = end.colder = end
+
+    def __iter__(self) -> Iterator[Residency]:
+        """All entries, coldest first."""
+        entry = self._end.hotter
+        while entry is not self._end:
+            assert entry is not None
+            yield entry
+            entry = entry.hotter
+
+    def coldest(self) -> Residency | None:
+        entry = self._end.hotter
+        return None if entry is self._end else entry
+
+    def victims(self, num_pages: int) -> list[Residency]:
+        found: list[Residency] = []
+        for entry in self:
+            if num_pages <= 0:
+                break
+            assert entry.pages is not None
+            num_pages -= len(entry.pages)
+            found.append(entry)
+        return found
+
+    def push(self, entries: Iterable[Residency]) -> None:
+        end = self._end
+        hottest = end.colder
+        count = 0
+        for entry in entries:
+            entry.colder = hottest
+            hottest.hotter = entry  # type: ignore[union-attr]
+            hottest = entry
+            count += len(entry.pages)  # type: ignore[arg-type]
+        hottest.hotter = end  # type: ignore[union-attr]
+        end.colder = hottest
+        self.num_pages += count
+
+    def remove(self, entries: Iterable[Residency]) -> None:
+        count = 0
+        for entry in entries:
+            hotter, colder = entry.hotter, entry.colder
+            hotter.colder = colder  # type: ignore[union-attr]
+            colder.hotter = hotter  # type: ignore[union-attr]
+            entry.hotter = entry.colder = None
+            count += len(entry.pages)  # type: ignore[arg-type]
+        self.num_pages -= count
+
+    def split(self, entry: Residency, upper: Residency) -> None:
+        colder = entry if self._upper_is_hotter else entry.colder
+        assert colder is not None and colder.hotter is not None
+        upper.colder, upper.hotter = colder, colder.hotter
+        colder.hotter.colder = upper
+        colder.hotter = upper
+
+    def expose(self, entry: Residency) -> None:
+        pass  # a ring needs no telling: descendants are always colder

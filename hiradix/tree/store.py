@@ -1,0 +1,180 @@
+"""What is resident where: the one place that gives pages to a node or takes them from it.
+
+Keeps in step what follows from that: the eviction orders, the counts, the holds (see `pins`) and the
+existence of nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hiradix.tree.node import BACKBONE, Component, Ids, Node, Pages, Residency, Tier
+from hiradix.tree.order import OrderContext, OrderFactory
+from hiradix.tree.pins import Pinning, held
+from hiradix.tree.records import Freed
+
+
+class Dropped:
+    """Pages taken from nodes, gathered per (component, tier)."""
+
+    def __init__(self) -> None:
+        self._pages: dict[tuple[int, int], list[Pages]] = {}
+
+    def add(self, component: int, tier: int, pages: Pages) -> None:
+        self._pages.setdefault((component, tier), []).append(pages)
+
+    def freed(self) -> list[Freed]:
+        return [
+            Freed(component, Tier(tier), parts[0] if len(parts) == 1 else np.concatenate(parts))
+            for (component, tier), parts in self._pages.items()
+        ]
+
+
+class Store:
+    """Residencies of all nodes. num_resident[component][tier] counts pages."""
+
+    def __init__(self, components: Sequence[Component], page_size: int, make_order: OrderFactory):
+        self.components = tuple(components)
+        self.page_size = page_size
+        self._make_order = make_order
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.orders = [
+            [self._make_order(OrderContext(component, tier, self.page_size, c == BACKBONE)) for tier in Tier]
+            for c, component in enumerate(self.components)
+        ]
+        self.num_resident = [[0] * len(Tier) for _ in self.components]
+        self.pins = Pinning(self.orders)
+
+    # -- giving -----------------------------------------------------------------------------
+
+    def take(self, node: Node, component: int, tier: int, pages: Ids) -> Residency | None:
+        """Give a node pages it does not have. Returns the entry if the caller must `push_taken` it."""
+        entry = node.residency(component, tier)
+        assert entry.pages is None, f"{node} has pages of component {component} in tier {tier}"
+        entry.pages = np.array(pages, np.int32)  # the node's own: it never keeps a caller's array alive
+        self.num_resident[component][tier] += len(pages)
+        if component == BACKBONE and tier == Tier.DEVICE:
+            assert node.parent is not None
+            node.parent.num_device_children += 1
+            if node.host.pages is not None and node.host.lock_ref == 0:
+                self.orders[BACKBONE][Tier.HOST].expose(node.host)  # a mirror may go at any time
+        if entry.lock_ref == 0:
+            return entry
+        if node.residency(component, 1 - tier).pages is not None:
+            self.pins.release(node, component, 1 - tier)
+        elif held(node, component, tier):
+            self.pins.hold(node, component, tier)
+        return None
+
+    def push_taken(self, entries: Sequence[Residency], component: int, tier: int) -> None:
+        """Put what `take` returned, deepest first along one path, into the order.
+
+        In a backbone their unlocked ancestors follow, so that they stay hotter (invariant 5).
+        Others serve deep boundaries better, so there the ancestors go first.
+        """
+        order = self.orders[component][tier]
+        if component == BACKBONE:
+            fresh = set(map(id, entries))
+            path = list(_evictable_path(entries[0].node, tier))
+            order.remove([entry for entry in path if id(entry) not in fresh])
+            order.push(path)
+            return
+        order.push(reversed(entries))
+        for entry in entries:
+            assert entry.node is not None
+            if held(entry.node, component, tier):
+                self.pins.hold(entry.node, component, tier)
+
+    def split(self, node: Node, upper: Node, at: int) -> None:
+        """Hand the first `at` pages of each residency of `node` to `upper`. Both get arrays of their own."""
+        for c, component in enumerate(self.components):
+            for tier in Tier:
+                low = node.residency(c, tier)
+                if low.pages is not None and component.per_page:
+                    upper.residency(c, tier).pages = low.pages[:at].copy()
+                    low.pages = low.pages[at:].copy()
+
+    def link_split(self, node: Node, upper: Node) -> None:
+        """Put the residencies of `upper`, whose lock_refs are set, beside those of `node`."""
+        for c in range(len(self.components)):
+            for tier in Tier:
+                up, low = upper.residency(c, tier), node.residency(c, tier)
+                if up.pages is not None and low.lock_ref == 0:
+                    self.orders[c][tier].split(low, up)
+
+    # -- taking -----------------------------------------------------------------------------
+
+    def drop(self, node: Node, component: int, tier: int, out: Dropped) -> None:
+        """Take a node's unlocked pages; the backbone takes the other components of that tier along.
+
+        A node that is left without a backbone leaves the tree, and its descendants, all of them
+        host-only, leave with it.
+        """
+        if component != BACKBONE:
+            self._drop_entry(node, component, tier, out)
+            return
+        for c in range(len(self.components) - 1, -1, -1):
+            if node.residency(c, tier).pages is not None:
+                self._drop_entry(node, c, tier, out)
+        if tier == Tier.DEVICE:
+            self._device_child_left(node)
+        if node.device.pages is None and node.host.pages is None:
+            self.unlink(node, out)
+
+    def unlink(self, node: Node, out: Dropped) -> None:
+        """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""
+        parent = node.parent
+        assert parent is not None, f"{node} has left the tree before"
+        if node.device.pages is not None:
+            self._device_child_left(node)
+        parent.disown_child(node)
+        stack = [node]
+        while stack:
+            gone = stack.pop()
+            stack.extend(gone.children.values())
+            gone.parent = None
+            for c in range(len(self.components)):
+                for tier in Tier:
+                    entry = gone.residency(c, tier)
+                    assert entry.lock_ref == 0, f"{gone} is locked in {tier.name} and would be orphaned"
+                    if entry.pages is not None:
+                        self._drop_entry(gone, c, tier, out)
+        host = parent.host
+        if not parent.children and host.pages is not None and parent.device.pages is None:
+            if host.lock_ref == 0 and parent.parent is not None:
+                self.orders[BACKBONE][Tier.HOST].expose(host)
+
+    def _drop_entry(self, node: Node, component: int, tier: int, out: Dropped) -> None:
+        entry = node.residency(component, tier)
+        pages = entry.pages
+        assert pages is not None and entry.lock_ref == 0, (
+            f"{node} component {component} tier {tier} is locked"
+        )
+        self.orders[component][tier].remove((entry,))
+        entry.pages = None
+        self.num_resident[component][tier] -= len(pages)
+        out.add(component, tier, pages)
+
+    def _device_child_left(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        parent.num_device_children -= 1
+        if parent.num_device_children == 0 and parent.device.lock_ref == 0 and parent.parent is not None:
+            self.orders[BACKBONE][Tier.DEVICE].expose(parent.device)
+
+
+def _evictable_path(node: Node | None, tier: int) -> Iterator[Residency]:
+    """Backbone entries of `tier` from `node` up to the first locked one, deepest first."""
+    assert node is not None
+    while node.parent is not None:
+        entry = node.host if tier else node.device
+        if entry.lock_ref:
+            return
+        if entry.pages is not None:
+            yield entry
+        node = node.parent

@@ -1,0 +1,390 @@
+"""A radix tree over pages of tokens: which pages hold which prefix, in which tier.
+
+Token rows and page ids only: no tensors, threads, requests or policy numbers. The tree owns no memory; what
+it no longer refers to, it returns to the caller. One thread.
+
+Invariants, checked by `RadixTree.check` under these numbers:
+  1. The device backbone residency is a subtree that contains the root; below it every node has host
+     backbone data. So a match is a device part, then a host part.
+  2. A node exists iff its backbone is resident in some tier.
+  3. Other components are resident in a tier only where the backbone is.
+  4. A residency is in its eviction order iff it has pages and lock_ref == 0.
+  5. The next victim of a backbone order has no device descendants (device) or no children, unless it is
+     on the device too (host); in LRU order because an ancestor is hotter than its descendants.
+  6. lock_ref is what `pins` says; a lock never loses the only copy of what it covers.
+  7. Runs: a child starts where its parent ends, is found by its first row, differs from its siblings
+     there, and holds exactly its pages' tokens and ids, in arrays of its own.
+  8. num_pages of the orders, num_resident and num_device_children equal what a walk counts.
+  9. Known page hashes are those of the path from the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from hiradix.tree import removal, rows
+from hiradix.tree.check import check_tree
+from hiradix.tree.hashing import PageRows
+from hiradix.tree.key import RadixKey
+from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Ids, Node, Pages, Tier
+from hiradix.tree.order import LruOrder, OrderFactory
+from hiradix.tree.pins import pins_of_split
+from hiradix.tree.records import Freed, Insertion, Lock, Match, Segment
+from hiradix.tree.render import render_tree
+from hiradix.tree.runs import matched_pages, own_tokens, split_run
+from hiradix.tree.store import Store
+
+
+class RadixTree:
+    """See the module's docstring. components[0] is the backbone: full attention, every page its own data."""
+
+    def __init__(
+        self, page_size: int, components: Sequence[Component] = (FULL,), *, order: OrderFactory = LruOrder
+    ):
+        assert page_size > 0, page_size
+        assert components[BACKBONE].reach == UNBOUNDED and components[BACKBONE].per_page, components
+        self.page_size = page_size
+        self.components = tuple(components)
+        self._store = Store(components, page_size, order)
+        self._created = 0
+        self.root = self._make_root()
+
+    def _make_root(self) -> Node:
+        root = Node(None, 0, 0, len(self.components) - 1)
+        for tier in Tier:
+            for c in range(len(self.components)):
+                root.residency(c, tier).pages = NO_PAGES
+        return root
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def match(self, key: RadixKey) -> Match:
+        """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
+        node = self._walk(self.root, key)
+        if len(self.components) > 1:
+            return self._match_reaches(node)
+        device_node = node
+        while device_node.device.pages is None:
+            assert device_node.parent is not None
+            device_node = device_node.parent
+        return Match(device_node, node)
+
+    def _match_reaches(self, deepest: Node) -> Match:
+        """As `match`, where components other than the backbone have a say too."""
+        device_node = loadable_node = self.root
+        reaches = [component.reach for component in self.components]
+        device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
+        loadable_run = list(device_run)
+        for node in reversed(list(self.path(deepest))):
+            for c in range(len(reaches)):
+                on_device, on_host = node.resident(Tier.DEVICE, c), node.resident(Tier.HOST, c)
+                device_run[c] = _extended(device_run[c], node, on_device)
+                loadable_run[c] = _extended(loadable_run[c], node, on_device or on_host)
+            if all(run >= reach for run, reach in zip(device_run, reaches)):
+                device_node = node
+            if all(run >= reach for run, reach in zip(loadable_run, reaches)):
+                loadable_node = node
+        return Match(device_node, loadable_node)
+
+    def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
+        """Nodes from `node` up that start at page `floor` or later, deepest first, without the root."""
+        at: Node | None = node
+        while at is not None and at.parent is not None and at.start >= floor:
+            yield at
+            at = at.parent
+
+    def floor(self, node: Node, component: int) -> int:
+        """The page from which on `component` is needed for a boundary at `node`; the start of a node."""
+        reach, floor = self.components[component].reach, node.end
+        if reach == UNBOUNDED:
+            return 0
+        for n in self.path(node):
+            if node.end - n.end >= reach:
+                break
+            floor = n.start
+        return floor
+
+    def pages(self, node: Node, tier: Tier, start: int = 0, component: int = BACKBONE) -> Pages:
+        """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
+
+        All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
+        """
+        parts = []
+        for n in self.path(node):
+            if n.end <= start:
+                break
+            pages = n.residency(component, tier).pages
+            assert pages is not None, f"component {component} of {n} is not in {tier.name}"
+            parts.append(pages if n.start >= start else pages[start - n.start :])
+        if len(parts) == 1:
+            return parts[0]
+        parts.reverse()
+        return np.concatenate(parts) if parts else NO_PAGES
+
+    def all_pages(self, tier: Tier, component: int = BACKBONE) -> Pages:
+        """Every page id of `component` in `tier`. O(tree)."""
+        entries = (n.residency(component, tier).pages for n in self.nodes())
+        return np.concatenate([NO_PAGES, *(pages for pages in entries if pages is not None)])
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def missing(self, node: Node, source: Tier, target: Tier) -> list[Segment]:
+        """What to copy from `source` so that `node` is usable in `target`; per component, root first.
+
+        Splits do not invalidate segments: give their pages to `adopt` by the node they end in.
+        """
+        segments: list[Segment] = []
+        for c in range(len(self.components)):
+            found = []
+            for n in self.path(node, self.floor(node, c)):
+                pages = n.residency(c, source).pages
+                if pages is not None and not n.resident(target, c):
+                    found.append(Segment(n, c, n.start, n.end, pages))
+            segments.extend(reversed(found))
+        return segments
+
+    def evictable_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages nothing locks. O(1)."""
+        return self._store.orders[component][tier].num_pages
+
+    def resident_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages in the tree. O(1)."""
+        return self._store.num_resident[component][tier]
+
+    def protected_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages something locks. O(1)."""
+        return self.resident_pages(tier, component) - self.evictable_pages(tier, component)
+
+    # -- locking ----------------------------------------------------------------------------
+
+    def lock(self, node: Node, tier: Tier) -> Lock:
+        """Keep what makes `node` usable in `tier` until `unlock`. O(path not yet locked).
+
+        Where the path has its data only in the other tier, it is kept there: so a lock in HOST keeps
+        `node` loadable, and a lock in DEVICE what is still to be loaded.
+        """
+        assert node.parent is not None or node is self.root, f"{node} has left the tree"
+        pins = self._store.pins
+        pins.pin(node, tier)
+        if len(self.components) == 1:
+            return Lock(node, tier, (0,))
+        floors = tuple(self.floor(node, c) for c in range(len(self.components)))
+        for c in range(1, len(floors)):
+            for n in self.path(node, floors[c]):
+                pins.pin_other(n, c, tier)
+        return Lock(node, tier, floors)
+
+    def unlock(self, lock: Lock) -> None:
+        """Give a lock back; what nothing else locks becomes evictable, as the hottest. Once per lock.
+
+        Locks from before a `clear` are void: unlocking them does nothing.
+        """
+        pins = self._store.pins
+        for c in range(1, len(lock.floors)):
+            for n in reversed(list(self.path(lock.node, lock.floors[c]))):
+                pins.unpin_other(n, c, lock.tier)
+        pins.unpin(lock.node, lock.tier)
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def insert(
+        self, key: RadixKey, tier: Tier, pages: Sequence[Ids], at: Lock | None = None,
+        priority: int = 0,
+    ) -> Insertion:  # fmt: skip
+        """Add `key`'s whole pages; pages[c] are component c's ids of the last len(pages[c]) of them.
+
+        at: a lock the caller holds on a prefix of `key`; the walk starts there, so the cost does not depend
+            on the prefix's length. It stays the caller's.
+        pages[0] must reach back to what the tree has in `tier` (DEVICE) or at all (HOST).
+        Where the tree has other pages already, the given ones come back as duplicates; its own given
+        again are no duplicates. Returns a lock on the whole key. Hits and `priority` (the larger counts)
+        are noted on the nodes below `at`.
+        """
+        start = at.node if at is not None else self.root
+        num_pages = len(key) // self.page_size
+        assert num_pages >= start.end, f"a key of {num_pages} pages continued from page {start.end}"
+        assert start.parent is None or start.space == key.space, f"{key} continued from {start.space}"
+        node = self._walk(start, key)
+        if node.end < num_pages:
+            node = self._grow(node, key, num_pages)
+        lock = self.lock(node, tier)
+        duplicates = [self.adopt(node, c, tier, given) for c, given in enumerate(pages)]
+        for n in self.path(node, start.end):
+            n.hit_count += 1
+            if priority > n.priority:
+                n.priority = priority
+        return Insertion(lock, duplicates)
+
+    def hit(self, node: Node) -> None:
+        """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
+        for n in self.path(node):
+            n.hit_count += 1
+
+    def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
+        """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none.
+
+        Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
+        node where `pages` begin inside it and it has none.
+        """
+        per_page = self.components[component].per_page
+        start = node.end - len(pages) if per_page else node.start
+        assert start >= 0, f"{len(pages)} pages end at page {node.end}"
+        taken, refused = [], []
+        at: Node | None = node if len(pages) else None
+        while at is not None and at.end > start:
+            entry = at.residency(component, tier)
+            backed = component == BACKBONE or at.resident(tier)
+            if entry.pages is None and backed and at.start < start:
+                self._split(at, start - at.start)
+            lo = max(at.start, start)
+            given = pages[lo - start : at.end - start] if per_page else pages
+            if entry.pages is not None:
+                own = entry.pages[lo - at.start :][: len(given)]
+                refused.append(given[given != own])
+            elif backed:
+                if (pushed := self._store.take(at, component, tier, given)) is not None:
+                    taken.append(pushed)
+            else:
+                refused.append(given)
+            top, at = at, at.parent if per_page else None
+        if len(pages) and component == BACKBONE and tier == Tier.DEVICE:
+            assert top.parent is not None and top.parent.resident(tier), (
+                f"device pages below {top.parent}, which has none"
+            )
+        if taken:
+            self._store.push_taken(taken, component, tier)
+        if not refused:
+            return NO_PAGES
+        return (refused[0] if len(refused) == 1 else np.concatenate(refused)).astype(np.int32, copy=False)
+
+    # -- removing ---------------------------------------------------------------------------
+
+    def evict(self, component: int, tier: Tier, num_pages: int) -> list[Freed]:
+        """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
+
+        Whole nodes go, so it may be more. Returns exactly what was dropped: of a backbone, other
+        components of the node too; of a device node without host copy, its host-only descendants too.
+        """
+        return removal.evict(self._store, component, tier, num_pages)
+
+    def coldest(self, component: int, tier: Tier, num_pages: int) -> list[Node]:
+        """The nodes that evicting `num_pages` would take, in that order. Changes nothing."""
+        victims = self._store.orders[component][tier].victims(num_pages)
+        return [entry.node for entry in victims if entry.node is not None]
+
+    def demote(self, node: Node) -> list[Freed]:
+        """Drop `node`'s device copy if it has a host copy, no device children and no lock; else nothing."""
+        return removal.demote(self._store, node)
+
+    def drop(self, node: Node) -> list[Freed]:
+        """Take `node` and its descendants out of the tree. Nothing there may be locked."""
+        return removal.drop(self._store, node)
+
+    def drop_device(self, node: Node) -> list[Freed] | None:
+        """Drop the device data of `node` and its descendants; None, and nothing, while any of it is locked.
+
+        Nodes with a host copy stay as host nodes, unless they are below one without.
+        """
+        return removal.drop_device(self._store, node)
+
+    def clear(self) -> list[Freed]:
+        """Drop everything, locked or not. Locks and nodes from before are void."""
+        freed = removal.clear(self._store, self.nodes())
+        self.root = self._make_root()
+        return freed
+
+    # -- hashes -----------------------------------------------------------------------------
+
+    def page_rows(self, node: Node, start: int) -> PageRows:
+        """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
+        return rows.page_rows(node, start, self.page_size)
+
+    def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
+        """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.
+
+        s <= start is the last page whose prior is known from the path of `node`.
+        """
+        return rows.key_rows(key, node, (start, end), self.page_size)
+
+    def set_hashes(self, node: Node, start: int, digests: Sequence[bytes]) -> None:
+        """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
+        rows.set_hashes(node, start, digests)
+
+    def hashes(self, node: Node) -> list[bytes] | None:
+        """The node's own page hashes, or None if they are not all known."""
+        return rows.hashes(node)
+
+    def path_key(self, node: Node) -> RadixKey:
+        """The key that `node`'s path spells. A copy."""
+        return rows.path_key(node, self.page_size)
+
+    def forget_stored(self) -> None:
+        """Reset every node's `stored` hint. O(tree)."""
+        for node in self.nodes():
+            node.stored = False
+
+    # -- looking ----------------------------------------------------------------------------
+
+    def render(self) -> str:
+        """The tree as text: a line per node with its pages, tiers, locks and hits."""
+        return render_tree(self.root, self.components)
+
+    def check(self, locks: Iterable[Lock] | None = None) -> None:
+        """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
+        check_tree(self, self._store, locks)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _walk(self, node: Node, key: RadixKey) -> Node:
+        """The deepest node below `node` that lies on `key`, cut to the part that does."""
+        size, num_pages = self.page_size, len(key) // self.page_size
+        while node.end < num_pages:
+            child = node.children.get(key.row(node.end, size))
+            if child is None:
+                break
+            matched = matched_pages(child, key, num_pages, size)
+            if matched < child.end - child.start:
+                return self._split(child, matched)
+            node = child
+        return node
+
+    def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
+        leaf = Node(parent, parent.end, end, len(self.components) - 1)
+        size = self.page_size
+        leaf.tokens = own_tokens(key.tokens[leaf.start * size : end * size + key.space.lookahead])
+        leaf.extras = key.extras_of(leaf.start, end)
+        leaf.space = parent.space if parent.parent is not None else key.space
+        leaf.row = key.row(leaf.start, size)
+        self._created += 1
+        leaf.created = self._created
+        parent.adopt_child(leaf)
+        return leaf
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut `node`'s first `at` pages off into a new parent, and return that."""
+        parent = node.parent
+        assert parent is not None and 0 < at < node.num_pages, (node, at)
+        upper = Node(parent, node.start, node.start + at, len(self.components) - 1)
+        self._store.split(node, upper, at)
+        pins_of_split(node, upper, len(self.components))
+        split_run(node, upper, self.page_size)
+        for name in ("space", "hit_count", "priority", "created", "stored"):
+            setattr(upper, name, getattr(node, name))
+        upper.num_device_children = int(node.device.pages is not None)
+        upper.adopt_child(node)
+        parent.adopt_child(upper)
+        node.parent = upper
+        self._store.link_split(node, upper)
+        return upper
+
+
+def _extended(run: int, node: Node, present: bool) -> int:
+    return min(run + node.num_pages, UNBOUNDED) if present else 0
