@@ -115,7 +115,13 @@ async def _no_engine(request: Request, error: Exception) -> Response:
 
 def create_app(service: Service, settings: AppSettings) -> FastAPI:
     """The application; it starts and stops nothing, `service` is the caller's."""
-    app = FastAPI(title="hiradix", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="hiradix",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)
     admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text))
     app.include_router(OpenAI(service, settings.model_name, metrics).router)
