@@ -20,43 +20,29 @@ Invariants, checked by `RadixTree.check` under these numbers:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hiradix.tree import removal, rows
 from hiradix.tree.check import check_tree
-from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
 from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Ids, Node, Pages, Tier
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.pins import pins_of_split
-from hiradix.tree.records import Freed, Insertion, Lock, Match, Segment
-from hiradix.tree.render import render_tree
+from hiradix.tree.records import Freed, Insertion, Lock, Match
 from hiradix.tree.runs import matched_pages, own_tokens, split_run
-from hiradix.tree.store import Store
+from hiradix.tree.view import TreeView
 
 
-class RadixTree:
+class RadixTree(TreeView):
     """See the module's docstring. components[0] is the backbone: full attention, every page its own data."""
 
     def __init__(
         self, page_size: int, components: Sequence[Component] = (FULL,), *, order: OrderFactory = LruOrder
     ):
-        assert page_size > 0, page_size
-        assert components[BACKBONE].reach == UNBOUNDED and components[BACKBONE].per_page, components
-        self.page_size = page_size
-        self.components = tuple(components)
-        self._store = Store(components, page_size, order)
+        super().__init__(page_size, components, order)
         self._created = 0
-        self.root = self._make_root()
-
-    def _make_root(self) -> Node:
-        root = Node(None, 0, 0, len(self.components) - 1)
-        for tier in Tier:
-            for c in range(len(self.components)):
-                root.residency(c, tier).pages = NO_PAGES
-        return root
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -87,81 +73,6 @@ class RadixTree:
             if all(run >= reach for run, reach in zip(loadable_run, reaches)):
                 loadable_node = node
         return Match(device_node, loadable_node)
-
-    def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
-        """Nodes from `node` up that start at page `floor` or later, deepest first, without the root."""
-        at: Node | None = node
-        while at is not None and at.parent is not None and at.start >= floor:
-            yield at
-            at = at.parent
-
-    def floor(self, node: Node, component: int) -> int:
-        """The page from which on `component` is needed for a boundary at `node`; the start of a node."""
-        reach, floor = self.components[component].reach, node.end
-        if reach == UNBOUNDED:
-            return 0
-        for n in self.path(node):
-            if node.end - n.end >= reach:
-                break
-            floor = n.start
-        return floor
-
-    def pages(self, node: Node, tier: Tier, start: int = 0, component: int = BACKBONE) -> Pages:
-        """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
-
-        All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
-        """
-        parts = []
-        for n in self.path(node):
-            if n.end <= start:
-                break
-            pages = n.residency(component, tier).pages
-            assert pages is not None, f"component {component} of {n} is not in {tier.name}"
-            parts.append(pages if n.start >= start else pages[start - n.start :])
-        if len(parts) == 1:
-            return parts[0]
-        parts.reverse()
-        return np.concatenate(parts) if parts else NO_PAGES
-
-    def all_pages(self, tier: Tier, component: int = BACKBONE) -> Pages:
-        """Every page id of `component` in `tier`. O(tree)."""
-        entries = (n.residency(component, tier).pages for n in self.nodes())
-        return np.concatenate([NO_PAGES, *(pages for pages in entries if pages is not None)])
-
-    def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-    def missing(self, node: Node, source: Tier, target: Tier) -> list[Segment]:
-        """What to copy from `source` so that `node` is usable in `target`; per component, root first.
-
-        Splits do not invalidate segments: give their pages to `adopt` by the node they end in.
-        """
-        segments: list[Segment] = []
-        for c in range(len(self.components)):
-            found = []
-            for n in self.path(node, self.floor(node, c)):
-                pages = n.residency(c, source).pages
-                if pages is not None and not n.resident(target, c):
-                    found.append(Segment(n, c, n.start, n.end, pages))
-            segments.extend(reversed(found))
-        return segments
-
-    def evictable_pages(self, tier: Tier, component: int = BACKBONE) -> int:
-        """Pages nothing locks. O(1)."""
-        return self._store.orders[component][tier].num_pages
-
-    def resident_pages(self, tier: Tier, component: int = BACKBONE) -> int:
-        """Pages in the tree. O(1)."""
-        return self._store.num_resident[component][tier]
-
-    def protected_pages(self, tier: Tier, component: int = BACKBONE) -> int:
-        """Pages something locks. O(1)."""
-        return self.resident_pages(tier, component) - self.evictable_pages(tier, component)
 
     # -- locking ----------------------------------------------------------------------------
 
@@ -303,39 +214,14 @@ class RadixTree:
 
     # -- hashes -----------------------------------------------------------------------------
 
-    def page_rows(self, node: Node, start: int) -> PageRows:
-        """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
-        return rows.page_rows(node, start, self.page_size)
-
-    def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
-        """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.
-
-        s <= start is the last page whose prior is known from the path of `node`.
-        """
-        return rows.key_rows(key, node, (start, end), self.page_size)
-
     def set_hashes(self, node: Node, start: int, digests: Sequence[bytes]) -> None:
         """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
         rows.set_hashes(node, start, digests)
-
-    def hashes(self, node: Node) -> list[bytes] | None:
-        """The node's own page hashes, or None if they are not all known."""
-        return rows.hashes(node)
-
-    def path_key(self, node: Node) -> RadixKey:
-        """The key that `node`'s path spells. A copy."""
-        return rows.path_key(node, self.page_size)
 
     def forget_stored(self) -> None:
         """Reset every node's `stored` hint. O(tree)."""
         for node in self.nodes():
             node.stored = False
-
-    # -- looking ----------------------------------------------------------------------------
-
-    def render(self) -> str:
-        """The tree as text: a line per node with its pages, tiers, locks and hits."""
-        return render_tree(self.root, self.components)
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
