@@ -131,7 +131,7 @@ class RadixCache:
             storage_attached=storage is not None,
             storage_backend=storage_name,
             storage=dict(storage.stats()) if storage is not None else {},
-            controller=dict(controller.stats()) if controller is not None else {},
+            transfers=controller.stats() if controller is not None else None,
             **{name: count * size for name, count in total.items()},
         )
 

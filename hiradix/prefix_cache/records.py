@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hiradix.transfer import TransferStats
 from hiradix.tree import Lock, Node, RadixKey
 
 
@@ -142,4 +143,4 @@ class CacheStats:
     storage_attached: bool
     storage_backend: str | None
     storage: dict[str, Any]
-    controller: dict[str, Any]
+    transfers: TransferStats | None
