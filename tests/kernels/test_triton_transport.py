@@ -28,7 +28,7 @@ def check_pair(shape: CacheShape, layout: str, page_size: int = 4) -> None:
     for layer in range(shape.num_layers):
         kernel.copy_pages(host, device, host_pages, into, range(layer, layer + 1))
         torch_copy.copy_pages(reference, twin, host_pages, into, range(layer, layer + 1))
-    assert all(seen.equal(want) for seen, want in zip(contents(device), contents(twin), strict=True))
+        assert all(seen.equal(want) for seen, want in zip(contents(device), contents(twin), strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,6 +61,15 @@ def test_keys_and_values_go_in_one_launch(name: str, layout: str, launches: int)
     device, host = device_pool(shape, 2, 1), host_pool(shape, 2, layout, 2)
     assert len(plan_copies(device, host)) == launches
     assert len(plan_copies(host, device)) == launches
+
+
+def test_pages_in_one_piece_are_copied_as_one_row() -> None:
+    shape = SHAPES["mha"]
+    device = device_pool(shape, 2, 1)
+    for layout, rows in (("layer_first", 1), ("page_first_direct", 1), ("page_blob", 1), ("page_first", 4)):
+        host, transport = host_pool(shape, 2, layout, 2), TritonTransport()
+        (table,) = transport._tables_of(device, host)
+        assert table.plan.src.rows == rows
 
 
 def test_rows_of_odd_size_fall_back_to_torch() -> None:

@@ -66,6 +66,7 @@ def test_both_directions_every_layout_and_kind(
     host = host_pool(shape, NUM_PAGES, layout, seed=2)
     run_copy(device, host, [(4, 0), (5, 1), (1, 5)], None)
     run_copy(host, device, [(0, 3), (2, 1), (3, 2), (5, 6)], None)
+    run_copy(device, host, [(1, 4), (2, 2), (3, 3), (5, 0), (5, 1)], None)
     run_copy(host, device, [(1, 6), (4, 2)], range(shape.num_layers - 1, shape.num_layers))
 
 
@@ -109,15 +110,17 @@ def copies(draw: st.DrawFn) -> tuple[CacheShape, str, list[tuple[int, int]], ran
 
 
 @settings(max_examples=60, deadline=None)
-@given(copies(), st.booleans(), st.integers(1, 3))
+@given(copies(), st.booleans(), st.integers(1, 3), st.sampled_from([0, 1 << 20]))
 def test_any_lists_and_layers(
-    case: tuple[CacheShape, str, list[tuple[int, int]], range], to_host: bool, page_size: int
+    case: tuple[CacheShape, str, list[tuple[int, int]], range], to_host: bool, page_size: int, run_bytes: int
 ) -> None:
     shape, layout, pairs, span = case
     device = device_pool(shape, NUM_PAGES, seed=1, page_size=page_size)
     host = host_pool(shape, NUM_PAGES, layout, seed=2, page_size=page_size)
     src, dst = (device, host) if to_host else (host, device)
-    run_copy(src, dst, pairs, span)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_module, "_RUN_BYTES", run_bytes)
+        run_copy(src, dst, pairs, span)
 
 
 def test_separately_allocated_layers(monkeypatch: pytest.MonkeyPatch) -> None:
