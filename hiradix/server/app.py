@@ -75,6 +75,7 @@ class Information:
             **dataclasses.asdict(self._admin.view),
             "engine": dataclasses.asdict(snapshot.engine),
             "cache": {**dataclasses.asdict(snapshot.cache), "cache_type": snapshot.cache_type},
+            "transfers": {kind: dataclasses.asdict(t) for kind, t in snapshot.transfers.items()},
             "storage": {"backend": snapshot.storage_backend, "figures": redact(dict(snapshot.storage))},
             "hicache_l3_cache_layout": self._admin.layout_json(),
             "kv_events": None,

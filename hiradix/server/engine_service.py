@@ -19,7 +19,9 @@ from hiradix.server.service import (
     Outcome,
     Snapshot,
     Tokenizer,
+    TransferFigures,
 )
+from hiradix.transfer import TransferStats
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +144,16 @@ def _drain(engine: Engine, timeout_s: float) -> bool:
     return True if drain is None else bool(drain(timeout_s))
 
 
+def _transfers(stats: TransferStats | None) -> dict[str, TransferFigures]:
+    kinds = stats.kinds if stats is not None else {}
+    return {
+        kind.value: TransferFigures(
+            count.num_results, sum(count.failures.values()), count.num_bytes, count.busy_s
+        )
+        for kind, count in kinds.items()
+    }
+
+
 def snapshot_of(engine: Engine) -> Snapshot:
     """Engine and cache figures; runs on the engine thread."""
     cache: Any = engine.cache
@@ -150,6 +162,7 @@ def snapshot_of(engine: Engine) -> Snapshot:
     return Snapshot(
         engine=engine.info(),
         cache=CacheFigures(**figures),
+        transfers=_transfers(stats.transfers),
         cache_type=type(cache).__name__,
         storage_backend=stats.storage_backend,
         storage=stats.storage,

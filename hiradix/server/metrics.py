@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hiradix.engine.api import Output
-from hiradix.server.service import Snapshot
+from hiradix.server.service import Snapshot, TransferFigures
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 LATENCY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -56,7 +56,9 @@ CACHE_GAUGES: tuple[Figure, ...] = (
 CACHE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:evicted_tokens", "Tokens evicted from the device.", lambda s: s.cache.evicted_device),
     ("sglang:load_back_tokens", "Tokens copied from host to device.", lambda s: s.cache.loaded),
+    ("sglang:load_back_bytes", "Bytes copied from host to device.", lambda s: _num_bytes(s, "load")),
     ("sglang:hicache_backup_tokens", "Tokens copied from device to host.", lambda s: s.cache.written),
+    ("sglang:hicache_backup_bytes", "Bytes copied from device to host.", lambda s: _num_bytes(s, "write")),
     ("hiradix:host_evicted_tokens", "Tokens evicted from the host.", lambda s: s.cache.evicted_host),
 )
 STORAGE_COUNTERS: tuple[Figure, ...] = (
@@ -66,8 +68,20 @@ STORAGE_COUNTERS: tuple[Figure, ...] = (
 )
 
 
+TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[TransferFigures], float]], ...] = (
+    ("hiradix:transfer_jobs", "Transfers that ended.", lambda t: t.num_jobs),
+    ("hiradix:transfer_failures", "Transfers that failed or were cut short.", lambda t: t.num_failed),
+    ("hiradix:transfer_bytes", "Bytes moved.", lambda t: t.num_bytes),
+    ("hiradix:transfer_busy_seconds", "Time the workers worked.", lambda t: t.busy_s),
+)
+
+
 def _total(snapshot: Snapshot) -> int:
     return max(1, snapshot.engine.max_total_tokens)
+
+
+def _num_bytes(snapshot: Snapshot, kind: str) -> int:
+    return snapshot.transfers.get(kind, TransferFigures()).num_bytes
 
 
 def _used(snapshot: Snapshot) -> int:
@@ -101,6 +115,15 @@ class SnapshotCollector:
             "sglang:storage_prefetch_unfulfilled_tokens", storage, snapshot.cache.unfulfilled
         )
         yield self._storage_figures(storage)
+        yield from self._transfers(cache)
+
+    def _transfers(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        labels = {**labels, **self._labels}
+        for name, text, value in TRANSFER_COUNTERS:
+            metric = CounterMetricFamily(name, text, labels=[*labels, "kind"])
+            for kind, figures in self._snapshot.transfers.items():
+                metric.add_metric([*labels.values(), kind], value(figures))
+            yield metric
 
     def _families(
         self,

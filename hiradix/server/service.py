@@ -65,14 +65,26 @@ class CacheFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """One kind of transfer since the start: jobs ended and failed, bytes moved, seconds the worker worked."""
+
+    num_jobs: int = 0
+    num_failed: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One reading of engine and cache for /metrics and /server_info, taken between two engine steps.
 
     `storage` holds the attached backend's own counters; `storage_backend` is None while none is attached.
+    `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
     """
 
     engine: EngineInfo
     cache: CacheFigures = CacheFigures()
+    transfers: Mapping[str, TransferFigures] = field(default_factory=dict)
     cache_type: str = "HiRadixCache"
     storage_backend: str | None = None
     storage: Mapping[str, Any] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from hiradix.engine.api import (
 )
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.auth import Keys
-from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot
+from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot, TransferFigures
 
 MODEL = "tiny"
 INFO = EngineInfo(
@@ -41,6 +41,7 @@ INFO = EngineInfo(
     num_steps=5,
     storage_attached=False,
 )
+TRANSFERS = {"load": TransferFigures(2, 1, 512, 0.5), "write": TransferFigures(num_bytes=1024)}
 
 
 class CharTokenizer:
@@ -81,7 +82,7 @@ class ScriptedService:
         self.aborted: list[str] = []
         self.calls: list[object] = []
         self.outcome = Outcome(True, "done.")
-        self.state = Snapshot(INFO, CacheFigures(host_used=7, unfulfilled={"deadline": 3}))
+        self.state = Snapshot(INFO, CacheFigures(host_used=7, unfulfilled={"deadline": 3}), TRANSFERS)
         self.asked = asyncio.Event()
         self.stopped = asyncio.Event()
 

@@ -72,6 +72,9 @@ def test_engine_and_cache_figures() -> None:
     assert value(samples, "sglang:hicache_host_used_tokens", cache_type="HiRadixCache") == 7
     reason = value(samples, "sglang:storage_prefetch_unfulfilled_tokens_total", reason="deadline")
     assert reason == 3
+    assert value(samples, "sglang:load_back_bytes_total", pool="full") == 512
+    assert value(samples, "sglang:hicache_backup_bytes_total", pool="full") == 1024
+    assert value(samples, "hiradix:transfer_failures_total", kind="load") == 1
 
 
 def test_attaching_storage_changes_no_label_name() -> None:

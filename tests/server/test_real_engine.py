@@ -192,7 +192,7 @@ def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
 
 
 def test_admin_operations_on_a_busy_engine_are_refused(model: Path) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 700, "stream": True, "ignore_eos": True, "temperature": 0}
+    body = {"prompt": PROMPT, "max_tokens": 3500, "stream": True, "ignore_eos": True, "temperature": 0}
 
     async def story(app: FastAPI) -> list[httpx.Response]:
         async with (
@@ -200,13 +200,14 @@ def test_admin_operations_on_a_busy_engine_are_refused(model: Path) -> None:
             httpx.AsyncClient(base_url=url, headers=ADMIN, trust_env=False) as http,
         ):
             async with http.stream("POST", "/v1/completions", json=body, timeout=DEADLINE_S) as reply:
-                await anext(reply.aiter_lines())
+                lines = reply.aiter_lines()
+                await anext(lines)
                 return [
                     await http.put(STORAGE, json={"hicache_storage_backend": "file"}),
                     await http.post("/flush_cache"),
                 ]
 
-    with real_application(flags(model)) as app:
+    with real_application(flags(model, "--max-total-tokens", "4096")) as app:
         refused, flushed = asyncio.run(story(app))
     assert refused.status_code == 400
     assert "Reject attach: scheduler is not idle. #queue-req=0 #running-req=1" in refused.text
@@ -228,19 +229,21 @@ def test_without_a_host_tier_there_is_no_storage_to_administer(model: Path) -> N
         assert http.get("/server_info").json()["cache"]["host_total"] == 0
 
 
-def test_process_stops_in_order_and_storage_survives(model: Path, tmp_path: Path) -> None:
+def test_storage_survives_an_orderly_end_and_a_process_stops_with_status_0(
+    model: Path, tmp_path: Path
+) -> None:
     storage = [
         *("--hicache-storage-backend", "file", "--file-storage-path", str(tmp_path / "pages")),
         *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
     ]
-    answers = []
-    log = tmp_path / "server.log"
-    for _ in range(2):
-        process = ServerProcess(flags(model, *storage), log)
-        process.launch()
-        with httpx.Client(base_url=process.url, trust_env=False, timeout=60) as http:
-            answers.append(ask(http, PROMPT))
-        assert process.stop() == 0, process.tail()
-    assert cached(answers[1])["storage"] == len(PROMPT) // PAGE * PAGE
-    assert tokens(answers[0]) == tokens(answers[1])
-    assert "Traceback" not in log.read_text()
+    with serving(model, *storage) as http:
+        first = ask(http, PROMPT)
+    process = ServerProcess(flags(model, *storage), tmp_path / "server.log")
+    process.launch()
+    with httpx.Client(base_url=process.url, trust_env=False, timeout=DEADLINE_S) as http:
+        again = ask(http, PROMPT)
+    assert process.stop() == 0, process.tail()
+    assert cached(again)["storage"] == len(PROMPT) // PAGE * PAGE
+    assert tokens(again) == tokens(first)
+    log = (tmp_path / "server.log").read_text()
+    assert "tiny ready at" in log and "page size 16" in log and "Traceback" not in log
