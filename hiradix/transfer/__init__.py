@@ -1,4 +1,11 @@
-"""Transfers between tiers: jobs in, results out. Start at `controller.TransferController`."""
+"""Transfers between tiers: jobs in, results out. Start at `controller.TransferController`.
+
+`HiCacheController` (slots, upstream's names) needs torch and is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from hiradix.transfer.controller import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferController, TransferLimits
 from hiradix.transfer.counters import KindStats, TransferStats
@@ -6,11 +13,15 @@ from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
 from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
 
+if TYPE_CHECKING:
+    from hiradix.transfer.hicache_controller import HiCacheController
+
 __all__ = [
     "FOUR_WORKERS",
     "TWO_WORKERS",
     "Driver",
     "FailReason",
+    "HiCacheController",
     "JobKind",
     "KindStats",
     "LayerDoneCounter",
@@ -24,3 +35,11 @@ __all__ = [
     "TransferLimits",
     "TransferStats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HiCacheController":
+        from hiradix.transfer.hicache_controller import HiCacheController
+
+        return HiCacheController
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from hiradix.transfer import JobKind
 from hiradix.tree.hashing import PageRows
 
 NUM_LAYERS = 4
@@ -43,6 +45,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.before: Callable[..., None] = lambda *args: None
+        self.late: LateStreams | None = None
         self.num_calls = 0
 
     def copy_pages(
@@ -51,7 +54,68 @@ class Transport:
         self.num_calls += 1
         self.before(src, dst, src_pages, dst_pages, layers)
         layer_slice = slice(None) if layers is None else slice(layers.start, layers.stop)
-        dst.data[dst_pages, layer_slice] = src.data[src_pages, layer_slice]
+
+        def copy() -> None:
+            dst.data[dst_pages, layer_slice] = src.data[src_pages, layer_slice]
+
+        if self.late is None:
+            copy()
+        else:
+            self.late.launch(copy)
+
+
+class LateStreams:
+    """A device whose streams run late: nothing happens before someone waits for it, or `advance` is called.
+
+    `compute` is the engine's stream; the controller has one per direction.
+    """
+
+    def __init__(self) -> None:
+        self.queues: dict[Any, list[Callable[[], None]]] = {
+            "compute": [],
+            JobKind.WRITE: [],
+            JobKind.LOAD: [],
+        }
+        self.num_run = dict.fromkeys(self.queues, 0)
+        self.current: Any = None
+
+    def compute(self, work: Callable[[], None]) -> None:
+        self.queues["compute"].append(work)
+
+    def launch(self, copy: Callable[[], None]) -> None:
+        assert self.current is not None, "a copy outside the copy streams"
+        self.queues[self.current].append(copy)
+
+    def mark(self) -> object:
+        return "compute", len(self.queues["compute"])
+
+    @contextmanager
+    def copying(self, kind: JobKind, after: object) -> Iterator[None]:
+        assert after is not None, "a copy that waits for no forward pass"
+        self.queues[kind].append(lambda: self.wait_event(after))
+        self.current = kind
+        try:
+            yield
+        finally:
+            self.current = None
+
+    def record(self, kind: JobKind) -> object:
+        return kind, len(self.queues[kind])
+
+    def drain(self, kind: JobKind) -> None:
+        self.wait_event(self.record(kind))
+
+    def wait_event(self, event: Any) -> None:
+        name, count = event
+        while self.num_run[name] < count:
+            self.advance(name)
+
+    def advance(self, name: Any) -> None:
+        """Let one stream do its next piece of work."""
+        at = self.num_run[name]
+        if at < len(self.queues[name]):
+            self.num_run[name] = at + 1
+            self.queues[name][at]()
 
 
 class MemoryStorage:

@@ -17,7 +17,7 @@ WORKERS = (FOUR_WORKERS, TWO_WORKERS)
 
 def play(seed: int, num_moves: int) -> World:
     """One seed's life of the world, up to its end."""
-    world = World(seed, WORKERS[seed % 2])
+    world = World(seed, WORKERS[seed % 2], is_late=seed % 4 >= 2)
     names, weights = list(MOVES), list(MOVES.values())
     for at in range(num_moves):
         if at % 50 == 0:
@@ -55,10 +55,13 @@ class Shrinkable(RuleBasedStateMachine):
     """The same moves chosen by hypothesis, so that a failure comes small."""
 
     @initialize(
-        seed=st.integers(0, 1 << 16), workers=st.sampled_from(WORKERS), faults=st.sampled_from([0.0, 0.3])
+        seed=st.integers(0, 1 << 16),
+        workers=st.sampled_from(WORKERS),
+        is_late=st.booleans(),
+        faults=st.sampled_from([0.0, 0.3]),
     )
-    def begin(self, seed: int, workers: Any, faults: float) -> None:
-        self.world = World(seed, workers)
+    def begin(self, seed: int, workers: Any, is_late: bool, faults: float) -> None:
+        self.world = World(seed, workers, is_late)
         self.world.fault_rate = faults
 
     @rule(moves=st.lists(st.sampled_from(sorted(MOVES)), min_size=1, max_size=8))

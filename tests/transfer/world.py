@@ -28,6 +28,7 @@ from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import (
     NORMAL,
     NUM_LAYERS,
+    LateStreams,
     MemoryStorage,
     Pool,
     Transport,
@@ -73,13 +74,15 @@ class Flight:
 class World:
     """The controller, its neighbours, and the rules they must keep. Methods named do_* are the moves."""
 
-    def __init__(self, seed: int, workers: Any, num_device: int = 24, num_host: int = 48):
+    def __init__(self, seed: int, workers: Any, is_late: bool = False):
         self.random = random.Random(seed)
         self.driver = StepDriver(seed)
-        self.device, self.host = Pool(num_device), Pool(num_host)
-        self.free_device, self.free_host = list(range(num_device)), list(range(num_host))
+        self.device, self.host = Pool(24), Pool(48)
+        self.free_device, self.free_host = list(range(24)), list(range(48))
+        self.late = LateStreams() if is_late else None
         self.transport = Transport()
         self.transport.before = self._on_copy
+        self.transport.late = self.late
         self.host.on_view = self._on_view
         self.storage: MemoryStorage | None = None
         self.fault_rate = 0.0
@@ -101,6 +104,7 @@ class World:
                 limits=limits,
                 workers=workers,
                 hash_pages=self._hash,
+                streams=self.late,
             ),
         )
         self.controller.wakeup = self._collect
@@ -187,7 +191,7 @@ class World:
         assert result.num_bytes == (0 if flight.kind is JobKind.QUERY else n * self.host.page_bytes)
 
     def _free(self, flight: Flight) -> None:
-        self.device.data[flight.device] = POISON
+        self._set_device(flight.device, np.full((len(flight.device), NUM_LAYERS), POISON))
         self.host.data[flight.host] = POISON
         self.free_device += flight.device
         self.free_host += flight.host
@@ -210,15 +214,29 @@ class World:
 
     def do_write(self) -> None:
         device, host = self._pair()
-        self.device.data[device] = self.random.getrandbits(40) + np.arange(len(device))[:, None]
-        flight = Flight(JobKind.WRITE, device, host, content=self.device.data[device].copy())
+        content = self.random.getrandbits(40) + np.arange(len(device) * NUM_LAYERS).reshape(-1, NUM_LAYERS)
+        self._set_device(device, content)
+        flight = Flight(JobKind.WRITE, device, host, content=content)
         self._submit(lambda: self.controller.write(device, host), flight)
 
     def do_load(self) -> None:
         device, host = self._pair()
-        self.host.data[host] = self.random.getrandbits(40) + np.arange(len(host))[:, None]
+        self.host.data[host] = self.random.getrandbits(40) + np.arange(len(host) * NUM_LAYERS).reshape(
+            -1, NUM_LAYERS
+        )
         flight = Flight(JobKind.LOAD, device, host, content=self.host.data[host].copy())
         self._submit(lambda: self.controller.load(host, device), flight)
+
+    def _set_device(self, pages: list[int], content: Any) -> None:
+        """What a forward pass does: on a late device it happens some time after it was ordered."""
+
+        def work() -> None:
+            self.device.data[pages] = content
+
+        if self.late is None:
+            work()
+        else:
+            self.late.compute(work)
 
     def _pair(self) -> tuple[list[int], list[int]]:
         device = self._take(self.free_device, 7)
@@ -316,6 +334,8 @@ class World:
     def do_steps(self) -> None:
         for _ in range(self.random.randint(1, 12)):
             self.driver.step()
+            if self.late is not None:
+                self.late.advance(self.random.choice(list(self.late.queues)))
 
     # -- what must hold --------------------------------------------------------------------
 
