@@ -1,0 +1,498 @@
+"""The guard: whatever a backend does, the answer is a miss in time, and nobody's pages are touched late."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hiradix.storage import BreakerLimits, BreakerState, GuardedStorage, GuardLimits, PageFingerprint
+from hiradix.storage.seal import SEAL_BYTES
+from tests.contracts.storage import (
+    FINGERPRINT,
+    OTHER,
+    PAGE_BYTES,
+    blank,
+    bytes_of,
+    content,
+    hits,
+    keys_of,
+    put,
+)
+from tests.storage.doubles import (
+    FakeClock,
+    FaultyBackend,
+    MemoryBackend,
+    answer,
+    exit_thread,
+    fill,
+    half,
+    memory_context,
+    raise_error,
+    shifted,
+)
+
+SHORT_S = 0.02  # a deadline that a hanging call is meant to miss; nothing depends on its size
+PATIENT = GuardLimits(deadline_s=30.0, breaker=BreakerLimits(failures_to_open=1000))
+
+
+class World:
+    """A guarded faulty memory backend with a clock of its own."""
+
+    def __init__(self, limits: GuardLimits, fingerprint: PageFingerprint = FINGERPRINT):
+        self.memory = MemoryBackend(memory_context(fingerprint, PAGE_BYTES))
+        self.faulty = FaultyBackend(self.memory)
+        self.clock = FakeClock()
+        self.storage = GuardedStorage(self.faulty, fingerprint, limits, self.clock)
+
+    def figure(self, name: str) -> float:
+        return self.storage.stats().get(name, 0)
+
+    def fault(self, value: Callable[..., Any] | None, *names: str) -> None:
+        for name in names or ("exists", "get", "put"):
+            if value is None:
+                self.faulty.faults.pop(name, None)
+            else:
+                self.faulty.faults[name] = value
+
+
+Make = Callable[..., World]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    worlds: list[World] = []
+
+    def make(limits: GuardLimits = PATIENT) -> World:
+        worlds.append(World(limits))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.faulty.release.set()
+        world.fault(None)
+        world.storage.close()
+
+
+# -- answers ------------------------------------------------------------------------------
+
+GET_FAULTS = {
+    "error": (raise_error, "error"),
+    "exit": (exit_thread, "error"),
+    "garbage": (fill(b"garbage"), "damaged"),
+    "zeros": (fill(b"\0"), "damaged"),
+    "half a page": (half, "damaged"),
+    "pages of other keys": (shifted, "foreign"),
+    "none": (answer(None), "bad_answer"),
+    "true": (answer(True), "bad_answer"),
+    "count": (answer(4), "bad_answer"),
+    "short list": (answer([True, True]), "bad_answer"),
+    "long list": (answer([True] * 5), "bad_answer"),
+    "no bools": (answer([1, 1, 1, 1]), "bad_answer"),
+    "nones": (answer([True, None, True, True]), "bad_answer"),
+    "text": (answer("yes!"), "bad_answer"),
+}
+
+
+@pytest.mark.parametrize("name", GET_FAULTS)
+def test_faulty_get_is_a_miss_with_its_reason_and_touches_nothing(make: Make, name: str) -> None:
+    world = make()
+    put(world.storage, keys_of(4))
+    fault, reason = GET_FAULTS[name]
+    world.fault(fault, "get")
+    pages = [[memoryview(bytearray(b"mine" * (PAGE_BYTES // 4)))] for _ in range(4)]
+    assert world.storage.get(keys_of(4), pages) == [False] * 4
+    assert all(content(page) == b"mine" * (PAGE_BYTES // 4) for page in pages)
+    assert world.figure(f"get_missed_{reason}") == 4 and world.figure("get_pages") == 0
+    world.fault(None)
+    assert all(hits(world.storage, keys_of(4)))
+
+
+@pytest.mark.parametrize("value", [None, True, -1, 5, "4", 4.0, [True] * 4])
+def test_faulty_exists_is_zero(make: Make, value: Any) -> None:
+    world = make()
+    put(world.storage, keys_of(4))
+    world.fault(answer(value), "exists")
+    assert world.storage.exists(keys_of(4)) == 0
+    assert world.figure("exists_missed_bad_answer") == 4
+
+
+@pytest.mark.parametrize("value", [None, True, [], [True] * 3, [True, 1, True, True]])
+def test_faulty_put_is_not_stored(make: Make, value: Any) -> None:
+    world = make()
+    world.fault(answer(value), "put")
+    assert put(world.storage, keys_of(4)) == [False] * 4
+    assert world.figure("put_missed_bad_answer") == 4
+
+
+def test_partial_answers_pass_as_they_are(make: Make) -> None:
+    world = make()
+    world.fault(lambda call, keys, pages: [*call(keys, pages)[:2], False, True], "put")
+    assert put(world.storage, keys_of(4)) == [True, True, False, True]
+    world.fault(lambda call, keys, into: [*call(keys, into)[:3], False], "get")
+    assert hits(world.storage, keys_of(4)) == [True, True, True, False]
+    assert world.figure("get_missed_absent") == 1 and world.figure("get_pages") == 3
+    assert world.figure("get_bytes") == 3 * PAGE_BYTES
+
+
+def test_pieces_before_a_fault_count(make: Make) -> None:
+    """A batch passes in pieces of two pages; the third piece fails."""
+    world = make(GuardLimits(deadline_s=30.0, staging_bytes=2 * (PAGE_BYTES + SEAL_BYTES)))
+    put(world.storage, keys_of(8))
+    calls = []
+
+    def third_fails(call: Callable[..., Any], *args: Any) -> Any:
+        calls.append(args)
+        return raise_error(call) if len(calls) == 3 else call(*args)
+
+    world.fault(third_fails, "get")
+    assert hits(world.storage, keys_of(8)) == [True] * 4 + [False] * 4
+    assert world.figure("get_missed_error") == 4 and len(calls) == 3
+
+
+def test_fault_in_stats_or_register_hurts_nobody(make: Make) -> None:
+    world = make()
+    world.fault(raise_error, "stats", "clear", "delete", "ping")
+    assert all(put(world.storage, keys_of(3))) and all(hits(world.storage, keys_of(3)))
+    assert world.storage.clear() is False and world.storage.delete(keys_of(1)) is False
+    assert world.storage.ping() is False
+    assert world.storage.stats()["stats_failed"] >= 2
+
+
+def test_pages_of_another_fingerprint_in_the_same_store_are_misses() -> None:
+    """Two guards on one store that cannot tell fingerprints apart; then even the keys are made to meet."""
+    ours = World(PATIENT)
+    theirs = GuardedStorage(ours.memory, OTHER, PATIENT)
+    put(ours.storage, keys_of(3))
+    assert theirs.exists(keys_of(3)) == 0 and not any(hits(theirs, keys_of(3)))
+    for name, stored in list(ours.memory.pages.items()):
+        ours.memory.pages[f"{OTHER.digest()[:32]}-{name.partition('-')[2]}"] = stored
+    assert theirs.exists(keys_of(3)) == 3
+    assert not any(hits(theirs, keys_of(3)))
+    assert theirs.stats()["get_missed_foreign"] == 3
+    assert all(hits(ours.storage, keys_of(3)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_to_stored_pages_goes_unseen(seed: int) -> None:
+    world, rng = World(PATIENT), random.Random(seed)
+    keys = keys_of(16)
+    for _ in range(60):
+        put(world.storage, keys)
+        good = dict(world.memory.pages)
+        world.memory.pages.update((name, spoil(rng, good, name)) for name in good)
+        assert not any(hits(world.storage, keys))
+        world.memory.pages.clear()
+    world.storage.close()
+
+
+def spoil(rng: random.Random, pages: Any, name: str) -> bytes:
+    """The bytes under `name`, with one fault."""
+    stored = bytearray(pages[name])
+    kind = rng.randrange(5)
+    if kind == 0:
+        stored[rng.randrange(len(stored))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        return bytes(stored[: rng.randrange(len(stored))])
+    elif kind == 2:
+        at = rng.randrange(len(stored) - 8)
+        stored[at : at + 8] = bytes(byte ^ 0x55 for byte in stored[at : at + 8])
+    elif kind == 3:
+        other = rng.choice([key for key in pages if key != name])
+        return bytes(pages[other][:-SEAL_BYTES]) + bytes(stored[-SEAL_BYTES:])
+    else:
+        at = rng.randrange(1, len(stored))
+        return bytes(stored[at:] + stored[:at])
+    return bytes(stored)
+
+
+# -- time ---------------------------------------------------------------------------------
+
+
+def test_hanging_calls_are_misses_at_the_deadline(make: Make) -> None:
+    world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12))
+    world.fault(world.faulty.hang)
+    assert world.storage.exists(keys_of(2)) == 0
+    assert not any(hits(world.storage, keys_of(2)))
+    assert not any(put(world.storage, keys_of(2)))
+    assert not world.faulty.release.is_set(), "the calls came back while the backend still hung"
+    for op in ("exists", "get", "put"):
+        assert world.figure(f"{op}_missed_timeout") == 2
+
+
+def test_late_read_touches_nobodys_pages(make: Make) -> None:
+    world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=1))
+    put_patiently(world, 2)
+    world.fault(world.faulty.hang, "get")
+    pages = [blank() for _ in range(2)]
+    assert not any(world.storage.get(keys_of(2), pages))
+    for page in pages:
+        page[0][:] = b"\x07" * PAGE_BYTES
+    world.faulty.release.set()
+    wait_for(lambda: world.figure("late_answers") == 1)
+    assert all(content(page) == b"\x07" * PAGE_BYTES for page in pages)
+
+
+def test_late_write_stores_what_was_given(make: Make) -> None:
+    world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=1))
+    world.fault(world.faulty.hang, "put")
+    pages = [[memoryview(bytearray(bytes_of(key)))] for key in keys_of(3)]
+    assert not any(world.storage.put(keys_of(3), pages))
+    for page in pages:
+        page[0][:] = bytes(PAGE_BYTES)
+    world.faulty.release.set()
+    wait_for(lambda: world.figure("late_answers") == 1)
+    world.fault(None)
+    assert len(world.memory.pages) == 3
+    patient = GuardedStorage(world.memory, FINGERPRINT, PATIENT)
+    assert all(hits(patient, keys_of(3)))
+    patient.close()
+
+
+def test_workers_are_capped_and_come_back(make: Make) -> None:
+    limits = GuardLimits(SHORT_S, 1e12, num_workers=2, breaker=BreakerLimits(failures_to_open=1000))
+    world = make(limits)
+    before = set(threading.enumerate())
+    world.fault(world.faulty.hang)
+    for _ in range(6):
+        assert world.storage.exists(keys_of(1)) == 0
+    assert world.faulty.calls.count("exists") == 2 and len(workers_since(before)) == 2
+    assert world.figure("exists_missed_timeout") == 2 and world.figure("exists_missed_busy") == 4
+    assert world.figure("workers_busy") == 2
+    world.faulty.release.set()
+    wait_for(lambda: world.figure("workers_busy") == 0)
+    world.fault(None)
+    assert world.figure("late_answers") == 2 and len(workers_since(before)) == 2
+
+
+def test_one_hanging_call_does_not_delay_others(make: Make) -> None:
+    world = make()
+    put(world.storage, keys_of(4))
+    world.fault(world.faulty.hang, "put")
+    slow = threading.Thread(target=lambda: put(world.storage, keys_of(2, start=9)), daemon=True)
+    slow.start()
+    world.faulty.wait_until_hanging()
+    assert all(hits(world.storage, keys_of(4)))
+    world.faulty.release.set()
+    slow.join(30)
+    assert not slow.is_alive()
+
+
+def test_closing_while_a_call_hangs_ends_in_time(make: Make) -> None:
+    world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12))
+    world.fault(world.faulty.hang, "get", "close")
+    assert not any(hits(world.storage, keys_of(1)))
+    world.storage.close(timeout_s=SHORT_S)
+    assert not any(hits(world.storage, keys_of(1))) and world.figure("get_missed_closed") == 1
+    assert world.storage.clear() is False
+    world.fault(None)
+
+
+def test_threads_end_after_close(make: Make) -> None:
+    before = set(threading.enumerate())
+    world = make()
+    put(world.storage, keys_of(2))
+    assert len(workers_since(before)) == 1
+    world.storage.close()
+    wait_for(lambda: not workers_since(before))
+
+
+# -- the breaker --------------------------------------------------------------------------
+
+THREE_THEN_TEN_S = GuardLimits(deadline_s=30.0, breaker=BreakerLimits(failures_to_open=3, retry_after_s=10.0))
+
+
+def open_breaker(world: World) -> None:
+    world.fault(raise_error)
+    for _ in range(3):
+        assert world.storage.exists(keys_of(1)) == 0
+    assert world.storage.state is BreakerState.OPEN
+
+
+def test_failures_in_a_row_open_it_and_calls_stay_away(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    open_breaker(world)
+    num_calls = len(world.faulty.calls)
+    assert not any(hits(world.storage, keys_of(5))) and not any(put(world.storage, keys_of(5)))
+    assert world.storage.exists(keys_of(5)) == 0
+    assert len(world.faulty.calls) == num_calls
+    assert world.figure("get_missed_breaker_open") == 5 and world.figure("breaker_open") == 1
+
+
+def test_failures_between_successes_do_not(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    for _ in range(5):
+        world.fault(raise_error)
+        world.storage.exists(keys_of(1))
+        world.storage.exists(keys_of(1))
+        world.fault(None)
+        assert all(put(world.storage, keys_of(1)))
+    assert world.storage.state is BreakerState.CLOSED and world.figure("breaker_opened") == 0
+
+
+def test_misses_and_refusals_are_no_failures(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    world.memory.max_pages = 0
+    world.fault(answer([False]), "put")
+    for _ in range(10):
+        put(world.storage, keys_of(1))
+        hits(world.storage, keys_of(1))
+    assert world.storage.state is BreakerState.CLOSED
+
+
+def test_back_within_one_probe_interval(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    put(world.storage, keys_of(3))
+    open_breaker(world)
+    world.fault(None)
+    world.clock.now_s += 9.9
+    assert not any(hits(world.storage, keys_of(3)))
+    world.clock.now_s += 0.2
+    assert all(hits(world.storage, keys_of(3)))
+    assert world.storage.state is BreakerState.CLOSED and "ping" in world.faulty.calls
+
+
+def test_failed_probe_keeps_it_open(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    open_breaker(world)
+    for _ in range(3):
+        world.clock.now_s += 10.1
+        num_calls = world.faulty.calls.count("exists")
+        assert world.storage.exists(keys_of(1)) == 0 and world.storage.exists(keys_of(1)) == 0
+        assert world.faulty.calls.count("exists") == num_calls + 1, "one probe per interval"
+        assert world.storage.state is BreakerState.OPEN
+    assert world.figure("breaker_opened") == 4
+
+
+def test_failed_ping_spares_the_call(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    open_breaker(world)
+    world.fault(None)
+    world.fault(raise_error, "ping")
+    world.clock.now_s += 10.1
+    num_calls = world.faulty.calls.count("get")
+    assert not any(hits(world.storage, keys_of(1))) and world.faulty.calls.count("get") == num_calls
+    assert world.storage.state is BreakerState.OPEN
+
+
+def test_only_one_caller_probes(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    open_breaker(world)
+    world.fault(world.faulty.hang)
+    world.clock.now_s += 10.1
+    found: list[int] = []
+    probe = threading.Thread(target=lambda: found.append(world.storage.exists(keys_of(1))), daemon=True)
+    probe.start()
+    world.faulty.wait_until_hanging()
+    assert world.storage.state is BreakerState.HALF_OPEN
+    assert world.storage.exists(keys_of(7)) == 0 and world.figure("exists_missed_breaker_open") == 7
+    world.faulty.release.set()
+    probe.join(30)
+    assert found == [0] and world.storage.state is BreakerState.CLOSED
+
+
+def test_hanging_backend_opens_it_and_callers_stop_waiting(make: Make) -> None:
+    limits = GuardLimits(SHORT_S, 1e12, breaker=BreakerLimits(2, 10.0))
+    world = make(limits)
+    world.fault(world.faulty.hang)
+    for _ in range(10):
+        assert world.storage.exists(keys_of(1)) == 0
+    assert world.figure("exists_missed_timeout") == 2 and world.figure("exists_missed_breaker_open") == 8
+
+
+def test_answer_from_before_it_opened_says_nothing(make: Make) -> None:
+    world = make(THREE_THEN_TEN_S)
+    world.fault(world.faulty.hang, "get")
+    slow = threading.Thread(target=lambda: hits(world.storage, keys_of(1)), daemon=True)
+    slow.start()
+    world.faulty.wait_until_hanging()
+    world.fault(raise_error, "exists")
+    for _ in range(3):
+        world.storage.exists(keys_of(1))
+    assert world.storage.state is BreakerState.OPEN
+    world.faulty.release.set()
+    slow.join(30)
+    assert world.storage.state is BreakerState.OPEN
+
+
+# -- figures ------------------------------------------------------------------------------
+
+
+def test_figures_add_up(make: Make) -> None:
+    world = make()
+    put(world.storage, keys_of(6))
+    hits(world.storage, keys_of(8))
+    world.storage.exists(keys_of(8))
+    figures = world.storage.stats()
+    assert (figures["put_pages"], figures["get_pages"], figures["exists_pages"]) == (6, 6, 6)
+    assert (figures["get_missed_absent"], figures["exists_missed_absent"]) == (2, 2)
+    assert figures["get_bytes"] == figures["put_bytes"] == 6 * PAGE_BYTES
+    assert (figures["put_calls"], figures["get_calls"], figures["exists_calls"]) == (1, 1, 1)
+    assert figures["backend_pages"] == 6
+
+
+def test_durations_are_those_of_the_clock(make: Make) -> None:
+    world = make()
+
+    def slow(call: Callable[..., Any], *args: Any) -> Any:
+        world.clock.now_s += 0.25
+        return call(*args)
+
+    world.fault(slow, "exists")
+    for _ in range(4):
+        world.storage.exists(keys_of(1))
+    assert world.figure("exists_seconds") == pytest.approx(1.0)
+    assert world.figure("exists_p50_s") == 0.3 and world.figure("exists_p95_s") == 0.3
+
+
+def test_backend_without_optional_calls_works() -> None:
+    class Small:
+        """The least a third party may bring."""
+
+        def __init__(self) -> None:
+            self.pages: dict[str, bytes] = {}
+
+        def exists(self, keys: list[str], prefix_keys: Any = ()) -> int:
+            return sum(key in self.pages for key in keys)
+
+        def get(self, keys: list[str], into: Any) -> list[bool]:
+            for key, page in zip(keys, into):
+                page[0][:] = self.pages.get(key, bytes(len(page[0])))
+            return [key in self.pages for key in keys]
+
+        def put(self, keys: list[str], pages: Any) -> list[bool]:
+            self.pages.update((key, bytes(page[0])) for key, page in zip(keys, pages))
+            return [True] * len(keys)
+
+        def delete(self, keys: list[str]) -> None: ...
+        def clear(self) -> None: ...
+        def close(self) -> None: ...
+
+    clock = FakeClock()
+    storage = GuardedStorage(Small(), FINGERPRINT, THREE_THEN_TEN_S, clock)  # type: ignore[arg-type]
+    assert all(put(storage, keys_of(3))) and all(hits(storage, keys_of(3))) and storage.ping()
+    assert storage.register(memoryview(b"")) and storage.clear()
+    storage.close()
+
+
+def put_patiently(world: World, count: int) -> None:
+    """Store pages for a test whose guard has a short deadline."""
+    patient = GuardedStorage(world.memory, FINGERPRINT, PATIENT)
+    assert all(put(patient, keys_of(count)))
+
+
+def workers_since(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t not in before and t.name == "hiradix-storage"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until another thread has made `condition` true."""
+    pause = threading.Event()
+    for _ in range(30_000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it never came true")
