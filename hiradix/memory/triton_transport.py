@@ -26,6 +26,7 @@ _TablesTo = WeakKeyDictionary[Pool, tuple[Tables, ...]]
 class TritonTransport:
     """Copies with `triton_kernels.page_copy`; pools on CUDA or pinned, or any CPU pools when interpreted.
 
+    num_programs: at most so many SMs are taken; None: an estimate per direction.
     Pairs of pools whose rows are not whole 16-byte vectors go to the torch transport, which is logged once.
     Address tables are made once per pair of pools. Raises ConfigError for CPU pools without the interpreter
     and for host memory that is not pinned.
@@ -33,8 +34,9 @@ class TritonTransport:
 
     name = "triton"
 
-    def __init__(self, note: str = "") -> None:
+    def __init__(self, note: str = "", num_programs: int | None = None) -> None:
         self.note = note
+        self._num_programs = num_programs
         self._tables: WeakKeyDictionary[Pool, _TablesTo] = WeakKeyDictionary()
         self._unaligned = TorchTransport("rows are not whole 16-byte vectors")
 
@@ -51,9 +53,7 @@ class TritonTransport:
             return
         device = tables[0].dst.device
         ids = _upload(np.stack([np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)]), device)
-        num_programs = _TO_DEVICE_PROGRAMS if dst.device.type == "cuda" else _TO_HOST_PROGRAMS
-        if device.type == "cpu":
-            num_programs = 1
+        num_programs = self._num_programs or _default_programs(dst, device)
         with torch.cuda.device(device if device.type == "cuda" else -1):
             for table in tables:
                 launch(table, ids, span, num_programs)
@@ -84,6 +84,12 @@ def _kernel_device(src: Pool, dst: Pool) -> torch.device:
         if not pool.reachable:
             raise ConfigError("--hicache-io-backend kernel: the host pool is not pinned")
     return cuda[0]
+
+
+def _default_programs(dst: Pool, device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return _TO_DEVICE_PROGRAMS if dst.device.type == "cuda" else _TO_HOST_PROGRAMS
 
 
 def _upload(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
