@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, Counters, PageSupply
+from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSupply
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixTree, Tier
@@ -45,12 +45,11 @@ class Backup:
 
     def _due(self, node: Node) -> list[Node]:
         """Nodes to copy, root first: up from `node` to the first that has a host copy or is being copied."""
-        due = []
-        while node is not self._tree.root and not node.resident(Tier.HOST):
-            if not node.resident(Tier.DEVICE) or self._writing[self._pages(node)[0]]:
+        due: list[Node] = []
+        for n in self._tree.path(node):
+            if n.resident(Tier.HOST) or self._writing[self._pages(n)[0]]:
                 break
-            due.append(node)
-            node = node.parent
+            due.append(n)
         due.reverse()
         for i, n in enumerate(due):  # a child's copy without its parent's would be unreachable after eviction
             if not self.policy.is_due(n.hit_count):
@@ -69,7 +68,6 @@ class Backup:
         source = np.concatenate(device_pages)
         self._writing[source] = True
         ticket = self._controller.write(source, host_pages)
-        ends = [n.end for n in nodes]
 
         def done(result: Result) -> None:
             self._writing[source] = False
@@ -84,11 +82,10 @@ class Backup:
             if result.num_pages == len(source):
                 self.store(nodes[-1])
 
-        assert ends == sorted(ends)
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=host_pages))
         return ticket
 
-    def _pages(self, node: Node) -> np.ndarray:
+    def _pages(self, node: Node) -> Pages:
         return self._tree.pages(node, Tier.DEVICE, start=node.start)
 
     def write_back(self, num_pages: int, timeout_s: float) -> list[Ticket]:
@@ -106,24 +103,20 @@ class Backup:
         """Back `node` and its not yet stored ancestors up to storage, if one is attached."""
         if not self._controller.storage_attached:
             return
-        top = None
-        n = node
-        while n is not self._tree.root and n.resident(Tier.HOST) and not n.stored:
-            top, n = n, n.parent
-        if top is not None:
-            self._submit_store(top, node)
+        start = node.end
+        for n in self._tree.path(node):
+            if n.stored or not n.resident(Tier.HOST):
+                break
+            start = n.start
+        if start < node.end:
+            self._submit_store(node, start)
 
-    def _submit_store(self, top: Node, node: Node) -> None:
+    def _submit_store(self, node: Node, start: int) -> None:
+        """Store the host pages of the path from page `start` to the end of `node`."""
         lock: Lock = self._tree.lock(node, Tier.HOST)
-        start = top.start
         host_pages = self._tree.pages(node, Tier.HOST, start=start)
         rows = self._tree.page_rows(node, start)
-        n = node
-        while True:
-            n.stored = True  # optimistic; taken back if the backend says no
-            if n is top:
-                break
-            n = n.parent
+        self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
 
         def done(result: Result) -> None:
             if result.hashes:
@@ -131,13 +124,12 @@ class Backup:
             self._counters.backed_up += result.num_pages
             if result.num_pages < len(host_pages):
                 self._counters.backup_failed += len(host_pages) - result.num_pages
-                self._forget_stored(node, start)
+                self._mark_stored(node, start, False)
             self._tree.unlock(lock)
 
         ticket = self._controller.store(rows, host_pages)
         self._flights.add(ticket, Flight(JobKind.STORE, done, reads=host_pages))
 
-    def _forget_stored(self, node: Node, start: int) -> None:
-        while node is not self._tree.root and node.start >= start:
-            node.stored = False
-            node = node.parent
+    def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
+        for n in self._tree.path(node, start):
+            n.stored = stored

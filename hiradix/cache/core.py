@@ -46,7 +46,7 @@ class HostTier:
 
 
 class HierarchicalCache:
-    """See the module's docstring. Owns the tree; shares the device pool with the engine, owns the host pool."""
+    """See the module's docstring. Owns the tree and the host pool; shares the device pool."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class HierarchicalCache:
         return match if self._load_back is None else self._load_back.usable(match)
 
     def load_back(self, match: Match, quota_pages: int | None = None) -> int | None:
-        """Bring `match.loadable_node` to the device. Returns the pages queued; None: not possible, nothing changed."""
+        """Bring `match.loadable_node` to the device: pages queued, or None if it cannot be."""
         if self._load_back is None or match.loadable_node is match.device_node:
             return 0
         return self._load_back.load(match.loadable_node, quota_pages)
@@ -218,4 +218,6 @@ class HierarchicalCache:
         taken = np.concatenate([owned, resident])
         assert len(np.unique(taken)) == len(taken), "a host page is in two places"
         total, free = self.supply.host.num_pages, self.supply.host.available
-        assert len(taken) + free == total, f"host pages: {len(resident)} tree + {len(owned)} in flight + {free} free != {total}"
+        assert len(taken) + free == total, (
+            f"host pages: {len(resident)} tree + {len(owned)} in flight + {free} free != {total}"
+        )

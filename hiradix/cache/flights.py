@@ -53,7 +53,7 @@ class Flights:
             flight.on_result(result)
 
     def orphan_all(self) -> Pages:
-        """Cut every present flight off from the tree. Returns the host pages they keep until their results."""
+        """Cut every present flight off from the tree. Returns the host pages they keep meanwhile."""
         for flight in self._flights.values():
             if not flight.orphaned:
                 flight.owns = np.union1d(flight.owns, flight.reads).astype(np.int32)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import Counters, PageSupply
+from hiradix.cache.pages import Counters, Pages, PageSupply
 from hiradix.transfer import JobKind, Result, TransferController
-from hiradix.tree import Match, Node, RadixTree, Tier
+from hiradix.tree import Lock, Match, Node, RadixTree, Segment, Tier
 
 
 class LoadBack:
@@ -44,41 +44,49 @@ class LoadBack:
         if quota_pages is not None and num_pages > quota_pages:
             self._counters.load_refused += num_pages
             return None
-        locks = [self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE)]
+        locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))
         device_pages = self._supply.alloc_device(num_pages)
         if device_pages is None:
             self._counters.load_refused += num_pages
-            for lock in reversed(locks):
-                self._tree.unlock(lock)
-            return None
+            self._unlock(locks)
+        else:
+            self._submit(node, segments, device_pages, locks)
+        return None if device_pages is None else num_pages
+
+    def _submit(self, node: Node, segments: list[Segment], pages: Pages, locks: tuple[Lock, Lock]) -> None:
+        """Queue one copy for all segments; the tree has their device pages at once."""
         host_pages = np.concatenate([s.pages for s in segments])
-        at = 0
+        at, start = 0, segments[0].start
         for s in segments:
-            duplicates = self._tree.adopt(s.node, s.component, Tier.DEVICE, device_pages[at : at + len(s.pages)])
+            duplicates = self._tree.adopt(s.node, s.component, Tier.DEVICE, pages[at : at + len(s.pages)])
             assert not len(duplicates), f"load back of resident pages {duplicates}"
             at += len(s.pages)
 
         def done(result: Result) -> None:
-            if result.num_pages == num_pages:
-                self._counters.loaded += num_pages
+            if result.num_pages == len(pages):
+                self._counters.loaded += len(pages)
             else:
-                self._counters.load_failed += num_pages
-                self._failed.append((node, segments[0].start))
-            for lock in reversed(locks):
-                self._tree.unlock(lock)
+                self._counters.load_failed += len(pages)
+                self._failed.append((node, start))
+            self._unlock(locks)
 
-        ticket = self._controller.load(host_pages, device_pages)
+        ticket = self._controller.load(host_pages, pages)
         self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host_pages))
-        return num_pages
+
+    def _unlock(self, locks: tuple[Lock, Lock]) -> None:
+        for lock in reversed(locks):
+            self._tree.unlock(lock)
 
     def start_loading(self) -> int:
-        """Launch the queued loads. Returns the gate slot the next forward must wait on, -1 if nothing loads."""
+        """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads."""
         slot = self._controller.start_loading()
         if slot >= 0:
             self._last_slot = slot
         elif not self._flights.tickets(JobKind.LOAD):
             self._last_slot = -1
-        return self._last_slot  # earlier loads may still be under way: first in, first out, so waiting on the last covers all
+        return (
+            self._last_slot
+        )  # earlier loads may still be under way: first in, first out, so waiting on the last covers all
 
     # -- failure ------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class PageSupply:
         return num_device
 
     def evict(self, tier: Tier, num_pages: int) -> int:
-        """Evict at least `num_pages` backbone pages of `tier`, or all that is unlocked. Returns device pages freed."""
+        """Evict at least `num_pages` pages of `tier`, or all that is unlocked. Returns device pages freed."""
         return self.release(self.tree.evict(BACKBONE, tier, num_pages))
 
     def free_host(self, pages: Pages) -> None:

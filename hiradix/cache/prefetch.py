@@ -226,17 +226,13 @@ class Prefetcher:
         duplicates = done.duplicates[BACKBONE]
         self._supply.free_host(duplicates)
         self._tree.set_hashes(done.lock.node, start, hashes)
-        self._mark_stored(done.lock.node, start)
+        for node in self._tree.path(done.lock.node, start):
+            node.stored = True
         if p.lock is not None:
             self._tree.unlock(p.lock)
         p.anchor, p.lock = done.lock.node, done.lock
         p.loaded_pages += len(host_pages) - len(duplicates)
         self._supply.counters.prefetched += len(host_pages) - len(duplicates)
-
-    def _mark_stored(self, node: Node, start: int) -> None:
-        while node is not self._tree.root and node.start >= start:
-            node.stored = True
-            node = node.parent
 
     def _finish(self, p: Prefetch) -> None:
         """The one end of every prefetch: unlock, and let those who joined it look again."""
@@ -258,7 +254,12 @@ class Prefetcher:
         p.asked_pages -= gained
         p.start_page += gained
         p.anchor = node
-        if gained and p.asked_pages > 0 and self.policy.worth_asking(p.asked_pages) and self._controller.storage_attached:
+        if (
+            gained
+            and p.asked_pages > 0
+            and self.policy.worth_asking(p.asked_pages)
+            and self._controller.storage_attached
+        ):
             self._query(p)
         else:
             self._finish(p)

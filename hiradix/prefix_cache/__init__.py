@@ -1,4 +1,4 @@
-"""Drop-in prefix-cache classes for serving engines: `RadixCache` (device only) and `HiRadixCache` (all tiers)."""
+"""Drop-in prefix-cache classes for engines: `RadixCache` (device only), `HiRadixCache` (all tiers)."""
 
 from __future__ import annotations
 

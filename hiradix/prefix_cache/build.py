@@ -42,22 +42,18 @@ def build_prefix_cache(
     """
     config = config.normalised()
     if params.page_size != config.page_size:
-        raise ConfigError(f"--page-size {config.page_size} is not the allocator's page size {params.page_size}")
+        raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return RadixCache(params)
-    write_policy = WritePolicy.from_name(config.hicache_write_policy)
-    limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
-    prefetch_policy = PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits)
     num_host_pages = size_host_pool(device_pool.shape, config.page_size, device_pool.num_pages, config)
     host_pool = HostPool(
-        device_pool.shape, num_host_pages, config.page_size, layout=config.hicache_mem_layout, device=device_pool.device
+        device_pool.shape,
+        num_host_pages,
+        config.page_size,
+        layout=config.hicache_mem_layout,
+        device=device_pool.device,
     )
-    controller = TransferController(
-        device_pool,
-        host_pool,
-        transport=make_transport(config.hicache_io_backend, device_pool.device),
-    )
-    host = HostTier(PageAllocator(num_host_pages), controller, write_policy, prefetch_policy)
+    host = _host_tier(config, device_pool, host_pool)
     cache = HiRadixCache(params, host, _storage_factory(config, host_pool, model))
     if config.hicache_storage_backend is not None:
         try:
@@ -66,6 +62,21 @@ def build_prefix_cache(
             cache.close()
             raise
     return cache
+
+
+def _host_tier(config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool) -> HostTier:
+    limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
+    controller = TransferController(
+        device_pool,
+        host_pool,
+        transport=make_transport(config.hicache_io_backend, device_pool.device),
+    )
+    return HostTier(
+        PageAllocator(host_pool.num_pages),
+        controller,
+        WritePolicy.from_name(config.hicache_write_policy),
+        PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits),
+    )
 
 
 def _storage_factory(config: HiCacheConfig, pool: HostPool, model: ModelIdentity) -> StorageFactory:

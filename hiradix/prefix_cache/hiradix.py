@@ -20,7 +20,7 @@ from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLik
 from hiradix.prefix_cache.slots import slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, LayerDoneCounter
-from hiradix.tree import Node, RadixKey, Tier
+from hiradix.tree import Node, Tier
 
 DETACH_TIMEOUT_S = 10.0
 
@@ -34,9 +34,7 @@ class HiRadixCache(RadixCache):
     storage_factory: makes a storage backend by name, fingerprinted for this model and layout.
     """
 
-    def __init__(
-        self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory
-    ):
+    def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):
         super().__init__(params, host)
         self.controller = host.controller
         self._storage_factory = storage_factory

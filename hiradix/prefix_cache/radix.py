@@ -6,7 +6,6 @@ work is done in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sized
 from dataclasses import fields
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.policy.eviction import make_order
+from hiradix.prefix_cache.lower_tiers import NoLowerTiers
 from hiradix.prefix_cache.records import (
     CacheInitParams,
     CacheStats,
@@ -32,7 +32,7 @@ from hiradix.storage import GuardedStorage
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 
 
-class RadixCache:
+class RadixCache(NoLowerTiers):
     """Reuses the KV of equal prefixes on the device. See the module's docstring."""
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):
@@ -197,7 +197,9 @@ class RadixCache:
         start, end = old.end, lock.node.end
         slots = slots_of(self.tree.pages(lock.node, Tier.DEVICE, start=start), self.page_size, self.device)
         first = start * self.page_size
-        self.req_to_token_pool.write((req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype))
+        self.req_to_token_pool.write(
+            (req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype)
+        )
         self.dec_lock_ref(old)
         req.last_node = lock.node
         req.cache_protected_len = end * self.page_size
@@ -231,7 +233,7 @@ class RadixCache:
             self.cache.count_use(req.last_node)
 
     def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
-        """Insert `key` from the node the request holds; the row's slots behind it go to the tree or are freed."""
+        """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
         start = held.end * self.page_size
         pages = pages_of(row[start : len(key)], self.page_size)
         return self.cache.insert(key, pages, at=self._lock_on(held))
@@ -239,55 +241,6 @@ class RadixCache:
     def reset(self) -> None:
         """Drop everything on the device (and host). No request may hold a lock."""
         self.cache.reset()
-
-    # -- what only the hierarchical cache does: nothing, so that an engine need not ask --------
-
-    enable_storage: bool = False
-    ongoing_write_through: Sized = ()
-    ongoing_load_back: Sized = ()
-    ongoing_prefetch: Sized = ()
-    ongoing_backup: Sized = ()
-
-    def check_hicache_events(self) -> None:
-        return None
-
-    def ready_to_load_host_cache(self) -> int:
-        return -1
-
-    def init_load_back(
-        self, last_host_node: Node, host_hit_length: int, mem_quota: int | None = None
-    ) -> tuple[torch.Tensor, Node]:
-        return self._empty, last_host_node
-
-    def prefetch_from_storage(self, req_id: Hashable, last_host_node: Node, *_: Any, **__: Any) -> bool:
-        return False
-
-    def check_prefetch_progress(self, req_id: Hashable) -> bool:
-        return True
-
-    def pop_prefetch_loaded_tokens(self, req_id: Hashable) -> int:
-        return 0
-
-    def release_aborted_request(self, req_id: Hashable) -> None:
-        return None
-
-    def attach_storage_backend(self, storage_backend: str, *_: Any, **__: Any) -> tuple[bool, str]:
-        return False, "Hierarchical cache is not enabled."
-
-    def detach_storage_backend(self) -> tuple[bool, str]:
-        return False, "Hierarchical cache is not enabled."
-
-    def clear_storage_backend(self) -> bool:
-        return False
-
-    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        return None
-
-    def drain(self, timeout_s: float) -> bool:
-        return True
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        return None
 
     # -- keys ---------------------------------------------------------------------------
 

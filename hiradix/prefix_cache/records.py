@@ -13,7 +13,7 @@ from hiradix.tree import Lock, Node, RadixKey
 
 
 class SlotAllocatorLike(Protocol):
-    """An engine's device allocator, in slots. `alloc` gives page-aligned runs; `free` takes any slots of a page."""
+    """An engine's device allocator, in slots. `alloc` gives whole pages; `free` takes any slots of a page."""
 
     page_size: int
     device: Any
@@ -73,7 +73,7 @@ class MatchPrefixParams:
 
 @dataclass(frozen=True)
 class MatchResult:
-    """device_indices: int64 [tokens] on the engine's device; host_hit_length: tokens a load back would add."""
+    """device_indices: int64 [tokens] on the engine's device. host_hit_length: tokens to load back."""
 
     device_indices: torch.Tensor
     last_device_node: Node
@@ -94,7 +94,7 @@ class InsertParams:
 
 @dataclass(frozen=True)
 class InsertResult:
-    """prefix_len: leading tokens the tree had on the device already; those slots stay the caller's to free."""
+    """prefix_len: leading tokens the tree had on the device; those slots stay the caller's to free."""
 
     prefix_len: int
 

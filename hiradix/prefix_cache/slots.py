@@ -17,7 +17,7 @@ def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tens
     if page_size > 1:
         wide = (wide[:, None] + np.arange(page_size)).reshape(-1)
     slots = torch.from_numpy(wide)
-    return slots if str(device) == "cpu" else slots.to(device)  # type: ignore[call-overload,no-any-return]
+    return slots if str(device) == "cpu" else slots.to(device)  # type: ignore[call-overload]
 
 
 def pages_of(slots: torch.Tensor, page_size: int) -> Pages:

@@ -11,7 +11,7 @@ from hiradix.errors import CacheError
 from hiradix.tree import RadixKey
 from tests.cache.world import PAGE_SIZE, Setup, World
 
-NUM_SEEDS = int(os.environ.get("HIRADIX_CACHE_SEEDS", "60"))
+NUM_SEEDS = int(os.environ.get("HIRADIX_CACHE_SEEDS", "20"))
 NUM_STEPS = 150
 NAMESPACES = (None, "tenant-a")
 SETUPS = (
@@ -33,10 +33,25 @@ class Player:
         self.rng = random.Random(seed ^ 0x5EED)
         self.handles: dict[int, RadixKey] = {}
         self.next_handle = 0
+        if self.rng.random() < 0.7:
+            self.attach()
         self.moves = {
-            self.request: 30, self.finish: 22, self.step_workers: 30, self.tick: 15, self.prefetch: 14,
-            self.progress: 14, self.abort: 5, self.evict: 6, self.attach: 4, self.detach: 2, self.hold: 3,
-            self.resume: 6, self.faults: 3, self.forget_storage: 1, self.reset: 3,
+            self.queued_request: 12,
+            self.request: 30,
+            self.finish: 22,
+            self.step_workers: 30,
+            self.tick: 15,
+            self.prefetch: 14,
+            self.progress: 14,
+            self.abort: 5,
+            self.evict: 6,
+            self.attach: 4,
+            self.detach: 2,
+            self.hold: 3,
+            self.resume: 6,
+            self.faults: 3,
+            self.forget_storage: 1,
+            self.reset: 4,
         }
 
     def key(self) -> RadixKey:
@@ -70,6 +85,21 @@ class Player:
         self.next_handle += 1
         if cache.prefetcher.start(handle, key, cache.match(key).loadable_node):
             self.handles[handle] = key
+
+    def queued_request(self) -> None:
+        """A whole request: prefetch while it waits, then run."""
+        world, key, handle = self.world, self.key(), -1
+        world.cache.tick()
+        world.cache.prefetcher.start(handle, key, world.cache.match(key).loadable_node)
+        for _ in range(self.rng.randint(0, 12)):
+            world.driver.step()
+            world.cache.tick()
+            if world.cache.prefetcher.progress(handle):
+                break
+        world.cache.prefetcher.abort(handle)
+        running = world.run_request(key)
+        if running is not None:
+            world.release(running)
 
     def progress(self) -> None:
         for handle in list(self.handles):

@@ -1,4 +1,4 @@
-"""A whole cache in one thread: real tree, pools, transport and controller; simulated time, engine and storage.
+"""A whole cache in one thread: real tree, pools, copies, controller; simulated time, engine, storage.
 
 Each page's bytes are stamped with what it must hold (namespace and all tokens up to its end), and every
 read of a prefix compares them, so a wrong page anywhere is seen where it is used: "miss or exact".
@@ -26,7 +26,7 @@ LAYERS = 2
 
 
 class SimulatedStorage:
-    """Keeps pages in a dict; fails, forgets, cuts short or corrupts nothing it says it has, as `faults` tells.
+    """Keeps pages in a dict; fails, forgets and cuts short, but never says it has what it has not, as `faults` tells.
 
     Satisfies what the controller's workers call. `faults` 0..1 is the chance that a call goes wrong.
     """
@@ -159,7 +159,9 @@ class World:
         text = repr((key.extra_key, key.cache_salt, key.tokens[: (page + 1) * PAGE_SIZE].tolist()))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         base = float(int.from_bytes(digest[:3], "big"))
-        return base + torch.arange(2 * LAYERS * PAGE_SIZE * 4, dtype=torch.float32).view(2, LAYERS, PAGE_SIZE, 1, 4)
+        return base + torch.arange(2 * LAYERS * PAGE_SIZE * 4, dtype=torch.float32).view(
+            2, LAYERS, PAGE_SIZE, 1, 4
+        )
 
     def write_page(self, page: int, data: torch.Tensor) -> None:
         rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
@@ -173,14 +175,24 @@ class World:
             rows = slice(page * PAGE_SIZE, (page + 1) * PAGE_SIZE)
             want = self.stamp(key, i)
             for layer in range(LAYERS):
-                assert torch.equal(self.device_pool.k_buffer[layer][rows], want[0, layer]), ("K", layer, i, page)
-                assert torch.equal(self.device_pool.v_buffer[layer][rows], want[1, layer]), ("V", layer, i, page)
+                assert torch.equal(self.device_pool.k_buffer[layer][rows], want[0, layer]), (
+                    "K",
+                    layer,
+                    i,
+                    page,
+                )
+                assert torch.equal(self.device_pool.v_buffer[layer][rows], want[1, layer]), (
+                    "V",
+                    layer,
+                    i,
+                    page,
+                )
             self.num_reads += 1
 
     # -- the engine's moves ---------------------------------------------------------------
 
     def run_request(self, key: RadixKey, *, load: bool = True) -> Running | None:
-        """Match, load back, compute the rest and insert it; None when the device has no room. Holds its lock."""
+        """Match, load back, compute the rest, insert; None when the device has no room. Holds a lock."""
         cache, tree = self.cache, self.cache.tree
         cache.tick()
         match = cache.match(key)
@@ -243,7 +255,9 @@ class World:
         self.check()
         tree = self.cache.tree
         for tier in Tier:
-            assert tree.protected_pages(tier) == 0, f"{tier.name}: {tree.protected_pages(tier)} pages locked at idle"
+            assert tree.protected_pages(tier) == 0, (
+                f"{tier.name}: {tree.protected_pages(tier)} pages locked at idle"
+            )
         self.cache.reset()
         self.check()
         assert self.device.available == self.setup.device_pages

@@ -1,4 +1,4 @@
-"""A tiny scheduler for tests of the facade: it follows the 0.5.9 call order and stamps KV instead of computing it.
+"""A tiny scheduler for tests of the facade: the 0.5.9 call order, with KV stamped instead of computed.
 
 Runs on our pools and on a stand-in with SGLang's surface (slot 0 a dummy, page-aligned slots in any order).
 """
@@ -45,7 +45,9 @@ class ForeignAllocator:
         if count > len(self._free):
             return None
         pages, self._free = self._free[:count], self._free[count:]
-        return torch.tensor([p * self.page_size + i for p in pages for i in range(self.page_size)], dtype=torch.int64)
+        return torch.tensor(
+            [p * self.page_size + i for p in pages for i in range(self.page_size)], dtype=torch.int64
+        )
 
     def free(self, free_index: torch.Tensor) -> None:
         for page in sorted(set((free_index // self.page_size).tolist())):
@@ -92,7 +94,9 @@ class Request:
 class Bench:
     """Pools, cache and the moves of a scheduler."""
 
-    def __init__(self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, disable: bool = False):
+    def __init__(
+        self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, disable: bool = False
+    ):
         size = config.page_size
         self.page_size, self.num_pages = size, num_pages
         if foreign:

@@ -22,7 +22,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     def build(num_pages: int = 16, page_size: int = 4, **config: object) -> Bench:
         defaults = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "page_size": page_size}
         disable = bool(config.pop("disable", False))
-        bench = Bench(HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, disable=disable)  # type: ignore[arg-type]
+        bench = Bench(
+            HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, disable=disable
+        )  # type: ignore[arg-type]
         benches.append(bench)
         return bench
 
@@ -220,8 +222,12 @@ def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_random_serving_is_exact_and_conserves_pages(make: Make, tmp_path: object, policy: str, page_size: int) -> None:
-    bench = make(num_pages=48 // page_size, page_size=page_size, hicache_write_policy=policy, **storage(tmp_path))
+def test_random_serving_is_exact_and_conserves_pages(
+    make: Make, tmp_path: object, policy: str, page_size: int
+) -> None:
+    bench = make(
+        num_pages=48 // page_size, page_size=page_size, hicache_write_policy=policy, **storage(tmp_path)
+    )
     rng = random.Random(7)
     hits = 0
     for _ in range(250):
