@@ -39,6 +39,20 @@ class Namespace:
 
 
 PLAIN = Namespace()
+NARROW, WIDE = 4, 8  # bytes per packed token
+WINDOW_TOKENS = 16384  # packed at once, so that a key is not packed beyond what is looked at
+
+
+def packed(tokens: npt.NDArray[Any]) -> tuple[bytes, int]:
+    """`tokens` as bytes and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8 (int64)."""
+    if np.bitwise_or.reduce(tokens) >> 31:
+        return tokens.tobytes(), WIDE
+    return tokens.astype(np.int32).tobytes(), NARROW
+
+
+def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:
+    """The tokens of a packed run: a read-only view, int32 or int64."""
+    return np.frombuffer(run, np.int32 if width == NARROW else np.int64)
 
 
 def as_tokens(token_ids: Any) -> Tokens:
@@ -62,7 +76,7 @@ class RadixKey:
         tokens), or None. Pages beyond its end have none. It counts pages from the key's start.
     """
 
-    __slots__ = ("tokens", "space", "extras", "_len")
+    __slots__ = ("tokens", "space", "extras", "_len", "run", "run_start", "run_end", "run_width")
 
     def __init__(
         self,
@@ -78,11 +92,13 @@ class RadixKey:
         self.tokens = as_tokens(token_ids)
         self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
         self._len = max(len(self.tokens) - 1, 0) if is_bigram else len(self.tokens)
+        self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
         key = RadixKey.__new__(RadixKey)
         key.tokens, key.space, key.extras = tokens, space, self.extras
         key._len = max(len(tokens) - space.lookahead, 0)
+        key.run, key.run_start, key.run_end, key.run_width = b"", 0, 0, NARROW
         return key
 
     # -- what a caller knows it by --------------------------------------------------------
@@ -143,17 +159,29 @@ class RadixKey:
 
     # -- what the tree reads ------------------------------------------------------------------
 
+    def load(self, start: int, num_tokens: int) -> None:
+        """Make `run` hold tokens [start, start + num_tokens) at least; a window of the key, packed.
+
+        run: bytes of tokens [run_start, run_end), 4 bytes each, or 8 if one of them does not fit.
+        """
+        self.run_start = start
+        self.run_end = min(len(self.tokens), start + max(num_tokens, WINDOW_TOKENS))
+        self.run, self.run_width = packed(self.tokens[start : self.run_end])
+
+    def packed(self, start: int, end: int) -> tuple[bytes, int]:
+        """Tokens [start, end) as bytes, and the bytes per token: 4 if they fit, else 8."""
+        if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
+            first = (start - self.run_start) * NARROW
+            return self.run[first : first + (end - start) * NARROW], NARROW
+        return packed(self.tokens[start:end])
+
     def row(self, page: int, page_size: int) -> Hashable:
         """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""
-        space, at = self.space, page * page_size
-        row: Hashable
-        if page_size == 1 and not space.is_bigram:
-            row = self.tokens.item(at)
-        else:
-            row = self.tokens[at : at + page_size + space.lookahead].tobytes()
+        at = page * page_size
+        row: Hashable = self.packed(at, at + page_size + self.space.lookahead)[0]
         if self.extras is not None and (extra := self.extra(page)) is not None:
             row = (row, extra)
-        return row if page or space is PLAIN else (row, space)
+        return row if page or self.space is PLAIN else (row, self.space)
 
     def extra(self, page: int) -> bytes | None:
         """The extra of page `page`, or None."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.tree.key import PLAIN, Extras, Namespace
+from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, unpacked
 
 Pages = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.integer[Any]]  # page ids as a caller may have them
@@ -75,7 +75,7 @@ class Node:
     start, end: pages before it and up to its end; [start, end) never changes for the end's owner, as a
         split gives the front part to a new node.
     row: its name among `parent.children`. parent is None for the root and for a node that left the tree.
-    tokens: int32 (int64 if one needs it) [(end - start) * S + lookahead], the tree's own copy.
+    run: its tokens, (end - start) * S + lookahead of them, packed in `width` (4 or 8) bytes each.
     digests: page hashes of its leading pages, 32 bytes each; b"" if none is known yet.
     device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
     hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
@@ -83,7 +83,7 @@ class Node:
     """
 
     __slots__ = (
-        "parent", "children", "row", "tokens", "extras", "space", "start", "end", "digests",
+        "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
         "hit_count", "priority", "created", "stored",
     )  # fmt: skip
@@ -92,7 +92,8 @@ class Node:
         self.parent = parent
         self.children: Mapping[Hashable, Node] = _NO_CHILDREN
         self.row: Hashable = None
-        self.tokens: npt.NDArray[Any] = NO_PAGES
+        self.run = b""
+        self.width = NARROW
         self.extras: Extras | None = None
         self.space: Namespace = PLAIN
         self.start = start
@@ -113,6 +114,11 @@ class Node:
     @property
     def num_pages(self) -> int:
         return self.end - self.start
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """Its tokens, int32 or int64: a read-only view."""
+        return unpacked(self.run, self.width)
 
     def residency(self, component: int, tier: int) -> Residency:
         """What the node holds of `component` in `tier`."""

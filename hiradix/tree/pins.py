@@ -21,13 +21,15 @@ Changed = tuple[list[Residency], list[Residency]]  # per tier: backbone entries,
 
 def pin_backbone(node: Node, tier: int, left: Changed) -> None:
     """One more reason to keep `node`; `left` gets the entries that are no longer evictable."""
+    found = left[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
-        entry.lock_ref += 1
-        if entry.lock_ref > 1:
+        if entry.lock_ref:
+            entry.lock_ref += 1
             return
+        entry.lock_ref = 1
         if entry.pages is not None:
-            left[tier].append(entry)
+            found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
             pin_backbone(node, 1 - tier, left)
         node = parent
@@ -35,6 +37,7 @@ def pin_backbone(node: Node, tier: int, left: Changed) -> None:
 
 def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
     """Undo one `pin_backbone`; `joined` gets the entries that are evictable now."""
+    found = joined[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         assert entry.lock_ref > 0, f"{node} unlocked once too often in tier {tier}"
@@ -42,7 +45,7 @@ def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
         if entry.lock_ref:
             return
         if entry.pages is not None:
-            joined[tier].append(entry)
+            found.append(entry)
         elif (node.device if tier else node.host).pages is not None:
             unpin_backbone(node, 1 - tier, joined)
         node = parent
@@ -55,19 +58,34 @@ class Pinning:
         self._orders = orders
 
     def pin(self, node: Node, tier: int) -> None:
-        """Lock the backbone from `node` to the root."""
+        """Lock the backbone from `node` to the root. O(path not yet locked)."""
+        entry = node.host if tier else node.device
+        if entry.lock_ref:
+            entry.lock_ref += 1
+            return
         left: Changed = ([], [])
         pin_backbone(node, tier, left)
-        for order, entries in zip(self._orders[BACKBONE], left):
-            if entries:
-                order.remove(entries)
+        device, host = left
+        orders = self._orders[BACKBONE]
+        if device:
+            orders[0].remove(device)
+        if host:
+            orders[1].remove(host)
 
     def unpin(self, node: Node, tier: int) -> None:
+        """Undo one `pin`."""
+        entry = node.host if tier else node.device
+        if entry.lock_ref > 1:
+            entry.lock_ref -= 1
+            return
         joined: Changed = ([], [])
         unpin_backbone(node, tier, joined)
-        for order, entries in zip(self._orders[BACKBONE], joined):
-            if entries:
-                order.push(entries)
+        device, host = joined
+        orders = self._orders[BACKBONE]
+        if device:
+            orders[0].push(device)
+        if host:
+            orders[1].push(host)
 
     def pin_other(self, node: Node, component: int, tier: int) -> None:
         """Lock a further component on `node` alone."""

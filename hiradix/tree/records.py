@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hiradix.tree.node import Node, Pages, Tier
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Where a key's usable data ends. device_node is loadable_node or an ancestor of it.
 
     device_node: the deepest boundary usable on the device as it is. loadable_node: the deepest usable
@@ -19,8 +18,7 @@ class Match:
     loadable_node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Lock:
+class Lock(NamedTuple):
     """A receipt: component c is pinned on every node of `node`'s path that starts at floors[c] or later.
 
     Give it back exactly once. Splits between lock and unlock do not matter: floors are depths.
@@ -31,8 +29,7 @@ class Lock:
     floors: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One node's pages of a component that are to be copied: [start, end) in pages from the root.
 
     pages: source page ids int32 (one record if the component is not per page).
@@ -45,8 +42,7 @@ class Segment:
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True)
-class Insertion:
+class Insertion(NamedTuple):
     """What an insert did.
 
     lock: on the whole key, in the tier of the insert; the caller's to give back.
@@ -57,8 +53,7 @@ class Insertion:
     duplicates: list[Pages]
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Freed(NamedTuple):
     """Page ids the tree gave up; the caller's to free in `tier`, exactly once."""
 
     component: int

@@ -1,42 +1,75 @@
-"""Token runs of nodes: stored narrow, compared as arrays."""
+"""Token runs: the one walk along a key, and the cutting of runs.
+
+Runs are packed bytes, so a page is named, looked up and compared without making an array; only a long run is
+compared as arrays, in place.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from hiradix.tree.key import RadixKey
+from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
 from hiradix.tree.node import Node
 
-_INT32 = np.iinfo(np.int32)
+LONG_BYTES = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
 
 
-def own_tokens(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A copy of `tokens`, int32 if all fit."""
-    narrow = tokens.astype(np.int32)
-    return narrow if (narrow == tokens).all() else tokens.astype(np.int64)
+def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Node, Node | None, int]:
+    """Follow `key`, whose whole pages number `num_pages`, from `node`, which lies on it, downwards.
+
+    Returns the deepest node that lies on it whole, its child that continues it in part (or None), and the
+    pages of that child that do.
+    """
+    lookahead = key.space.lookahead
+    row_tokens = page_size + lookahead
+    row_bytes = row_tokens * NARROW
+    named = key.extras is not None or (node.end == 0 and key.space is not PLAIN)  # rows are more than tokens
+    while (end := node.end) < num_pages:
+        at = end * page_size
+        if at < key.run_start or at + row_tokens > key.run_end:
+            key.load(at, row_tokens)
+        first = (at - key.run_start) * NARROW
+        if named or key.run_width != NARROW:
+            child = node.children.get(key.row(end, page_size))
+            named = key.extras is not None
+        else:
+            child = node.children.get(key.run[first : first + row_bytes])
+        if child is None:
+            break
+        run = child.run
+        size = len(run)
+        if (
+            child.end > num_pages
+            or size > LONG_BYTES
+            or key.run[first : first + size] != run
+            or child.width != NARROW
+            or key.run_width != NARROW
+            or child.extras is not None
+            or named
+        ):
+            matched = _matched_pages(child, key, num_pages, page_size)
+            if matched < child.end - end:
+                return node, child, matched
+        node = child
+    return node, None, 0
 
 
-def matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
-    """Pages of `child` that `key`, whose whole pages number `num_pages`, continues with.
+def _matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
+    """Pages of `child` that `key` continues with; the first does, as the child was found by it.
 
-    The first page is equal: the child was found by it. One vectorised comparison; a mixed one of int32
-    and int64 widens, so tokens that do not fit 32 bits never compare equal to some that do.
+    Compares arrays; int32 with int64 widens, so a token that does not fit 32 bits equals none that does.
     """
     limit = min(child.end, num_pages) - child.start
-    if limit == 1:
-        return 1
-    lookahead = child.space.lookahead
-    at, count = child.start * page_size, limit * page_size + lookahead
-    own = child.tokens if count == len(child.tokens) else child.tokens[:count]
-    mismatch = int((own != key.tokens[at : at + count]).argmax())  # 0: none, as the first token is equal
-    matched = (mismatch - lookahead) // page_size if mismatch else limit
+    if limit > 1:
+        lookahead = child.space.lookahead
+        at, count = child.start * page_size, limit * page_size + lookahead
+        own = unpacked(child.run, child.width)
+        mismatch = int((own[:count] != key.tokens[at : at + count]).argmax())
+        if mismatch:  # 0: none, as the first token is equal
+            limit = (mismatch - lookahead) // page_size
     if child.extras is not None or key.extras is not None:
-        return _matched_extras(child, key, matched)
-    return matched
+        return _matched_extras(child, key, limit)
+    return limit
 
 
 def _matched_extras(child: Node, key: RadixKey, limit: int) -> int:
@@ -50,23 +83,21 @@ def _matched_extras(child: Node, key: RadixKey, limit: int) -> int:
 def row_at(node: Node, page: int, page_size: int) -> Hashable:
     """What `RadixKey.row` gives for page `page` of `node`, counted from its start."""
     assert node.start + page > 0, "the first row of all names its namespace, which only a key knows"
-    at = page * page_size
-    row: Hashable
-    if page_size == 1 and not node.space.is_bigram:
-        row = node.tokens.item(at)
-    else:
-        row = node.tokens[at : at + page_size + node.space.lookahead].astype(np.int64).tobytes()
+    first = page * page_size * node.width
+    row: Hashable = node.run[first : first + (page_size + node.space.lookahead) * node.width]
+    if node.width != NARROW:
+        row = packed(unpacked(row, node.width))[0]  # type: ignore[arg-type]
     extra = node.extras[page] if node.extras is not None else None
     return row if extra is None else (row, extra)
 
 
 def split_run(node: Node, upper: Node, page_size: int) -> None:
-    """Hand the run of `node` up to `upper.end` to `upper`; both get arrays of their own."""
-    at, cut = upper.end - upper.start, (upper.end - upper.start) * page_size
+    """Hand the run of `node` up to `upper.end` to `upper`; both get bytes of their own."""
+    at, run = upper.end - upper.start, node.run
+    cut = at * page_size * node.width
     upper.row, node.row = node.row, row_at(node, at, page_size)
-    tokens = node.tokens
-    upper.tokens = tokens[: cut + node.space.lookahead].copy()
-    node.tokens = tokens[cut:].copy()
+    upper.run, node.run = run[: cut + node.space.lookahead * node.width], run[cut:]
+    upper.width = node.width
     if node.extras is not None:
         upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
     upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]

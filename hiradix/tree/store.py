@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hiradix.tree.node import BACKBONE, Component, Ids, Node, Pages, Residency, Tier
-from hiradix.tree.order import OrderContext, OrderFactory
+from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
 
@@ -39,37 +39,41 @@ class Store:
         self.components = tuple(components)
         self.page_size = page_size
         self._make_order = make_order
+        self.orders: list[list[EvictionOrder]] = []
+        self.pins = Pinning(self.orders)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything."""
-        self.orders = [
+        self.orders[:] = [
             [self._make_order(OrderContext(component, tier, self.page_size, c == BACKBONE)) for tier in Tier]
             for c, component in enumerate(self.components)
         ]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
-        self.pins = Pinning(self.orders)
 
     # -- giving -----------------------------------------------------------------------------
 
-    def take(self, node: Node, component: int, tier: int, pages: Ids) -> Residency | None:
-        """Give a node pages it does not have. Returns the entry if the caller must `push_taken` it."""
+    def take(self, node: Node, component: int, tier: int, pages: Ids) -> bool:
+        """Give a node pages it does not have. True: it is evictable now, the caller must `push_taken` it."""
         entry = node.residency(component, tier)
-        assert entry.pages is None, f"{node} has pages of component {component} in tier {tier}"
-        entry.pages = np.array(pages, np.int32)  # the node's own: it never keeps a caller's array alive
+        entry.pages = pages.astype(np.int32)  # a copy: a node never keeps a caller's array alive
         self.num_resident[component][tier] += len(pages)
         if component == BACKBONE and tier == Tier.DEVICE:
-            assert node.parent is not None
-            node.parent.num_device_children += 1
-            if node.host.pages is not None and node.host.lock_ref == 0:
-                self.orders[BACKBONE][Tier.HOST].expose(node.host)  # a mirror may go at any time
+            self._came_to_device(node)
         if entry.lock_ref == 0:
-            return entry
+            return True
         if node.residency(component, 1 - tier).pages is not None:
             self.pins.release(node, component, 1 - tier)
         elif held(node, component, tier):
             self.pins.hold(node, component, tier)
-        return None
+        return False
+
+    def _came_to_device(self, node: Node) -> None:
+        parent, host = node.parent, node.host
+        assert parent is not None
+        parent.num_device_children += 1
+        if host.pages is not None and host.lock_ref == 0:
+            self.orders[BACKBONE][Tier.HOST].expose(host)  # a mirror may go at any time
 
     def push_taken(self, entries: Sequence[Residency], component: int, tier: int) -> None:
         """Put what `take` returned, deepest first along one path, into the order.

@@ -31,8 +31,10 @@ from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Id
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.pins import pins_of_split
 from hiradix.tree.records import Freed, Insertion, Lock, Match
-from hiradix.tree.runs import matched_pages, own_tokens, split_run
+from hiradix.tree.runs import split_run, walk
 from hiradix.tree.view import TreeView
+
+_WHOLE_PATH = (0,)
 
 
 class RadixTree(TreeView):
@@ -43,13 +45,15 @@ class RadixTree(TreeView):
     ):
         super().__init__(page_size, components, order)
         self._created = 0
+        self._is_plain = len(components) == 1
+        self._pins = self._store.pins
 
     # -- reading ----------------------------------------------------------------------------
 
     def match(self, key: RadixKey) -> Match:
         """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
         node = self._walk(self.root, key)
-        if len(self.components) > 1:
+        if not self._is_plain:
             return self._match_reaches(node)
         device_node = node
         while device_node.device.pages is None:
@@ -83,10 +87,10 @@ class RadixTree(TreeView):
         `node` loadable, and a lock in DEVICE what is still to be loaded.
         """
         assert node.parent is not None or node is self.root, f"{node} has left the tree"
-        pins = self._store.pins
+        pins = self._pins
         pins.pin(node, tier)
-        if len(self.components) == 1:
-            return Lock(node, tier, (0,))
+        if self._is_plain:
+            return Lock(node, tier, _WHOLE_PATH)
         floors = tuple(self.floor(node, c) for c in range(len(self.components)))
         for c in range(1, len(floors)):
             for n in self.path(node, floors[c]):
@@ -98,11 +102,11 @@ class RadixTree(TreeView):
 
         Locks from before a `clear` are void: unlocking them does nothing.
         """
-        pins = self._store.pins
-        for c in range(1, len(lock.floors)):
-            for n in reversed(list(self.path(lock.node, lock.floors[c]))):
-                pins.unpin_other(n, c, lock.tier)
-        pins.unpin(lock.node, lock.tier)
+        node, tier, floors = lock
+        for c in range(1, len(floors)):
+            for n in reversed(list(self.path(node, floors[c]))):
+                self._pins.unpin_other(n, c, tier)
+        self._pins.unpin(node, tier)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -122,16 +126,19 @@ class RadixTree(TreeView):
         start = at.node if at is not None else self.root
         num_pages = len(key) // self.page_size
         assert num_pages >= start.end, f"a key of {num_pages} pages continued from page {start.end}"
-        assert start.parent is None or start.space == key.space, f"{key} continued from {start.space}"
+        same = start.parent is None or start.space is key.space or start.space == key.space
+        assert same, f"{key} continued from {start.space}"
         node = self._walk(start, key)
         if node.end < num_pages:
             node = self._grow(node, key, num_pages)
         lock = self.lock(node, tier)
-        duplicates = [self.adopt(node, c, tier, given) for c, given in enumerate(pages)]
-        for n in self.path(node, start.end):
-            n.hit_count += 1
-            if priority > n.priority:
-                n.priority = priority
+        duplicates = [self.adopt(node, c, tier, pages[c]) for c in range(len(pages))]
+        first = start.end
+        while node.start >= first and node.parent is not None:
+            node.hit_count += 1
+            if priority > node.priority:
+                node.priority = priority
+            node = node.parent
         return Insertion(lock, duplicates)
 
     def hit(self, node: Node) -> None:
@@ -145,33 +152,33 @@ class RadixTree(TreeView):
         Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
         node where `pages` begin inside it and it has none.
         """
-        per_page = self.components[component].per_page
+        if not len(pages):
+            return NO_PAGES
+        store, per_page = self._store, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
         assert start >= 0, f"{len(pages)} pages end at page {node.end}"
         taken, refused = [], []
-        at: Node | None = node if len(pages) else None
+        at: Node | None = node
         while at is not None and at.end > start:
             entry = at.residency(component, tier)
-            backed = component == BACKBONE or at.resident(tier)
-            if entry.pages is None and backed and at.start < start:
-                self._split(at, start - at.start)
-            lo = max(at.start, start)
-            given = pages[lo - start : at.end - start] if per_page else pages
-            if entry.pages is not None:
-                own = entry.pages[lo - at.start :][: len(given)]
-                refused.append(given[given != own])
-            elif backed:
-                if (pushed := self._store.take(at, component, tier, given)) is not None:
-                    taken.append(pushed)
+            if entry.pages is None and (component == BACKBONE or at.resident(tier)):
+                if at.start < start:
+                    self._split(at, start - at.start)  # `at` keeps the part that the pages cover
+                first, last = at.start - start, at.end - start
+                whole = not per_page or (first == 0 and last == len(pages))
+                if store.take(at, component, tier, pages if whole else pages[first:last]):
+                    taken.append(entry)
+            elif entry.pages is not None:
+                lo = max(at.start, start)
+                given = pages[lo - start : at.end - start] if per_page else pages
+                refused.append(given[given != entry.pages[lo - at.start :][: len(given)]])
             else:
-                refused.append(given)
-            top, at = at, at.parent if per_page else None
-        if len(pages) and component == BACKBONE and tier == Tier.DEVICE:
-            assert top.parent is not None and top.parent.resident(tier), (
-                f"device pages below {top.parent}, which has none"
-            )
+                refused.append(pages[max(at.start - start, 0) : at.end - start] if per_page else pages)
+            at = at.parent if per_page else None
+        grounded = component != BACKBONE or tier or at is None or at.device.pages is not None
+        assert grounded, f"device pages from page {start} on, below {at}, which has none"
         if taken:
-            self._store.push_taken(taken, component, tier)
+            store.push_taken(taken, component, tier)
         if not refused:
             return NO_PAGES
         return (refused[0] if len(refused) == 1 else np.concatenate(refused)).astype(np.int32, copy=False)
@@ -231,24 +238,17 @@ class RadixTree(TreeView):
 
     def _walk(self, node: Node, key: RadixKey) -> Node:
         """The deepest node below `node` that lies on `key`, cut to the part that does."""
-        size, num_pages = self.page_size, len(key) // self.page_size
-        while node.end < num_pages:
-            child = node.children.get(key.row(node.end, size))
-            if child is None:
-                break
-            matched = matched_pages(child, key, num_pages, size)
-            if matched < child.end - child.start:
-                return self._split(child, matched)
-            node = child
-        return node
+        node, child, matched = walk(node, key, len(key) // self.page_size, self.page_size)
+        return node if child is None else self._split(child, matched)
 
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
-        leaf = Node(parent, parent.end, end, len(self.components) - 1)
-        size = self.page_size
-        leaf.tokens = own_tokens(key.tokens[leaf.start * size : end * size + key.space.lookahead])
-        leaf.extras = key.extras_of(leaf.start, end)
-        leaf.space = parent.space if parent.parent is not None else key.space
-        leaf.row = key.row(leaf.start, size)
+        start, size = parent.end, self.page_size
+        leaf = Node(parent, start, end, len(self.components) - 1)
+        leaf.run, leaf.width = key.packed(start * size, end * size + key.space.lookahead)
+        if key.extras is not None:
+            leaf.extras = key.extras_of(start, end)
+        leaf.space = parent.space if start else key.space
+        leaf.row = key.row(start, size)
         self._created += 1
         leaf.created = self._created
         parent.adopt_child(leaf)
