@@ -108,6 +108,10 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
+    if args.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+        notes += (
+            f"--host {args.host} without --api-key: anyone who can reach this address can use the server",
+        )
     return ServeConfig(
         engine=_engine_config(args, cache, name),
         model_name=name,

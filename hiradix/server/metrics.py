@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from hiradix.engine.api import Output
+from hiradix.server.generation import ClientGone
 from hiradix.server.service import Snapshot, TransferFigures
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -190,14 +191,18 @@ class RequestMetrics:
     async def observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
         """`outputs`, timed and counted on their way."""
         labels, started, waiting = self._labels.values(), time.monotonic(), True
-        async for output in outputs:
-            if waiting and output.token_ids:
-                waiting = False
-                self._ttft.labels(*labels).observe(time.monotonic() - started)
-            if output.finish_reason is not None:
-                self._e2e.labels(*labels).observe(time.monotonic() - started)
-                self._count(output)
-            yield output
+        try:
+            async for output in outputs:
+                if waiting and output.token_ids:
+                    waiting = False
+                    self._ttft.labels(*labels).observe(time.monotonic() - started)
+                if output.finish_reason is not None:
+                    self._e2e.labels(*labels).observe(time.monotonic() - started)
+                    self._count(output)
+                yield output
+        except ClientGone:
+            self._requests.labels(*labels, "client_gone").inc()
+            raise
 
     def _count(self, output: Output) -> None:
         labels, usage = tuple(self._labels.values()), output.usage

@@ -27,6 +27,7 @@ from hiradix.server.render import (
     usage_json,
 )
 from hiradix.server.schema import (
+    CLIENT_CLOSED_REQUEST,
     DEFAULT_COMPLETION_TOKENS,
     ApiError,
     ChatBody,
@@ -35,8 +36,6 @@ from hiradix.server.schema import (
     read_body,
 )
 from hiradix.server.service import Generation, Service, Tokenizer
-
-CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(frozen=True, slots=True)

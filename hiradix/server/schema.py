@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from hiradix.engine.api import SamplingParams, Scope
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 DEFAULT_COMPLETION_TOKENS = 16
+CLIENT_CLOSED_REQUEST = 499
 
 # Fields of the OpenAI API that are accepted only where they change nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -167,10 +168,13 @@ _Body = TypeVar("_Body", bound=BaseModel)
 async def read_json(request: Request) -> Any:
     """The request's JSON body, at most MAX_BODY_BYTES; ApiError otherwise."""
     data = bytearray()
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    try:
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > MAX_BODY_BYTES:
+                raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    except ClientDisconnect as error:
+        raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
     try:
         return json.loads(bytes(data))
     except (ValueError, RecursionError) as error:

@@ -19,6 +19,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.engine.api import EngineConfig
 from hiradix.errors import CacheError, ConfigError
 from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
@@ -54,7 +55,10 @@ def serve(arguments: Sequence[str]) -> int:
                 service = build_service(config)
                 return _run(service, config, listener)
     except CacheError as error:
-        print(f"hiradix serve: error: {start_up_line(error)}", file=sys.stderr)
+        line = start_up_line(error)
+        if any(argument.startswith("--file-storage-path") for argument in arguments):
+            line = line.replace(f"{EXTRA_CONFIG_FLAG}: file_storage_path", "--file-storage-path")
+        print(f"hiradix serve: error: {line}", file=sys.stderr)
         return 2
     except _Stopped:
         return 0
@@ -63,6 +67,8 @@ def serve(arguments: Sequence[str]) -> int:
 def start_up_line(error: CacheError) -> str:
     """One line about what stopped the start, with the flag in place of an engine's field name."""
     text = " ".join(str(error).split())
+    if text.startswith("model path "):
+        return "--" + text.replace(" ", "-", 1)
     match = _FIELD.match(text)
     if match and match["name"] in {entry.name for entry in fields(EngineConfig)}:
         name = match["name"]
@@ -103,17 +109,31 @@ def build_service(config: ServeConfig) -> EngineService:
     """A running engine; loads torch and the model. CacheError when it cannot be built."""
     for note in config.notes:
         print(f"hiradix serve: {note}", flush=True)
+    from safetensors import SafetensorError
+
     from hiradix.engine.async_engine import EngineThread
     from hiradix.engine.engine import Engine
     from hiradix.server.engine_service import EngineService
 
+    _check_device(config.engine.device)
     try:
         engine = Engine(config.engine)
-    except (OSError, MemoryError) as error:
-        raise ConfigError(f"--model-path {config.engine.model_path}: {error}") from error
+    except (OSError, MemoryError, RuntimeError, SafetensorError) as error:  # bad weights, too large pools
+        chosen = config.engine
+        flags = f"--model-path {chosen.model_path} --max-total-tokens {chosen.max_total_tokens}"
+        raise ConfigError(f"{flags}: cannot build the engine: {error}") from error
     thread = EngineThread(engine)
     thread.start()
     return EngineService(engine, thread)
+
+
+def _check_device(name: str) -> None:
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(f"--device {name}: {error}") from error
 
 
 def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -> int:
@@ -121,8 +141,12 @@ def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -
         healthy = asyncio.run(_serve(service, config, listener))
     except _Stopped:
         healthy = True
-    if not service.close(config.shutdown_timeout_s):
-        logger.warning("the deadline passed before all transfers had ended")
+    try:
+        with _stop_on_signals():  # the loop took the handlers with it
+            if not service.close(config.shutdown_timeout_s):
+                logger.warning("the deadline passed before all transfers had ended")
+    except _Stopped:
+        logger.warning("stopped by a second signal before all transfers had ended")
     if healthy:
         return 0
     print("hiradix serve: error: the engine failed, see the log", file=sys.stderr)

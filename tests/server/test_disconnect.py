@@ -71,7 +71,8 @@ def test_client_that_stays_is_not_aborted() -> None:
                 body = {"prompt": "a", "stream": stream}
                 reply = await http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
                 assert reply.status_code == 200
-        assert service.aborted == []
+            metrics = (await http.get(f"{url}/metrics")).text
+        assert service.aborted == [] and "client_gone" not in metrics
 
     played(story, ScriptedService())
 

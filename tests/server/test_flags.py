@@ -165,6 +165,11 @@ def test_directory_without_a_model(tmp_path: Path) -> None:
     assert "config.json" in refusal("--model-path", str(tmp_path))
 
 
+def test_an_open_server_is_pointed_out(model: str) -> None:
+    assert any("--api-key" in note for note in parse(model, "--host", "0.0.0.0").notes)
+    assert parse(model, "--host", "0.0.0.0", "--api-key", "k").notes == ()
+
+
 def test_keys_are_in_no_repr(model: str) -> None:
     config = parse(model, "--api-key", "k1secret", "--admin-api-key", "k2secret")
     assert (config.api_key, config.admin_api_key) == ("k1secret", "k2secret")

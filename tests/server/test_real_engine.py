@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from hiradix.cli import main
 from hiradix.demo.process import ServerProcess
 from hiradix.demo.workload import long_text
 from hiradix.server.app import AppSettings, create_app
@@ -227,6 +229,45 @@ def test_without_a_host_tier_there_is_no_storage_to_administer(model: Path) -> N
             assert sum(cached(ask(http, PROMPT)).values()) == 0
         assert "sglang:num_requests_total" in http.get("/metrics").text
         assert http.get("/server_info").json()["cache"]["host_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--context-length 99999", "--context-length 99999"),
+        ("--enable-hicache --max-total-tokens 10", "--max-total-tokens 10"),
+        ("--device banana", "--device banana"),
+        ("--enable-hicache --hicache-size 1000000", "--hicache-size"),
+        (
+            "--enable-hicache --hicache-storage-backend file --file-storage-path {file}/x",
+            "--file-storage-path",
+        ),
+    ],
+)
+def test_what_the_engine_refuses_is_one_line(
+    model: Path, tmp_path: Path, arguments: str, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a directory")
+    given = arguments.format(file=file).split()
+    assert main(["serve", "--model-path", str(model), "--port", "0", *given]) == 2
+    assert words in the_error(capfd)
+
+
+def test_damaged_weights_are_one_line(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    damaged = shutil.copytree(model, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert main(["serve", "--model-path", str(damaged), "--port", "0"]) == 2
+    assert f"--model-path {damaged}" in the_error(capfd)
+
+
+def the_error(capfd: pytest.CaptureFixture[str]) -> str:
+    """The one line a failed start ends with."""
+    err = capfd.readouterr().err
+    assert "Traceback" not in err
+    [line] = [line for line in err.splitlines() if line.startswith("hiradix serve: error: ")]
+    return line
 
 
 def test_storage_survives_an_orderly_end_and_a_process_stops_with_status_0(
