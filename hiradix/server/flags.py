@@ -152,6 +152,8 @@ def _page_size(args: argparse.Namespace) -> tuple[int, tuple[str, ...]]:
 
 def _storage_config(args: argparse.Namespace) -> ExtraConfig:
     extra = parse_extra_config(args.hicache_storage_backend_extra_config)
+    if args.hicache_storage_backend is not None:
+        load_storage_backend(args.hicache_storage_backend)
     if args.file_storage_path is None:
         return extra
     if args.hicache_storage_backend not in (None, "file"):
@@ -187,10 +189,9 @@ def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, t
 
 
 def _check_names(config: HiCacheConfig) -> None:
-    """Eviction policy and storage backend exist and take their settings; sooner than the model's loading."""
+    """The eviction policy exists, and it and storage's guard take their settings; before a model is loaded."""
     make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
     if config.hicache_storage_backend is not None:
-        load_storage_backend(config.hicache_storage_backend)
         guard_limits(config.hicache_storage_backend_extra_config.backend)
 
 

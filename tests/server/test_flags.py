@@ -141,7 +141,7 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         ("--radix-eviction-policy-config []", "--radix-eviction-policy-config"),
         ('--extra-metric-labels {"a-b":"c"}', "--extra-metric-labels"),
         ('--extra-metric-labels {"a":1}', "--extra-metric-labels"),
-        ("--enable-hicache --hicache-storage-backend redis --file-storage-path /x", "--file-storage-path"),
+        ("--enable-hicache --hicache-storage-backend nosuch --file-storage-path /x", "nosuch"),
         ("--enable-hicache --hicache-storage-backend nosuch", "--hicache-storage-backend nosuch"),
         ("--radix-eviction-policy nosuch", "--radix-eviction-policy"),
         (
@@ -163,6 +163,12 @@ def test_unknown_model_path() -> None:
 
 def test_directory_without_a_model(tmp_path: Path) -> None:
     assert "config.json" in refusal("--model-path", str(tmp_path))
+
+
+def test_the_file_backends_path_is_for_that_backend(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.server.flags.load_storage_backend", lambda name: None)
+    arguments = "--enable-hicache --hicache-storage-backend other --file-storage-path /x"
+    assert "--file-storage-path" in refusal("--model-path", model, *arguments.split())
 
 
 def test_an_open_server_is_pointed_out(model: str) -> None:
