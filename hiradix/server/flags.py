@@ -189,7 +189,7 @@ def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, t
 
 
 def _check_names(config: HiCacheConfig) -> None:
-    """The eviction policy exists, and it and storage's guard take their settings; before a model is loaded."""
+    """The eviction policy exists; it and storage's guard take their settings; before a model is loaded."""
     make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
     if config.hicache_storage_backend is not None:
         guard_limits(config.hicache_storage_backend_extra_config.backend)
