@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         "urls", nargs="+", metavar="URL", help="OpenAI-compatible servers; the first is measured"
     )
     parser.add_argument("--concurrency", type=int, default=4, help="requests in flight (default: 4)")
-    parser.add_argument("--max-tokens", type=int, default=12, help="tokens an answer (default: 12)")
+    parser.add_argument("--max-tokens", type=int, default=8, help="tokens an answer (default: 8)")
     parser.add_argument("--top-logprobs", type=int, default=5, help="0 for servers without log probabilities")
     parser.add_argument("--model", help="model name to ask for (default: the server's first)")
     parser.add_argument("--api-key", help="bearer key of all servers")

@@ -122,7 +122,7 @@ class Limits:
     """How hard a server is driven: requests in flight, tokens an answer, alternatives a token."""
 
     concurrency: int = 4
-    max_tokens: int = 12
+    max_tokens: int = 8
     top_logprobs: int = 5
 
 

@@ -19,7 +19,7 @@ from hiradix.bench_client import Conversation, Message, Phase
 from hiradix.errors import ConfigError
 
 LICENSES = Path("/usr/share/common-licenses")
-DOCUMENT_CHARS = 5600  # about 1,150 tokens of such text; a test holds 1,000 as the lower end
+DOCUMENT_CHARS = 5200  # about 1,080 tokens of such text for SmolLM2
 SHARED_CHARS = 1800
 HISTORY_TURNS = 4
 CHAT_TURNS = 4
@@ -48,10 +48,10 @@ class Workload:
 class Size:
     """How many conversations of each kind there are, and how many of them come back after the restart."""
 
-    num_documents: int = 8
-    num_shared: int = 5
-    num_own: int = 3
-    num_documents_later: int = 4
+    num_documents: int = 7
+    num_shared: int = 4
+    num_own: int = 2
+    num_documents_later: int = 3
     num_shared_later: int = 2
     num_own_later: int = 1
 
