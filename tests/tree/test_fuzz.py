@@ -1,0 +1,75 @@
+"""Many seeded lives of a tree beside the page map; every policy, page size, window and component set.
+
+`HIRADIX_TREE_RUNS=50000` for the long version. A run checks everything every few moves; one that fails is
+played again with a check after each, so that the report names the move.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+
+import pytest
+
+from hiradix.policy.eviction import eviction_policies
+from tests.tree.world import Config, World
+
+NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "2000"))
+NUM_MOVES = 100
+NUM_CHUNKS = 20
+VALUES = {
+    "policy": ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru"],
+    "page_size": [1, 16, 64],
+    "window": ["none", "below", "equal", "above"],
+    "has_state": [False, True],
+    "is_bigram": [False, True],
+}
+CONFIGS = [Config(*values) for values in itertools.product(*VALUES.values())]
+random.Random(7).shuffle(CONFIGS)
+
+
+def config_of(seed: int) -> Config:
+    return CONFIGS[seed % len(CONFIGS)]
+
+
+def live(seed: int, check_every: int) -> None:
+    """One run: random moves, then everything given back."""
+    rng = random.Random(seed)
+    world = World(config_of(seed))
+    moves, weights = list(World.MOVES), list(World.MOVES.values())
+    done: list[str] = []
+    try:
+        for number in range(NUM_MOVES):
+            done.append(rng.choices(moves, weights)[0])
+            getattr(world, done[-1])(rng.randrange)
+            if number % check_every == 0:
+                world.check()
+        world.check()
+        world.drain()
+    except Exception as error:
+        error.add_note(f"seed {seed}, {world.config}, move {len(done)}: ... {', '.join(done[-4:])}")
+        raise
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_lives_agree_with_the_page_map(chunk: int, record_property) -> None:
+    seeds = range(chunk, NUM_RUNS, NUM_CHUNKS)
+    for seed in seeds:
+        try:
+            live(seed, check_every=5)
+        except AssertionError:
+            live(seed, check_every=1)
+            raise
+    drawn = Counter(f"{name} {getattr(config_of(seed), name)}" for name in VALUES for seed in seeds)
+    record_property("tree_runs", len(seeds))
+    record_property("tree_moves", len(seeds) * NUM_MOVES)
+    record_property("tree_drawn", dict(drawn))
+
+
+def test_each_value_is_drawn_often() -> None:
+    assert VALUES["policy"] == eviction_policies()[: len(VALUES["policy"])]
+    for name, values in VALUES.items():
+        drawn = Counter(getattr(config_of(seed), name) for seed in range(2000))
+        assert all(drawn[value] >= 20 for value in values), drawn

@@ -1,0 +1,268 @@
+"""Keys: zero-copy views, namespaces, bigrams, extras; and page hashes against published vectors."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiradix.tree import PageRows, RadixKey, RadixTree, Tier, hash_pages, namespace_seed
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+def insert(tree: RadixTree, key: RadixKey, first: int = 100, tier: Tier = DEVICE):
+    """Insert `key` with pages first, first + 1, ...; gives the lock back and returns the node."""
+    done = tree.insert(key, tier, [np.arange(first, first + key.num_pages(tree.page_size))])
+    tree.unlock(done.lock)
+    return done.lock.node
+
+
+def depth(tree: RadixTree, key: RadixKey) -> int:
+    node = tree.match(key).device_node
+    tree.check([])
+    return node.end
+
+
+# -- buffers ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["list", "array", "int64", "int32", "tensor"])
+def test_tokens_are_equal_from_every_kind_of_buffer(kind: str) -> None:
+    values = [5, 6, 7, 2**31 - 1]
+    if kind == "tensor":
+        torch = pytest.importorskip("torch")
+        source = torch.tensor(values)
+    else:
+        source = {
+            "list": values,
+            "array": array("q", values),
+            "int64": np.array(values),
+            "int32": np.array(values, np.int32),
+        }[kind]
+    key = RadixKey(source)
+    assert key.tokens.dtype == np.int64 and key.tokens.tolist() == values
+    tree = RadixTree(2)
+    insert(tree, RadixKey(values))
+    assert depth(tree, key) == 2
+
+
+@pytest.mark.parametrize("kind", ["array", "int64", "tensor"])
+def test_an_int64_buffer_is_viewed_not_copied(kind: str) -> None:
+    if kind == "tensor":
+        source = pytest.importorskip("torch").arange(64)
+    else:
+        source = array("q", range(64)) if kind == "array" else np.arange(64)
+    key = RadixKey(source)
+    assert np.shares_memory(key.tokens, np.asarray(source))
+    for part in (key[:32], key.bigrams(), key.page_aligned(5)):
+        assert np.shares_memory(part.tokens, key.tokens)
+
+
+def test_not_integers_or_not_flat_is_refused() -> None:
+    with pytest.raises(TypeError, match="float"):
+        RadixKey([1.5])
+    with pytest.raises(TypeError, match="one-dimensional"):
+        RadixKey([[1, 2]])
+
+
+def test_a_node_keeps_no_request_buffer_alive() -> None:
+    tree = RadixTree(4)
+    tokens, pages = np.arange(4000), np.arange(1000, dtype=np.int32)
+    lock = tree.insert(RadixKey(tokens), DEVICE, [pages]).lock
+    tree.unlock(lock)
+    node = lock.node
+    assert not np.shares_memory(node.tokens, tokens) and not np.shares_memory(node.device.pages, pages)
+    tokens[:], pages[:] = 0, 0
+    assert depth(tree, RadixKey(np.arange(4000))) == 1000
+    assert tree.pages(node, DEVICE).tolist() == list(range(1000))
+
+
+# -- parts ------------------------------------------------------------------------------
+
+
+def test_lengths_slices_and_whole_pages() -> None:
+    key = RadixKey(range(10), "lora", cache_salt="tenant")
+    assert len(key) == 10 and key.num_pages(4) == 2
+    head = key[:7]
+    assert (head.extra_key, head.cache_salt, len(head)) == ("lora", "tenant", 7)
+    assert len(key.page_aligned(4)) == 8 and key.page_aligned(5) is key
+    assert key.head(1, 4).tokens.tolist() == [0, 1, 2, 3]
+    assert key[:3].joined([8, 9]).tokens.tolist() == [0, 1, 2, 8, 9]
+    assert len(key[:0]) == 0 and len(RadixKey([])) == 0
+
+
+def test_bigrams_are_a_view_that_is_one_shorter() -> None:
+    key = RadixKey([1, 2, 3, 4, 5], "lora").bigrams()
+    assert len(key) == 4 and key.is_bigram and key.extra_key == "lora"
+    assert key[:2].tokens.tolist() == [1, 2, 3] and len(key[:2]) == 2
+    assert len(RadixKey([1], is_bigram=True)) == 0
+
+
+def test_a_bigram_page_needs_the_token_behind_it() -> None:
+    tree = RadixTree(2)
+    insert(tree, RadixKey([1, 2, 3, 4, 5], is_bigram=True))
+    assert depth(tree, RadixKey([1, 2, 3, 4, 5], is_bigram=True)) == 2
+    assert depth(tree, RadixKey([1, 2, 3, 4, 6], is_bigram=True)) == 1
+    assert depth(tree, RadixKey([1, 2, 4, 4, 5], is_bigram=True)) == 0
+    assert depth(tree, RadixKey([1, 2, 3, 4, 5])) == 0, "bigrams and tokens are different rows"
+
+
+# -- namespaces and extras: promise 4 ---------------------------------------------------------
+
+
+def test_no_hit_crosses_a_namespace() -> None:
+    tree = RadixTree(1)
+    spaces = [(None, None), ("a", None), (None, "a"), ("b", None), ("a", "a"), ("", None), (None, "")]
+    for number, (extra_key, salt) in enumerate(spaces):
+        key = RadixKey([1, 2, 3], extra_key, cache_salt=salt)
+        assert depth(tree, key) == 0
+        insert(tree, key, 10 * number)
+    for number, (extra_key, salt) in enumerate(spaces):
+        node = tree.match(RadixKey([1, 2, 9], extra_key, cache_salt=salt)).device_node
+        assert tree.pages(node, DEVICE).tolist() == [10 * number, 10 * number + 1]
+        assert tree.path_key(node).extra_key == extra_key and tree.path_key(node).cache_salt == salt
+    seeds = [namespace_seed(*space) for space in spaces]
+    assert len(set(seeds)) == len(seeds)
+    tree.check([])
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_two_images_behind_equal_placeholders_never_share_a_page(tier: Tier) -> None:
+    tree = RadixTree(2)
+    tokens = [1, 1, 0, 0, 0, 0, 7, 7]
+    cat = RadixKey(tokens, page_extras=[None, b"cat", b"cat", None])
+    dog = RadixKey(tokens, page_extras=[None, b"cat", b"dog", None])
+    insert(tree, cat, 10, tier)
+    assert tree.match(cat).loadable_node.end == 4
+    assert tree.match(dog).loadable_node.end == 2
+    assert tree.match(RadixKey(tokens)).loadable_node.end == 1
+    insert(tree, dog, 20, tier)
+    insert(tree, RadixKey(tokens), 30, tier)
+    for key, first in ((cat, 10), (dog, 20), (RadixKey(tokens), 30)):
+        node = tree.match(key).loadable_node
+        assert node.end == 4 and tree.pages(node, tier)[-1] == first + 3
+        assert hash_pages(tree.page_rows(node, 0)) == hash_pages(tree.rows(key, tree.root, 0, 4))
+    tree.check([])
+    last = {hash_pages(tree.rows(key, tree.root, 0, 4))[-1] for key in (cat, dog, RadixKey(tokens))}
+    assert len(last) == 3, "different images, different storage keys"
+
+
+def test_extras_shorter_than_the_key_mean_none() -> None:
+    tree = RadixTree(1)
+    insert(tree, RadixKey([1, 2, 3], page_extras=[b"x"]))
+    assert depth(tree, RadixKey([1, 2, 3], page_extras=[b"x", None, None])) == 3
+    assert depth(tree, RadixKey([1, 2, 3], page_extras=[b"x", b"y"])) == 1
+
+
+def test_tokens_that_do_not_fit_32_bits_do_not_match_their_low_halves() -> None:
+    tree = RadixTree(2)
+    wide = RadixKey([1, 2, 3 + 2**32, 4, 5, 6])
+    insert(tree, wide)
+    assert depth(tree, wide) == 3
+    assert depth(tree, RadixKey([1, 2, 3, 4, 5, 6])) == 1
+    assert depth(tree, RadixKey([1, 2, 3 + 2**32, 4, 5, 7])) == 2
+    assert depth(tree, RadixKey([1, 2, 3 - 2**32, 4])) == 1
+    narrow = RadixKey([1, 2, 3, 4, 2**33, 6])
+    insert(tree, narrow, 200)
+    assert depth(tree, RadixKey([1, 2, 3, 4])) == 2
+    assert depth(tree, narrow) == 3 and depth(tree, wide) == 3
+
+
+@given(st.lists(st.integers(-(2**62), 2**62), min_size=1, max_size=6), st.sampled_from([1, 2]))
+def test_any_token_finds_itself(tokens: list[int], page_size: int) -> None:
+    tree = RadixTree(page_size)
+    key = RadixKey(tokens * 2)
+    insert(tree, key)
+    assert depth(tree, key) == key.num_pages(page_size)
+    found = tree.path_key(tree.match(key).device_node).tokens.tolist()
+    assert found == key.page_aligned(page_size).tokens.tolist()
+
+
+def test_a_long_run_is_compared_whole() -> None:
+    tokens = np.arange(100_000) % 50_000
+    tree = RadixTree(16)
+    insert(tree, RadixKey(tokens))
+    assert depth(tree, RadixKey(tokens.copy())) == 6250
+    for at in (15, 16, 20_000, 99_999):
+        other = tokens.copy()
+        other[at] += 1
+        assert tree.match(RadixKey(other)).device_node.end == at // 16
+    tree.check([])
+
+
+# -- hashes -----------------------------------------------------------------------------------
+
+VECTOR_1 = "cf97adeedb59e05bfd73a2b4c2a8885708c4f4f70c84c64b27120e72ab733b72"
+VECTOR_2 = "4ebfa8a1f3c341517621838c6e1b9aa350307e3f00b3cbd1a07ef740f54396d6"
+SEED = "d13976d7b0b5b60f1cbc0f855ef7ec6508f443565049355270b55bbffeeeed33"
+
+
+def digests(tokens: list[list[int]], prior: bytes = b"", **more: object) -> list[str]:
+    return [d.hex() for d in hash_pages(PageRows(prior, np.array(tokens, np.int64), **more))]  # type: ignore[arg-type]
+
+
+def test_chain_matches_the_published_vectors() -> None:
+    assert digests([[1, 2, 3, 4], [5, 6, 7, 8]]) == [VECTOR_1, VECTOR_2]
+    assert digests([[5, 6, 7, 8]], bytes.fromhex(VECTOR_1)) == [VECTOR_2], "goes on from a prior"
+
+
+def test_bigrams_hash_both_members() -> None:
+    want = "ede8ef26a097f0fd889f9f39f6f5af921370630b164c4a4fa28eb716b2df9269"
+    assert digests([[1, 2, 3]], is_bigram=True) == [want]
+
+
+def test_namespace_seeds_and_the_chain_under_one() -> None:
+    assert namespace_seed(None, None) == b"" and namespace_seed("tenantA", None).hex() == SEED
+    want = "db64201913c44015e033ddb4fee172b3e10a92a087bb8dfa3556f8059222766f"
+    assert digests([[1, 2, 3, 4]], bytes.fromhex(SEED)) == [want]
+
+
+def test_wide_tokens() -> None:
+    want = "ac87df80458ef6e63ab6d805c9a37d80084a20e4a53d60c5edf9e4ec21d1d3ab"
+    assert digests([[2**33, 1]]) == [want]
+    assert digests([[2**32 - 1, 1]]) == [hashlib.sha256(b"\xff\xff\xff\xff\x01\x00\x00\x00").hexdigest()]
+
+
+def test_tree_rows_give_the_vectors() -> None:
+    tree = RadixTree(4)
+    node = insert(tree, RadixKey(range(1, 9)))
+    assert [d.hex() for d in hash_pages(tree.page_rows(node, 0))] == [VECTOR_1, VECTOR_2]
+    plain, salted = RadixKey(range(1, 9)), RadixKey(range(1, 9), "tenantA")
+    assert hash_pages(tree.rows(salted, tree.root, 0, 2)) != hash_pages(tree.rows(plain, tree.root, 0, 2))
+    assert tree.rows(salted, tree.root, 0, 2).prior.hex() == SEED
+
+
+def test_rows_are_copies() -> None:
+    tree, tokens = RadixTree(2), np.arange(8)
+    node = insert(tree, RadixKey(tokens))
+    from_tree, from_key = tree.page_rows(node, 1), tree.rows(RadixKey(tokens), tree.root, 0, 4)
+    assert from_tree.rows.flags.owndata and not np.shares_memory(from_key.rows, tokens)
+
+
+def test_an_empty_span_has_no_rows_but_a_prior() -> None:
+    tree = RadixTree(4)
+    node = insert(tree, RadixKey(range(1, 9)))
+    tree.set_hashes(node, 0, hash_pages(tree.page_rows(node, 0)))
+    rows = tree.page_rows(node, node.end)
+    assert len(rows.rows) == 0 and rows.start == 2 and rows.prior.hex() == VECTOR_2 and hash_pages(rows) == []
+
+
+def test_known_hashes_survive_a_split_and_extend() -> None:
+    tree = RadixTree(1)
+    node = insert(tree, RadixKey(range(8)))
+    chain = hash_pages(tree.page_rows(node, 0))
+    tree.set_hashes(node, 0, chain)
+    upper = tree.match(RadixKey([0, 1, 2, 9])).device_node
+    assert tree.hashes(upper) == chain[:3] and tree.hashes(node) == chain[3:]
+    longer = insert(tree, RadixKey(range(12)), 100)
+    rows = tree.page_rows(longer, longer.start)
+    assert rows.start == 8 and rows.prior == chain[-1], "the chain goes on, nothing is hashed twice"
+    assert tree.hashes(longer) is None
+    tree.set_hashes(longer, rows.start, hash_pages(rows))
+    full = hash_pages(RadixTree(1).rows(RadixKey(range(12)), tree.root, 0, 12))
+    assert tree.hashes(longer) == full[8:]
