@@ -107,8 +107,11 @@ class FileBackend(StorageBackend):
         self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
         while todo:
             group = self._next_group(todo)
-            for write in self._store(group, now_ns, set(keys)):
+            done = self._store(group, now_ns, set(keys))
+            for write in done:
                 ok[write.index] = True
+            if len(done) < len(group):
+                break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
         self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns)
         return ok

@@ -81,12 +81,13 @@ class Room:
         """
         if num_bytes > self._config.max_bytes:
             return False
-        short = self._short(num_bytes)
-        if short > 0 and self._index.num_bytes < self._usage() - self._config.max_bytes // DRIFT:
+        unknown = self._usage() - self._index.num_bytes
+        if unknown > self._config.max_bytes // DRIFT and self._short(num_bytes) > 0:
             self._recount()
-            short = self._short(num_bytes)
-        if short > 0 and self._evict(short, keep) < short:
-            return False
+        if not self._make_room(num_bytes, keep):
+            self._recount()  # others may have written what the index lacks, or evicted what it has
+            if not self._make_room(num_bytes, keep):
+                return False
         self._ledger.write(self._usage() + num_bytes)
         return True
 
@@ -137,6 +138,10 @@ class Room:
         status = os.statvfs(self._folder.root)
         free = status.f_bavail * status.f_frsize - self._config.min_free_bytes
         return num_bytes - min(free, self._config.max_bytes - self._usage())
+
+    def _make_room(self, num_bytes: int, keep: Collection[str]) -> bool:
+        short = self._short(num_bytes)
+        return short <= 0 or self._evict(short, keep) >= short
 
     def _evict(self, num_bytes: int, keep: Collection[str]) -> int:
         """Remove coldest pages until `num_bytes` are gone, and some slack; how many bytes went."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from os import preadv, pwritev
 
 Buffer = memoryview | bytearray | bytes
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024) if "SC_IOV_MAX" in os.sysconf_names else 1024
@@ -11,12 +12,12 @@ IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024) if "SC_IOV_MAX" in os.sysconf_name
 
 def read_into(fd: int, buffers: Sequence[Buffer], offset: int = 0) -> int:
     """Fill `buffers` from `offset`; bytes read, fewer only at the end of the file. Raises OSError."""
-    return _transfer(os.preadv, fd, buffers, offset)
+    return _transfer(preadv, fd, buffers, offset)
 
 
 def write_from(fd: int, buffers: Sequence[Buffer], offset: int = 0) -> int:
     """Write all of `buffers` at `offset`; their bytes. Raises OSError."""
-    return _transfer(os.pwritev, fd, buffers, offset)
+    return _transfer(pwritev, fd, buffers, offset)
 
 
 def _transfer(
