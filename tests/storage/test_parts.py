@@ -1,0 +1,296 @@
+"""Seals, fingerprints, the registry and vectored I/O, each on its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import random
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.errors import ConfigError
+from hiradix.storage import (
+    PageFingerprint,
+    StorageBackend,
+    StorageContext,
+    create_storage_backend,
+    guard_limits,
+    load_storage_backend,
+    open_storage,
+    register_storage_backend,
+    registry,
+    storage_backend_names,
+)
+from hiradix.storage.build import GUARD_KEYS
+from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
+from hiradix.storage.vectored import read_into, write_from
+from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
+from tests.storage.doubles import MemoryBackend
+from tests.storage.files import open_file
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = StorageContext(FINGERPRINT, {}, PAGE_BYTES)
+DIGEST = FINGERPRINT.digest()
+
+# -- seals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", sorted(CHECKSUMS))
+def test_every_single_bit_of_the_seal_matters(algorithm: int) -> None:
+    sealer, key, page = Sealer(DIGEST, algorithm), key_of(0), page_of(key_of(0), 512)
+    seal = sealer.seal(key, page)
+    assert len(seal) == SEAL_BYTES and sealer.check(seal, key, page) is Verdict.GOOD
+    for bit in range(8 * SEAL_BYTES):
+        bad = bytearray(seal)
+        bad[bit // 8] ^= 1 << bit % 8
+        assert sealer.check(bad, key, page) is Verdict.DAMAGED
+
+
+@pytest.mark.parametrize("algorithm", sorted(CHECKSUMS))
+def test_every_single_bit_of_a_page_matters(algorithm: int) -> None:
+    sealer, key, page = Sealer(DIGEST, algorithm), key_of(0), page_of(key_of(0), 512)
+    seal = sealer.seal(key, page)
+    for bit in range(8 * 512):
+        page[0][bit // 8] ^= 1 << bit % 8
+        assert sealer.check(seal, key, page) is Verdict.DAMAGED
+        page[0][bit // 8] ^= 1 << bit % 8
+    assert sealer.check(seal, key, page) is Verdict.GOOD
+
+
+def test_seal_of_another_is_foreign() -> None:
+    page = page_of("x", 512)
+    seal = Sealer(DIGEST).seal("x", page)
+    assert Sealer(OTHER.digest()).check(seal, "x", page) is Verdict.FOREIGN
+    assert Sealer(DIGEST).check(seal, "y", page) is Verdict.FOREIGN
+    assert Sealer(DIGEST).check(seal, "x", [page[0][:-1]]) is Verdict.FOREIGN
+    assert Sealer(DIGEST).check(b"", "x", page) is Verdict.DAMAGED
+    assert Sealer(DIGEST).check(bytes(SEAL_BYTES), "x", page) is Verdict.DAMAGED
+
+
+def test_cut_into_other_buffers_it_is_the_same_page() -> None:
+    page = page_of("x", 512)
+    for algorithm in CHECKSUMS:
+        seal = Sealer(DIGEST, algorithm).seal("x", page)
+        pieces = [page[0][:100], page[0][100:100], page[0][100:]]
+        assert Sealer(DIGEST).check(seal, "x", pieces) is Verdict.GOOD
+
+
+def test_checksums_are_pinned() -> None:
+    """What is on disks today must be readable tomorrow: these numbers never change."""
+    page = [memoryview(b"hiradix page "), memoryview(b"of two buffers")]
+    assert CHECKSUMS[CRC32](page) == 0x286FC1E9
+    assert CHECKSUMS[XXH3_64](page) == 0xFBC5E764592F9A55
+    seal = Sealer(DIGEST, CRC32).seal("k", page)
+    assert seal[:16].hex() == "48525850" + "0100" + "02" + "00" + "1b00000000000000"
+
+
+def test_algorithm_that_is_not_here_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = Sealer(DIGEST, XXH3_64).seal("x", page_of("x", 64))
+    monkeypatch.delitem(CHECKSUMS, XXH3_64)
+    assert Sealer(DIGEST, CRC32).check(seal, "x", page_of("x", 64)) is Verdict.UNKNOWN
+
+
+def test_unchecked_seals_pass_the_payload() -> None:
+    seal = Sealer(DIGEST, NONE, verify=False).seal("x", page_of("x", 64))
+    assert Sealer(DIGEST, NONE, verify=False).check(seal, "x", page_of("y", 64)) is Verdict.GOOD
+
+
+def test_storage_works_without_xxhash(tmp_path: Path) -> None:
+    """The package is optional: then seals carry crc32, and the others' pages are misses, not damage."""
+    code = (
+        "import sys; sys.modules['xxhash'] = None\n"
+        "from pathlib import Path\n"
+        "from tests.storage.files import open_file\n"
+        "from tests.contracts.storage import put, hits, keys_of\n"
+        f"store = open_file(Path({str(tmp_path)!r}))\n"
+        "print(hits(store, keys_of(2)), put(store, keys_of(4, start=10)))\n"
+        "print(hits(store, keys_of(4, start=10)))\n"
+    )
+    store = open_file(tmp_path)
+    put(store, keys_of(2))
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT
+    )
+    assert ran.stdout == f"{[False] * 2} {[True] * 4}\n{[True] * 4}\n"
+    assert all(hits(store, keys_of(2))) and all(hits(store, keys_of(4, start=10)))
+    store.close()
+
+
+# -- fingerprints -------------------------------------------------------------------------
+
+names = st.text(max_size=12)
+fingerprints = st.builds(
+    PageFingerprint,
+    model_id=st.text(min_size=1, max_size=12), revision=names, dtype=names, layout=names, codec=names,
+    page_size=st.integers(1, 3), tp_rank=st.integers(0, 2), tp_size=st.integers(1, 3), pp_rank=st.integers(0,
+    2), pp_size=st.integers(1, 3), shape=st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)  # fmt: skip
+
+
+@settings(max_examples=200)
+@given(fingerprints, fingerprints)
+def test_digests_are_equal_exactly_when_fingerprints_are(one: PageFingerprint, two: PageFingerprint) -> None:
+    assert (one.digest() == two.digest()) == (one == two)
+    assert len(one.digest()) == 64 and bytes.fromhex(one.digest())
+
+
+def test_fields_do_not_run_into_each_other() -> None:
+    one = dataclasses.replace(FINGERPRINT, model_id='a","revision":"b', revision="")
+    two = dataclasses.replace(FINGERPRINT, model_id="a", revision='b","x":"')
+    assert one.digest() != two.digest()
+
+
+def test_digest_is_pinned() -> None:
+    assert FINGERPRINT.digest()[:16] == "b810e5e5ca2ea119"
+
+
+def test_model_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_id"):
+        PageFingerprint("")
+
+
+# -- the registry -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    yield
+
+
+class Plugin(MemoryBackend):
+    """A third party's backend."""
+
+
+class Unfinished(StorageBackend):
+    """It lacks most calls."""
+
+    def __init__(self, context: StorageContext):
+        pass
+
+
+class Moody(MemoryBackend):
+    """Its server is away."""
+
+    def __init__(self, context: StorageContext):
+        raise ConnectionRefusedError("no server at 127.0.0.1:1")
+
+
+@pytest.mark.usefixtures("clean_registry")
+class TestRegistry:
+    def test_plugin_by_module_and_class(self) -> None:
+        register_storage_backend("plugin", f"{__name__}:Plugin")
+        assert "plugin" in storage_backend_names()
+        assert load_storage_backend("plugin").__name__ == "Plugin"
+        storage = open_storage("plugin", CONTEXT)
+        assert all(put(storage, keys_of(3))) and all(hits(storage, keys_of(3)))
+        storage.close()
+
+    def test_plugin_by_entry_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        entry = importlib.metadata.EntryPoint("far", f"{__name__}:Plugin", registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == entry.group else [])
+        assert "far" in storage_backend_names()
+        assert load_storage_backend("far").__name__ == "Plugin"
+
+    def test_nothing_is_imported_before_it_is_asked_for(self) -> None:
+        register_storage_backend("absent", "no_such_module_at_all:Class")
+        assert "absent" in storage_backend_names()
+
+    def test_missing_module_is_named_with_what_to_install(self) -> None:
+        register_storage_backend("absent", "no_such_module_at_all:Class", "pip install 'absent[all]'")
+        with pytest.raises(
+            ConfigError, match=r"absent: cannot import no_such_module_at_all: .*; install it with: pip"
+        ):
+            load_storage_backend("absent")
+
+    def test_missing_class_is_named(self) -> None:
+        register_storage_backend("typo", f"{__name__}:Plugin2")
+        with pytest.raises(ConfigError, match="no class Plugin2 in module"):
+            load_storage_backend("typo")
+
+    def test_class_that_is_no_backend_says_what_it_lacks(self) -> None:
+        register_storage_backend("path", "pathlib:Path")
+        with pytest.raises(ConfigError, match="no storage backend, it lacks get, put, delete, clear, close"):
+            load_storage_backend("path")
+
+    def test_unfinished_class_is_refused(self) -> None:
+        register_storage_backend("unfinished", f"{__name__}:Unfinished")
+        with pytest.raises(ConfigError, match="abstract"):
+            create_storage_backend("unfinished", CONTEXT)
+
+    def test_constructor_that_fails_is_named(self) -> None:
+        register_storage_backend("moody", f"{__name__}:Moody")
+        with pytest.raises(ConfigError, match="moody: ConnectionRefusedError: no server"):
+            open_storage("moody", CONTEXT)
+
+    @pytest.mark.parametrize("target", ["", "module", ":Class", "module:"])
+    def test_malformed_target(self, target: str) -> None:
+        with pytest.raises(ConfigError, match="module:Class"):
+            register_storage_backend("x", target)
+
+    def test_registering_again_warns_and_replaces(self, caplog: pytest.LogCaptureFixture) -> None:
+        register_storage_backend("plugin", "nowhere:Class")
+        register_storage_backend("plugin", f"{__name__}:Plugin")
+        assert "registered again" in caplog.text and load_storage_backend("plugin").__name__ == "Plugin"
+
+
+def test_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"flie: unknown storage backend; available: .*\bfile\b"):
+        open_storage("flie", CONTEXT)
+
+
+@pytest.mark.parametrize("name", sorted(registry._PLANNED))
+def test_planned_names_say_so_plainly(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: not available in this version; available: .*file"):
+        open_storage(name, CONTEXT)
+
+
+@pytest.mark.parametrize("key", GUARD_KEYS)
+def test_bad_guard_key_is_named(key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        guard_limits({key: "many"})
+
+
+def test_guard_keys_do_not_reach_the_backend(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "deadline_s": 9,
+        "staging_size": "1MiB",
+        "breaker_failures": 7,
+        "num_workers": 2,
+    }
+    keys = values | {"file_storage_path": str(tmp_path)}
+    storage = open_storage("file", StorageContext(FINGERPRINT, types.MappingProxyType(keys), PAGE_BYTES))
+    limits = storage.limits
+    assert (limits.deadline_s, limits.staging_bytes, limits.breaker.failures_to_open) == (9.0, 1 << 20, 7)
+    storage.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_pages_have_bytes(num_bytes: int) -> None:
+    with pytest.raises(ConfigError, match="page_bytes"):
+        StorageContext(FINGERPRINT, {}, num_bytes)
+
+
+# -- vectored I/O -------------------------------------------------------------------------
+
+
+def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
+    data = random.Random(5).randbytes(20_000)
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    pieces = [data[at : at + 3] for at in range(0, len(data), 3)]
+    assert write_from(fd, [b"", *pieces, b""], 100) == len(data)
+    into = [bytearray(7) for _ in range(len(data) // 7 + 1)]
+    assert read_into(fd, into, 100) == len(data)
+    assert b"".join(into)[: len(data)] == data
+    assert read_into(fd, [bytearray(10)], 100 + len(data) - 4) == 4
+    assert read_into(fd, [], 0) == 0
+    os.close(fd)
