@@ -80,7 +80,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # threads that spin slow down a shared machine
+                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # spinning threads slow a shared machine
             )
 
     def exit_code(self) -> int | None:
