@@ -1,47 +1,61 @@
-"""Eviction orders by name. Each says how cold an entry is; the tree keeps leaves before their ancestors.
+"""Eviction orders by name. Each says how cold an entry is; leaves always go before their ancestors.
 
-| name | leaves first |
+| name | evicted first |
 |---|---|
 | lru | least recently unlocked |
 | mru | most recently unlocked |
 | fifo, filo | oldest, youngest node |
 | lfu | fewest hits, then lru |
 | priority | lowest priority, then lru |
-| slru | fewer than `protected_threshold` hits (2), then lru |
-| tlru | ends of conversations that can be recomputed within `threshold` tokens, then lru |
+| slru | fewer than `protected_threshold` (2) hits, then lru |
+| tlru | ends of conversations that can be recomputed within the budget, then lru |
 
-`register_eviction_policy` adds others. Keys are made of counts and sequence numbers only, so every rank
-that sees the same calls evicts the same pages.
+What counts is what was so when the entry was last unlocked. All keys are made of counts and sequence numbers,
+so ranks that see the same calls evict the same pages. `register_eviction_policy` adds others.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hiradix.errors import ConfigError
-from hiradix.tree import EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, Tier
+from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, Tier
 from hiradix.tree.node import Residency
 
-Key = tuple[int, ...]
-KeyOf = Callable[[Node, int], Key]  # (node, number of this push) -> cold is small
+_FLAG = "--radix-eviction-policy-config"
+
+
+class Use(NamedTuple):
+    """An entry's last use: the number of the push that ended it, and the depth it reached, in pages."""
+
+    push: int
+    deepest: int
+
+
+KeyOf = Callable[[Node, Use], int]  # small is cold; equal keys go least recently used first, -push reverses
 
 
 class _Place:
-    """An entry's place in a heap. Void when its entry's rank is another; parked: waits for `expose`."""
+    """An entry's place in a heap. Void if its entry's rank is another; outside, it waits for `expose`."""
 
-    __slots__ = ("key", "depth", "entry", "in_heap")
+    __slots__ = ("key", "use", "depth", "entry", "in_heap")
 
-    def __init__(self, key: Key, entry: Residency):
+    def __init__(self, key: int, use: Use, entry: Residency):
         assert entry.node is not None
         self.key = key
-        self.depth = entry.node.start  # between the halves of a split, which share the rest of the key
+        self.use = use
+        self.depth = entry.node.start  # between the halves of a split, which share the rest
         self.entry = entry
         self.in_heap = True
 
     def __lt__(self, other: _Place) -> bool:
-        return (self.key, self.depth) < (other.key, other.depth)
+        if self.key != other.key:
+            return self.key < other.key
+        if self.use.push != other.use.push:
+            return self.use.push < other.use.push
+        return self.depth < other.depth
 
 
 class HeapOrder:
@@ -59,18 +73,20 @@ class HeapOrder:
         return iter(list(self._live.values()))
 
     def push(self, entries: Iterable[Residency]) -> None:
+        entries = list(entries)
+        deepest = max((entry.node.end for entry in entries if entry.node is not None), default=0)
         for entry in entries:
-            assert entry.node is not None and entry.pages is not None
+            assert entry.pages is not None
             self._pushes += 1
-            place = _Place((*self._key_of(entry.node, self._pushes), self._pushes), entry)
-            self._add(entry, place)
+            self._add(entry, Use(self._pushes, deepest))
             self.num_pages += len(entry.pages)
 
-    def _add(self, entry: Residency, place: _Place) -> None:
-        entry.rank = place
+    def _add(self, entry: Residency, use: Use) -> None:
+        assert entry.node is not None
+        entry.rank = place = _Place(self._key_of(entry.node, use), use, entry)
         self._live[id(entry)] = entry
         heapq.heappush(self._heap, place)
-        if len(self._heap) > 2 * len(self._live) + 64:
+        if len(self._heap) > 2 * len(self._live) + 64:  # mostly void: O(1) amortised
             self._heap = [p for p in self._heap if p.entry.rank is p]
             heapq.heapify(self._heap)
 
@@ -93,31 +109,27 @@ class HeapOrder:
         return None
 
     def victims(self, num_pages: int) -> list[Residency]:
-        """Pops as `coldest` would, exposing parents as evictions would, and puts everything back."""
-        found: list[Residency] = []
-        taken: set[int] = set()
+        """Pops as evictions would, exposing parents as they would, and puts everything back."""
+        heap, popped = self._heap, []
         gone: dict[int, int] = {}  # per parent, children that would have left
-        heap = [p for p in self._live_places() if p.in_heap]
-        heapq.heapify(heap)
         while heap and num_pages > 0:
-            entry = heapq.heappop(heap).entry
-            if id(entry) in taken or self._is_blocked(entry, gone):
+            place = heapq.heappop(heap)
+            entry: Residency = place.entry
+            if entry.rank is not place or self._is_blocked(entry, gone):
+                place.in_heap = False
                 continue
             assert entry.node is not None and entry.pages is not None
-            taken.add(id(entry))
-            found.append(entry)
+            popped.append(place)
             num_pages -= len(entry.pages)
             parent = entry.node.parent
-            if not self._context.backbone or parent is None or parent.parent is None:
-                continue
-            gone[id(parent)] = gone.get(id(parent), 0) + 1
-            above = parent.residency(0, self._context.tier)
-            if above.rank is not None and not self._is_blocked(above, gone):
-                heapq.heappush(heap, above.rank)
-        return found
-
-    def _live_places(self) -> Iterator[_Place]:
-        return (entry.rank for entry in self._live.values())
+            if self._context.backbone and parent is not None and parent.parent is not None:
+                gone[id(parent)] = gone.get(id(parent), 0) + 1
+                above = parent.residency(0, self._context.tier)
+                if not self._is_blocked(above, gone):
+                    self.expose(above)
+        for place in popped:
+            heapq.heappush(heap, place)
+        return [place.entry for place in popped]
 
     def _is_blocked(self, entry: Residency, gone: Mapping[int, int]) -> bool:
         """Whether something in the tree depends on the entry; `gone` counts children as if they had left."""
@@ -130,9 +142,9 @@ class HeapOrder:
         return node.device.pages is None and len(node.children) > left
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        key = entry.rank.key
-        self._add(entry, _Place(key, entry))
-        self._add(upper, _Place(key, upper))
+        use = entry.rank.use
+        self._add(entry, use)
+        self._add(upper, use)
 
     def expose(self, entry: Residency) -> None:
         place = entry.rank
@@ -143,63 +155,49 @@ class HeapOrder:
 
 # -- keys -------------------------------------------------------------------------------
 
-
-def _by_name(name: str, config: Mapping[str, Any]) -> Callable[[OrderContext], KeyOf]:
-    simple: dict[str, KeyOf] = {
-        "mru": lambda node, push: (-push,),
-        "fifo": lambda node, push: (node.created,),
-        "filo": lambda node, push: (-node.created,),
-        "lfu": lambda node, push: (node.hit_count, push),
-        "priority": lambda node, push: (node.priority, push),
-    }
-    if name in simple:
-        _reject_unknown(name, config, ())
-        return lambda context: simple[name]
-    if name == "slru":
-        _reject_unknown(name, config, ("protected_threshold",))
-        threshold = _count(name, config, "protected_threshold", 2)
-        return lambda context: lambda node, push: (int(node.hit_count >= threshold), push)
-    raise ConfigError(f"--radix-eviction-policy {name!r} is not one of {', '.join(eviction_policies())}")
+_SIMPLE: dict[str, KeyOf] = {
+    "mru": lambda node, use: -use.push,
+    "fifo": lambda node, use: node.created,
+    "filo": lambda node, use: -node.created,
+    "lfu": lambda node, use: node.hit_count,
+    "priority": lambda node, use: node.priority,
+}
 
 
-def _tlru(config: Mapping[str, Any]) -> Callable[[OrderContext], KeyOf]:
-    """Pages so near the end of their conversation that recomputing them stays within the budget go first."""
-    _reject_unknown("tlru", config, ("threshold", "next_prompt_estimate"))
+def _slru(config: Mapping[str, Any], context: OrderContext) -> KeyOf:
+    """Probation, then protected: a node's second hit protects it from a flood of prompts seen once."""
+    threshold = _count("slru", config, "protected_threshold", 2)
+    return lambda node, use: int(node.hit_count >= threshold)
+
+
+def _tlru(config: Mapping[str, Any], context: OrderContext) -> KeyOf:
+    """What costs little to lose goes first: a conversation whose next turn, of about `next_prompt_estimate`
+    tokens, would recompute no more than `threshold` tokens with this node gone and all behind it.
+    """
     threshold = _count("tlru", config, "threshold", 1024)
     estimate = _count("tlru", config, "next_prompt_estimate", 256)
     if threshold <= estimate:
-        raise ConfigError(
-            f"--radix-eviction-policy-config: tlru threshold {threshold} must be > "
-            f"next_prompt_estimate {estimate}"
-        )
-
-    def keys(context: OrderContext) -> KeyOf:
-        slack = (threshold - estimate) // context.page_size
-
-        def key_of(node: Node, push: int) -> Key:
-            return (int(_conversation_end(node) - node.start > slack), push)
-
-        return key_of
-
-    return keys
+        raise ConfigError(f"{_FLAG}: tlru threshold {threshold} must be > next_prompt_estimate {estimate}")
+    slack = (threshold - estimate) // context.page_size
+    return lambda node, use: int(use.deepest - node.start > slack)
 
 
-def _conversation_end(node: Node) -> int:
-    return node.end
+_CONFIGURED: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], OrderContext], KeyOf]]] = {
+    "slru": (("protected_threshold",), _slru),
+    "tlru": (("threshold", "next_prompt_estimate"), _tlru),
+}
 
 
 def _count(name: str, config: Mapping[str, Any], field: str, default: int) -> int:
     value = config.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(
-            f"--radix-eviction-policy-config: {name} {field} must be a whole number >= 0, got {value!r}"
-        )
+        raise ConfigError(f"{_FLAG}: {name} {field} must be a whole number >= 0, got {value!r}")
     return value
 
 
 def _reject_unknown(name: str, config: Mapping[str, Any], known: tuple[str, ...]) -> None:
     if unknown := sorted(set(config) - set(known)):
-        raise ConfigError(f"--radix-eviction-policy-config: {name} does not know {', '.join(unknown)}")
+        raise ConfigError(f"{_FLAG}: {name} does not know {', '.join(map(str, unknown))}")
 
 
 # -- registry ---------------------------------------------------------------------------
@@ -216,20 +214,27 @@ def register_eviction_policy(name: str, make: Callable[[Mapping[str, Any]], Orde
 
 def eviction_policies() -> list[str]:
     """All names `make_order` knows."""
-    return ["lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "tlru", *_REGISTERED]
+    return ["lru", *_SIMPLE, *_CONFIGURED, *_REGISTERED]
 
 
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
-    """The factory of the named policy's orders, for `RadixTree(order=...)`. ConfigError names a bad value."""
+    """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value."""
     config = dict(config or {})
     if name in _REGISTERED:
         return _REGISTERED[name](config)
+    if name not in eviction_policies():
+        raise ConfigError(f"--radix-eviction-policy {name!r} is not one of {', '.join(eviction_policies())}")
+    fields, configured = _CONFIGURED.get(name, ((), None))
+    _reject_unknown(name, config, fields)
     if name == "lru":
-        _reject_unknown(name, config, ())
         return LruOrder
-    keys = _tlru(config) if name == "tlru" else _by_name(name, config)
+    if configured is None:
+        return lambda context: HeapOrder(context, _SIMPLE[name])
+    configured(
+        config, OrderContext(FULL, Tier.DEVICE, 1, True)
+    )  # names a bad value now
 
     def make(context: OrderContext) -> EvictionOrder:
-        return HeapOrder(context, keys(context))
+        return HeapOrder(context, configured(config, context))
 
     return make

@@ -64,8 +64,9 @@ def clear(store: Store, nodes: Iterable[Node]) -> list[Freed]:
         node.parent = None
         for c in range(len(store.components)):
             for tier in Tier:
-                pages = node.residency(c, tier).pages
-                if pages is not None:
-                    out.add(c, tier, pages)
+                entry = node.residency(c, tier)
+                if entry.pages is not None:
+                    out.add(c, tier, entry.pages)
+                entry.pages = entry.node = entry.hotter = entry.colder = None
     store.reset()
     return out.freed()

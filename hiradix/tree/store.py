@@ -148,6 +148,7 @@ class Store:
                     assert entry.lock_ref == 0, f"{gone} is locked in {tier.name} and would be orphaned"
                     if entry.pages is not None:
                         self._drop_entry(gone, c, tier, out)
+                    entry.node = None  # no cycle: memory comes back without the garbage collector
         host = parent.host
         if not parent.children and host.pages is not None and parent.device.pages is None:
             if host.lock_ref == 0 and parent.parent is not None:

@@ -69,7 +69,7 @@ def test_lives_agree_with_the_page_map(chunk: int, record_property) -> None:
 
 
 def test_each_value_is_drawn_often() -> None:
-    assert VALUES["policy"] == eviction_policies()[: len(VALUES["policy"])]
+    assert set(VALUES["policy"]) <= set(eviction_policies())
     for name, values in VALUES.items():
         drawn = Counter(getattr(config_of(seed), name) for seed in range(2000))
         assert all(drawn[value] >= 20 for value in values), drawn
