@@ -45,7 +45,7 @@ class GuardLimits:
     deadline_s: float = 2.0
     bytes_per_s: float = 100e6
     num_workers: int = 4
-    staging_bytes: int = 32 << 20
+    staging_bytes: int = 8 << 20
     checksum: bool = True
     breaker: BreakerLimits = field(default_factory=BreakerLimits)
     admin_timeout_s: float = 60.0

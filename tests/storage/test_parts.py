@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import os
 import random
+import re
 import subprocess
 import sys
 import types
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError
 from hiradix.storage import (
+    GuardedStorage,
+    GuardLimits,
     PageFingerprint,
     StorageBackend,
     StorageContext,
@@ -31,6 +34,8 @@ from hiradix.storage import (
     storage_backend_names,
 )
 from hiradix.storage.build import GUARD_KEYS
+from hiradix.storage.file_config import FileConfig
+from hiradix.storage.options import parse_size
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.vectored import read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
@@ -278,6 +283,40 @@ def test_guard_keys_do_not_reach_the_backend(tmp_path: Path) -> None:
 def test_pages_have_bytes(num_bytes: int) -> None:
     with pytest.raises(ConfigError, match="page_bytes"):
         StorageContext(FINGERPRINT, {}, num_bytes)
+
+
+class TestDocs:
+    """`docs/storage.md` says what the code does."""
+
+    TEXT = (ROOT / "docs" / "storage.md").read_text(encoding="utf-8")
+
+    def test_example_backend_works(self) -> None:
+        lines = self.TEXT.partition("## Your own backend")[2].splitlines()
+        code = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+        module = types.ModuleType("shelf")
+        exec(code.partition("[project")[0], module.__dict__)  # noqa: S102
+        storage = GuardedStorage(module.Shelf(CONTEXT), FINGERPRINT)
+        assert all(put(storage, keys_of(4))) and hits(storage, keys_of(5)) == [True] * 4 + [False]
+        assert storage.exists(keys_of(5)) == 4 and storage.clear() and not any(hits(storage, keys_of(4)))
+        storage.close()
+
+    @pytest.mark.parametrize("key", [*GUARD_KEYS, "checksum"])
+    def test_guard_keys_are_in_the_table(self, key: str) -> None:
+        assert f"| `{key}` |" in self.TEXT
+
+    def test_file_keys_and_defaults_are_in_the_table(self) -> None:
+        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", self.TEXT, re.MULTILINE))
+        limits, config = GuardLimits(), FileConfig(Path())
+        sizes = {"max_size": config.max_bytes, "min_free_space": config.min_free_bytes}
+        for key, num_bytes in {**sizes, "staging_size": limits.staging_bytes}.items():
+            assert parse_size(key, rows[key].strip('`"')) == num_bytes
+        numbers = {key: getattr(limits, key) for key in ("deadline_s", "bytes_per_s", "num_workers")}
+        numbers |= {key: getattr(config, key) for key in ("touch_interval_s", "lock_timeout_s")}
+        numbers["admin_timeout_s"] = limits.admin_timeout_s
+        numbers["breaker_failures"] = limits.breaker.failures_to_open
+        numbers["breaker_retry_s"] = limits.breaker.retry_after_s
+        assert {key: float(rows[key]) for key in numbers} == numbers
+        assert (rows["checksum"], rows["fsync"]) == ("true", "false")
 
 
 # -- vectored I/O -------------------------------------------------------------------------
