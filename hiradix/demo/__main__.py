@@ -25,7 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model-path", type=Path, help="transformers checkpoint (default: SmolLM2-135M-Instruct)"
     )
     parser.add_argument(
-        "--work-dir", type=Path, help="where storage, server log and result go (default: temporary)"
+        "--work-dir", type=Path, help="where pages, server log and result go (default: temporary)"
     )
     parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the model (default: 2)")
     return parser
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_conversations = len(workload.conversations)
         view.say(f"{num_conversations} conversations, {workload.num_requests} requests, work in {work_dir}")
         holds = asyncio.run(Demo(config, workload, view).run())
-    except CacheError as error:
+    except (CacheError, OSError) as error:
         view.say(f"the demo failed after {time.monotonic() - started:.0f} s: {error}")
         view.say(f"server log: {work_dir / 'server.log'}")
         return 2

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hiradix.bench_client import Answer, ChatServer, Limits, Phase, Play, play_phase, replay
 from hiradix.bench_report import (
@@ -44,12 +45,12 @@ class DemoConfig:
             *("--max-running-requests", str(self.limits.concurrency), "--shutdown-timeout", "30"),
         ]
 
-    def cache_flags(self) -> list[str]:
-        """Flags of the server with three tiers."""
+    def cache_flags(self, storage: str) -> list[str]:
+        """Flags of the server with three tiers, the third below the directory `storage`."""
         return [
             *("--enable-hierarchical-cache", "--page-size", str(self.page_size)),
             *("--hicache-ratio", str(self.host_ratio), "--hicache-storage-backend", "file"),
-            *("--file-storage-path", str(self.work_dir / "storage")),
+            *("--file-storage-path", storage),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
         ]
 
@@ -68,9 +69,12 @@ class Demo:
         self.num_restored_tokens = 0
 
     async def run(self) -> bool:
-        """Play everything, print the result, and say whether every claim holds."""
-        for phases in self._lives():
-            await self._serve_cached(phases)
+        """Play everything, print the result, and say whether every claim holds. The pages are deleted."""
+        folder = self._config.work_dir
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix="storage-", dir=folder, ignore_cleanup_errors=True) as storage:
+            for phases in self._lives():
+                await self._serve_cached(phases, storage)
         await self._serve_reference()
         return self._report()
 
@@ -83,13 +87,14 @@ class Demo:
             lives[-1].append(phase)
         return lives
 
-    async def _serve_cached(self, phases: Sequence[Phase]) -> None:
+    async def _serve_cached(self, phases: Sequence[Phase], storage: str) -> None:
         again = "again " if self._by_phase else ""
-        process = ServerProcess([*self._config.common_flags(), *self._config.cache_flags()], self._log)
+        config = self._config
+        process = ServerProcess([*config.common_flags(), *config.cache_flags(storage)], self._log)
         with self._view.working(f"starting the server {again}with device, host and storage tiers"):
             process.launch()
         with process:
-            async with ChatServer(process.url, self._config.limits) as server:
+            async with ChatServer(process.url, config.limits) as server:
                 for phase in phases:
                     with self._view.phase(phase.title, len(phase.visits)) as progress:
                         answers = await play_phase(server, self._play, phase, progress)
