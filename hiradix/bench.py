@@ -18,7 +18,7 @@ from typing import Any
 
 from hiradix import __version__
 from hiradix.bench_client import Answer, ChatServer, Limits, Play, play_phase, replay
-from hiradix.bench_report import SOURCES, compare, percentile, rows, summary
+from hiradix.bench_report import SOURCES, compare, percentile, rows, summary, tokens_by_source
 from hiradix.demo.workload import Workload, make_workload
 from hiradix.errors import CacheError
 
@@ -79,28 +79,29 @@ async def measure(urls: Sequence[str], workload: Workload, args: argparse.Namesp
 
 
 def bench_rows(urls: Sequence[str], runs: Sequence[Sequence[Answer]]) -> list[dict[str, object]]:
-    """The result file's rows: the first server's numbers beside the others' on the same prompts."""
-    tables = [rows(run, None) for run in runs]
+    """The result file's rows: the first server's numbers beside the others' on the same prompts.
+
+    Times are grouped by where the first server had most of a prompt from, for every server alike.
+    """
+    peers = runs[1:]
     out: list[dict[str, object]] = []
 
-    def add(case: str, metric: str, unit: str, values: Sequence[object]) -> None:
-        peers = dict(zip(urls[1:], values[1:], strict=True))
-        out.append({"case": case, "metric": metric, "unit": unit, "ours": values[0], "peers": peers})
+    def add(case: str, metric: str, unit: str, ours: object, others: Sequence[object]) -> None:
+        beside = dict(zip(urls[1:], others, strict=True))
+        out.append({"case": case, "metric": metric, "unit": unit, "ours": ours, "peers": beside})
 
-    for i, source in enumerate((*SOURCES, "all")):
-        table = [t[i] for t in tables]
-        add(source, "prompt_tokens", "tokens", [row.num_tokens for row in table])
-        add(source, "ttft_p50", "s", [row.ttft_p50_s for row in table])
-        add(source, "ttft_p95", "s", [row.ttft_p95_s for row in table])
+    tables = [rows(runs[0], peer) for peer in peers]
+    tokens = [tokens_by_source(run) for run in runs]
+    for i, row in enumerate(rows(runs[0], None)):
+        if row.name in SOURCES:
+            add(row.name, "prompt_tokens", "tokens", row.num_tokens, [t[row.name] for t in tokens[1:]])
+        add(row.name, "ttft_p50", "s", row.ttft_p50_s, [table[i].off_p50_s for table in tables])
+        add(row.name, "ttft_p95", "s", row.ttft_p95_s, [table[i].off_p95_s for table in tables])
     for q in (50, 95):
-        add("all", f"total_p{q}", "s", [percentile([a.total_s for a in run], q) for run in runs])
-    if len(runs) > 1:
-        add(
-            "all",
-            "identical_answers",
-            "answers",
-            [len(runs[0]), *(compare(runs[0], r).num_identical for r in runs[1:])],
-        )
+        totals = [percentile([a.total_s for a in run], q) for run in runs]
+        add("all", f"total_p{q}", "s", totals[0], totals[1:])
+    identical = [compare(runs[0], peer).num_identical for peer in peers]
+    add("all", "identical_answers", "answers", len(runs[0]), identical)
     return out
 
 

@@ -124,6 +124,8 @@ def test_benchmark_measures_the_first_url_and_compares_the_others(
     written = json.loads(out.read_text())
     assert written["machine"]["num_cores"]
     host = next(r for r in written["rows"] if (r["case"], r["metric"]) == ("host", "prompt_tokens"))
+    times = {(r["case"], r["metric"]): r["peers"][off] for r in written["rows"] if r["unit"] == "s"}
+    assert times["all", "ttft_p50"] > 0 and times["all", "total_p95"] > 0
     assert (host["ours"], host["peers"], host["unit"]) == (128 * len(seen.bodies), {off: 0}, "tokens")
 
 
