@@ -42,11 +42,10 @@ class _Place:
 
     __slots__ = ("key", "use", "depth", "entry", "in_heap")
 
-    def __init__(self, key: int, use: Use, entry: Residency):
-        assert entry.node is not None
+    def __init__(self, key: int, use: Use, depth: int, entry: Residency):
         self.key = key
         self.use = use
-        self.depth = entry.node.start  # between the halves of a split, which share the rest
+        self.depth = depth  # between the halves of a split, which share the rest
         self.entry = entry
         self.in_heap = True
 
@@ -83,7 +82,9 @@ class HeapOrder:
 
     def _add(self, entry: Residency, use: Use) -> None:
         assert entry.node is not None
-        entry.rank = place = _Place(self._key_of(entry.node, use), use, entry)
+        start = entry.node.start
+        depth = -start if self._context.backbone else start
+        entry.rank = place = _Place(self._key_of(entry.node, use), use, depth, entry)
         self._live[id(entry)] = entry
         heapq.heappush(self._heap, place)
         if len(self._heap) > 2 * len(self._live) + 64:  # mostly void: O(1) amortised

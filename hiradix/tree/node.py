@@ -74,10 +74,12 @@ class Node:
 
     start, end: pages before it and up to its end; [start, end) never changes for the end's owner, as a
         split gives the front part to a new node.
-    row: its name among `parent.children`. parent is None for the root and for a node that left the tree.
+    row: its name among `parent.children`. parent is None for the root and for a node that left the tree
+        or was merged away.
     run: its tokens, (end - start) * S + lookahead of them, packed in `width` (4 or 8) bytes each.
     digests: page hashes of its leading pages, 32 bytes each; b"" if none is known yet.
     device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
+    heir: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
     hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
         storage has its pages.
     """
@@ -85,7 +87,7 @@ class Node:
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored",
+        "hit_count", "priority", "created", "stored", "heir",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -107,6 +109,7 @@ class Node:
         self.priority = 0
         self.created = 0
         self.stored = False
+        self.heir: Node | None = None
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}), children={len(self.children)})"

@@ -72,12 +72,12 @@ class Pinning:
         if host:
             orders[1].remove(host)
 
-    def unpin(self, node: Node, tier: int) -> None:
-        """Undo one `pin`."""
+    def unpin(self, node: Node, tier: int) -> int:
+        """Undo one `pin`. Returns how many nodes that left without a lock in a tier."""
         entry = node.host if tier else node.device
         if entry.lock_ref > 1:
             entry.lock_ref -= 1
-            return
+            return 0
         joined: Changed = ([], [])
         unpin_backbone(node, tier, joined)
         device, host = joined
@@ -86,6 +86,7 @@ class Pinning:
             orders[0].push(device)
         if host:
             orders[1].push(host)
+        return len(device) + len(host)
 
     def pin_other(self, node: Node, component: int, tier: int) -> None:
         """Lock a further component on `node` alone."""

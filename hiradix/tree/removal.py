@@ -4,19 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hiradix.tree.node import BACKBONE, Node, Tier
+from hiradix.tree.merge import Split
+from hiradix.tree.node import BACKBONE, UNBOUNDED, Component, Node, Residency, Tier
 from hiradix.tree.records import Freed
 from hiradix.tree.store import Dropped, Store
 
+WASTE = 4  # a victim may hold this many times what is wanted of it
 
-def evict(store: Store, component: int, tier: Tier, num_pages: int) -> list[Freed]:
+
+def evict(store: Store, split: Split, component: int, tier: Tier, num_pages: int) -> list[Freed]:
     """See `RadixTree.evict`."""
-    order, out, count = store.orders[component][tier], Dropped(), 0
-    while count < num_pages and (victim := order.coldest()) is not None:
-        assert victim.node is not None and victim.pages is not None
-        count += len(victim.pages)
-        store.drop(victim.node, component, tier, out)
+    order, out, missing = store.orders[component][tier], Dropped(), num_pages
+    while missing > 0 and (victim := order.coldest()) is not None:
+        node = _cut(_node(victim), split, store.components[component], missing)
+        missing -= node.num_pages if store.components[component].per_page else 1
+        store.drop(node, component, tier, out)
     return out.freed()
+
+
+def coldest(store: Store, split: Split, component: int, tier: Tier, num_pages: int) -> list[Node]:
+    """See `RadixTree.coldest`."""
+    nodes = [_node(entry) for entry in store.orders[component][tier].victims(num_pages)]
+    if nodes and store.components[component].per_page:
+        missing = num_pages - sum(node.num_pages for node in nodes[:-1])
+        nodes[-1] = _cut(nodes[-1], split, store.components[component], missing)
+    return nodes
+
+
+def _node(entry: Residency) -> Node:
+    assert entry.node is not None, "an entry of no node is in an order"
+    return entry.node
+
+
+def _cut(node: Node, split: Split, component: Component, num_pages: int) -> Node:
+    """The part of a victim to take when `num_pages` are wanted: all of it, unless that is far too much.
+
+    Cut by halves, so that a big node that goes bit by bit costs O(1) per page. Of the backbone the end
+    goes first, of others the front.
+    """
+    while component.per_page and node.num_pages > WASTE * num_pages:
+        upper = split(node, node.num_pages // 2)
+        if component.reach != UNBOUNDED:
+            node = upper
+    return node
 
 
 def demote(store: Store, node: Node) -> list[Freed]:

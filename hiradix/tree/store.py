@@ -137,11 +137,13 @@ class Store:
         if node.device.pages is not None:
             self._device_child_left(node)
         parent.disown_child(node)
+        node.heir = parent
         stack = [node]
         while stack:
             gone = stack.pop()
-            stack.extend(gone.children.values())
-            gone.parent = None
+            for child in gone.children.values():
+                child.parent, child.heir = None, gone
+                stack.append(child)
             for c in range(len(self.components)):
                 for tier in Tier:
                     entry = gone.residency(c, tier)

@@ -27,6 +27,7 @@ import numpy as np
 from hiradix.tree import removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import RadixKey
+from hiradix.tree.merge import LONG_PATH, merge_path
 from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Ids, Node, Pages, Tier
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.pins import pins_of_split
@@ -45,6 +46,7 @@ class RadixTree(TreeView):
     ):
         super().__init__(page_size, components, order)
         self._created = 0
+        self.long_path = LONG_PATH
         self._is_plain = len(components) == 1
         self._pins = self._store.pins
 
@@ -86,8 +88,7 @@ class RadixTree(TreeView):
         Where the path has its data only in the other tier, it is kept there: so a lock in HOST keeps
         `node` loadable, and a lock in DEVICE what is still to be loaded.
         """
-        assert node.parent is not None or node is self.root, f"{node} has left the tree"
-        pins = self._pins
+        node, pins = self._in_tree(node), self._pins
         pins.pin(node, tier)
         if self._is_plain:
             return Lock(node, tier, _WHOLE_PATH)
@@ -100,13 +101,15 @@ class RadixTree(TreeView):
     def unlock(self, lock: Lock) -> None:
         """Give a lock back; what nothing else locks becomes evictable, as the hottest. Once per lock.
 
-        Locks from before a `clear` are void: unlocking them does nothing.
+        Nodes of a path that is long and free now may be merged. Locks from before a `clear` are void:
+        unlocking them does nothing.
         """
         node, tier, floors = lock
         for c in range(1, len(floors)):
             for n in reversed(list(self.path(node, floors[c]))):
                 self._pins.unpin_other(n, c, tier)
-        self._pins.unpin(node, tier)
+        if self._pins.unpin(node, tier) > self.long_path:
+            merge_path(self._store, node)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -156,7 +159,7 @@ class RadixTree(TreeView):
             return NO_PAGES
         store, per_page = self._store, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
-        assert start >= 0, f"{len(pages)} pages end at page {node.end}"
+        assert start >= 0 and (per_page or len(pages) == 1), f"{len(pages)} pages end at page {node.end}"
         taken, refused = [], []
         at: Node | None = node
         while at is not None and at.end > start:
@@ -188,30 +191,31 @@ class RadixTree(TreeView):
     def evict(self, component: int, tier: Tier, num_pages: int) -> list[Freed]:
         """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
 
-        Whole nodes go, so it may be more. Returns exactly what was dropped: of a backbone, other
+        Whole nodes go, big ones are split first: it is less than `num_pages` + 4 times what was missing
+        at the last. Returns exactly what was dropped: of a backbone, other
         components of the node too; of a device node without host copy, its host-only descendants too.
         """
-        return removal.evict(self._store, component, tier, num_pages)
+        return removal.evict(self._store, self._split, component, tier, num_pages)
 
     def coldest(self, component: int, tier: Tier, num_pages: int) -> list[Node]:
-        """The nodes that evicting `num_pages` would take, in that order. Changes nothing."""
-        victims = self._store.orders[component][tier].victims(num_pages)
-        return [entry.node for entry in victims if entry.node is not None]
+        """The nodes that evicting `num_pages` would take, in that order. Splits the last if it is too big."""
+        return removal.coldest(self._store, self._split, component, tier, num_pages)
 
     def demote(self, node: Node) -> list[Freed]:
         """Drop `node`'s device copy if it has a host copy, no device children and no lock; else nothing."""
-        return removal.demote(self._store, node)
+        return removal.demote(self._store, self._in_tree(node))
 
     def drop(self, node: Node) -> list[Freed]:
         """Take `node` and its descendants out of the tree. Nothing there may be locked."""
-        return removal.drop(self._store, node)
+        return removal.drop(self._store, self._in_tree(node))
 
     def drop_device(self, node: Node) -> list[Freed] | None:
         """Drop the device data of `node` and its descendants; None, and nothing, while any of it is locked.
 
         Nodes with a host copy stay as host nodes, unless they are below one without.
         """
-        return removal.drop_device(self._store, node)
+        at = self.current(node)
+        return [] if at is None else removal.drop_device(self._store, at)
 
     def clear(self) -> list[Freed]:
         """Drop everything, locked or not. Locks and nodes from before are void."""
@@ -223,7 +227,7 @@ class RadixTree(TreeView):
 
     def set_hashes(self, node: Node, start: int, digests: Sequence[bytes]) -> None:
         """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
-        rows.set_hashes(node, start, digests)
+        rows.set_hashes(self._in_tree(node), start, digests)
 
     def forget_stored(self) -> None:
         """Reset every node's `stored` hint. O(tree)."""

@@ -9,6 +9,7 @@ import numpy as np
 from hiradix.tree import rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
+from hiradix.tree.merge import revived
 from hiradix.tree.node import BACKBONE, NO_PAGES, UNBOUNDED, Component, Node, Pages, Tier
 from hiradix.tree.order import OrderFactory
 from hiradix.tree.records import Segment
@@ -17,7 +18,7 @@ from hiradix.tree.store import Store
 
 
 class TreeView:
-    """The reading half of `RadixTree`: nothing here changes a node, and no node is kept."""
+    """The reading half of `RadixTree`: nothing here changes what the tree holds (a node may be split)."""
 
     def __init__(self, page_size: int, components: Sequence[Component], order: OrderFactory):
         assert page_size > 0, page_size
@@ -34,12 +35,36 @@ class TreeView:
                 root.residency(c, tier).pages = NO_PAGES
         return root
 
+    def _split(self, node: Node, at: int) -> Node:
+        raise NotImplementedError
+
     # -- paths ------------------------------------------------------------------------------
 
+    def current(self, node: Node) -> Node | None:
+        """The node in the tree that ends where `node` does: itself, or cut out again if it was merged away.
+
+        None if it has left the tree. All methods that take a node go through this, so a node stays good
+        for as long as its pages are there.
+        """
+        if node.parent is not None or node is self.root:
+            return node
+        return revived(node, self._split)
+
+    def _in_tree(self, node: Node) -> Node:
+        at = self.current(node)
+        assert at is not None, f"{node} has left the tree"
+        return at
+
     def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
-        """Nodes from `node` up that start at page `floor` or later, deepest first, without the root."""
-        at: Node | None = node
-        while at is not None and at.parent is not None and at.start >= floor:
+        """Nodes from `node` up that start at page `floor` or later, deepest first, without the root.
+
+        A node that reaches over `floor` because of a merge is split there first. A node that has left the
+        tree has no path.
+        """
+        at = self.current(node)
+        while at is not None and at.parent is not None and at.end > floor:
+            if at.start < floor:
+                self._split(at, floor - at.start)
             yield at
             at = at.parent
 
@@ -60,7 +85,8 @@ class TreeView:
         All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
         """
         parts = []
-        for n in self.path(node):
+        at = self._in_tree(node)
+        for n in self.path(at):
             if n.end <= start:
                 break
             pages = n.residency(component, tier).pages
@@ -94,6 +120,8 @@ class TreeView:
             found = []
             for n in self.path(node, self.floor(node, c)):
                 pages = n.residency(c, source).pages
+                if c == BACKBONE and target == Tier.DEVICE and n.resident(target):
+                    break  # and so are all above
                 if pages is not None and not n.resident(target, c):
                     found.append(Segment(n, c, n.start, n.end, pages))
             segments.extend(reversed(found))
@@ -115,22 +143,22 @@ class TreeView:
 
     def page_rows(self, node: Node, start: int) -> PageRows:
         """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
-        return rows.page_rows(node, start, self.page_size)
+        return rows.page_rows(self._in_tree(node), start, self.page_size)
 
     def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
         """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.
 
         s <= start is the last page whose prior is known from the path of `node`.
         """
-        return rows.key_rows(key, node, (start, end), self.page_size)
+        return rows.key_rows(key, self._in_tree(node), (start, end), self.page_size)
 
     def hashes(self, node: Node) -> list[bytes] | None:
         """The node's own page hashes, or None if they are not all known."""
-        return rows.hashes(node)
+        return rows.hashes(self._in_tree(node))
 
     def path_key(self, node: Node) -> RadixKey:
         """The key that `node`'s path spells. A copy."""
-        return rows.path_key(node, self.page_size)
+        return rows.path_key(self._in_tree(node), self.page_size)
 
     # -- looking ----------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ VALUES = {
     "window": ["none", "below", "equal", "above"],
     "has_state": [False, True],
     "is_bigram": [False, True],
+    "long_path": [0, 2, 16],
 }
 CONFIGS = [Config(*values) for values in itertools.product(*VALUES.values())]
 random.Random(7).shuffle(CONFIGS)

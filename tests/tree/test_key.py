@@ -264,5 +264,6 @@ def test_known_hashes_survive_a_split_and_extend() -> None:
     assert rows.start == 8 and rows.prior == chain[-1], "the chain goes on, nothing is hashed twice"
     assert tree.hashes(longer) is None
     tree.set_hashes(longer, rows.start, hash_pages(rows))
-    full = hash_pages(RadixTree(1).rows(RadixKey(range(12)), tree.root, 0, 12))
+    fresh = RadixTree(1)
+    full = hash_pages(fresh.rows(RadixKey(range(12)), fresh.root, 0, 12))
     assert tree.hashes(longer) == full[8:]

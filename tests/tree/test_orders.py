@@ -10,7 +10,7 @@ import pytest
 
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import eviction_policies, make_order, register_eviction_policy
-from hiradix.tree import LruOrder, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import Component, LruOrder, Node, RadixKey, RadixTree, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 THRESHOLD, ESTIMATE = 6, 2
@@ -76,8 +76,8 @@ class Player:
             return
         victim = min(leaves, key=lambda n: self.key_of(n, self.shadows[n]))
         pages = victim.device.pages.tolist()
-        assert self.tree.coldest(0, DEVICE, 1) == [victim]
-        (freed,) = self.tree.evict(0, DEVICE, 1)
+        assert self.tree.coldest(0, DEVICE, len(pages)) == [victim]
+        (freed,) = self.tree.evict(0, DEVICE, len(pages))
         assert freed.pages.tolist() == pages, f"{victim} should have gone"
         del self.shadows[victim]
 
@@ -99,10 +99,11 @@ def test_coldest_foretells_a_long_eviction(policy: str) -> None:
         player = Player(policy, seed)
         for _ in range(25):
             player.turn()
-        before = list(player.tree.nodes())
+        before = sorted(player.tree.all_pages(DEVICE).tolist())
         foretold = player.tree.coldest(0, DEVICE, 20)
         pages = [page for node in foretold for page in node.device.pages.tolist()]
-        assert list(player.tree.nodes()) == before and foretold == player.tree.coldest(0, DEVICE, 20)
+        assert sorted(player.tree.all_pages(DEVICE).tolist()) == before
+        assert foretold == player.tree.coldest(0, DEVICE, 20)
         (freed,) = player.tree.evict(0, DEVICE, 20)
         assert freed.pages.tolist() == pages
 
@@ -123,8 +124,6 @@ def test_two_ranks_evict_the_same(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", KEYS)
 def test_a_window_may_go_anywhere_on_the_path(policy: str) -> None:
-    from hiradix.tree import Component
-
     components = (Component("full"), Component("window", reach=2))
     tree = RadixTree(1, components, order=make_order(policy, CONFIG.get(policy)))
     for number in range(12):
@@ -135,6 +134,27 @@ def test_a_window_may_go_anywhere_on_the_path(policy: str) -> None:
     freed = sum(len(drop.pages) for drop in tree.evict(1, DEVICE, 10**6))
     assert freed == held and tree.resident_pages(DEVICE, 1) == 0 and tree.resident_pages(DEVICE) > 0
     tree.check([])
+
+
+@pytest.mark.parametrize("policy", KEYS)
+@pytest.mark.parametrize("component", [0, 1])
+def test_of_a_big_node_little_more_than_wanted_goes(policy: str, component: int) -> None:
+    components = (Component("full"), Component("window", reach=2))
+    tree = RadixTree(1, components, order=make_order(policy, CONFIG.get(policy)))
+    pages = np.arange(1000)
+    tree.unlock(tree.insert(RadixKey(pages), DEVICE, [pages, pages]).lock)
+    left = list(range(1000))
+    for want in (1, 3, 50, 1, 1, 1, 200, 1):
+        foretold = tree.coldest(component, DEVICE, want)
+        told = [page for node in foretold for page in node.residency(component, DEVICE).pages.tolist()]
+        freed = [f for f in tree.evict(component, DEVICE, want) if f.component == component]
+        got = sorted(freed[0].pages.tolist())
+        assert want <= len(got) <= 4 * want and got == sorted(told)
+        assert got == (left[: len(got)] if component else left[-len(got) :]), (
+            "the end of a prompt, the front of a window"
+        )
+        left = left[len(got) :] if component else left[: -len(got)]
+        tree.check([])
 
 
 def test_a_heap_does_not_grow_with_use() -> None:

@@ -1,7 +1,7 @@
 """Defects measured in other caches, each as a test that keeps ours free of it.
 
-h.. and s.. are rows of a survey of prefix caches for full and sliding-window attention; the name says what goes
-wrong there. Costs are counted in Python calls, not in seconds, so that a slow machine changes nothing.
+h.. and s.. are rows of a survey of prefix caches for full and sliding-window attention; the name says what
+goes wrong there. Costs are counted in Python calls, not in seconds, so that a slow machine changes nothing.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ class Config:
     window: str = "none"  # none, or the window's length against the page's: below, equal, above
     has_state: bool = False
     is_bigram: bool = False
+    long_path: int = 16  # 0: merge whenever something is unlocked
 
     def components(self) -> tuple[Component, ...]:
         found = [Component("full")]
@@ -55,6 +56,15 @@ class Flight:
     segments: list[tuple[Node, int, np.ndarray, list[int]]] = field(default_factory=list)
 
 
+@dataclass(eq=False)
+class Hint:
+    """A node seen earlier and not locked, the names of its path, and whether its last page has left since."""
+
+    node: Node
+    names: list[int]
+    is_gone: bool = False
+
+
 class World:
     """See the module's docstring."""
 
@@ -64,6 +74,7 @@ class World:
         self.components = config.components()
         order = make_order(config.policy, POLICY_CONFIG.get(config.policy))
         self.tree = RadixTree(config.page_size, self.components, order=order)
+        self.tree.long_path = config.long_path
         self.names: dict[
             tuple, int
         ] = {}  # (name of the page before, row) -> name of a page and all before it
@@ -73,7 +84,7 @@ class World:
         self.locks: list[Lock] = []
         self.backups: list[Flight] = []
         self.loads: list[Flight] = []
-        self.keys: list[RadixKey] = []
+        self.hints: list[Hint] = []
 
     # -- keys and pages ---------------------------------------------------------------------
 
@@ -135,6 +146,8 @@ class World:
             assert len(kept) + len(gone) == len(known), "pages that were not resident came out"
             self.map[drop.component, drop.tier] = kept
             self.release(drop.component, drop.tier, drop.pages)
+        for hint in self.hints:
+            hint.is_gone |= not any(hint.names[-1] in self.map[0, t] for t in Tier)
 
     # -- the oracle -------------------------------------------------------------------------
 
@@ -192,10 +205,32 @@ class World:
             self.tree.unlock(self.locks.pop())
 
     def look(self, draw: Draw) -> None:
-        m, _ = self.match(self.key(draw))
+        m, names = self.match(self.key(draw))
         if draw(2):
             self.locks.append(self.tree.lock(m.loadable_node, Tier(draw(2))))
         self.tree.hit(m.device_node)
+        node = m.loadable_node
+        if node.end:
+            self.hints = [*self.hints[-15:], Hint(node, names[: node.end])]
+
+    def revisit(self, draw: Draw) -> None:
+        """Come back with a node seen earlier, which may have been split, merged or dropped since."""
+        if not self.hints:
+            return
+        hint = self.hints[draw(len(self.hints))]
+        node, now = hint.node, self.tree.current(hint.node)
+        assert (now is None) == hint.is_gone
+        if now is None:
+            assert not list(self.tree.path(node))
+            return
+        assert now.end == node.end == len(hint.names)
+        assert self.names_of(self.tree.path_key(node)) == hint.names
+        floor = draw(node.end)
+        part = list(self.tree.path(node, floor))
+        assert part[0] is now and part[-1].start == floor
+        lock = self.tree.lock(node, Tier(draw(2)))
+        assert lock.node is now
+        self.locks.append(lock)
 
     def unlock(self, draw: Draw) -> None:
         if self.locks:
@@ -331,7 +366,8 @@ class World:
         assert rows.start <= start and len(rows.rows) == node.end - rows.start
         digests = hash_pages(rows)
         key = self.tree.path_key(node)
-        chain = hash_pages(RadixTree(self.size).rows(key, self.tree.root, 0, node.end))
+        fresh = RadixTree(self.size)
+        chain = hash_pages(fresh.rows(key, fresh.root, 0, node.end))
         assert digests == chain[rows.start :]
         assert hash_pages(self.tree.rows(key, node, start, node.end)) == digests
         if start < node.end and draw(2):
@@ -344,6 +380,7 @@ class World:
         old = list(self.locks)
         self.forget(self.tree.clear())
         self.locks.clear()
+        self.hints.clear()
         for flight in self.backups:
             for _, c, pages, _ in flight.segments:
                 self.release(c, HOST, pages)
@@ -353,8 +390,9 @@ class World:
             self.tree.unlock(lock)  # void
 
     MOVES = {
-        "request": 30, "look": 8, "unlock": 12, "evict": 12, "write_back": 4, "begin_backup": 8, "drop": 3,
-        "finish_backup": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8, "hash": 5, "clear": 1,
+        "request": 30, "look": 8, "revisit": 8, "unlock": 12, "evict": 12, "write_back": 4, "begin_backup": 8,
+        "drop": 3, "finish_backup": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8, "hash": 5,
+        "clear": 1,
     }  # fmt: skip
 
     # -- checks -----------------------------------------------------------------------------

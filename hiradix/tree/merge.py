@@ -1,0 +1,122 @@
+"""Long paths: runs of single children are merged, so that a conversation of a thousand turns is a few nodes.
+
+When an unlock leaves a long path free, consecutive nodes of it that nothing tells apart become one, the
+deepest of them, whose end is what locks, jobs and matches know it by. From the deepest upwards a node joins
+what is below it while it is at most twice as big. So sizes along a path at least double towards the root, a
+path has O(log pages) nodes, and a page is copied O(log pages) times in its life.
+
+A node that was merged away keeps its `end` and knows its heir: `revived` cuts it out again when somebody
+comes back with it, also if the heir has lost its own end to eviction since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hiradix.tree.hashing import DIGEST_BYTES
+from hiradix.tree.node import Component, Node, Tier
+from hiradix.tree.store import Store
+
+LONG_PATH = 16  # nodes that an unlock must leave free before it looks for what to merge
+RATIO = 2
+
+Split = Callable[[Node, int], Node]
+
+
+def merge_path(store: Store, node: Node) -> None:
+    """Merge what can be on the path of `node`, deepest first. O(path) plus the pages moved."""
+    group, num_pages = [node], node.num_pages
+    while (parent := group[-1].parent) is not None and parent.parent is not None:
+        small = parent.num_pages <= RATIO * num_pages
+        if small and _is_alike(parent, group[-1], store.components):
+            group.append(parent)
+            num_pages += parent.num_pages
+            continue
+        if len(group) > 1:
+            _merge(store, group)
+        group, num_pages = [parent], parent.num_pages
+    if len(group) > 1:
+        _merge(store, group)
+
+
+def _is_alike(parent: Node, child: Node, components: Sequence[Component]) -> bool:
+    """Whether nothing tells the two apart: one child, unlocked, resident in the same places."""
+    if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
+        return False
+    for c, component in enumerate(components):
+        for tier in Tier:
+            up, low = parent.residency(c, tier), child.residency(c, tier)
+            if up.lock_ref or low.lock_ref:
+                return False
+            if component.per_page:
+                if (up.pages is None) != (low.pages is None):
+                    return False
+            elif up.pages is not None:
+                return False  # a record at the parent's end would lose its place
+    return True
+
+
+def _merge(store: Store, group: Sequence[Node]) -> None:
+    """Make one node of `group`, a path from the bottom up; the bottom one stays."""
+    bottom, down = group[0], list(reversed(group))
+    pushed = []
+    for c, component in enumerate(store.components):
+        for tier in Tier:
+            entries = [node.residency(c, tier) for node in down]
+            own = entries[-1]
+            if own.pages is None:
+                continue
+            store.orders[c][tier].remove([entry for entry in entries if entry.pages is not None])
+            if component.per_page:
+                own.pages = np.concatenate([entry.pages for entry in entries if entry.pages is not None])
+            pushed.append((c, tier, own))
+    _merge_runs(bottom, down)
+    above = down[0].parent
+    assert above is not None
+    bottom.row, bottom.start, bottom.parent = down[0].row, down[0].start, above
+    above.adopt_child(bottom)  # under the same row: takes the place of the topmost
+    for node in down[:-1]:
+        _bury(node, bottom, len(store.components))
+    for c, tier, own in pushed:
+        store.push_taken([own], c, tier)
+
+
+def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
+    """Tokens, extras, digests and counts of a path become the bottom node's."""
+    overlap = bottom.space.lookahead * bottom.width
+    bottom.run = b"".join([*(node.run[: len(node.run) - overlap] for node in down[:-1]), bottom.run])
+    if any(node.extras is not None for node in down):
+        bottom.extras = tuple(e for node in down for e in node.extras or (None,) * node.num_pages)
+    digests = b""
+    for node in down:
+        digests += node.digests
+        if len(node.digests) < node.num_pages * DIGEST_BYTES:
+            break  # what is known further down would have no place
+    bottom.digests = digests
+    bottom.hit_count = max(node.hit_count for node in down)
+    bottom.priority = max(node.priority for node in down)
+    bottom.created = min(node.created for node in down)
+
+
+def _bury(node: Node, heir: Node, num_components: int) -> None:
+    node.parent, node.heir = None, heir
+    for c in range(num_components):
+        for tier in Tier:
+            entry = node.residency(c, tier)
+            entry.pages = entry.node = None
+
+
+def revived(node: Node, split: Split) -> Node | None:
+    """The node that ends where `node`, no longer in the tree, did; None if what ended there is gone."""
+    at = node
+    while at.parent is None:
+        heir = at.heir
+        if heir is None or (heir.end <= at.start < node.end):
+            return None  # the root of before a clear; or `at` was dropped, and the place with it
+        at = heir
+    while at.start >= node.end:
+        assert at.parent is not None
+        at = at.parent
+    return at if at.end == node.end else split(at, node.end - at.start)
