@@ -1,0 +1,122 @@
+"""Which cases `bench_tree.py` runs, and who takes part in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+SEED, RUST, VLLM = "sglang-0.5.9", "sglang-0.5.23-rust", "vllm-0.32"
+PEERS = {SEED: "sglang_0_5_9", RUST: "sglang_0_5_23", VLLM: "vllm_0_32"}  # name: worker module
+UNITS = {
+    "us": "us", "us/turn": "us", "us/turn, all threads": "us", "p50 us": "us", "p99 us": "us", "max us": "us",
+    "hits": "share", "device hits": "share", "host hits": "share", "bytes/token": "bytes",
+    "bytes/node": "bytes",
+}  # fmt: skip
+ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One way in which ours takes part: a row `case + suffix`. kind: if it is not the peers' case."""
+
+    suffix: str = ""
+    bare: bool = False
+    kind: str = ""
+
+
+DROP_IN, BARE = Ours(), Ours(", bare tree", bare=True)
+BARE_MATCH = Ours(", page ids (bare tree)", bare=True)
+CONTINUED = Ours(", continued", kind="continued")
+BARE_CONTINUED = Ours(", continued, bare tree", bare=True, kind="continued")
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One case, who runs it, and in how many rounds."""
+
+    name: str
+    kind: str
+    options: dict[str, object]
+    peers: tuple[str, ...] = (SEED, RUST)
+    ours: tuple[Ours, ...] = (DROP_IN,)
+    rounds: int = ROUNDS
+
+
+def plan(quick: bool, full: bool) -> list[Planned]:
+    """quick: a few seconds' worth of everything small. full: also what takes peers minutes."""
+    turns = [*_multi_turn(quick), *_host_tier(quick), *_turn_at(quick, full)]
+    cases = [*_memory(quick), *turns, *_match(quick), *_insert(quick), *_evict(quick, full)]
+    if not quick:
+        return cases
+    return [replace(case, rounds=1, ours=(how,)) for case in cases for how in case.ours]
+
+
+def _memory(quick: bool) -> Iterator[Planned]:
+    if quick:
+        return
+    for page in (1, 64):
+        options: dict[str, object] = {"page": page}
+        peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+        yield Planned(f"memory device tier, page {page}", "memory", options, peers, rounds=1)
+        tiers = {"page": page, "ratio": 1.5}
+        yield Planned(f"memory with host tier, page {page}", "memory-host", tiers, rounds=1)
+
+
+def _multi_turn(quick: bool) -> Iterator[Planned]:
+    count = 20 if quick else 1000
+    for page in (1, 64):
+        name = f"multi-turn {count} x 8, page {page}"
+        options: dict[str, object] = {"page": page, "count": count, "turns": 8}
+        peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+        yield Planned(name, "multi-turn", options, peers, (DROP_IN, BARE))
+        fewer = options | {"count": 20 if quick else 300}
+        name = f"multi-turn {fewer['count']} x 8, page {page}, request calls"
+        yield Planned(name, "requests", fewer)
+
+
+def _host_tier(quick: bool) -> Iterator[Planned]:
+    count = 20 if quick else 500
+    for page in (1, 64):
+        for kind in ("round robin", "sliding"):
+            options: dict[str, object] = {"page": page, "kind": kind, "count": count}
+            yield Planned(f"host-tier {kind} {count} x 8, page {page}", "host-tier", options)
+
+
+def _turn_at(quick: bool, full: bool) -> Iterator[Planned]:
+    for prefix in (8192,) if quick else (8192, 131072, 1048576):
+        options: dict[str, object] = {"page": 64, "prefix": prefix, "rounds": ROUNDS}
+        peers = (SEED, RUST, VLLM) if full or prefix < 1 << 20 else (RUST, VLLM)
+        name = f"turn-at {prefix}, page 64"
+        yield Planned(name, "turn-at", options, peers, (DROP_IN, BARE, CONTINUED, BARE_CONTINUED))
+
+
+def _match(quick: bool) -> Iterator[Planned]:
+    for length in (8192,) if quick else (8192, 131072):
+        for page in (1, 64):
+            for chain in (0, 64):
+                shape = f"chain of {chain}" if chain else "one node"
+                name = f"match {length} tokens, {shape}, page {page}"
+                options: dict[str, object] = {"page": page, "length": length, "chain": chain}
+                peers = (SEED, RUST, VLLM) if page == 64 and not chain else (SEED, RUST)
+                yield Planned(name, "match", options, peers, (DROP_IN, BARE_MATCH))
+
+
+def _insert(quick: bool) -> Iterator[Planned]:
+    for suffix in (1024,) if quick else (1024, 8192, 32768):
+        for page in (1, 64):
+            options: dict[str, object] = {"page": page, "suffix": suffix, "rounds": ROUNDS}
+            peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+            name = f"insert {suffix} under 4096, page {page}"
+            yield Planned(name, "insert", options, peers)
+
+
+def _evict(quick: bool, full: bool) -> Iterator[Planned]:
+    for leaves in (1000,) if quick else (10_000, 100_000, 1_000_000):
+        for page in (1, 64):
+            if leaves > 10_000 and page == 1 and not full:
+                continue
+            options: dict[str, object] = {"page": page, "leaves": leaves}
+            peers: tuple[str, ...] = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+            if leaves == 1_000_000 and not full:
+                peers = ()
+            yield Planned(f"evict 1000 tokens of {leaves} leaves, page {page}", "evict", options, peers)

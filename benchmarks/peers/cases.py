@@ -1,0 +1,282 @@
+"""The cases a worker can run. A case is prepared once and measured in rounds, in turn with other peers.
+
+`measure` returns {metric: values}; the values of all rounds are reduced to their median. Every peer sees the
+same prompts in the same order. A case has a process of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import workloads
+from timed import HostTurns
+
+TURN = 512  # tokens of the turn that a growing conversation adds
+SHARED = 4096  # prefix that `insert` shares
+LEAF = 64  # tokens of an `evict` leaf
+EVICTED = 1000  # tokens of one `evict` call
+PER_ROUND = 2  # turns of a growing conversation
+REPEATS = 5  # calls in a row of what takes microseconds
+
+Measured = dict[str, list[float]]
+
+
+def settled() -> None:
+    """Let the garbage collector see only what comes from here on."""
+    gc.collect()
+    gc.freeze()
+
+
+class Case:
+    """make: gives the adapter. Subclasses' __init__ prepares."""
+
+    def measure(self) -> Measured:
+        raise NotImplementedError
+
+
+class MultiTurn(Case):
+    """Conversations in turn, a turn is its whole prompt: match + lock + insert + unlock; a new tree a round."""
+
+    def __init__(self, make: Callable[[], Any], page: int, count: int, turns: int) -> None:
+        self._peer, self._page = make(), page
+        self._told, self._steps = workloads.conversations(count, turns), workloads.round_robin(count, turns)
+        total = sum(len(prompts[-1]) for prompts in self._told)
+        self._num_tokens = (total // page + count * 4) * page
+
+    def _one(self, prompt: Any) -> tuple[int, float]:
+        return self._peer.timed_turn(prompt[: len(prompt) // self._page * self._page])
+
+    def measure(self) -> Measured:
+        self._peer.new(self._page, self._num_tokens)
+        settled()
+        cached, seconds, asked = 0, 0.0, 0
+        for i, turn in self._steps:
+            prompt = self._told[i][turn]
+            num_cached, took = self._one(prompt)
+            cached += num_cached
+            seconds += took
+            asked += len(prompt)
+        return {"us/turn": [seconds / len(self._steps) * 1e6], "hits": [cached / asked]}
+
+
+class Requests(MultiTurn):
+    """The same as a scheduler's calls: match, lock, cache_unfinished_req, cache_finished_req."""
+
+    def _one(self, prompt: Any) -> tuple[int, float]:
+        return self._peer.timed_request(prompt, 100)
+
+
+class HostTier(Case):
+    """Turns with a host tier.
+
+    round robin: the host holds everything and the device little, so every turn loads back.
+    sliding: conversations come and go, and the host evicts too.
+    """
+
+    def __init__(self, make: Callable[[], Any], page: int, kind: str, count: int) -> None:
+        self._make, self._page = make, page
+        turns = 8
+        if kind == "sliding":
+            self._steps = workloads.sliding(count * turns, turns, count)
+            self._device, self._ratio = 200 * count, 3.0
+        else:
+            self._steps = workloads.round_robin(count, turns)
+            self._device, self._ratio = 400 * count, 10.0
+        self._told = workloads.conversations(max(i for i, _ in self._steps) + 1, turns)
+
+    def measure(self) -> Measured:
+        peer, turns, page = self._make(), HostTurns(), self._page
+        peer.new(page, self._device // page * page, self._ratio)
+        settled()
+        for i, turn in self._steps:
+            prompt = self._told[i][turn]
+            peer.turn(prompt[: len(prompt) // page * page], turns)
+        peer.close()
+        seconds = sorted(turns.seconds)
+        count = len(seconds)
+        return {
+            "us/turn": [sum(seconds) / count * 1e6],
+            "us/turn, all threads": [turns.all_threads_s / count * 1e6],
+            "p50 us": [seconds[count // 2] * 1e6],
+            "p99 us": [seconds[count * 99 // 100] * 1e6],
+            "max us": [seconds[-1] * 1e6],
+            "device hits": [turns.num_device / turns.num_tokens],
+            "host hits": [turns.num_host / turns.num_tokens],
+        }
+
+
+def grow_chain(peer: Any, ids: list[int], node_tokens: int) -> None:
+    """Cache `ids` as a chain of nodes, or as one if `node_tokens` is 0. Cut from the back, which is cheap."""
+    peer.store(ids)
+    if node_tokens:
+        for end in range(len(ids) - node_tokens, 0, -node_tokens):
+            peer.cut(ids[:end])
+
+
+class TurnAt(Case):
+    """One more turn of a conversation whose prompt is cached as a chain of its turns; each round adds one."""
+
+    def __init__(self, make: Callable[[], Any], page: int, prefix: int, rounds: int) -> None:
+        self._peer, self._num_cached = make(), prefix
+        self._ids = workloads.prompt(prefix + (rounds * PER_ROUND + 2) * TURN)
+        self._peer.new(page, len(self._ids) + 4 * TURN)
+        grow_chain(self._peer, self._ids[:prefix], TURN)
+        settled()
+
+    def measure(self) -> Measured:
+        return {"us/turn": [self._turn() * 1e6 for _ in range(PER_ROUND)]}
+
+    def _turn(self) -> float:
+        self._peer.timed_match(self._ids[: self._num_cached])  # warms the caches: others ran in between
+        ids = self._ids[: self._num_cached + TURN]
+        num_cached, seconds = self._peer.timed_turn(ids)
+        assert num_cached == self._num_cached, f"{num_cached} of {self._num_cached}"
+        self._num_cached += TURN
+        return seconds
+
+
+class Continued(TurnAt):
+    """The same by a request that holds its prefix locked."""
+
+    def __init__(self, make: Callable[[], Any], page: int, prefix: int, rounds: int) -> None:
+        super().__init__(make, page, prefix, rounds)
+        self._peer.begin_chunks(self._ids[:prefix])
+
+    def measure(self) -> Measured:
+        return {"us/turn": [self._chunk() * 1e6 for _ in range(PER_ROUND)]}
+
+    def _chunk(self) -> float:
+        self._peer.timed_match(self._ids[: self._num_cached])
+        self._num_cached += TURN
+        return self._peer.timed_chunk(self._ids[: self._num_cached])
+
+
+class Match(Case):
+    """Match of a prompt that is cached whole, with its slots. chain: tokens per node, 0: one node."""
+
+    def __init__(self, make: Callable[[], Any], page: int, length: int, chain: int) -> None:
+        self._peer, self._ids = make(), workloads.prompt(length)
+        self._peer.new(page, length + 64 * page)
+        grow_chain(self._peer, self._ids, chain)
+        self._peer.timed_match(self._ids)
+        settled()
+
+    def measure(self) -> Measured:
+        self._peer.timed_match(self._ids)
+        return {"us": [self._peer.timed_match(self._ids) * 1e6 for _ in range(REPEATS)]}
+
+
+class Insert(Case):
+    """Insert of a new suffix below a shared prefix; another suffix each time."""
+
+    def __init__(self, make: Callable[[], Any], page: int, suffix: int, rounds: int) -> None:
+        self._peer, self._suffix, self._count = make(), suffix, 0
+        self._shared = workloads.prompt(SHARED)
+        self._peer.new(page, SHARED + (REPEATS * rounds + 8) * (suffix + page))
+        self._peer.store(self._shared)
+        settled()
+
+    def measure(self) -> Measured:
+        took = []
+        for _ in range(REPEATS):
+            self._count += 1
+            suffix = workloads.prompt.__wrapped__(self._suffix, seed=100 + self._count)
+            took.append(self._peer.timed_insert(self._shared + suffix, SHARED))
+        return {"us": [seconds * 1e6 for seconds in took]}
+
+
+class Evict(Case):
+    """evict(1000) of a flat tree of 64-token leaves."""
+
+    def __init__(self, make: Callable[[], Any], page: int, leaves: int) -> None:
+        self._peer = make()
+        self._peer.new(page, leaves * LEAF)
+        for row in workloads.leaves(leaves, LEAF):
+            self._peer.store(row.tolist())
+        settled()
+
+    def measure(self) -> Measured:
+        return {"us": [self._peer.timed_evict(EVICTED) * 1e6 for _ in range(REPEATS)]}
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Memory(Case):
+    """Growth of the process per token and per node. Prompts are fresh int objects that the caller drops.
+
+    Two sizes of node give two equations. Each is measured in a forked child, which starts clean.
+    """
+
+
+    def __init__(self, make: Callable[[], Any], page: int, ratio: float = 0.0) -> None:
+        self._make, self._page, self._ratio = make, page, ratio
+
+    def measure(self) -> Measured:
+        small, large = self._page, 8 * LEAF
+        of_small = _in_child(lambda: self._growth(small, 12_000))
+        of_large = _in_child(lambda: self._growth(large, 3_000))
+        per_token = (of_large - of_small) / (large - small)
+        return {"bytes/token": [per_token], "bytes/node": [of_small - per_token * small]}
+
+    def _growth(self, size: int, count: int) -> float:
+        """Bytes per node of `size` tokens."""
+        peer = self._make()
+        num_tokens = (count + 20) * size
+        if self._ratio:
+            peer.new(self._page, num_tokens, self._ratio)
+        else:
+            peer.new(self._page, num_tokens)
+        rows = workloads.leaves(count + 20, size)
+        for row in rows[:20]:
+            self._store(peer, row.tolist())
+        gc.collect()
+        before = resident_bytes()
+        for row in rows[20:]:
+            self._store(peer, row.tolist())
+        gc.collect()
+        return (resident_bytes() - before) / count
+
+    def _store(self, peer: Any, ids: list[int]) -> None:
+        if self._ratio:
+            peer.turn(ids, HostTurns())
+        else:
+            peer.store(ids)
+
+
+def _in_child(work: Callable[[], float]) -> float:
+    """`work()` in a forked child."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.write(writer, repr(work()).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as answers:
+        answer = answers.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"a memory measurement ended with status {status}"
+    return float(answer)
+
+
+CASES: dict[str, tuple[str, type[Case]]] = {  # kind: (which adapter, case)
+    "multi-turn": ("TREE", MultiTurn),
+    "requests": ("REQUESTS", Requests),
+    "host-tier": ("HOST", HostTier),
+    "turn-at": ("TREE", TurnAt),
+    "continued": ("TREE", Continued),
+    "match": ("TREE", Match),
+    "insert": ("TREE", Insert),
+    "evict": ("TREE", Evict),
+    "memory": ("TREE", Memory),
+    "memory-host": ("HOST", Memory),
+}

