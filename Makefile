@@ -2,6 +2,7 @@
 # make test          ruff, mypy --strict and every test that needs no special hardware
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   kill -9 and abort storms on real servers, 100 times each
+# make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
@@ -28,7 +29,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults bench-tree bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -60,6 +61,10 @@ test-kernels: $(READY)
 
 test-faults: $(READY)
 	HIRADIX_FAULT_RUNS=100 HIRADIX_CHECK=1 $(PY) -m pytest -q tests/e2e/test_kill.py tests/e2e/test_aborts.py $(PYTEST_FLAGS)
+
+bench-tree: $(READY)
+	$(PY) benchmarks/peers/install.py
+	$(PY) benchmarks/bench_tree.py $(BENCH_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)

@@ -44,7 +44,7 @@ class Planned:
 
 def plan(quick: bool, full: bool) -> list[Planned]:
     """quick: a few seconds' worth of everything small. full: also what takes peers minutes."""
-    turns = [*_multi_turn(quick), *_host_tier(quick), *_turn_at(quick, full)]
+    turns = [*_multi_turn(quick), *_host_tier(quick, full), *_turn_at(quick, full)]
     cases = [*_memory(quick), *turns, *_match(quick), *_insert(quick), *_evict(quick, full)]
     if not quick:
         return cases
@@ -69,13 +69,13 @@ def _multi_turn(quick: bool) -> Iterator[Planned]:
         options: dict[str, object] = {"page": page, "count": count, "turns": 8}
         peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
         yield Planned(name, "multi-turn", options, peers, (DROP_IN, BARE))
-        fewer = options | {"count": 20 if quick else 300}
+        fewer = options | {"count": 20 if quick else 200}
         name = f"multi-turn {fewer['count']} x 8, page {page}, request calls"
         yield Planned(name, "requests", fewer)
 
 
-def _host_tier(quick: bool) -> Iterator[Planned]:
-    count = 20 if quick else 500
+def _host_tier(quick: bool, full: bool) -> Iterator[Planned]:
+    count = 1000 if full else 20 if quick else 300
     for page in (1, 64):
         for kind in ("round robin", "sliding"):
             options: dict[str, object] = {"page": page, "kind": kind, "count": count}

@@ -38,7 +38,7 @@ class Case:
 
 
 class MultiTurn(Case):
-    """Conversations in turn, a turn is its whole prompt: match + lock + insert + unlock; a new tree a round."""
+    """Conversations in turn, each turn its whole prompt: match, lock, insert, unlock. A new tree each round."""
 
     def __init__(self, make: Callable[[], Any], page: int, count: int, turns: int) -> None:
         self._peer, self._page = make(), page
@@ -219,8 +219,8 @@ class Memory(Case):
 
     def measure(self) -> Measured:
         small, large = self._page, 8 * LEAF
-        of_small = _in_child(lambda: self._growth(small, 12_000))
-        of_large = _in_child(lambda: self._growth(large, 3_000))
+        of_small = _in_child(lambda: self._growth(small, 5_000))
+        of_large = _in_child(lambda: self._growth(large, 1_500))
         per_token = (of_large - of_small) / (large - small)
         return {"bytes/token": [per_token], "bytes/node": [of_small - per_token * small]}
 
