@@ -3,11 +3,15 @@
 A copy is two-phase: the path is locked and host pages are allocated when it is submitted; the host pages
 enter the tree when the result is applied. Nodes may be split in between: `adopt` addresses pages by
 where the node ends, so a split does not matter.
+
+What failed, was dropped for want of room, or was forgotten by storage, is tried again with the next use
+of its path: each use looks at the whole path and takes every run of nodes that a tier below lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -16,6 +20,8 @@ from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSupply
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixTree, Tier
+
+OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
 
 
 class Backup:
@@ -30,95 +36,126 @@ class Backup:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
+        host_pages = supply.host.num_pages if supply.host is not None else 0
         self._writing = np.zeros(supply.device.num_pages + 1, np.bool_)  # device pages being copied down
+        self._storing = np.zeros(host_pages, np.bool_)  # host pages being copied to storage
 
     def clear(self) -> None:
         """Forget what is being copied (after a reset)."""
         self._writing[:] = False
+        self._storing[:] = False
+
+    def on_use(self, node: Node) -> None:
+        """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
+        if self._controller.storage_attached:
+            for n in self._tree.path(node):
+                if n.hit_count % OFFER_AGAIN_USES == 0:
+                    n.stored = False
+
+    def on_insert(self, node: Node) -> None:
+        """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
+        if self.policy.writes_on_insert:
+            for run in self._due(node):
+                self._submit_write(run)
+        self.store(node)
 
     # -- device to host -----------------------------------------------------------------
 
-    def on_insert(self, node: Node) -> None:
-        """Write-through: copy the due, not yet backed nodes that end at `node`."""
-        if self.policy.writes_on_insert and (due := self._due(node)):
-            self._submit_write(due)
+    def _due(self, node: Node) -> list[list[Node]]:
+        """Runs of nodes to copy, root first: those with neither a host copy nor one under way."""
 
-    def _due(self, node: Node) -> list[Node]:
-        """Nodes to copy, root first: up from `node` to the first that has a host copy or is being copied."""
-        due: list[Node] = []
-        for n in self._tree.path(node):
-            if n.resident(Tier.HOST) or self._writing[self._pages(n)[0]]:
+        def lacks_host(n: Node) -> bool:
+            assert n.device.pages is not None, f"{n} is above an inserted node but not on the device"
+            return n.host.pages is None and not self._writing[n.device.pages[0]]
+
+        path = list(self._tree.path(node))
+        path.reverse()
+        for i, n in enumerate(path):  # a child's copy without its parent's would be unreachable after eviction
+            if n.host.pages is None and not self.policy.is_due(n.hit_count):
+                del path[i:]
                 break
-            due.append(n)
-        due.reverse()
-        for i, n in enumerate(due):  # a child's copy without its parent's would be unreachable after eviction
-            if not self.policy.is_due(n.hit_count):
-                return due[:i]
-        return due
+        return list(_runs(path, lacks_host))
 
-    def _submit_write(self, nodes: Sequence[Node]) -> Ticket | None:
-        """Start one copy for a root-first run of nodes; as many of them as the host pool can take."""
-        device_pages = [self._pages(n) for n in nodes]
-        lock = self._tree.lock(nodes[-1], Tier.DEVICE)
-        host_pages = self._supply.alloc_host(sum(map(len, device_pages)))
-        if host_pages is None:
-            self._tree.unlock(lock)
-            self._counters.write_dropped += len(device_pages[-1])
-            return self._submit_write(nodes[:-1]) if len(nodes) > 1 else None
-        source = np.concatenate(device_pages)
+    def _submit_write(self, nodes: list[Node]) -> Ticket | None:
+        """Start one copy for a root-first run of nodes; as many of them as the host pool can take.
+
+        The path is locked in both tiers first, so that making room takes no host copy above `nodes`.
+        """
+        locks = (self._tree.lock(nodes[-1], Tier.HOST), self._tree.lock(nodes[-1], Tier.DEVICE))
+        room = self._supply.host_room()
+        ends = np.cumsum([n.num_pages for n in nodes])
+        fitting = int(np.searchsorted(ends, room, side="right"))
+        num_pages = int(ends[fitting - 1]) if fitting else 0
+        host_pages = self._supply.alloc_host(num_pages) if fitting else None
+        self._counters.write_dropped += int(ends[-1]) - (0 if host_pages is None else num_pages)
+        if host_pages is not None:
+            return self._write(nodes[:fitting], host_pages, lambda: self._unlock(locks))
+        self._unlock(locks)
+        return None
+
+    def _write(self, nodes: list[Node], host_pages: Pages, unlock: Callable[[], None]) -> Ticket:
+        last = nodes[-1]
+        source = self._tree.pages(last, Tier.DEVICE, start=nodes[0].start)
         self._writing[source] = True
         ticket = self._controller.write(source, host_pages)
 
         def done(result: Result) -> None:
             self._writing[source] = False
-            if result.num_pages == len(source):
+            ok = result.num_pages == len(source)
+            if ok:
                 self._counters.written += len(source)
-                duplicates = self._tree.adopt(nodes[-1], BACKBONE, Tier.HOST, host_pages)
-                self._supply.free_host(duplicates)
+                self._supply.free_host(self._tree.adopt(last, BACKBONE, Tier.HOST, host_pages))
             else:
                 self._counters.write_failed += len(source)
                 self._supply.free_host(host_pages)
-            self._tree.unlock(lock)
-            if result.num_pages == len(source):
-                self.store(nodes[-1])
+            unlock()
+            if ok:
+                self.store(last)
 
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=host_pages))
         return ticket
 
-    def _pages(self, node: Node) -> Pages:
-        return self._tree.pages(node, Tier.DEVICE, start=node.start)
+    def _unlock(self, locks: Sequence[Lock]) -> None:
+        for lock in reversed(locks):
+            self._tree.unlock(lock)
 
-    def write_back(self, num_pages: int, timeout_s: float) -> list[Ticket]:
-        """Start copying what a device eviction of `num_pages` would drop. Returns the tickets to wait for."""
-        tickets = []
-        for node in self._tree.coldest(BACKBONE, Tier.DEVICE, num_pages):
-            if not node.resident(Tier.HOST) and (ticket := self._submit_write([node])) is not None:
-                tickets.append(ticket)
-        self._controller.wait(tickets, timeout_s)
-        return tickets
+    def write_back(self, num_pages: int) -> tuple[list[Node], list[Ticket]]:
+        """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies)."""
+        victims = self._tree.coldest(BACKBONE, Tier.DEVICE, num_pages)
+        tickets = [self._submit_write([node]) for node in victims if not node.resident(Tier.HOST)]
+        return victims, [ticket for ticket in tickets if ticket is not None]
 
     # -- host to storage ----------------------------------------------------------------
 
     def store(self, node: Node) -> None:
-        """Back `node` and its not yet stored ancestors up to storage, if one is attached."""
+        """Back up to storage, if one is attached, what it lacks of the path to `node`, root first.
+
+        Not what is below a node that is neither there nor on the host: nobody could reach it.
+        """
         if not self._controller.storage_attached:
             return
-        start = node.end
-        for n in self._tree.path(node):
-            if n.stored or not n.resident(Tier.HOST):
+        path = list(self._tree.path(node))
+        path.reverse()
+        for i, n in enumerate(path):
+            if not n.stored and n.host.pages is None:
+                del path[i:]
                 break
-            start = n.start
-        if start < node.end:
-            self._submit_store(node, start)
+        for run in list(_runs(path, self._lacks_storage)):
+            self._submit_store(run[-1], run[0].start)
+
+    def _lacks_storage(self, node: Node) -> bool:
+        return not node.stored and node.host.pages is not None and not self._storing[node.host.pages[0]]
 
     def _submit_store(self, node: Node, start: int) -> None:
         """Store the host pages of the path from page `start` to the end of `node`."""
-        lock: Lock = self._tree.lock(node, Tier.HOST)
+        lock = self._tree.lock(node, Tier.HOST)
         host_pages = self._tree.pages(node, Tier.HOST, start=start)
         rows = self._tree.page_rows(node, start)
+        self._storing[host_pages] = True
         self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
 
         def done(result: Result) -> None:
+            self._storing[host_pages] = False
             if result.hashes:
                 self._tree.set_hashes(node, rows.start, result.hashes)
             self._counters.backed_up += result.num_pages
@@ -133,3 +170,8 @@ class Backup:
     def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
         for n in self._tree.path(node, start):
             n.stored = stored
+
+
+def _runs(path: Iterable[Node], lacks: Callable[[Node], bool]) -> Iterator[list[Node]]:
+    """The longest runs of adjacent nodes of a root-first path that all lack something."""
+    return (list(nodes) for missing, nodes in groupby(path, lacks) if missing)

@@ -66,7 +66,7 @@ class HierarchicalCache:
         self.prefetcher: Prefetcher | None = None
         if host is not None:
             self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
-            self._load_back = LoadBack(self.supply, host.controller, self.flights)
+            self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room)
             self.prefetcher = Prefetcher(
                 self.supply, host.controller, self.flights, host.prefetch_policy, clock
             )
@@ -101,8 +101,11 @@ class HierarchicalCache:
         """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
 
         at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
-        covers the whole key and is the caller's; `at` stays the caller's too.
+        covers the whole key and is the caller's; `at` stays the caller's too. It covers only what `at`
+        does, and `pages` stay the caller's too, where the way leads over pages of a failed load.
         """
+        if self.is_blocked(key):
+            return self.tree.lock(at.node if at is not None else self.tree.root, Tier.DEVICE)
         done = self.tree.insert(key, Tier.DEVICE, [pages], at=at)
         duplicates = done.duplicates[BACKBONE]
         if len(duplicates):
@@ -110,14 +113,20 @@ class HierarchicalCache:
         self.inserted(done.lock.node)
         return done.lock
 
+    def is_blocked(self, key: RadixKey) -> bool:
+        """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""
+        return self._load_back is not None and self._load_back.blocks(key)
+
     def inserted(self, node: Node) -> None:
-        """Write-through of what was just inserted at `node`, as the write policy says."""
+        """Copy down what is due on the path of `node`, which was just inserted or found, as policies say."""
         if self.backup is not None:
             self.backup.on_insert(node)
 
     def count_use(self, node: Node) -> None:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
         self.tree.hit(node)
+        if self.backup is not None:
+            self.backup.on_use(node)
 
     def make_room(self, num_pages: int) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
@@ -129,22 +138,40 @@ class HierarchicalCache:
     def evict(self, num_pages: int) -> int:
         """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
 
-        When everything evictable is gone and write-through copies still hold pages, waits for those.
+        When everything evictable is gone and running copies still hold pages, waits for those.
         """
-        if self.backup is not None and self.backup.policy.writes_on_evict:
-            self.backup.write_back(num_pages, COPY_WAIT_S)
-            self.tick()
-        freed = self.supply.evict(Tier.DEVICE, num_pages)
+        freed = self._write_back(num_pages)
+        freed += self.supply.evict(Tier.DEVICE, num_pages - freed)
         if freed < num_pages and self.wait_for_copies(COPY_WAIT_S):
             freed += self.supply.evict(Tier.DEVICE, num_pages - freed)
         return freed
 
+    def _write_back(self, num_pages: int) -> int:
+        """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
+        if self.controller is None or self.backup is None or not self.backup.policy.writes_on_evict:
+            return 0
+        freed, ended = 0, True
+        while freed < num_pages and ended:
+            victims, copies = self.backup.write_back(num_pages - freed)
+            ended = self.controller.wait(copies, COPY_WAIT_S)
+            self.tick()
+            here = [node for node in victims if self.tree.current(node) is not None]
+            moved = sum(self.supply.release(self.tree.demote(node)) for node in here)
+            if not moved:
+                break
+            freed += moved
+        return freed
+
     def wait_for_copies(self, timeout_s: float) -> bool:
-        """Wait until running device copies are done and apply them. False if there were none."""
-        tickets = self.flights.tickets(JobKind.WRITE, JobKind.LOAD)
-        if not tickets or self.controller is None:
+        """Wait until running device copies are done and apply them. False if there were none.
+
+        Loads that wait for `start_loading` go on waiting: the pass that reads them starts them.
+        """
+        if self.controller is None or self._load_back is None:
             return False
-        self.start_loading()
+        tickets = self.flights.tickets(JobKind.WRITE) + self._load_back.running()
+        if not tickets:
+            return False
         self.controller.wait(tickets, timeout_s)
         self.tick()
         return True
@@ -173,6 +200,7 @@ class HierarchicalCache:
         Raises CacheError, with nothing changed, if device copies do not end within the deadline. Storage
         jobs under way become orphans that give their host pages back when they end.
         """
+        self.start_loading()
         self.wait_for_copies(timeout_s)
         if running := self.flights.tickets(JobKind.WRITE, JobKind.LOAD):
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")

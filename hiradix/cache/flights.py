@@ -40,6 +40,9 @@ class Flights:
     def __len__(self) -> int:
         return len(self._flights)
 
+    def __contains__(self, ticket: Ticket) -> bool:
+        return ticket in self._flights
+
     def add(self, ticket: Ticket, flight: Flight) -> None:
         assert ticket not in self._flights, f"ticket {ticket} used twice"
         self._flights[ticket] = flight

@@ -8,28 +8,44 @@ and no match may reach them in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import Counters, Pages, PageSupply
-from hiradix.transfer import JobKind, Result, TransferController
-from hiradix.tree import Lock, Match, Node, RadixTree, Segment, Tier
+from hiradix.transfer import JobKind, Result, Ticket, TransferController
+from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
 
 
 class LoadBack:
-    """Brings host-only nodes back to the device."""
+    """Brings host-only nodes back to the device. make_room(n): evict until n device pages are free."""
 
-    def __init__(self, supply: PageSupply, controller: TransferController, flights: Flights):
+    def __init__(
+        self,
+        supply: PageSupply,
+        controller: TransferController,
+        flights: Flights,
+        make_room: Callable[[int], int],
+    ):
         self._tree: RadixTree = supply.tree
         self._supply = supply
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
+        self._make_room = make_room
         self._failed: list[tuple[Node, int]] = []  # (node, first page) filled by a copy that failed
-        self._last_slot = -1
+        self._queued: list[Ticket] = []  # loads that wait for `start_loading`
+        self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
 
     def clear(self) -> None:
         self._failed.clear()
+        self._queued.clear()
+        self._started.clear()
+
+    def running(self) -> list[Ticket]:
+        """Loads that were started and whose results are not applied yet."""
+        return [ticket for ticket in self._flights.tickets(JobKind.LOAD) if ticket not in self._queued]
 
     def load(self, node: Node, quota_pages: int | None = None) -> int | None:
         """Queue the copies that make `node` usable on the device; returns their number of pages.
@@ -41,16 +57,20 @@ class LoadBack:
         num_pages = sum(len(s.pages) for s in segments)
         if num_pages == 0:
             return 0
-        if quota_pages is not None and num_pages > quota_pages:
+        is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
+        if is_full or (quota_pages is not None and num_pages > quota_pages):
             self._counters.load_refused += num_pages
             return None
         locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))
-        device_pages = self._supply.alloc_device(num_pages)
+        device_pages = None
+        if num_pages <= self._supply.device_room():
+            self._make_room(num_pages)
+            device_pages = self._supply.device.alloc(num_pages)
         if device_pages is None:
             self._counters.load_refused += num_pages
             self._unlock(locks)
-        else:
-            self._submit(node, segments, device_pages, locks)
+        else:  # making room may have applied results, which may have split nodes
+            self._submit(node, self._tree.missing(node, Tier.HOST, Tier.DEVICE), device_pages, locks)
         return None if device_pages is None else num_pages
 
     def _submit(self, node: Node, segments: list[Segment], pages: Pages, locks: tuple[Lock, Lock]) -> None:
@@ -71,6 +91,7 @@ class LoadBack:
             self._unlock(locks)
 
         ticket = self._controller.load(host_pages, pages)
+        self._queued.append(ticket)
         self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host_pages))
 
     def _unlock(self, locks: tuple[Lock, Lock]) -> None:
@@ -78,15 +99,23 @@ class LoadBack:
             self._tree.unlock(lock)
 
     def start_loading(self) -> int:
-        """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads."""
+        """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads.
+
+        Loads run first in, first out, so waiting on the newest covers all under way. But as long as a
+        request may still read what a failed one promised, the failed one's slot is returned: it raises.
+        """
+        self.drop_failed()
         slot = self._controller.start_loading()
         if slot >= 0:
-            self._last_slot = slot
-        elif not self._flights.tickets(JobKind.LOAD):
-            self._last_slot = -1
-        return (
-            self._last_slot
-        )  # earlier loads may still be under way: first in, first out, so waiting on the last covers all
+            self._started[slot], self._queued = tuple(self._queued), []
+        elif not self._started:
+            return -1
+        error = self._controller.layer_done_counter.error
+        failed = [s for s in self._started if error(s) is not None]
+        for s, tickets in list(self._started.items()):
+            if not (self._failed and s in failed) and not any(t in self._flights for t in tickets):
+                del self._started[s]
+        return next((s for s in failed if s in self._started), max(self._started, default=-1))
 
     # -- failure ------------------------------------------------------------------------
 
@@ -104,15 +133,23 @@ class LoadBack:
                 cut = node.parent
         return match if cut is None else Match(cut, cut)
 
+    def blocks(self, key: RadixKey) -> bool:
+        """Whether the path of `key` leads over pages of a failed load that somebody still locks."""
+        self.drop_failed()
+        if not self._failed:
+            return False
+        match = self._tree.match(key)
+        return self.usable(match) is not match
+
     def drop_failed(self) -> None:
-        """Take failed loads off the device as soon as nothing locks them. Called once per tick."""
+        """Take failed loads off the device as soon as nothing locks them."""
+        if not self._failed:
+            return
         failed, self._failed = self._failed, []
         for node, start in failed:
-            filled = list(self._tree.path(node, start))
-            if not filled:
-                continue  # it has left the tree by another way
-            freed = self._tree.drop_device(filled[-1])
-            if freed is None:
-                self._failed.append((node, start))
-            else:
-                self._supply.release(freed)
+            for n in list(self._tree.path(node, start)):  # none if it has left the tree by another way
+                freed = self._tree.drop_device(n)
+                if freed is None:
+                    self._failed.append((n, n.start))
+                else:
+                    self._supply.release(freed)

@@ -88,6 +88,10 @@ class PageSupply:
             assert self.host is not None, "host pages without a host pool"
             self.host.free(pages)
 
+    def host_room(self) -> int:
+        """Host pages that are free or can be made so."""
+        return 0 if self.host is None else self.host.available + self.tree.evictable_pages(Tier.HOST)
+
     def alloc_host(self, num_pages: int) -> Pages | None:
         """Host pages, evicting when short; None (and nothing evicted) if even that cannot give enough."""
         if self.host is None:
@@ -99,11 +103,6 @@ class PageSupply:
             self.evict(Tier.HOST, short)
         return self.host.alloc(num_pages)
 
-    def alloc_device(self, num_pages: int) -> Pages | None:
-        """Device pages, evicting when short; None if too few are free and evictable."""
-        short = num_pages - self.device.available
-        if short > 0:
-            if short > self.tree.evictable_pages(Tier.DEVICE):
-                return None
-            self.evict(Tier.DEVICE, short)
-        return self.device.alloc(num_pages)
+    def device_room(self) -> int:
+        """Device pages that are free or can be made so."""
+        return self.device.available + self.tree.evictable_pages(Tier.DEVICE)

@@ -9,6 +9,7 @@ Host pages are allocated only when the hit length is known. Every path ends in `
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -42,7 +43,8 @@ class Prefetch:
     phase: Phase = Phase.QUERY
     tickets: set[Ticket] = field(default_factory=set)
     unread_pages: int = 0  # pages of reads that are not back yet
-    broken: bool = False  # a page was missing: later reads cannot be used
+    end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
+    nothing_there: bool = False  # storage said so of its first page
     stopped: bool = False  # its request went on or ended, and nobody else waits for it
     loaded_pages: int = 0
     primary: Prefetch | None = None
@@ -156,7 +158,8 @@ class Prefetcher:
         """A running prefetch that will bring the first page `new` wants."""
         row = new.key.row(new.anchor.end, self._tree.page_size)
         for p in self._running:
-            if p is not new and p.phase in (Phase.QUERY, Phase.READ) and p.anchor is new.anchor:
+            is_open = p.phase in (Phase.QUERY, Phase.READ) and not p.stopped
+            if is_open and p is not new and p.anchor is new.anchor:
                 if p.key.row(p.anchor.end, self._tree.page_size) == row:
                     return p
         return None
@@ -173,8 +176,9 @@ class Prefetcher:
             p.tickets.discard(ticket)
             if skip and result.hashes:
                 self._tree.set_hashes(p.anchor, rows.start, result.hashes[:skip])
-            if result.error is not None:
+            if result.error is not None and not p.stopped:
                 self._supply.counters.miss("storage_transfer", p.asked_pages)
+            p.nothing_there = result.error is None and result.num_pages == 0
             self._read(p, start, result.hashes[skip : skip + result.num_pages])
 
         ticket = self._controller.query(rows, p.asked_pages)
@@ -187,30 +191,30 @@ class Prefetcher:
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
             return self._finish(p)
         p.phase = Phase.READ
-        submitted = 0
-        for at in range(0, len(hashes), READ_BATCH_PAGES):
-            batch = hashes[at : at + READ_BATCH_PAGES]
-            host_pages = self._supply.alloc_host(len(batch))
+        at = 0
+        while at < len(hashes):
+            num_pages = min(READ_BATCH_PAGES, len(hashes) - at, self._supply.host_room())
+            host_pages = self._supply.alloc_host(num_pages) if num_pages else None
             if host_pages is None:
                 self._supply.counters.miss("host_capacity", len(hashes) - at)
                 break
-            self._submit_read(p, start + at, batch, host_pages)
-            submitted += len(batch)
-        if not submitted:
+            self._submit_read(p, start + at, hashes[at : at + num_pages], host_pages)
+            at += num_pages
+        if not at:
             self._finish(p)
 
     def _submit_read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], host_pages: Pages) -> None:
         def arrived(result: Result) -> None:
             p.tickets.discard(ticket)
             p.unread_pages -= len(host_pages)
-            usable = 0 if p.broken else result.num_pages
+            usable = result.num_pages if start < p.end_page else 0
             if usable:
                 self._adopt(p, start, host_pages[:usable], hashes[:usable])
             if usable < len(host_pages):
                 self._supply.free_host(host_pages[usable:])
-                if not p.broken and result.error is not None:
+                if start < p.end_page and result.error is not None:
                     self._supply.counters.miss("storage_transfer", len(host_pages) - usable)
-                p.broken = True
+                p.end_page = min(p.end_page, start + usable)
             if not p.tickets:
                 self._finish(p)
 
@@ -222,7 +226,7 @@ class Prefetcher:
     def _adopt(self, p: Prefetch, start: int, host_pages: Pages, hashes: tuple[bytes, ...]) -> None:
         """Put pages [start, start + n) of the key into the host tier and move the anchor behind them."""
         end = start + len(host_pages)
-        done = self._tree.insert(p.key.head(end, self._tree.page_size), Tier.HOST, [host_pages])
+        done = self._tree.insert(p.key.head(end, self._tree.page_size), Tier.HOST, [host_pages], at=p.lock)
         duplicates = done.duplicates[BACKBONE]
         self._supply.free_host(duplicates)
         self._tree.set_hashes(done.lock.node, start, hashes)
@@ -255,7 +259,7 @@ class Prefetcher:
         p.start_page += gained
         p.anchor = node
         if (
-            gained
+            (gained or not primary.nothing_there)
             and p.asked_pages > 0
             and self.policy.worth_asking(p.asked_pages)
             and self._controller.storage_attached

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ LAYERS = 2
 
 
 class SimulatedStorage:
-    """Keeps pages in a dict; fails, forgets and cuts short, but never says it has what it has not, as `faults` tells.
+    """Keeps pages in a dict; fails, forgets, lies and cuts short as `faults` tells, but never swaps bytes.
 
     Satisfies what the controller's workers call. `faults` 0..1 is the chance that a call goes wrong.
     """
@@ -119,7 +119,7 @@ class Running:
 
     key: RadixKey
     lock: Lock
-    own: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    num_computed: int
 
 
 class World:
@@ -223,7 +223,7 @@ class World:
         new_lock = cache.insert(key, pages, at=lock)
         tree.unlock(lock)
         self.read_prefix(key, tree.pages(new_lock.node, Tier.DEVICE))
-        return Running(key, new_lock)
+        return Running(key, new_lock, need)
 
     def release(self, running: Running) -> None:
         self.cache.tree.unlock(running.lock)
