@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Sized
 
+import numpy as np
 import torch
 
 from hiradix.cache import HostTier
@@ -20,7 +21,8 @@ from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLik
 from hiradix.prefix_cache.slots import slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, LayerDoneCounter
-from hiradix.tree import Node, Tier
+from hiradix.tree import Node, RadixKey, Tier
+from hiradix.tree.key import as_tokens
 
 DETACH_TIMEOUT_S = 10.0
 
@@ -89,7 +91,7 @@ class HiRadixCache(RadixCache):
         """
         match = self.split_match(last_host_node)
         quota = None if mem_quota is None else mem_quota // self.page_size
-        whole = match.loadable_node is last_host_node
+        whole = match.loadable_node.end == last_host_node.end
         if not whole or not self.cache.load_back(match, quota):
             return self._empty, match.device_node
         pages = self.tree.pages(last_host_node, Tier.DEVICE, start=match.device_node.end)
@@ -114,7 +116,15 @@ class HiRadixCache(RadixCache):
         if self.disable or not self.enable_storage:
             return False
         if req is None:
-            key = self.tree.path_key(last_host_node).joined(new_input_tokens)
+            path = self.tree.path_key(last_host_node)
+            known = last_host_node.end * self.page_size  # its next token, which bigrams look at, is new
+            key = RadixKey(
+                np.concatenate([path.tokens[:known], as_tokens(new_input_tokens)]),
+                path.extra_key,
+                self.is_eagle,
+                cache_salt=path.cache_salt,
+                page_extras=path.extras,
+            )
         else:
             num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
             key = self._key(req.fill_ids, req)[:num_tokens]

@@ -30,6 +30,7 @@ from hiradix.prefix_cache.records import (
 from hiradix.prefix_cache.slots import SlotPages, pages_of, slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
+from hiradix.tree.key import as_tokens
 
 
 class RadixCache(NoLowerTiers):
@@ -166,6 +167,8 @@ class RadixCache(NoLowerTiers):
         key = self._view(params.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
+        if self.cache.is_blocked(key):
+            return InsertResult(len(key))
         live = self.tree.match(key).device_node.end
         pages = pages_of(params.value[: len(key)], self.page_size)
         done = self.tree.insert(key, Tier.DEVICE, [pages])
@@ -186,12 +189,14 @@ class RadixCache(NoLowerTiers):
         Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
         and `cache_protected_len`. Costs the new tokens, not the prefix.
         """
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.fill_ids)]
-        key = self._key(req.fill_ids, req).page_aligned(self.page_size)
+        tokens = req.fill_ids
+        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
+        if not self.disable:
+            self._count_use(req)
+        key = self._key(tokens, req).page_aligned(self.page_size)
         if self.disable or len(key) <= req.cache_protected_len:
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
-        self._count_use(req)
         old = req.last_node
         lock = self._insert_row(key, row, old)
         start, end = old.end, lock.node.end
@@ -211,15 +216,18 @@ class RadixCache(NoLowerTiers):
         Slots beyond the committed length are the caller's to free, from the next whole page on.
         """
         num_tokens = req.pop_committed_kv_cache()
-        self._counted.discard(req.rid)
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
         kept = req.cache_protected_len
         if is_insert and not self.disable and not self.disable_finished_insert:
-            tokens = list(req.origin_input_ids) + list(req.output_ids)
-            key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
-            if len(key) > req.cache_protected_len:
-                self.tree.unlock(self._insert_row(key, row, req.last_node))
-                kept = len(key)
+            self._count_use(req)
+            if num_tokens // self.page_size * self.page_size > kept:
+                tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
+                key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
+                if len(key) > kept:
+                    lock = self._insert_row(key, row, req.last_node)
+                    kept = lock.node.end * self.page_size
+                    self.tree.unlock(lock)
+        self._counted.discard(req.rid)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
             self._pages.free(tail)
@@ -227,10 +235,11 @@ class RadixCache(NoLowerTiers):
             self.dec_lock_ref(req.last_node)
 
     def _count_use(self, req: RequestLike) -> None:
-        """Count the prefix a request found as used, once, when it first gives something to the tree."""
+        """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
             self._counted.add(req.rid)
             self.cache.count_use(req.last_node)
+            self.cache.inserted(req.last_node)
 
     def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
@@ -258,12 +267,11 @@ class RadixCache(NoLowerTiers):
         For nodes that were matched earlier: what was evicted since is left out.
         """
         root = self.tree.root
+        node = self.tree.current(node) or root
         path = []
         while node is not root and node.parent is not None and not node.resident(Tier.DEVICE):
             path.append(node)
             node = node.parent
-        if node.parent is None:
-            node = root
         loadable = node
         for below in reversed(path):
             if below.parent is not loadable or not below.resident(Tier.HOST):

@@ -95,7 +95,7 @@ class Bench:
     """Pools, cache and the moves of a scheduler."""
 
     def __init__(
-        self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, disable: bool = False
+        self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, **switches: bool
     ):
         size = config.page_size
         self.page_size, self.num_pages = size, num_pages
@@ -107,7 +107,9 @@ class Bench:
             self.pool = DevicePool(SHAPE, num_pages, size)
             self.allocator = SlotAllocator(num_pages * size, size, "cpu", self.pool)
         self.rows = ReqToTokenPool(8, 512, "cpu")
-        params = CacheInitParams(disable, self.rows, self.allocator, size)
+        params = CacheInitParams(
+            req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=size, **switches
+        )
         self.cache: RadixCache = build_prefix_cache(config, params, self.pool, ModelIdentity("bench"))
         self.running: list[Request] = []
         self.counter = 0
@@ -137,7 +139,9 @@ class Bench:
 
     # -- a request's life ---------------------------------------------------------------
 
-    def start(self, tokens: list[int], *, wait_s: float = 10.0, **namespace: Any) -> Request | None:
+    def start(
+        self, tokens: list[int], *, wait_s: float = 10.0, share: bool = True, **namespace: Any
+    ) -> Request | None:
         """Admit a request and prefill it; None when the pool has no room."""
         self.counter += 1
         req = Request(f"r{self.counter}", list(tokens), **namespace)
@@ -157,7 +161,8 @@ class Bench:
         self.verify(req, prefix)
         self._write(req, prefix, len(tokens))
         req.committed = len(tokens)
-        self.cache.cache_unfinished_req(req)
+        if share:
+            self.cache.cache_unfinished_req(req)
         self.verify(req, len(tokens))
         self.running.append(req)
         return req

@@ -21,9 +21,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
     def build(num_pages: int = 16, page_size: int = 4, **config: object) -> Bench:
         defaults = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "page_size": page_size}
-        disable = bool(config.pop("disable", False))
+        switches = {name: bool(config.pop(name, False)) for name in ("disable", "is_eagle")}
         bench = Bench(
-            HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, disable=disable
+            HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, **switches
         )  # type: ignore[arg-type]
         benches.append(bench)
         return bench
@@ -248,3 +248,50 @@ def test_random_serving_is_exact_and_conserves_pages(
     bench.settle()
     bench.check()
     assert bench.cache.protected_size() == 0 and hits > 100
+
+
+def test_a_prompt_repeated_word_for_word_is_counted_and_written(make: Make) -> None:
+    """Row 28: the second use is due under write_through_selective though it adds nothing to the tree."""
+    bench = make(hicache_write_policy="write_through_selective")
+    bench.finish(bench.start(prompt(10)))
+    bench.settle()
+    assert bench.cache.stats().written == 0
+    bench.finish(bench.start(prompt(10)))
+    bench.settle()
+    assert bench.cache.stats().written == 8
+
+
+def test_a_request_may_finish_without_having_shared_anything_before(make: Make) -> None:
+    bench = make(hicache_write_policy="write_through_selective")
+    bench.finish(bench.start(prompt(10)))
+    req = bench.start(prompt(14), share=False)
+    bench.finish(req)
+    bench.settle()
+    bench.check()
+    assert bench.cache.stats().written == 8, "its prefix was used a second time"
+    assert bench.start(prompt(14)).device_tokens == 12
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_bigram_keys_reach_storage_from_any_node_with_or_without_the_request(
+    make: Make, tmp_path: object, anchored: bool
+) -> None:
+    bench = make(is_eagle=True, **storage(tmp_path))
+    bench.finish(bench.start(prompt(22)))
+    bench.settle()
+    bench.cache.reset()
+    cache, tokens = bench.cache, prompt(22)
+    if anchored:
+        bench.cache.detach_storage_backend()
+        bench.finish(bench.start(tokens[:10]))
+        bench.settle()
+        text = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
+        assert cache.attach_storage_backend("file", text)[0]
+    node = cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).last_host_node
+    assert node.end == (2 if anchored else 0)
+    assert cache.prefetch_from_storage("r", node, tokens[node.end * 4 :])
+    while not cache.check_prefetch_progress("r"):
+        assert cache.controller.wait_any(10.0)
+        cache.check_hicache_events()
+    match = cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
+    assert match.last_host_node.end == 5
