@@ -34,8 +34,11 @@ def _parser() -> argparse.ArgumentParser:
 def _model(view: View, given: Path | None) -> Path:
     if given is not None:
         return given
-    from hiradix.engine.smollm2 import smollm2_path  # loads torch
+    from transformers.utils import logging  # loads torch
 
+    from hiradix.engine.smollm2 import smollm2_path
+
+    logging.disable_progress_bar()
     with view.working("preparing SmolLM2-135M-Instruct (converted once, about 15 s)"):
         return smollm2_path()
 
