@@ -70,7 +70,7 @@ class Backup:
 
         path = list(self._tree.path(node))
         path.reverse()
-        for i, n in enumerate(path):  # a child's copy without its parent's would be unreachable after eviction
+        for i, n in enumerate(path):  # a child's copy would be unreachable without its parent's
             if n.host.pages is None and not self.policy.is_due(n.hit_count):
                 del path[i:]
                 break

@@ -37,7 +37,8 @@ class Player:
             self.attach()
         self.moves = {
             self.queued_request: 12,
-            self.request: 30,
+            self.request: 20,
+            self.batch: 14,
             self.finish: 22,
             self.step_workers: 30,
             self.tick: 15,
@@ -66,6 +67,17 @@ class Player:
         running = self.world.run_request(self.key(), load=self.rng.random() < 0.8)
         if running is not None:
             self.world.running.append(running)
+
+    def batch(self) -> None:
+        """Several requests in one plan; now and then the plan is given up after its loads have begun."""
+        world = self.world
+        world.cache.tick()
+        found = [world.admit(self.key()) for _ in range(self.rng.randint(1, 3))]
+        admitted = [one for one in found if one is not None]
+        if self.rng.random() < 0.2:
+            world.undo(admitted)
+            admitted = []
+        world.running += world.run_pass(admitted)
 
     def finish(self) -> None:
         if self.world.running:

@@ -182,7 +182,7 @@ def test_a_prefetch_longer_than_the_host_brings_what_fits() -> None:
     """Row 31: any configuration accepted at the start can read from storage."""
     world = stored_world(20)
     small = World(Setup(host_pages=7), 2)
-    small.storage.pages = world.storage.pages
+    small.storage.pages, small.known = world.storage.pages, world.known
     small.cache.attach_storage(small.storage)
     assert fetch(small, key(20)) == 7
     small.assert_drained()

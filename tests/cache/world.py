@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import LoadFailed, Runtime, StepDriver, TransferController
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
+from hiradix.tree.hashing import hash_pages
 
 PAGE_SIZE = 2
 LAYERS = 2
@@ -114,12 +116,34 @@ class Setup:
 
 
 @dataclass(eq=False)
+class Admitted:
+    """A request of the next pass: its lock on what it found, and its own pages for the rest."""
+
+    key: RadixKey
+    lock: Lock
+    pages: np.ndarray
+
+
+@dataclass(eq=False)
 class Running:
-    """A request that runs: its key, its lock and the pages it owns beside the tree's."""
+    """A request that runs: its key, its lock, and how many pages it had to compute."""
 
     key: RadixKey
     lock: Lock
     num_computed: int
+
+
+class PoisonedPages(PageAllocator):
+    """Overwrites what is freed, so that whoever still reads it is found out (known-bugs row 9)."""
+
+    def __init__(self, num_pages: int, poison: Callable[[int], None], first_page: int = 0):
+        super().__init__(num_pages, first_page)
+        self._poison = poison
+
+    def free(self, pages):
+        super().free(pages)
+        for page in np.asarray(pages).tolist():
+            self._poison(page)
 
 
 class World:
@@ -138,8 +162,9 @@ class World:
         self.controller = TransferController(
             self.device_pool, self.host_pool, transport=self.transport, runtime=runtime
         )
-        self.device = PageAllocator(setup.device_pages, first_page=1)
-        self.host = PageAllocator(setup.host_pages)
+        junk = torch.full((2, LAYERS, PAGE_SIZE, 1, 4), float("nan"))
+        self.device = PoisonedPages(setup.device_pages, lambda page: self.write_page(page, junk), 1)
+        self.host = PoisonedPages(setup.host_pages, self.poison_host_page)
         limits = PrefetchLimits(PAGE_SIZE, threshold_tokens=setup.threshold_tokens, timeout_base_s=0.05)
         host_tier = HostTier(
             self.host,
@@ -150,6 +175,8 @@ class World:
         tree = RadixTree(PAGE_SIZE, order=make_order(setup.order))
         self.cache = HierarchicalCache(tree, self.device, host_tier, clock=self.driver.now)
         self.running: list[Running] = []
+        self.known: set[RadixKey] = set()
+        self.gates: tuple[int, ...] = ()  # loads that the next pass waits for, as the engine keeps them
         self.num_reads = 0
 
     # -- stamps -------------------------------------------------------------------------
@@ -168,6 +195,10 @@ class World:
         for layer in range(LAYERS):
             self.device_pool.k_buffer[layer][rows] = data[0, layer]
             self.device_pool.v_buffer[layer][rows] = data[1, layer]
+
+    def poison_host_page(self, page: int) -> None:
+        for view in self.host_pool.page_views(page):
+            view.cast("B")[:] = b"\xff" * view.nbytes
 
     def read_prefix(self, key: RadixKey, pages: np.ndarray) -> None:
         """Check that device `pages` hold the first pages of `key`, to the bit."""
@@ -192,38 +223,64 @@ class World:
     # -- the engine's moves ---------------------------------------------------------------
 
     def run_request(self, key: RadixKey, *, load: bool = True) -> Running | None:
-        """Match, load back, compute the rest, insert; None when the device has no room. Holds a lock."""
+        """One request, admitted and computed in a pass of its own; None when that cannot be. Holds a lock."""
+        self.cache.tick()
+        admitted = self.admit(key, load=load)
+        done = self.run_pass([] if admitted is None else [admitted])
+        return done[0] if done else None
+
+    def admit(self, key: RadixKey, *, load: bool = True) -> Admitted | None:
+        """Match, load back, lock and allocate; None when the device has no room."""
         cache, tree = self.cache, self.cache.tree
-        cache.tick()
         match = cache.match(key)
         if load:
             cache.load_back(match)
             match = cache.match(key)
-        node = match.device_node
-        lock = tree.lock(node, Tier.DEVICE)
-        slot = cache.start_loading()
-        if slot >= 0:
-            self.controller.layer_done_counter.set_consumer(slot)
-            try:
-                for layer in range(LAYERS):
-                    self.controller.layer_done_counter.wait_until(layer)
-            except LoadFailed:
-                tree.unlock(lock)
-                return None
-        self.read_prefix(key, tree.pages(node, Tier.DEVICE))
-        need = len(key) // PAGE_SIZE - node.end
+        lock = tree.lock(match.device_node, Tier.DEVICE)
+        need = len(key) // PAGE_SIZE - lock.node.end
         cache.make_room(need)
         pages = self.device.alloc(need)
         if pages is None:
             tree.unlock(lock)
             return None
-        for i, page in enumerate(pages.tolist()):
-            self.write_page(page, self.stamp(key, node.end + i))
-        cache.count_use(node)
-        new_lock = cache.insert(key, pages, at=lock)
-        tree.unlock(lock)
-        self.read_prefix(key, tree.pages(new_lock.node, Tier.DEVICE))
-        return Running(key, new_lock, need)
+        return Admitted(key, lock, pages)
+
+    def run_pass(self, batch: list[Admitted]) -> list[Running]:
+        """Start the loads, wait for them as the engine does, compute the batch and insert it."""
+        slot = self.cache.start_loading()
+        self.gates = () if slot < 0 else (*self.gates, slot)
+        if not batch:
+            return []
+        gate = self.controller.layer_done_counter
+        gate.set_consumer(*self.gates)
+        try:
+            for layer in range(LAYERS):
+                gate.wait_until(layer)
+        except LoadFailed:
+            self.undo(batch)
+            return []
+        self.gates = ()
+        for one in batch:
+            self.read_prefix(one.key, self.cache.tree.pages(one.lock.node, Tier.DEVICE))
+        return [self._compute(one) for one in batch]
+
+    def undo(self, batch: list[Admitted]) -> None:
+        """Give back what admitted requests hold, the last one first."""
+        for one in reversed(batch):
+            self.device.free(one.pages)
+            self.cache.tree.unlock(one.lock)
+
+    def _compute(self, one: Admitted) -> Running:
+        tree, start = self.cache.tree, one.lock.node.end
+        for i, page in enumerate(one.pages.tolist()):
+            self.write_page(page, self.stamp(one.key, start + i))
+        self.cache.count_use(one.lock.node)
+        lock = self.cache.insert(one.key, one.pages, at=one.lock)
+        assert lock.node.end == start + len(one.pages), "blocked by a failed load after a pass that ran"
+        tree.unlock(one.lock)
+        self.read_prefix(one.key, tree.pages(lock.node, Tier.DEVICE))
+        self.known.add(one.key)
+        return Running(one.key, lock, len(one.pages))
 
     def release(self, running: Running) -> None:
         self.cache.tree.unlock(running.lock)
@@ -237,6 +294,19 @@ class World:
         assert len(np.unique(resident)) == len(resident), "a device page is in two nodes"
         total = len(resident) + self.device.available
         assert total == self.setup.device_pages, (len(resident), self.device.available)
+
+    def check_storage(self) -> None:
+        """Every stored page holds, to the bit, what its name says. Uses pages of empty pools."""
+        wanted = {}
+        for key in self.known:
+            rows = self.cache.tree.rows(key, self.cache.tree.root, 0, len(key) // PAGE_SIZE)
+            wanted.update({h.hex(): (key, i) for i, h in enumerate(hash_pages(rows))})
+        assert set(self.storage.pages) <= set(wanted), "a page is stored under a name no prefix has"
+        for name, stored in self.storage.pages.items():
+            key, page = wanted[name]
+            self.write_page(1, self.stamp(key, page))
+            self.transport.inner.copy_pages(self.device_pool, self.host_pool, np.array([1]), np.array([0]))
+            assert stored == b"".join(bytes(v) for v in self.host_pool.page_views(0)), (key, page)
 
     def settle(self) -> None:
         """Faults stop; everything in flight ends."""
@@ -260,5 +330,6 @@ class World:
             )
         self.cache.reset()
         self.check()
+        self.check_storage()
         assert self.device.available == self.setup.device_pages
         assert self.host.available == self.setup.host_pages
