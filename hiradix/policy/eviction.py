@@ -40,11 +40,11 @@ KeyOf = Callable[[Node, Use], int]  # small is cold; equal keys go least recentl
 class _Place:
     """An entry's place in a heap. Void if its entry's rank is another; outside, it waits for `expose`."""
 
-    __slots__ = ("key", "use", "depth", "entry", "in_heap")
+    __slots__ = ("key", "push", "depth", "entry", "in_heap")
 
-    def __init__(self, key: int, use: Use, depth: int, entry: Residency):
+    def __init__(self, key: int, push: int, depth: int, entry: Residency):
         self.key = key
-        self.use = use
+        self.push = push
         self.depth = depth  # between the halves of a split, which share the rest
         self.entry = entry
         self.in_heap = True
@@ -52,8 +52,8 @@ class _Place:
     def __lt__(self, other: _Place) -> bool:
         if self.key != other.key:
             return self.key < other.key
-        if self.use.push != other.use.push:
-            return self.use.push < other.use.push
+        if self.push != other.push:
+            return self.push < other.push
         return self.depth < other.depth
 
 
@@ -75,16 +75,16 @@ class HeapOrder:
         entries = list(entries)
         deepest = max((entry.node.end for entry in entries if entry.node is not None), default=0)
         for entry in entries:
-            assert entry.pages is not None
+            assert entry.node is not None and entry.pages is not None
             self._pushes += 1
-            self._add(entry, Use(self._pushes, deepest))
+            self._add(entry, self._key_of(entry.node, Use(self._pushes, deepest)), self._pushes)
             self.num_pages += len(entry.pages)
 
-    def _add(self, entry: Residency, use: Use) -> None:
+    def _add(self, entry: Residency, key: int, push: int) -> None:
         assert entry.node is not None
         start = entry.node.start
         depth = -start if self._context.backbone else start
-        entry.rank = place = _Place(self._key_of(entry.node, use), use, depth, entry)
+        entry.rank = place = _Place(key, push, depth, entry)
         self._live[id(entry)] = entry
         heapq.heappush(self._heap, place)
         if len(self._heap) > 2 * len(self._live) + 64:  # mostly void: O(1) amortised
@@ -143,9 +143,9 @@ class HeapOrder:
         return node.device.pages is None and len(node.children) > left
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        use = entry.rank.use
-        self._add(entry, use)
-        self._add(upper, use)
+        place = entry.rank
+        for half in (entry, upper):
+            self._add(half, place.key, place.push)
 
     def expose(self, entry: Residency) -> None:
         place = entry.rank
@@ -231,9 +231,7 @@ def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFacto
         return LruOrder
     if configured is None:
         return lambda context: HeapOrder(context, _SIMPLE[name])
-    configured(
-        config, OrderContext(FULL, Tier.DEVICE, 1, True)
-    )  # names a bad value now
+    configured(config, OrderContext(FULL, Tier.DEVICE, 1, True))  # names a bad value now
 
     def make(context: OrderContext) -> EvictionOrder:
         return HeapOrder(context, configured(config, context))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.node import BACKBONE, NO_PAGES, Node, Residency, Tier
+from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Node, Residency, Tier
 from hiradix.tree.order import LruOrder
 from hiradix.tree.pins import held
 from hiradix.tree.records import Lock
@@ -33,12 +33,12 @@ def check_tree(tree: RadixTree, store: Store, locks: Iterable[Lock] | None) -> N
         _check_structure(node, tree)
     for node in nodes:
         _check_run(node, tree)
-        for tier in Tier:
+        for tier in TIERS:
             _check_residency(node, tier, store, listed)
             _check_pins(node, tier, len(store.components), wanted)
     assert not listed, f"4: {len(listed)} entries in an order are of no node"
     _check_counts(nodes, store)
-    for tier in Tier:
+    for tier in TIERS:
         _check_leaf_first(store, tier)
 
 
@@ -137,7 +137,7 @@ def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, i
 def _check_counts(nodes: list[Node], store: Store) -> None:
     """8: totals."""
     for c in range(len(store.components)):
-        for tier in Tier:
+        for tier in TIERS:
             entries = [node.residency(c, tier) for node in nodes]
             resident = sum(len(entry.pages) for entry in entries if entry.pages is not None)
             free = sum(

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.node import Component, Node, Tier
+from hiradix.tree.node import TIERS, Component, Node
 from hiradix.tree.store import Store
 
-LONG_PATH = 16  # nodes that an unlock must leave free before it looks for what to merge
 RATIO = 2
 
 Split = Callable[[Node, int], Node]
@@ -46,7 +45,7 @@ def _is_alike(parent: Node, child: Node, components: Sequence[Component]) -> boo
     if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
         return False
     for c, component in enumerate(components):
-        for tier in Tier:
+        for tier in TIERS:
             up, low = parent.residency(c, tier), child.residency(c, tier)
             if up.lock_ref or low.lock_ref:
                 return False
@@ -63,7 +62,7 @@ def _merge(store: Store, group: Sequence[Node]) -> None:
     bottom, down = group[0], list(reversed(group))
     pushed = []
     for c, component in enumerate(store.components):
-        for tier in Tier:
+        for tier in TIERS:
             entries = [node.residency(c, tier) for node in down]
             own = entries[-1]
             if own.pages is None:
@@ -103,7 +102,7 @@ def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
 def _bury(node: Node, heir: Node, num_components: int) -> None:
     node.parent, node.heir = None, heir
     for c in range(num_components):
-        for tier in Tier:
+        for tier in TIERS:
             entry = node.residency(c, tier)
             entry.pages = entry.node = None
 

@@ -29,6 +29,24 @@ class Tier(IntEnum):
     HOST = 1
 
 
+TIERS = (Tier.DEVICE, Tier.HOST)
+
+
+@dataclass(frozen=True)
+class Grain:
+    """How coarse nodes may be.
+
+    long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
+    waste: an eviction takes a node whole unless it holds more than this many times what is still wanted.
+    """
+
+    long_path: int = 16
+    waste: int = 4
+
+
+AS_INSERTED = Grain(sys.maxsize, sys.maxsize)  # nodes are never merged, and leave whole
+
+
 @dataclass(frozen=True)
 class Component:
     """A kind of per-prefix data, described by how far back a match boundary needs it.

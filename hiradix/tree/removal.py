@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hiradix.tree.merge import Split
-from hiradix.tree.node import BACKBONE, UNBOUNDED, Component, Node, Residency, Tier
+from hiradix.tree.node import BACKBONE, TIERS, Node, Residency, Tier
 from hiradix.tree.records import Freed
 from hiradix.tree.store import Dropped, Store
-
-WASTE = 4  # a victim may hold this many times what is wanted of it
 
 
 def evict(store: Store, split: Split, component: int, tier: Tier, num_pages: int) -> list[Freed]:
     """See `RadixTree.evict`."""
     order, out, missing = store.orders[component][tier], Dropped(), num_pages
+    per_page = store.components[component].per_page
     while missing > 0 and (victim := order.coldest()) is not None:
-        node = _cut(_node(victim), split, store.components[component], missing)
-        missing -= node.num_pages if store.components[component].per_page else 1
+        node = _node(victim)
+        if per_page and node.num_pages > store.grain.waste * missing:
+            node = _cut(node, split, missing, store.grain.waste, component == BACKBONE)
+        missing -= node.num_pages if per_page else 1
         store.drop(node, component, tier, out)
     return out.freed()
 
@@ -27,7 +28,7 @@ def coldest(store: Store, split: Split, component: int, tier: Tier, num_pages: i
     nodes = [_node(entry) for entry in store.orders[component][tier].victims(num_pages)]
     if nodes and store.components[component].per_page:
         missing = num_pages - sum(node.num_pages for node in nodes[:-1])
-        nodes[-1] = _cut(nodes[-1], split, store.components[component], missing)
+        nodes[-1] = _cut(nodes[-1], split, missing, store.grain.waste, component == BACKBONE)
     return nodes
 
 
@@ -36,15 +37,16 @@ def _node(entry: Residency) -> Node:
     return entry.node
 
 
-def _cut(node: Node, split: Split, component: Component, num_pages: int) -> Node:
-    """The part of a victim to take when `num_pages` are wanted: all of it, unless that is far too much.
+def _cut(node: Node, split: Split, wanted: int, waste: int, keep_front: bool) -> Node:
+    """The part of a victim to take: all of it, unless it has more than `waste` times the pages `wanted`.
 
-    Cut by halves, so that a big node that goes bit by bit costs O(1) per page. Of the backbone the end
-    goes first, of others the front.
+    Halved until it has not, so that a big node that goes bit by bit costs O(1) per page. Of the backbone
+    the end goes first, of others the front.
     """
-    while component.per_page and node.num_pages > WASTE * num_pages:
-        upper = split(node, node.num_pages // 2)
-        if component.reach != UNBOUNDED:
+    while node.num_pages > waste * wanted:
+        taken = max(wanted, node.num_pages // 2)
+        upper = split(node, node.num_pages - taken if keep_front else taken)
+        if not keep_front:
             node = upper
     return node
 
@@ -93,7 +95,7 @@ def clear(store: Store, nodes: Iterable[Node]) -> list[Freed]:
     for node in list(nodes):
         node.parent = None
         for c in range(len(store.components)):
-            for tier in Tier:
+            for tier in TIERS:
                 entry = node.residency(c, tier)
                 if entry.pages is not None:
                     out.add(c, tier, entry.pages)

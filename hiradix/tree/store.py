@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hiradix.tree.node import BACKBONE, Component, Ids, Node, Pages, Residency, Tier
+from hiradix.tree.node import BACKBONE, TIERS, Component, Grain, Ids, Node, Pages, Residency, Tier
 from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
@@ -35,9 +35,12 @@ class Dropped:
 class Store:
     """Residencies of all nodes. num_resident[component][tier] counts pages."""
 
-    def __init__(self, components: Sequence[Component], page_size: int, make_order: OrderFactory):
+    def __init__(
+        self, components: Sequence[Component], page_size: int, make_order: OrderFactory, grain: Grain
+    ):
         self.components = tuple(components)
         self.page_size = page_size
+        self.grain = grain
         self._make_order = make_order
         self.orders: list[list[EvictionOrder]] = []
         self.pins = Pinning(self.orders)
@@ -46,7 +49,7 @@ class Store:
     def reset(self) -> None:
         """Forget everything."""
         self.orders[:] = [
-            [self._make_order(OrderContext(component, tier, self.page_size, c == BACKBONE)) for tier in Tier]
+            [self._make_order(OrderContext(component, tier, self.page_size, c == BACKBONE)) for tier in TIERS]
             for c, component in enumerate(self.components)
         ]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
@@ -97,7 +100,7 @@ class Store:
     def split(self, node: Node, upper: Node, at: int) -> None:
         """Hand the first `at` pages of each residency of `node` to `upper`. Both get arrays of their own."""
         for c, component in enumerate(self.components):
-            for tier in Tier:
+            for tier in TIERS:
                 low = node.residency(c, tier)
                 if low.pages is not None and component.per_page:
                     upper.residency(c, tier).pages = low.pages[:at].copy()
@@ -106,7 +109,7 @@ class Store:
     def link_split(self, node: Node, upper: Node) -> None:
         """Put the residencies of `upper`, whose lock_refs are set, beside those of `node`."""
         for c in range(len(self.components)):
-            for tier in Tier:
+            for tier in TIERS:
                 up, low = upper.residency(c, tier), node.residency(c, tier)
                 if up.pages is not None and low.lock_ref == 0:
                     self.orders[c][tier].split(low, up)
@@ -145,7 +148,7 @@ class Store:
                 child.parent, child.heir = None, gone
                 stack.append(child)
             for c in range(len(self.components)):
-                for tier in Tier:
+                for tier in TIERS:
                     entry = gone.residency(c, tier)
                     assert entry.lock_ref == 0, f"{gone} is locked in {tier.name} and would be orphaned"
                     if entry.pages is not None:

@@ -27,8 +27,8 @@ import numpy as np
 from hiradix.tree import removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import RadixKey
-from hiradix.tree.merge import LONG_PATH, merge_path
-from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Ids, Node, Pages, Tier
+from hiradix.tree.merge import merge_path
+from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Grain, Ids, Node, Pages, Tier
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.pins import pins_of_split
 from hiradix.tree.records import Freed, Insertion, Lock, Match
@@ -36,17 +36,18 @@ from hiradix.tree.runs import split_run, walk
 from hiradix.tree.view import TreeView
 
 _WHOLE_PATH = (0,)
+_GRAIN = Grain()
 
 
 class RadixTree(TreeView):
     """See the module's docstring. components[0] is the backbone: full attention, every page its own data."""
 
     def __init__(
-        self, page_size: int, components: Sequence[Component] = (FULL,), *, order: OrderFactory = LruOrder
-    ):
-        super().__init__(page_size, components, order)
+        self, page_size: int, components: Sequence[Component] = (FULL,), *,
+        order: OrderFactory = LruOrder, grain: Grain = _GRAIN,
+    ):  # fmt: skip
+        super().__init__(page_size, components, order, grain)
         self._created = 0
-        self.long_path = LONG_PATH
         self._is_plain = len(components) == 1
         self._pins = self._store.pins
 
@@ -108,7 +109,7 @@ class RadixTree(TreeView):
         for c in range(1, len(floors)):
             for n in reversed(list(self.path(node, floors[c]))):
                 self._pins.unpin_other(n, c, tier)
-        if self._pins.unpin(node, tier) > self.long_path:
+        if self._pins.unpin(node, tier) > self._store.grain.long_path:
             merge_path(self._store, node)
 
     # -- writing ----------------------------------------------------------------------------
@@ -191,9 +192,9 @@ class RadixTree(TreeView):
     def evict(self, component: int, tier: Tier, num_pages: int) -> list[Freed]:
         """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
 
-        Whole nodes go, big ones are split first: it is less than `num_pages` + 4 times what was missing
-        at the last. Returns exactly what was dropped: of a backbone, other
-        components of the node too; of a device node without host copy, its host-only descendants too.
+        Nodes go whole; of one that holds far more than is wanted (see `Grain`) a part. Returns exactly what
+        was dropped: of a backbone, other components of the node too; of a device node without host copy,
+        its host-only descendants too.
         """
         return removal.evict(self._store, self._split, component, tier, num_pages)
 

@@ -26,6 +26,7 @@ VALUES = {
     "has_state": [False, True],
     "is_bigram": [False, True],
     "long_path": [0, 2, 16],
+    "waste": [1, 4],
 }
 CONFIGS = [Config(*values) for values in itertools.product(*VALUES.values())]
 random.Random(7).shuffle(CONFIGS)

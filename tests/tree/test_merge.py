@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import AS_INSERTED, Component, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
+EAGER = Grain(long_path=0)
 
 
 def ids(first: int, count: int) -> np.ndarray:
@@ -70,7 +71,7 @@ def test_turn_by_turn_the_path_stays_short_and_little_is_copied(monkeypatch: pyt
         done = tree.insert(RadixKey(np.arange(turn)), DEVICE, [ids(turn, 1)], lock)
         tree.unlock(lock)
         tree.unlock(done.lock)
-        assert len(sizes(tree, done.lock.node)) <= tree.long_path + 12
+        assert len(sizes(tree, done.lock.node)) <= 16 + 12
     assert moved < turns * 12, f"{moved / turns:.1f} pages moved per page"
     tree.check([])
 
@@ -82,8 +83,7 @@ def test_sizes_double_towards_the_root() -> None:
 
 
 def test_what_differs_stays_apart() -> None:
-    tree = RadixTree(1)
-    tree.long_path = 0
+    tree = RadixTree(1, grain=EAGER)
     nodes = converse(tree, 1, pages=4)
     branch = converse(tree, 1, pages=4, first=100)[0]
     assert nodes[0].parent is tree.root and branch.parent is tree.root
@@ -109,8 +109,7 @@ def test_what_differs_stays_apart() -> None:
 
 
 def test_a_state_record_keeps_its_place() -> None:
-    tree = RadixTree(1, (Component("full"), Component("state", reach=1, per_page=False)))
-    tree.long_path = 0
+    tree = RadixTree(1, (Component("full"), Component("state", reach=1, per_page=False)), grain=EAGER)
     last = converse(tree, 1, pages=2)[0]
     lock = tree.lock(last, DEVICE)
     done = tree.insert(RadixKey(np.arange(4)), DEVICE, [ids(2, 2), ids(9, 1)], lock)
@@ -142,8 +141,7 @@ def test_a_node_that_was_merged_away_can_be_used_as_before() -> None:
 
 def test_a_failed_load_is_found_after_a_merge() -> None:
     """A cache notes a failed load as (node, first page) and drops it once unlocked."""
-    tree = RadixTree(1)
-    tree.long_path = 0
+    tree = RadixTree(1, grain=EAGER)
     last = converse(tree, 3, pages=2)[-1]
     assert sizes(tree, last) == [6], "its pages 2 .. 4 are one node with others now"
     garbage = list(tree.path(last, 2))
@@ -155,7 +153,7 @@ def test_a_failed_load_is_found_after_a_merge() -> None:
 
 
 def test_hashes_and_extras_survive_a_merge() -> None:
-    tree = RadixTree(2)
+    tree = RadixTree(2, grain=EAGER)
     tokens = np.arange(24)
     extras = [None, b"cat", None, None, b"dog"]
     lock, chain = tree.lock(tree.root, DEVICE), []
@@ -167,7 +165,6 @@ def test_hashes_and_extras_survive_a_merge() -> None:
             tree.set_hashes(done.lock.node, 0, chain)
         tree.unlock(lock)
         lock = done.lock
-    tree.long_path = 0
     tree.unlock(lock)
     assert sizes(tree, lock.node) == [12]
     rows = tree.page_rows(lock.node, 10)
@@ -181,8 +178,7 @@ def test_hashes_and_extras_survive_a_merge() -> None:
 
 
 def test_bigram_runs_merge_without_their_overlap() -> None:
-    tree = RadixTree(2)
-    tree.long_path = 0
+    tree = RadixTree(2, grain=EAGER)
     lock = tree.lock(tree.root, DEVICE)
     for end in (2, 4, 6):
         key = RadixKey(np.arange(20), is_bigram=True)[:end]
@@ -196,8 +192,7 @@ def test_bigram_runs_merge_without_their_overlap() -> None:
 
 
 def test_a_void_lock_of_before_a_clear_merges_nothing() -> None:
-    tree = RadixTree(1)
-    tree.long_path = 0
+    tree = RadixTree(1, grain=EAGER)
     nodes = converse(tree, 2)
     lock = tree.lock(nodes[-1], DEVICE)
     tree.clear()
@@ -205,3 +200,11 @@ def test_a_void_lock_of_before_a_clear_merges_nothing() -> None:
     assert tree.current(nodes[-1]) is None and not tree.root.children
     assert isinstance(lock, Lock)
     tree.check([])
+
+
+def test_nodes_can_be_kept_as_they_were_inserted() -> None:
+    tree = RadixTree(1, grain=AS_INSERTED)
+    last = converse(tree, 100, pages=9)[-1]
+    assert sizes(tree, last) == [9] * 100
+    assert tree.coldest(0, DEVICE, 1) == [last]
+    assert len(tree.evict(0, DEVICE, 1)[0].pages) == 9, "a leaf leaves whole"

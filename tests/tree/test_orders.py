@@ -20,7 +20,7 @@ class Shadow:
     """What a policy may know of a node: noted by the test when the node is unlocked."""
 
     def __init__(self, node: Node, push: int, deepest: int):
-        self.push, self.deepest = push, deepest
+        self.push, self.deepest, self.start = push, deepest, node.start
         self.hits, self.priority, self.created = node.hit_count, node.priority, node.created
 
 
@@ -32,7 +32,7 @@ KEYS: dict[str, Callable[[Node, Shadow], tuple]] = {
     "lfu": lambda n, s: (s.hits, s.push),
     "priority": lambda n, s: (s.priority, s.push),
     "slru": lambda n, s: (s.hits >= 2, s.push),
-    "tlru": lambda n, s: (s.deepest - n.start + ESTIMATE > THRESHOLD, s.push),
+    "tlru": lambda n, s: (s.deepest - s.start + ESTIMATE > THRESHOLD, s.push),
 }
 CONFIG = {"tlru": {"threshold": THRESHOLD, "next_prompt_estimate": ESTIMATE}}
 
@@ -66,8 +66,7 @@ class Player:
         for node in self.tree.nodes():
             if node not in self.shadows:
                 (child,) = node.children.values()
-                twin = self.shadows[child]
-                self.shadows[node] = Shadow(node, twin.push, twin.deepest)
+                self.shadows[node] = self.shadows[child]  # the halves share what is known
 
     def evict(self) -> None:
         nodes = list(self.tree.nodes())

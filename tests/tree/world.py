@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import Component, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 POOL = 150
@@ -33,6 +33,7 @@ class Config:
     has_state: bool = False
     is_bigram: bool = False
     long_path: int = 16  # 0: merge whenever something is unlocked
+    waste: int = 4
 
     def components(self) -> tuple[Component, ...]:
         found = [Component("full")]
@@ -73,8 +74,8 @@ class World:
         self.size = config.page_size
         self.components = config.components()
         order = make_order(config.policy, POLICY_CONFIG.get(config.policy))
-        self.tree = RadixTree(config.page_size, self.components, order=order)
-        self.tree.long_path = config.long_path
+        grain = Grain(config.long_path, config.waste)
+        self.tree = RadixTree(config.page_size, self.components, order=order, grain=grain)
         self.names: dict[
             tuple, int
         ] = {}  # (name of the page before, row) -> name of a page and all before it
