@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hiradix.demo.driver import Demo, DemoConfig
 from hiradix.demo.view import View
@@ -38,7 +39,8 @@ def _model(view: View, given: Path | None) -> Path:
 
     from hiradix.engine.smollm2 import smollm2_path
 
-    logging.disable_progress_bar()
+    quiet: Any = logging
+    quiet.disable_progress_bar()
     with view.working("preparing SmolLM2-135M-Instruct (converted once, about 15 s)"):
         return smollm2_path()
 
