@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 
 import pytest
@@ -134,18 +133,6 @@ def test_a_forgotten_controller_ends_its_threads(monkeypatch: pytest.MonkeyPatch
         assert not thread.is_alive()
     gc.collect()
     assert alive() is None
-
-
-def test_an_idle_poll_costs_less_than_five_microseconds(rig: Rig) -> None:
-    poll = rig.controller.poll
-
-    def batch() -> float:
-        start_s = time.perf_counter()
-        for _ in range(1000):
-            poll()
-        return time.perf_counter() - start_s
-
-    assert min(batch() for _ in range(20)) / 1000 < 5e-6
 
 
 ENDINGS = [
