@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hiradix.demo.driver import Demo, DemoConfig
 from hiradix.demo.view import View
@@ -35,12 +35,9 @@ def _parser() -> argparse.ArgumentParser:
 def _model(view: View, given: Path | None) -> Path:
     if given is not None:
         return given
-    from transformers.utils import logging  # loads torch
-
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the conversion's bars, read when tqdm is imported
     from hiradix.engine.smollm2 import smollm2_path
 
-    quiet: Any = logging
-    quiet.disable_progress_bar()
     with view.working("preparing SmolLM2-135M-Instruct (converted once, about 15 s)"):
         return smollm2_path()
 
