@@ -36,14 +36,11 @@ class Backup:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
-        host_pages = supply.host.num_pages if supply.host is not None else 0
         self._writing = np.zeros(supply.device.num_pages + 1, np.bool_)  # device pages being copied down
-        self._storing = np.zeros(host_pages, np.bool_)  # host pages being copied to storage
 
     def clear(self) -> None:
         """Forget what is being copied (after a reset)."""
         self._writing[:] = False
-        self._storing[:] = False
 
     def on_use(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
@@ -140,22 +137,17 @@ class Backup:
             if not n.stored and n.host.pages is None:
                 del path[i:]
                 break
-        for run in list(_runs(path, self._lacks_storage)):
+        for run in list(_runs(path, lambda n: not n.stored)):
             self._submit_store(run[-1], run[0].start)
-
-    def _lacks_storage(self, node: Node) -> bool:
-        return not node.stored and node.host.pages is not None and not self._storing[node.host.pages[0]]
 
     def _submit_store(self, node: Node, start: int) -> None:
         """Store the host pages of the path from page `start` to the end of `node`."""
         lock = self._tree.lock(node, Tier.HOST)
         host_pages = self._tree.pages(node, Tier.HOST, start=start)
         rows = self._tree.page_rows(node, start)
-        self._storing[host_pages] = True
         self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
 
         def done(result: Result) -> None:
-            self._storing[host_pages] = False
             if result.hashes:
                 self._tree.set_hashes(node, rows.start, result.hashes)
             self._counters.backed_up += result.num_pages

@@ -306,3 +306,19 @@ def test_one_long_path_that_does_not_fit_the_host_is_no_deep_recursion() -> None
     world.settle()
     assert world.cache.tree.resident_pages(Tier.HOST) == 2
     world.assert_drained()
+
+
+def test_host_pages_of_a_load_stay_until_it_is_done() -> None:
+    """Row 5: nothing may take the source of a copy that has not ended."""
+    world = World(Setup(device_pages=12, host_pages=4), 1)
+    serve(world, key(4))
+    world.cache.evict(12)
+    supply = world.cache.supply
+    assert supply.host_room() == 4
+    assert world.cache.load_back(world.cache.match(key(4))) == 4
+    assert supply.host_room() == 0 and supply.alloc_host(1) is None
+    world.cache.start_loading()
+    world.driver.run()
+    world.cache.tick()
+    assert supply.host_room() == 4
+    world.assert_drained()
