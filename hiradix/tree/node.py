@@ -84,7 +84,7 @@ class Residency:
         self.rank: Any = None
 
 
-_NO_CHILDREN: Mapping[Hashable, Node] = MappingProxyType({})
+NO_CHILDREN: Mapping[Hashable, Node] = MappingProxyType({})
 
 
 class Node:
@@ -110,7 +110,7 @@ class Node:
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
         self.parent = parent
-        self.children: Mapping[Hashable, Node] = _NO_CHILDREN
+        self.children: Mapping[Hashable, Node] = NO_CHILDREN
         self.row: Hashable = None
         self.run = b""
         self.width = NARROW
@@ -159,7 +159,7 @@ class Node:
     def disown_child(self, child: Node) -> None:
         assert self.children[child.row] is child, f"{child} is no child of {self}"
         if len(self.children) == 1:
-            self.children = _NO_CHILDREN
+            self.children = NO_CHILDREN
         else:
             del self.children[child.row]  # type: ignore[attr-defined]
         child.parent = None

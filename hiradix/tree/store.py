@@ -10,7 +10,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hiradix.tree.node import BACKBONE, TIERS, Component, Grain, Ids, Node, Pages, Residency, Tier
+from hiradix.tree.node import (
+    BACKBONE,
+    NO_CHILDREN,
+    TIERS,
+    Component,
+    Grain,
+    Ids,
+    Node,
+    Pages,
+    Residency,
+    Tier,
+)
 from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
@@ -147,6 +158,7 @@ class Store:
             for child in gone.children.values():
                 child.parent, child.heir = None, gone
                 stack.append(child)
+            gone.children = NO_CHILDREN
             for c in range(len(self.components)):
                 for tier in TIERS:
                     entry = gone.residency(c, tier)

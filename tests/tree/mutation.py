@@ -1,0 +1,426 @@
+"""Plants faults in a copy of the tree, one at a time, and shows that the tests see each.
+
+    python -m tests.tree.mutation            every fault; prints the table of docs/tree.md
+    python -m tests.tree.mutation lock       those whose name contains the word
+
+Run on demand, not by `make test`: a few seconds per fault. A fault that survives is a hole in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ["test_key.py", "test_regressions.py", "test_merge.py", "test_orders.py", "test_fuzz.py"]
+RUNS = "400"
+TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Replace `old`, which must occur once in hiradix/<file>, by `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+TREE, VIEW, STORE, PINS = "tree/tree.py", "tree/view.py", "tree/store.py", "tree/pins.py"
+RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree/merge.py"
+KEY, REMOVAL, HEAP, HASH = "tree/key.py", "tree/removal.py", "policy/eviction.py", "tree/hashing.py"
+
+FAULTS = [
+    Fault("match: a window's run is not reset by a gap", TREE, "if present else 0", "if present else run"),
+    Fault(
+        "match: reach one page short",
+        TREE,
+        "run >= reach for run, reach in zip(device",
+        "run + 1 >= reach for run, reach in zip(device",
+    ),
+    Fault(
+        "match: host data taken for device data",
+        TREE,
+        "while device_node.device.pages is None:",
+        "while False:",
+    ),
+    Fault(
+        "walk: a partial page counts as matched",
+        RUN,
+        "limit = (mismatch - lookahead) // page_size",
+        "limit = -(-(mismatch - lookahead) // page_size)",
+    ),
+    Fault(
+        "walk: a bigram page matches without its last token", RUN, "(mismatch - lookahead) //", "mismatch //"
+    ),
+    Fault(
+        "walk: page extras are not compared",
+        RUN,
+        "    for page in range(1, limit):",
+        "    for page in range(limit, limit):",
+    ),
+    Fault(
+        "key: the namespace does not reach the root",
+        KEY,
+        "return row if page or self.space is PLAIN else (row, self.space)",
+        "return row",
+    ),
+    Fault("key: extras are no part of the row", KEY, "            row = (row, extra)", "            pass"),
+    Fault("key: wide tokens are cut to 32 bits", KEY, "if np.bitwise_or.reduce(tokens) >> 31:", "if False:"),
+    Fault(
+        "key: a slice loses the bigram's last token",
+        KEY,
+        "self.tokens[start : stop + self.space.lookahead]",
+        "self.tokens[start:stop]",
+    ),
+    Fault(
+        "split: the upper half is not locked",
+        PINS,
+        "backbone.lock_ref = int(node.residency(BACKBONE, tier).lock_ref > 0)",
+        "backbone.lock_ref = 0",
+    ),
+    Fault(
+        "split: window locks are lost", PINS, "lock_ref = low.lock_ref - held(node, c, tier)", "lock_ref = 0"
+    ),
+    Fault(
+        "split: holds are counted twice",
+        PINS,
+        "lock_ref = low.lock_ref - held(node, c, tier)",
+        "lock_ref = low.lock_ref",
+    ),
+    Fault(
+        "split: pages off by one",
+        STORE,
+        "low.pages = low.pages[at:].copy()",
+        "low.pages = low.pages[at - 1 :].copy()",
+    ),
+    Fault(
+        "split: halves share memory", STORE, "low.pages = low.pages[at:].copy()", "low.pages = low.pages[at:]"
+    ),
+    Fault(
+        "split: the halves change places in the ring",
+        ORDER,
+        "colder = entry if self._upper_is_hotter else entry.colder",
+        "colder = entry.colder if self._upper_is_hotter else entry",
+    ),
+    Fault(
+        "split: the lower half keeps the upper's name",
+        RUN,
+        "upper.row, node.row = node.row, row_at(node, at, page_size)",
+        "upper.row = node.row",
+    ),
+    Fault(
+        "split: hashes stay with the lower half",
+        RUN,
+        "node.digests[: at * 32], node.digests[at * 32 :]",
+        "b'', node.digests",
+    ),
+    Fault(
+        "lock: locked data stays evictable", PINS, "            orders[0].remove(device)", "            pass"
+    ),
+    Fault(
+        "lock: the floor of a window one node short",
+        VIEW,
+        "if node.end - n.end >= reach:",
+        "if node.end - n.end >= reach - 1:",
+    ),
+    Fault(
+        "lock: a host lock does not hold device-only data",
+        PINS,
+        "            pin_backbone(node, 1 - tier, left)",
+        "            pass",
+    ),
+    Fault(
+        "lock: a window's only copy is not held",
+        PINS,
+        "            self.hold(node, component, 1 - tier)",
+        "            pass",
+    ),
+    Fault(
+        "lock: a hold is not released by the copy",
+        STORE,
+        "            self.pins.release(node, component, 1 - tier)",
+        "            pass",
+    ),
+    Fault(
+        "lock: a hold is not taken over a late copy",
+        STORE,
+        "        elif held(node, component, tier):\n            self.pins.hold",
+        "        elif False:\n            self.pins.hold",
+    ),
+    Fault(
+        "unlock: data does not become evictable",
+        PINS,
+        "            orders[0].push(device)",
+        "            pass",
+    ),
+    Fault(
+        "unlock: the wrong tier's order",
+        PINS,
+        "            orders[1].push(host)",
+        "            orders[0].push(host)",
+    ),
+    Fault(
+        "unlock: path pushed root first",
+        PINS,
+        "            orders[0].push(device)",
+        "            orders[0].push(device[::-1])",
+    ),
+    Fault(
+        "adopt: own pages come back as duplicates",
+        TREE,
+        "given[given != entry.pages[lo - at.start :][: len(given)]]",
+        "given",
+    ),
+    Fault("adopt: duplicates are swallowed", TREE, "        if not refused:", "        if True:"),
+    Fault(
+        "adopt: no split where the pages begin inside",
+        TREE,
+        "self._split(at, start - at.start)  # `at`",
+        "start = at.start  # `at`",
+    ),
+    Fault(
+        "adopt: slices off by one",
+        TREE,
+        "first, last = at.start - start, at.end - start",
+        "first, last = at.start - start, at.end - start - 1",
+    ),
+    Fault(
+        "adopt: keeps the caller's array",
+        STORE,
+        "pages.astype(np.int32)  # a copy",
+        "np.asarray(pages)  # a copy",
+    ),
+    Fault(
+        "adopt: ancestors stay colder than the new data",
+        STORE,
+        "        node = node.parent\n",
+        "        return\n",
+    ),
+    Fault(
+        "adopt: a window where the backbone is not",
+        TREE,
+        "(component == BACKBONE or at.resident(tier))",
+        "True",
+    ),
+    Fault(
+        "insert: hits are not counted",
+        TREE,
+        "            node.hit_count += 1\n            if",
+        "            if",
+    ),
+    Fault(
+        "insert: priority is not raised",
+        TREE,
+        "                node.priority = priority",
+        "                pass",
+    ),
+    Fault(
+        "evict: a page is freed twice",
+        STORE,
+        "        out.add(component, tier, pages)",
+        "        out.add(component, tier, np.concatenate([pages, pages[:1]]))",
+    ),
+    Fault(
+        "evict: pages leave unreported",
+        STORE,
+        "        out.add(component, tier, pages)",
+        "        out.add(component, tier, pages[1:])",
+    ),
+    Fault(
+        "evict: the node's windows stay behind",
+        STORE,
+        "for c in range(len(self.components) - 1, -1, -1):",
+        "for c in range(1):",
+    ),
+    Fault(
+        "evict: host-only descendants are orphaned",
+        STORE,
+        "                stack.append(child)",
+        "                pass",
+    ),
+    Fault("evict: one page more than wanted", REMOVAL, "while missing > 0 and", "while missing >= 0 and"),
+    Fault(
+        "evict: the front of a big node goes, not its end",
+        REMOVAL,
+        "node.num_pages - taken if keep_front else taken",
+        "taken if keep_front else node.num_pages - taken",
+    ),
+    Fault(
+        "evict: totals are not kept",
+        STORE,
+        "        self.num_resident[component][tier] -= len(pages)",
+        "        pass",
+    ),
+    Fault(
+        "evict: parents never become leaves", STORE, "        parent.num_device_children -= 1", "        pass"
+    ),
+    Fault("evict: a heap takes inner nodes", HEAP, "return node.num_device_children > left", "return False"),
+    Fault(
+        "evict: a heap forgets exposed parents",
+        HEAP,
+        "        if place is not None and not place.in_heap:",
+        "        if False:",
+    ),
+    Fault(
+        "evict: a heap's halves in the wrong order",
+        HEAP,
+        "depth = -start if self._context.backbone else start",
+        "depth = start if self._context.backbone else -start",
+    ),
+    Fault(
+        "evict: lfu looks at recency only",
+        HEAP,
+        '"lfu": lambda node, use: node.hit_count',
+        '"lfu": lambda node, use: 0',
+    ),
+    Fault(
+        "evict: foretelling disturbs the order",
+        HEAP,
+        "        for place in popped:\n",
+        "        for place in popped[1:]:\n",
+    ),
+    Fault(
+        "demote: without a host copy",
+        REMOVAL,
+        "if evictable and node.host.pages is not None and",
+        "if evictable and",
+    ),
+    Fault("demote: above device children", REMOVAL, " and node.num_device_children == 0:", ":"),
+    Fault(
+        "drop_device: locked data goes too", REMOVAL, "if any(n.device.lock_ref for n in below):", "if False:"
+    ),
+    Fault(
+        "missing: what the target has is copied again",
+        VIEW,
+        "and not n.resident(target, c):",
+        "or n.resident(target, c):",
+    ),
+    Fault("missing: deepest first", VIEW, "segments.extend(reversed(found))", "segments.extend(found)"),
+    Fault(
+        "merge: pages in the wrong order",
+        MERGE,
+        "bottom, down = group[0], list(reversed(group))",
+        "bottom, down = group[0], list(group)[1:] + [group[0]]",
+    ),
+    Fault("merge: over a branch", MERGE, "if len(parent.children) != 1 or", "if"),
+    Fault(
+        "merge: over a lock", MERGE, "            if up.lock_ref or low.lock_ref:", "            if False:"
+    ),
+    Fault(
+        "merge: over a difference in residency",
+        MERGE,
+        "if (up.pages is None) != (low.pages is None):",
+        "if False:",
+    ),
+    Fault(
+        "merge: over a state record",
+        MERGE,
+        "            elif up.pages is not None:",
+        "            elif False:",
+    ),
+    Fault(
+        "merge: hashes move over a gap",
+        MERGE,
+        "            break  # what is known",
+        "            pass  # what is known",
+    ),
+    Fault(
+        "merge: bigram overlap stays in",
+        MERGE,
+        "overlap = bottom.space.lookahead * bottom.width",
+        "overlap = 0",
+    ),
+    Fault(
+        "merge: a node comes back with other content",
+        MERGE,
+        "if heir is None or (heir.end <= at.start < node.end):",
+        "if heir is None:",
+    ),
+    Fault("merge: a node comes back short", MERGE, "split(at, node.end - at.start)", "at"),
+    Fault(
+        "merge: everything, at every unlock",
+        MERGE,
+        "small = parent.num_pages <= RATIO * num_pages",
+        "small = True",
+    ),
+    Fault(
+        "path: a merged floor is not cut again",
+        VIEW,
+        "            if at.start < floor:",
+        "            if False:",
+    ),
+    Fault("hash: the chain restarts in mid-path", ROWS, '    return 0, b""', '    return start, b""'),
+    Fault(
+        "hash: the prior is the page before the one before",
+        ROWS,
+        "at.digests[end - DIGEST_BYTES : end]",
+        "at.digests[max(end - 2 * DIGEST_BYTES, 0) :][:DIGEST_BYTES]",
+    ),
+    Fault(
+        "hash: the namespace's seed is left out",
+        ROWS,
+        "PageRows(prior or key.space.seed, rows",
+        "PageRows(prior, rows",
+    ),
+    Fault("hash: extras are left out", HASH, "        if extra is not None:", "        if False:"),
+]
+
+
+def planted(fault: Fault, copy: Path) -> None:
+    file = copy / "hiradix" / fault.file
+    text = file.read_text(encoding="utf-8")
+    count = text.count(fault.old)
+    if count != 1:
+        raise SystemExit(
+            f"{fault.name}: {fault.old!r} occurs {count} times in {fault.file}; bring the fault up to date"
+        )
+    file.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def killer(copy: Path) -> str | None:
+    """The first test that fails on the copy, None if none does."""
+    tests = [str(Path("tests") / "tree" / name) for name in TESTS]
+    env = {**os.environ, "HIRADIX_TREE_RUNS": RUNS, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+    try:
+        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return "never ends"
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\w+)?)", done.stdout, re.MULTILINE)
+    return found.group(1) if found else f"exit status {done.returncode}"
+
+
+def copied(to: Path) -> Path:
+    for name in ("hiradix", "tests"):
+        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", to)
+    return to
+
+
+def main(words: list[str]) -> int:
+    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
+    survivors = 0
+    print("| fault | seen by |\n|---|---|")
+    for fault in chosen:
+        with tempfile.TemporaryDirectory(prefix="hiradix-mutation-") as folder:
+            copy = copied(Path(folder))
+            planted(fault, copy)
+            seen = killer(copy)
+        survivors += seen is None
+        print(f"| {fault.name} | {seen or '**survived**'} |", flush=True)
+    print(f"\n{len(chosen) - survivors} of {len(chosen)} faults seen")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
