@@ -64,6 +64,10 @@ test-kernels: $(READY)
 test-faults: $(READY)
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) tests/faults $(PYTEST_FLAGS)
 
+bench-tree: $(READY)
+	$(PY) benchmarks/peers/install.py
+	$(PY) benchmarks/bench_tree.py $(BENCH_FLAGS)
+
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)
 
