@@ -202,25 +202,23 @@ def test_pages_that_came_before_a_stop_are_kept_though_later_reads_never_ran() -
     world.assert_drained()
 
 
-def test_a_reset_while_two_jobs_store_the_same_page_frees_it_once() -> None:
+def test_a_reset_leaves_a_hanging_store_its_pages_until_it_ends() -> None:
+    """Row 9: pages that a worker may still read are not free."""
     world = attached()
     running = world.run_request(key(2))
     world.driver.held.add("store")
     world.driver.run()
     world.cache.tick()
-    world.cache.tree.forget_stored()  # storage was cleared meanwhile
-    again = world.run_request(key(4))
-    world.driver.run()
-    world.cache.tick()
-    assert running is not None and again is not None
+    assert running is not None
     world.release(running)
-    world.release(again)
     world.driver.held.clear()
-    world.driver.step()
+    world.driver.step()  # it has begun
     world.driver.held.add("store")
     world.cache.reset(0.01)
     world.check()
-    world.driver.held.clear()
+    assert len(world.cache.flights) == 1 and world.host.available == world.setup.host_pages - 2
+    world.settle()
+    assert world.host.available == world.setup.host_pages
     world.assert_drained()
 
 
@@ -321,4 +319,61 @@ def test_host_pages_of_a_load_stay_until_it_is_done() -> None:
     world.driver.run()
     world.cache.tick()
     assert supply.host_room() == 4
+    world.assert_drained()
+
+
+def reading(world: World, num_pages: int) -> None:
+    """Prefetch `key(num_pages)` as "r" and go on until its reads are submitted."""
+    prefetcher = world.cache.prefetcher
+    assert prefetcher.start("r", key(num_pages), world.cache.tree.root)
+    while not sum(p.unread_pages for p in prefetcher._running):
+        world.driver.step()
+        world.cache.tick()
+
+
+def test_pages_behind_one_that_did_not_come_are_not_used() -> None:
+    """Row 6: a prefetch is worth its leading pages, whatever a later read brings."""
+    world = stored_world(150, device_pages=160)
+    names = list(world.storage.pages)  # in the order of storing, which is that of the chain
+    reading(world, 150)
+    del world.storage.pages[names[5]]
+    world.settle()
+    world.check()
+    assert world.cache.match(key(150)).loadable_node.end == 5
+    world.assert_drained()
+
+
+def test_what_a_prefetch_brought_stays_until_it_has_ended() -> None:
+    world = stored_world(150, device_pages=160, host_pages=300)
+    reading(world, 150)
+    while not world.cache.counters.prefetched:
+        world.driver.step()
+        world.cache.tick()
+    assert world.cache.counters.prefetched == 128
+    assert world.cache.supply.host_room() == 150, "half of the host is the prefetch's"
+    world.settle()
+    assert world.cache.supply.host_room() == 300
+    world.assert_drained()
+
+
+def test_the_gate_tells_of_a_failed_load_though_a_later_one_went_well() -> None:
+    world = World(Setup(device_pages=12, host_pages=20), 1)
+    cache, tree = world.cache, world.cache.tree
+    for tail in (1, 2):
+        serve(world, key(3, tail=tail))
+    cache.evict(12)
+    cache.load_back(cache.match(key(3, tail=1)))
+    held = tree.lock(cache.match(key(3, tail=1)).device_node, Tier.DEVICE)
+    world.transport.faults = 1.0
+    failed = cache.start_loading()
+    world.driver.run()
+    world.transport.faults = 0.0
+    cache.tick()
+    cache.load_back(cache.match(key(3, tail=2)))
+    assert cache.start_loading() == failed
+    tree.unlock(held)
+    assert cache.start_loading() > failed, "nobody reads the failed one any more"
+    world.driver.run()
+    cache.tick()
+    assert cache.start_loading() == -1
     world.assert_drained()
