@@ -137,6 +137,7 @@ def main() -> None:
                 ours.append(Worker(sys.executable, "ours", log))
             rows += measure(case, ours, [peers[name] for name in case.peers if name in peers])
             print(f"{case.name}: {time.monotonic() - since:.1f} s", file=sys.stderr, flush=True)
+            write_json(options.out, rows, machine() | {"peers": names})  # a broken run leaves what it has
         for worker in (*ours, *peers.values()):
             worker.close()
     about = machine() | {"seconds": round(time.monotonic() - begin), "peers": names}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Case:
 
 
 class MultiTurn(Case):
-    """Conversations in turn, each turn its whole prompt: match, lock, insert, unlock. A new tree each round."""
+    """Conversations in turn, a turn is its whole prompt: match, lock, insert, unlock. New tree each round."""
 
     def __init__(self, make: Callable[[], Any], page: int, count: int, turns: int) -> None:
         self._peer, self._page = make(), page
@@ -108,7 +109,7 @@ class HostTier(Case):
         }
 
 
-def grow_chain(peer: Any, ids: list[int], node_tokens: int) -> None:
+def grow_chain(peer: Any, ids: array, node_tokens: int) -> None:
     """Cache `ids` as a chain of nodes, or as one if `node_tokens` is 0. Cut from the back, which is cheap."""
     peer.store(ids)
     if node_tokens:

@@ -18,9 +18,9 @@ def tokens(rng: np.random.Generator, count: int) -> list[int]:
 
 
 @cache
-def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+def prompt(num_tokens: int, seed: int = 0) -> array:
     """One long prompt; shorter ones of the same seed are its prefixes."""
-    return tokens(np.random.default_rng(seed), num_tokens)
+    return array("q", tokens(np.random.default_rng(seed), num_tokens))
 
 
 @cache
