@@ -86,6 +86,7 @@ class World:
         self.backups: list[Flight] = []
         self.loads: list[Flight] = []
         self.hints: list[Hint] = []
+        self.promises: list[tuple[Lock, list[int], list[Tier]]] = []  # locks, and what they keep usable where
 
     # -- keys and pages ---------------------------------------------------------------------
 
@@ -178,6 +179,17 @@ class World:
         assert got == [self.map[0, DEVICE][name] for name in names[: m.device_node.end]]
         return m, names
 
+    def promise(self, lock: Lock, names: list[int], tiers: list[Tier]) -> None:
+        """From now on `lock` keeps `names` usable, if they are."""
+        if self.usable(names, tiers) == len(names):
+            self.promises.append((lock, names, tiers))
+
+    def check_promises(self) -> None:
+        out = {id(lock) for lock in self.locks}
+        self.promises = [p for p in self.promises if id(p[0]) in out]
+        for lock, names, tiers in self.promises:
+            assert self.usable(names, tiers) == len(names), f"{lock} did not keep what it covers"
+
     # -- moves --------------------------------------------------------------------------------
 
     def request(self, draw: Draw) -> None:
@@ -202,6 +214,7 @@ class World:
         assert done.lock.node.end == n
         self.tree.unlock(held)
         self.locks.append(done.lock)
+        self.promise(done.lock, names, [DEVICE])
         if draw(3):
             self.tree.unlock(self.locks.pop())
 
@@ -209,6 +222,7 @@ class World:
         m, names = self.match(self.key(draw))
         if draw(2):
             self.locks.append(self.tree.lock(m.loadable_node, Tier(draw(2))))
+            self.promise(self.locks[-1], names[: m.loadable_node.end], list(Tier))
         self.tree.hit(m.device_node)
         node = m.loadable_node
         if node.end:
@@ -250,6 +264,7 @@ class World:
         if t is DEVICE:
             assert sorted(got) == sorted(expected), "coldest() foretold other victims"
         self.forget(freed)
+        self.check_promises()
 
     def write_back(self, draw: Draw) -> None:
         """What write-back does: copy the coldest down, then demote exactly those."""
@@ -263,6 +278,7 @@ class World:
             freed = self.tree.demote(node)
             assert freed and not node.resident(DEVICE) and node.resident(HOST)
             self.forget(freed)
+        self.check_promises()
 
     def begin_backup(self, draw: Draw) -> None:
         if not self.has_room():
