@@ -134,11 +134,13 @@ class Store:
         host-only, leave with it.
         """
         if component != BACKBONE:
-            self._drop_entry(node, component, tier, out)
+            self._drop_entry(node.residency(component, tier), component, tier, out)
             return
-        for c in range(len(self.components) - 1, -1, -1):
-            if node.residency(c, tier).pages is not None:
-                self._drop_entry(node, c, tier, out)
+        for c in range(1, len(self.components)):
+            entry = node.residency(c, tier)
+            if entry.pages is not None:
+                self._drop_entry(entry, c, tier, out)
+        self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == Tier.DEVICE:
             self._device_child_left(node)
         if node.device.pages is None and node.host.pages is None:
@@ -152,6 +154,14 @@ class Store:
             self._device_child_left(node)
         parent.disown_child(node)
         node.heir = parent
+        self._empty(node, out)
+        host = parent.host
+        if host.pages is not None and not parent.children and parent.device.pages is None:
+            if host.lock_ref == 0 and parent.parent is not None:
+                self.orders[BACKBONE][Tier.HOST].expose(host)
+
+    def _empty(self, node: Node, out: Dropped) -> None:
+        """Take all pages of a subtree that was cut off."""
         stack = [node]
         while stack:
             gone = stack.pop()
@@ -159,24 +169,15 @@ class Store:
                 child.parent, child.heir = None, gone
                 stack.append(child)
             gone.children = NO_CHILDREN
-            for c in range(len(self.components)):
-                for tier in TIERS:
-                    entry = gone.residency(c, tier)
-                    assert entry.lock_ref == 0, f"{gone} is locked in {tier.name} and would be orphaned"
-                    if entry.pages is not None:
-                        self._drop_entry(gone, c, tier, out)
-                    entry.node = None  # no cycle: memory comes back without the garbage collector
-        host = parent.host
-        if not parent.children and host.pages is not None and parent.device.pages is None:
-            if host.lock_ref == 0 and parent.parent is not None:
-                self.orders[BACKBONE][Tier.HOST].expose(host)
+            for number, entry in enumerate((gone.device, gone.host, *gone.others)):
+                assert entry.lock_ref == 0, f"{gone} is locked and would be orphaned"
+                if entry.pages is not None:
+                    self._drop_entry(entry, number >> 1, number & 1, out)
+                entry.node = None  # no cycle: memory comes back without the garbage collector
 
-    def _drop_entry(self, node: Node, component: int, tier: int, out: Dropped) -> None:
-        entry = node.residency(component, tier)
+    def _drop_entry(self, entry: Residency, component: int, tier: int, out: Dropped) -> None:
         pages = entry.pages
-        assert pages is not None and entry.lock_ref == 0, (
-            f"{node} component {component} tier {tier} is locked"
-        )
+        assert pages is not None and not entry.lock_ref, f"{entry.node} component {component} tier {tier}"
         self.orders[component][tier].remove((entry,))
         entry.pages = None
         self.num_resident[component][tier] -= len(pages)

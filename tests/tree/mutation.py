@@ -237,8 +237,8 @@ FAULTS = [
     Fault(
         "evict: the node's windows stay behind",
         STORE,
-        "for c in range(len(self.components) - 1, -1, -1):",
-        "for c in range(1):",
+        "        for c in range(1, len(self.components)):",
+        "        for c in range(1, 1):",
     ),
     Fault(
         "evict: host-only descendants are orphaned",

@@ -107,6 +107,21 @@ def test_coldest_foretells_a_long_eviction(policy: str) -> None:
         assert freed.pages.tolist() == pages
 
 
+def test_the_highest_priority_that_passed_through_counts() -> None:
+    tree = RadixTree(1, order=make_order("priority"))
+    for first, tokens, priority in (
+        (0, [1, 2], 1),
+        (10, [3], 0),
+        (20, [1, 2, 4], 2),
+        (30, [5], 1),
+        (40, [3], 0),
+    ):
+        pages = np.arange(first, first + len(tokens))
+        tree.unlock(tree.insert(RadixKey(tokens), DEVICE, [pages], priority=priority).lock)
+    assert [node.tokens.tolist() for node in tree.coldest(0, DEVICE, 9)] == [[3], [5], [4], [1, 2]]
+    assert [node.priority for node in tree.coldest(0, DEVICE, 9)] == [0, 1, 2, 2]
+
+
 @pytest.mark.parametrize("policy", KEYS)
 def test_two_ranks_evict_the_same(policy: str) -> None:
     one, two = Player(policy, 5), Player(policy, 5)
