@@ -279,6 +279,7 @@ def test_making_room_starts_no_load_of_the_plan_under_way() -> None:
     held = tree.lock(cache.match(key(3)).device_node, Tier.DEVICE)
     busy = cache.insert(key(5, tail=1), world.device.alloc(5))
     cache.evict(4)
+    assert len(cache._load_back._queued) == 1
     assert cache.start_loading() >= 0, "the pass of this plan waits for it"
     world.driver.run()
     cache.tick()
