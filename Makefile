@@ -3,6 +3,7 @@
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   kill -9, abort storms and damaged pages on real servers; HIRADIX_FAULT_RUNS=100 for more
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
+# make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
@@ -29,7 +30,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults bench-tree bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential bench-tree bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -63,6 +64,11 @@ test-kernels: $(READY)
 
 test-faults: $(READY)
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) tests/faults $(PYTEST_FLAGS)
+
+# The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
+test-differential: $(READY)
+	$(PY) tests/differential/install.py
+	$(PY) -m pytest -q --timeout 900 tests/differential $(PYTEST_FLAGS)
 
 bench-tree: $(READY)
 	$(PY) benchmarks/peers/install.py

@@ -1,0 +1,112 @@
+"""Runs streams on both sides and says where they part.
+
+    python -m tests.differential.compare [seeds]     the table of docs/differences.md
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.differential import ours
+from tests.differential.ours import AS_SHIPPED, Manner
+from tests.differential.streams import Setup, Stream, draw
+
+PEER = Path(__file__).with_name("peer.py")
+TIMEOUT_S = 900.0
+Seen = list[dict[str, Any]]
+
+LIKE_PEER = Manner(as_inserted=True)
+LIKE_PEER_TOUCHING = Manner(as_inserted=True, touch_rest=True)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Streams of one kind for one cache, and what of the peer's manner they need to agree."""
+
+    kind: str
+    setup: Setup
+    manner: Manner
+
+    def streams(self, num_seeds: int) -> list[Stream]:
+        return list(draw(self.kind, self.setup, range(num_seeds)))
+
+    def __str__(self) -> str:
+        tier = self.setup.write_policy if self.setup.host_ratio else "device only"
+        return f"{self.kind}, page {self.setup.page_size}, {tier}"
+
+
+def _lanes() -> list[Lane]:
+    kinds = (("turns", 80, LIKE_PEER), ("held", 40, LIKE_PEER), ("anywhere", 80, LIKE_PEER_TOUCHING))
+    lanes = [
+        Lane(kind, Setup(size, num_pages, ratio), manner)
+        for ratio in (0.0, 30.0)
+        for kind, num_pages, manner in kinds
+        for size in (1, 4, 16)
+    ]
+    counting = [Setup(size, 80, 30.0, "write_through_selective") for size in (1, 4, 16)]
+    return lanes + [Lane("inserted", setup, LIKE_PEER_TOUCHING) for setup in counting]
+
+
+LANES = _lanes()
+WRITE_BACK = [Lane("turns", Setup(size, 80, 30.0, "write_back"), LIKE_PEER) for size in (1, 4, 16)]
+
+
+def play_on_peer(streams: Sequence[Stream]) -> list[Seen]:
+    """What SGLang's classes show, one list per stream, from a process of their own."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source, target = Path(scratch, "streams.json"), Path(scratch, "seen.json")
+        source.write_text(json.dumps([stream.record() for stream in streams]))
+        subprocess.run([sys.executable, str(PEER), str(source), str(target)], check=True, timeout=TIMEOUT_S)
+        seen: list[Seen] = json.loads(target.read_text())
+    return seen
+
+
+def parting(theirs: Seen, own: Seen) -> int | None:
+    """The first move whose outcome differs, None if there is none."""
+    for i, (one, other) in enumerate(zip(theirs, own, strict=False)):
+        if one != other:
+            return i
+    return None if len(theirs) == len(own) else min(len(theirs), len(own))
+
+
+def explain(stream: Stream, theirs: Seen, own: Seen, at: int) -> str:
+    """The parting move with the three before it, for a failing test's message."""
+    lines = [stream.name]
+    for i in range(max(0, at - 3), at + 1):
+        lines.append(f"move {i}: {json.dumps(stream.moves[i])[:200]}")
+    return "\n".join([*lines, f"theirs: {theirs[at:][:1]}", f"ours:   {own[at:][:1]}"])
+
+
+def found_tokens(stream: Stream, seen: Seen) -> int:
+    """Tokens that matches of the stream found, in either tier."""
+    matching = ("look", "hold", "start")
+    answers = [s["answer"] for s, move in zip(seen, stream.moves) if move[0] in matching]
+    return sum(answer[0] + answer[1] for answer in answers)
+
+
+def main() -> None:
+    num_seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    print(f"{'lane':44} {'streams':>7} {'moves':>6} {'agree':>6} | as shipped: {'agree':>6} {'hits':>7}")
+    for lane in [*LANES, *WRITE_BACK]:
+        streams = lane.streams(num_seeds)
+        theirs = play_on_peer(streams)
+        agree, shipped, hits, their_hits = 0, 0, 0, 0
+        for stream, seen in zip(streams, theirs):
+            agree += parting(seen, ours.run(stream, lane.manner)) is None
+            own = ours.run(stream, AS_SHIPPED)
+            shipped += parting(seen, own) is None
+            hits, their_hits = hits + found_tokens(stream, own), their_hits + found_tokens(stream, seen)
+        share = f"{100 * hits / max(their_hits, 1):.1f} %"
+        num_moves = sum(len(stream.moves) for stream in streams)
+        print(f"{lane!s:44} {num_seeds:7} {num_moves:6} {agree:6} | {shipped:18} {share:>8}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Random streams of moves, by seed. Moves name tokens only, so both sides can play them on their own.
+
+All of them release locks in access order: first in, first out, or right behind another look at the path.
+    turns      conversations behind system prompts: chunked prefill, decode, finish, abort, eviction
+    held       prefixes of a few trees of segments, inserted, looked at, held and released first in, first out
+    anywhere   prompts that part anywhere, so that walks end inside nodes (see docs/differences.md, 1)
+    inserted   of those, the insertions, looks and evictions
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tests.differential.moves import Move
+
+NAMESPACES = (None, None, "a", "b")
+WHOLE = 10_000  # more tokens than any prompt has
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One cache.
+
+    host_ratio: host pages per device page, 0 for no host tier; above 1, the peer insists.
+    host_taken: host pages that somebody else has from the start (as prefetches in flight would).
+    load_back_minimum: leave the peer its own.
+    """
+
+    page_size: int
+    num_pages: int
+    host_ratio: float = 0.0
+    write_policy: str = "write_through"
+    host_taken: int = 0
+    load_back_minimum: bool = False
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A cache and what is done to it. name: for a failing test's message."""
+
+    name: str
+    setup: Setup
+    moves: list[Move]
+
+    def record(self) -> dict[str, Any]:
+        return {"setup": asdict(self.setup), "moves": self.moves}
+
+
+class _Prompts:
+    """Draws prompts. Every token is new unless it is drawn from what was there before."""
+
+    def __init__(self, rng: random.Random, page_size: int):
+        self.rng, self.page_size = rng, page_size
+        self._next = 1_000
+
+    def fresh(self, count: int) -> list[int]:
+        self._next += count
+        return list(range(self._next - count, self._next))
+
+    def pages(self, low: int, high: int) -> list[int]:
+        return self.fresh(self.rng.randint(low, high) * self.page_size)
+
+
+def turns(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
+    """Conversations: each turn sends all before it; a system prompt is inserted before each turn starts."""
+    page_size, moves = setup.page_size, []
+    prompts = _Prompts(rng, page_size)
+    systems = [(rng.choice(NAMESPACES), prompts.pages(1, 3)) for _ in range(3)]
+    talks = [[*rng.choice(systems), []] for _ in range(8)]  # namespace, system prompt, what followed
+    running: dict[str, tuple[list[Any], list[int]]] = {}
+    busy: set[int] = set()
+    while len(moves) < num_moves:
+        action = rng.random()
+        idle = [i for i in range(len(talks)) if i not in busy]
+        if action < 0.35 and idle and len(running) < 3:
+            at = rng.choice(idle)
+            namespace, system, tail = talks[at]
+            tail = tail + prompts.fresh(rng.randint(1, 5 * page_size))
+            moves.append(["insert", namespace, system])
+            rid = f"{at}:{len(moves)}"
+            moves.append(["start", rid, namespace, system + tail, rng.choice(_chunks(setup))])
+            running[rid] = (talks[at], tail)
+            busy.add(at)
+        elif action < 0.75 and running:
+            rid = rng.choice(list(running))
+            if rng.random() < 0.4:
+                moves.append(["more", rid, rng.choice(_chunks(setup))])
+            else:
+                new = prompts.fresh(rng.randint(1, 2 * page_size))
+                moves.append(["decode", rid, new])
+                running[rid][1].extend(new)
+        elif action < 0.9 and running:
+            rid = rng.choice(list(running))
+            talk, tail = running.pop(rid)
+            busy.discard(int(rid.split(":")[0]))
+            moves.append(["finish", rid, rng.random() < 0.8])
+            talk[2] = tail if len(tail) < 12 * page_size else []
+        elif action < 0.96:
+            moves.append(["evict", rng.randint(1, 6) * page_size])
+    return moves + [["finish", rid, True] for rid in running] + _emptied(page_size)
+
+
+def held(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
+    """Paths of segments, inserted segment by segment; at most four are held, the oldest goes first."""
+    page_size, moves, queue = setup.page_size, [], []
+    prompts = _Prompts(rng, page_size)
+    paths = [[(rng.choice(NAMESPACES)), prompts.pages(1, 3)] for _ in range(4)]
+    roots = [(namespace, [segment]) for namespace, segment in paths]
+    known = list(roots)
+    for _ in range(14):
+        namespace, segments = rng.choice(known)
+        if len(segments) < 5:
+            known.append((namespace, [*segments, prompts.pages(1, 3)]))
+    while len(moves) < num_moves:
+        namespace, segments = rng.choice(known)
+        whole = [t for segment in segments for t in segment]
+        action = rng.random()
+        if action < 0.5:
+            moves += _release_all(queue)  # an insertion is an access with a release at once
+        if action < 0.3:
+            for end in range(1, len(segments) + 1):
+                moves.append(["insert", namespace, [t for segment in segments[:end] for t in segment]])
+        elif action < 0.5:
+            moves.append(["look", namespace, whole])
+        elif action < 0.85:
+            moves.append(["hold", f"h{len(moves)}", namespace, whole])
+            queue.append(moves[-1][1])
+            moves.append(["evict", rng.randint(1, 3) * page_size])
+        else:
+            moves.append(["evict", rng.randint(1, 8) * page_size])
+        while queue and (len(queue) > 3 or rng.random() < 0.3):
+            moves.append(["release", queue.pop(0)])
+    return moves + _release_all(queue) + _emptied(page_size)
+
+
+def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
+    """Prompts that share any number of tokens; every release comes right behind another look."""
+    page_size, moves = setup.page_size, []
+    prompts = _Prompts(rng, page_size)
+    pool = [(namespace, prompts.pages(3, 8)) for namespace in NAMESPACES]
+    holding: dict[str, tuple[str | None, list[int]]] = {}
+    running: list[str] = []
+
+    def prompt() -> tuple[str | None, list[int]]:
+        namespace, tokens = rng.choice(pool)
+        tokens = tokens[: rng.randint(1, len(tokens))]
+        if rng.random() < 0.7:
+            tokens = tokens + prompts.fresh(rng.randint(1, 4 * page_size))
+            if len(tokens) < 14 * page_size:
+                pool.append((namespace, tokens))
+        return namespace, tokens
+
+    while len(moves) < num_moves:
+        action, (namespace, tokens) = rng.random(), prompt()
+        whole = tokens[: len(tokens) // page_size * page_size]
+        if action < 0.25 and whole:
+            moves.append(["insert", namespace, whole])
+        elif action < 0.4:
+            moves.append(["look", namespace, tokens])
+        elif action < 0.5 and len(holding) < 3:
+            name = f"h{len(moves)}"
+            holding[name] = (namespace, tokens)
+            moves.append(["hold", name, namespace, tokens])
+        elif action < 0.58 and holding:
+            name = rng.choice(list(holding))
+            moves += [["look", *holding.pop(name)], ["release", name]]
+        elif action < 0.72 and len(running) < 3 and len(tokens) > 1:
+            running.append(f"r{len(moves)}")
+            moves.append(["start", running[-1], namespace, tokens, rng.choice(_chunks(setup))])
+        elif action < 0.84 and running:
+            kind = rng.choice(["more", "decode"])
+            what = WHOLE if kind == "more" else prompts.fresh(rng.randint(1, 2 * page_size))
+            moves.append([kind, rng.choice(running), what])
+        elif action < 0.93 and running:
+            moves.append(["finish", running.pop(rng.randrange(len(running))), rng.random() < 0.8])
+        elif action >= 0.93:
+            moves.append(["evict", rng.randint(1, 6) * page_size])
+    for name, what in holding.items():
+        moves += [["look", *what], ["release", name]]
+    return moves + [["finish", rid, True] for rid in running] + _emptied(page_size)
+
+
+def inserted(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
+    """As `anywhere` without locks: what write policies that count insertions can agree on."""
+    kept = ("insert", "look", "evict")
+    return [move for move in anywhere(rng, setup, 2 * num_moves) if move[0] in kept]
+
+
+def _chunks(setup: Setup) -> list[int]:
+    """Tokens to prefill at once; with a host tier always all of them (docs/differences.md, 6)."""
+    return [WHOLE] if setup.host_ratio else [setup.page_size, 3 * setup.page_size, WHOLE]
+
+
+def _release_all(queue: list[str]) -> list[Move]:
+    moves: list[Move] = [["release", name] for name in queue]
+    queue.clear()
+    return moves
+
+
+def _emptied(page_size: int) -> list[Move]:
+    """Evict bit by bit until nothing is left: the whole order is seen."""
+    return [["evict", page_size] for _ in range(24)] + [["evict", 10_000 * page_size]]
+
+
+KINDS = {"turns": turns, "held": held, "anywhere": anywhere, "inserted": inserted}
+
+
+def draw(kind: str, setup: Setup, seeds: range, num_moves: int = 60) -> Iterator[Stream]:
+    """One stream per seed."""
+    for seed in seeds:
+        rng = random.Random(f"{kind} {setup} {seed}")
+        name = f"{kind}, seed {seed}, {setup}"
+        yield Stream(name, setup, KINDS[kind](rng, setup, num_moves))
