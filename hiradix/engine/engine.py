@@ -186,6 +186,7 @@ class Engine:
             for part in reversed(parts):
                 if part.admitted:
                     self._scheduler.undo_admission(part.request)
+            self._gates = tuple(slot for slot in self._gates if self._gate.error(slot) is None)
             return []
         self._gates = ()
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]

@@ -71,11 +71,7 @@ class PrefixCache(Protocol):
     def close(self, timeout_s: float = 10.0) -> None: ...
 
 
-def is_copying(cache: PrefixCache) -> bool:
-    """Whether transfers hold device pages for a while."""
-    return len(cache.ongoing_write_through) + len(cache.ongoing_load_back) > 0
-
-
 def is_transferring(cache: PrefixCache) -> bool:
-    """Whether anything is moving between tiers."""
-    return is_copying(cache) or len(cache.ongoing_prefetch) + len(cache.ongoing_backup) > 0
+    """Whether anything moves between tiers; any of it may hold device pages for a while."""
+    tickets = (cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_prefetch, cache.ongoing_backup)
+    return any(len(kind) > 0 for kind in tickets)

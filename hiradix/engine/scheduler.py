@@ -17,7 +17,7 @@ from enum import Enum
 
 import torch
 
-from hiradix.engine.ports import PrefixCache, is_copying
+from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.memory import ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import EvictParams, MatchPrefixParams
@@ -111,7 +111,7 @@ class Scheduler:
                 break
             admission = self._admit(request)
             if admission is _Admission.FULL:
-                empty = not self.running and not is_copying(self._cache)
+                empty = not self.running and not is_transferring(self._cache)
                 assert not empty, f"an empty engine has no room for {request.rid}: {self._room()} tokens"
                 break
             if admission is _Admission.DONE:
@@ -178,7 +178,7 @@ class Scheduler:
             while not self._grow(request):
                 youngest = self.running[-1]
                 if len(self.running) == 1:
-                    assert is_copying(self._cache), f"no page for {request.rid} alone: {self._room()}"
+                    assert is_transferring(self._cache), f"no page for {request.rid} alone: {self._room()}"
                     break
                 self.retract(youngest)
                 if youngest is request:

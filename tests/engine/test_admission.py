@@ -33,6 +33,7 @@ class ScriptedTiers(NoReuse):
         self.held_back: set[str] = set()  # requests whose prefetch is under way
         self.gates: deque[int] = deque()  # answers of ready_to_load_host_cache
         self.consumers: list[tuple[int, ...]] = []
+        self.failed_slots: set[int] = set()
         self.prefetched: dict[str, list[int]] = {}
         self.released: list[str] = []
         self.num_ticks = 0
@@ -45,6 +46,9 @@ class ScriptedTiers(NoReuse):
 
     def set_consumer(self, *indices: int) -> None:
         self.consumers.append(indices)
+
+    def error(self, index: int) -> str | None:
+        return "the copy failed" if index in self.failed_slots else None
 
     def prefetch_from_storage(
         self, req_id: str, last_host_node: object, new_input_tokens: Sequence[int], *, req: Any = None
@@ -169,4 +173,22 @@ def test_failed_load_costs_time_and_nothing_else(
     assert gate.num_passes > max(failing)
     llama.judge(asked, list(answers.values())).assert_holds()
     assert engine.info().num_retractions == 0
+    assert_empty(engine)
+
+
+def test_failed_load_is_waited_for_once_and_loads_beside_it_still_are(
+    engine: Engine, tiers: ScriptedTiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers.device_pool, "get_key_buffer", FailingGate(tiers.device_pool, {1}))
+    tiers.held_back.add("a")
+    engine.add_request("a", [1, 2, 3], SamplingParams(max_new_tokens=2))
+    tiers.gates.extend([4, 5])
+    engine.step()
+    tiers.held_back.clear()
+    tiers.failed_slots.add(4)
+    assert engine.step() == []  # the pass failed: its request waits again
+    tiers.gates.append(5)
+    engine.step()
+    assert tiers.consumers == [(4, 5), (5,)]
+    drain(engine)
     assert_empty(engine)
