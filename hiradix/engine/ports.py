@@ -73,5 +73,5 @@ class PrefixCache(Protocol):
 
 def is_transferring(cache: PrefixCache) -> bool:
     """Whether anything moves between tiers; any of it may hold device pages for a while."""
-    tickets = (cache.ongoing_write_through, cache.ongoing_load_back, cache.ongoing_prefetch, cache.ongoing_backup)
-    return any(len(kind) > 0 for kind in tickets)
+    copies = len(cache.ongoing_write_through) + len(cache.ongoing_load_back)
+    return copies + len(cache.ongoing_prefetch) + len(cache.ongoing_backup) > 0
