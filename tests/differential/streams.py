@@ -10,7 +10,7 @@ All of them release locks in access order: first in, first out, or right behind 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -140,19 +140,9 @@ def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
     """Prompts that share any number of tokens; every release comes right behind another look."""
     page_size, moves = setup.page_size, []
     prompts = _Prompts(rng, page_size)
-    pool = [(namespace, prompts.pages(3, 8)) for namespace in NAMESPACES]
+    prompt = _branching(rng, prompts)
     holding: dict[str, tuple[str | None, list[int]]] = {}
     running: list[str] = []
-
-    def prompt() -> tuple[str | None, list[int]]:
-        namespace, tokens = rng.choice(pool)
-        tokens = tokens[: rng.randint(1, len(tokens))]
-        if rng.random() < 0.7:
-            tokens = tokens + prompts.fresh(rng.randint(1, 4 * page_size))
-            if len(tokens) < 14 * page_size:
-                pool.append((namespace, tokens))
-        return namespace, tokens
-
     while len(moves) < num_moves:
         action, (namespace, tokens) = rng.random(), prompt()
         whole = tokens[: len(tokens) // page_size * page_size]
@@ -181,6 +171,22 @@ def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
     for name, what in holding.items():
         moves += [["look", *what], ["release", name]]
     return moves + [["finish", rid, True] for rid in running] + _emptied(page_size)
+
+
+def _branching(rng: random.Random, prompts: _Prompts) -> Callable[[], tuple[str | None, list[int]]]:
+    """Draws (namespace, prompt), where each may go on from any point of one drawn before."""
+    pool = [(namespace, prompts.pages(3, 8)) for namespace in NAMESPACES]
+
+    def prompt() -> tuple[str | None, list[int]]:
+        namespace, tokens = rng.choice(pool)
+        tokens = tokens[: rng.randint(1, len(tokens))]
+        if rng.random() < 0.7:
+            tokens = tokens + prompts.fresh(rng.randint(1, 4 * prompts.page_size))
+            if len(tokens) < 14 * prompts.page_size:
+                pool.append((namespace, tokens))
+        return namespace, tokens
+
+    return prompt
 
 
 def inserted(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
