@@ -177,6 +177,22 @@ def test_hashes_and_extras_survive_a_merge() -> None:
     tree.check([])
 
 
+def test_hashes_known_only_below_a_gap_are_not_moved_over_it() -> None:
+    tree = RadixTree(1, grain=EAGER)
+    lock = tree.lock(tree.root, DEVICE)
+    for end in (2, 4):
+        done = tree.insert(RadixKey(np.arange(end)), DEVICE, [ids(end, 2)], lock)
+        tree.unlock(lock)
+        lock = done.lock
+    chain = hash_pages(tree.page_rows(lock.node, 0))
+    tree.set_hashes(lock.node, 2, chain[2:])
+    tree.unlock(lock)
+    assert sizes(tree, lock.node) == [4] and tree.hashes(lock.node) is None
+    rows = tree.page_rows(lock.node, 3)
+    assert rows.start == 0 and hash_pages(rows) == chain
+    tree.check([])
+
+
 def test_bigram_runs_merge_without_their_overlap() -> None:
     tree = RadixTree(2, grain=EAGER)
     lock = tree.lock(tree.root, DEVICE)

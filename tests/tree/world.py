@@ -280,6 +280,19 @@ class World:
             self.forget(freed)
         self.check_promises()
 
+    def demote(self, draw: Draw) -> None:
+        """Any node: its device copy goes iff it has a host copy, no lock and no device children."""
+        nodes = list(self.tree.nodes())
+        if not nodes:
+            return
+        node = nodes[draw(len(nodes))]
+        alone = not any(child.resident(DEVICE) for child in node.children.values())
+        able = node.resident(DEVICE) and node.resident(HOST) and not node.device.lock_ref and alone
+        freed = self.tree.demote(node)
+        assert bool(freed) == able
+        self.forget(freed)
+        self.check_promises()
+
     def begin_backup(self, draw: Draw) -> None:
         if not self.has_room():
             return
@@ -408,8 +421,8 @@ class World:
 
     MOVES = {
         "request": 30, "look": 8, "revisit": 8, "unlock": 12, "evict": 12, "write_back": 4, "begin_backup": 8,
-        "drop": 3, "finish_backup": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8, "hash": 5,
-        "clear": 1,
+        "demote": 3, "drop": 3, "finish_backup": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8,
+        "hash": 5, "clear": 1,
     }  # fmt: skip
 
     # -- checks -----------------------------------------------------------------------------
