@@ -89,7 +89,9 @@ class RadixTree(TreeView):
         Where the path has its data only in the other tier, it is kept there: so a lock in HOST keeps
         `node` loadable, and a lock in DEVICE what is still to be loaded.
         """
-        node, pins = self._in_tree(node), self._pins
+        if node.parent is None:
+            node = self._in_tree(node)
+        pins = self._pins
         pins.pin(node, tier)
         if self._is_plain:
             return Lock(node, tier, _WHOLE_PATH)
@@ -106,9 +108,10 @@ class RadixTree(TreeView):
         unlocking them does nothing.
         """
         node, tier, floors = lock
-        for c in range(1, len(floors)):
-            for n in reversed(list(self.path(node, floors[c]))):
-                self._pins.unpin_other(n, c, tier)
+        if not self._is_plain:
+            for c in range(1, len(floors)):
+                for n in reversed(list(self.path(node, floors[c]))):
+                    self._pins.unpin_other(n, c, tier)
         if self._pins.unpin(node, tier) > self._store.grain.long_path:
             merge_path(self._store, node)
 
@@ -158,6 +161,8 @@ class RadixTree(TreeView):
         """
         if not len(pages):
             return NO_PAGES
+        if node.parent is None:
+            node = self._in_tree(node)
         store, per_page = self._store, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
         assert start >= 0 and (per_page or len(pages) == 1), f"{len(pages)} pages end at page {node.end}"
