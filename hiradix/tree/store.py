@@ -143,8 +143,18 @@ class Store:
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == Tier.DEVICE:
             self._device_child_left(node)
+            if node.host.pages is not None and node.host.lock_ref == 0:
+                self._moved_down(node)
         if node.device.pages is None and node.host.pages is None:
             self.unlink(node, out)
+
+    def _moved_down(self, node: Node) -> None:
+        """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,
+        used since at least as late, leave the host last."""
+        order = self.orders[BACKBONE][Tier.HOST]
+        path = list(_evictable_path(node, Tier.HOST))
+        order.remove(path)
+        order.push(path)
 
     def unlink(self, node: Node, out: Dropped) -> None:
         """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""

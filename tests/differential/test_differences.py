@@ -164,12 +164,11 @@ def test_10_theirs_orders_by_use_alone(theirs: dict[str, Outcome]) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="docs/differences.md, 10: ours to mend")
-def test_10a_evicting_by_write_back_leaves_the_path_as_cold_as_it_was() -> None:
+def test_10_evicting_by_write_back_leaves_the_path_as_cold_as_it_was() -> None:
     """A0 is older than B. Writing A1 back must not make A0 the hottest."""
     assert play("write back", Manner(as_inserted=True)).left(4) == {"A"}
 
 
-@pytest.mark.xfail(strict=True, reason="docs/differences.md, 10: ours to mend")
-def test_10b_the_host_keeps_what_was_used_last() -> None:
+def test_the_host_keeps_what_was_used_last() -> None:
     """A and B are on the host only; A was used after B, on the device. C needs room for one."""
     assert play("host order", Manner(as_inserted=True)).on_host() == {"A", "C"}
