@@ -69,14 +69,9 @@ class RadixCache(NoLowerTiers):
         if self.disable or len(key) < self.page_size:
             return MatchResult(self._empty, root, root)
         match = self.cache.match(key)
-        pages = self.tree.pages(match.device_node, Tier.DEVICE)
-        host_pages = match.loadable_node.end - match.device_node.end
-        return MatchResult(
-            slots_of(pages, self.page_size, self.device),
-            match.device_node,
-            match.loadable_node,
-            host_pages * self.page_size,
-        )
+        node, loadable = match.device_node, match.loadable_node
+        slots = slots_of(self.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
+        return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
 
     def evictable_size(self) -> int:
         """Device tokens no request holds."""
@@ -169,12 +164,14 @@ class RadixCache(NoLowerTiers):
             return InsertResult(0)
         if self.cache.is_blocked(key):
             return InsertResult(len(key))
-        live = self.tree.match(key).device_node.end
-        pages = pages_of(params.value[: len(key)], self.page_size)
-        done = self.tree.insert(key, Tier.DEVICE, [pages])
+        live = self.tree.match(key).device_node
+        num_live = live.end * self.page_size
+        self.tree.hit(live)  # an insert counts only what is below its `at`
+        pages = pages_of(params.value, self.page_size, num_live, len(key))
+        done = self.tree.insert(key, Tier.DEVICE, [pages], at=self._lock_on(live))
         self.cache.inserted(done.lock.node)
         self.tree.unlock(done.lock)
-        return InsertResult(live * self.page_size)
+        return InsertResult(num_live)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` device tokens, or all that nothing holds."""
@@ -244,7 +241,7 @@ class RadixCache(NoLowerTiers):
     def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
         start = held.end * self.page_size
-        pages = pages_of(row[start : len(key)], self.page_size)
+        pages = pages_of(row, self.page_size, start, len(key))
         return self.cache.insert(key, pages, at=self._lock_on(held))
 
     def reset(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -65,14 +65,12 @@ class CacheInitParams:
     disable_finished_insert: bool = False
 
 
-@dataclass(frozen=True)
-class MatchPrefixParams:
+class MatchPrefixParams(NamedTuple):
     key: RadixKey
     req: RequestLike | None = None
 
 
-@dataclass(frozen=True)
-class MatchResult:
+class MatchResult(NamedTuple):
     """device_indices: int64 [tokens] on the engine's device. host_hit_length: tokens to load back."""
 
     device_indices: torch.Tensor
@@ -81,8 +79,7 @@ class MatchResult:
     host_hit_length: int = 0
 
 
-@dataclass(frozen=True)
-class InsertParams:
+class InsertParams(NamedTuple):
     """value: int64 [tokens of key], the slots holding the key's data."""
 
     key: RadixKey
@@ -92,25 +89,21 @@ class InsertParams:
     priority: int = 0
 
 
-@dataclass(frozen=True)
-class InsertResult:
+class InsertResult(NamedTuple):
     """prefix_len: leading tokens the tree had on the device; those slots stay the caller's to free."""
 
     prefix_len: int
 
 
-@dataclass(frozen=True)
-class EvictParams:
+class EvictParams(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class EvictResult:
+class EvictResult(NamedTuple):
     num_tokens_evicted: int = 0
 
 
-@dataclass(frozen=True)
-class LockReceipt:
+class LockReceipt(NamedTuple):
     """What `inc_lock_ref` returns and `dec_lock_ref` takes. delta: tokens that became protected, negated."""
 
     lock: Lock

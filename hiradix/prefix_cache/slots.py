@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,16 +16,26 @@ Pages = npt.NDArray[np.int32]
 
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
-    wide = pages.astype(np.int64) * page_size
+    wide = pages.astype(np.int64)
     if page_size > 1:
-        wide = (wide[:, None] + np.arange(page_size)).reshape(-1)
+        wide *= page_size
+        wide = (wide[:, None] + _offsets(page_size)).reshape(-1)
     slots = torch.from_numpy(wide)
-    return slots if str(device) == "cpu" else slots.to(device)  # type: ignore[call-overload]
+    on_cpu = getattr(device, "type", device) == "cpu"
+    return slots if on_cpu else slots.to(device)  # type: ignore[call-overload]
 
 
-def pages_of(slots: torch.Tensor, page_size: int) -> Pages:
-    """int32 [ceil(len / page_size)]: the pages of a row of slots that starts on a page boundary."""
-    first = slots[::page_size].cpu().numpy()
+@cache
+def _offsets(page_size: int) -> npt.NDArray[np.int64]:
+    return np.arange(page_size, dtype=np.int64)
+
+
+def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
+    """int32 [P]: the pages of slots [start, stop), where start is on a page boundary. One call on a CPU."""
+    part = slice(start, stop, page_size)
+    first = slots.numpy()[part] if slots.is_cpu else slots[part].cpu().numpy()
+    if page_size == 1:
+        return first.astype(np.int32)
     return (first // page_size).astype(np.int32)
 
 
@@ -33,15 +46,23 @@ class SlotPages:
         self._allocator = allocator
         self._page_size = page_size
         self.num_pages = num_pages
+        self._alloc_pages: Callable[[int], Pages | None] | None = getattr(allocator, "alloc_pages", None)
+        self._free_pages: Callable[[Pages], None] | None = getattr(allocator, "free_pages", None)
 
     @property
     def available(self) -> int:
         return self._allocator.available_size() // self._page_size
 
     def alloc(self, num_pages: int, /) -> Pages | None:
+        if self._alloc_pages is not None:
+            return self._alloc_pages(num_pages)
         slots = self._allocator.alloc(num_pages * self._page_size)
         return None if slots is None else pages_of(slots, self._page_size)
 
     def free(self, pages: Pages, /) -> None:
-        if len(pages):
+        if not len(pages):
+            return
+        if self._free_pages is not None:
+            self._free_pages(pages)
+        else:
             self._allocator.free(slots_of(pages, self._page_size, self._allocator.device))
