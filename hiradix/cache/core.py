@@ -74,7 +74,7 @@ class HierarchicalCache:
     # -- one request's life -------------------------------------------------------------
 
     def tick(self) -> None:
-        """Apply finished transfers. Under 5 us when there is nothing to do."""
+        """Apply finished transfers. Costs next to nothing when there are none."""
         if self.controller is None:
             return
         for result in self.controller.poll():

@@ -373,3 +373,11 @@ def test_dropped_nodes_are_freed_without_the_garbage_collector() -> None:
     node = put(tree, key(1, 2, 4), 10)
     tree.evict(0, DEVICE, 9)
     assert node.parent is None and sys.getrefcount(node) == 2, "only this test holds it"
+
+
+def test_a_window_is_not_adopted_where_the_backbone_is_not() -> None:
+    tree = RadixTree(1, WINDOWED)
+    node = put(tree, key(1, 2, 3), 0)
+    assert tree.adopt(node, 1, HOST, ids(50, 2)).tolist() == [50, 51], "its full pages are on the device only"
+    assert not node.resident(HOST, 1) and tree.resident_pages(HOST, 1) == 0
+    tree.check([])
