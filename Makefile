@@ -2,6 +2,7 @@
 # make test          ruff, mypy --strict and every test that needs no special hardware
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   kill -9, abort storms and damaged pages on real servers; HIRADIX_FAULT_RUNS=100 for more
+# make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
@@ -30,7 +31,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential bench-tree bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-scale bench-tree bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -69,6 +70,10 @@ test-faults: $(READY)
 test-differential: $(READY)
 	$(PY) tests/differential/install.py
 	$(PY) -m pytest -q --timeout 900 tests/differential $(PYTEST_FLAGS)
+
+# Four minutes and 1.5 GB. SCALE_FLAGS="10000000 1000000": nodes, operations.
+test-scale: $(READY)
+	$(PY) -m tests.tree.scale $(SCALE_FLAGS)
 
 bench-tree: $(READY)
 	$(PY) benchmarks/peers/install.py

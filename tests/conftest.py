@@ -1,8 +1,12 @@
-"""Settings for every test: hypothesis judges results, not speed, because the machine may be shared."""
+"""Settings for every test: hypothesis judges results, not speed, because the machine may be shared.
+
+Here and not beside the tree's tests: only this file is loaded where the workers' reports come together.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 from hypothesis import HealthCheck, settings
 
@@ -14,3 +18,18 @@ settings.register_profile(
 )
 settings.load_profile("shared-machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """How much of the tree's state space was walked, and how big a tree was."""
+    runs, moves, drawn = 0, 0, Counter()
+    for report in terminalreporter.getreports("passed"):
+        properties = dict(report.user_properties)
+        runs += properties.get("tree_runs", 0)
+        moves += properties.get("tree_moves", 0)
+        drawn.update(properties.get("tree_drawn", {}))
+        for line in properties.get("tree_scale", "").splitlines():
+            terminalreporter.write_line(f"a big tree: {line}")
+    if runs:
+        values = ", ".join(f"{value} {count}" for value, count in sorted(drawn.items()))
+        terminalreporter.write_line(f"tree against page map: {runs} runs, {moves} moves ({values})")

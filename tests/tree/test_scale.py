@@ -1,0 +1,18 @@
+"""A big tree, in a process of its own to see its peak memory. `make test-scale`: a million nodes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_NODES, NUM_OPERATIONS = 100_000, 50_000
+
+
+def test_a_big_tree_keeps_every_invariant(record_property) -> None:
+    command = [sys.executable, "-m", "tests.tree.scale", str(NUM_NODES), str(NUM_OPERATIONS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "every invariant holds" in done.stdout
+    record_property("tree_scale", done.stdout.rstrip())
