@@ -2,7 +2,8 @@
 
 `GuardedStorage` answers, it never raises: whatever a backend does, a page that was not proven good in time is
 a miss with a reason. A caller waits at most the deadline, and its pages are never in a backend's hands
-(`lanes`).
+(`lanes`). The exception are backends with the trait `direct`: theirs are the caller's thread and pages, and
+a call that is past its deadline is waited for, while everybody else gets misses (`direct`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
-
-import numpy as np
 
 from hiradix.errors import StorageError
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
+from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count, checked_flags
+from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.lanes import CallTimeout, Lane, LanePool, NoLane, chunks, gather, scatter
+from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, gather, scatter
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
-from hiradix.storage.protocol import Page, StorageBackend, Traits, check_key, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, Traits, check_keys, page_bytes
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 _REASON = {
     Verdict.DAMAGED: MissReason.DAMAGED,
     Verdict.FOREIGN: MissReason.FOREIGN,
@@ -51,10 +50,6 @@ class GuardLimits:
     admin_timeout_s: float = 60.0
 
 
-class BadAnswer(Exception):
-    """A backend returned something that is no answer to its call."""
-
-
 class GuardedStorage:
     """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend."""
 
@@ -75,6 +70,8 @@ class GuardedStorage:
         self._digest = fingerprint.digest()
         self._sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
         self._seal_bytes = 0 if self._traits.verifies else SEAL_BYTES
+        self._direct = DirectCalls() if self._traits.direct else None
+        assert self._traits.verifies or not self._traits.direct, "a direct backend must verify its pages"
         self._breaker = Breaker(limits.breaker, clock)
         self._lanes = LanePool(limits.num_workers)
         self._meters = Meters()
@@ -87,7 +84,7 @@ class GuardedStorage:
         """How many leading keys are there: a hint. 0 on any fault."""
         found = [0]
 
-        def ask(session: _Session) -> None:
+        def ask(session: Session) -> None:
             answer = session.run(lambda: self.backend.exists(self._names(keys), self._names(prefix_keys)))
             found[0] = checked_count(answer, len(keys))
 
@@ -97,13 +94,16 @@ class GuardedStorage:
         return found[0]
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        """Read pages into `into`; True only for pages proven to be what was stored. Others are untouched."""
-        return self._move(Op.GET, keys, into, self._get_chunk)
+        """Read pages into `into`; True only for pages proven to be what was stored.
+
+        Others are untouched, or undefined if the backend is direct.
+        """
+        return self._move(Op.GET, keys, into, self._get_chunk if self._direct is None else self._get_direct)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
         """
-        return self._move(Op.PUT, keys, pages, self._put_chunk)
+        return self._move(Op.PUT, keys, pages, self._put_chunk if self._direct is None else self._put_direct)
 
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed."""
@@ -158,8 +158,7 @@ class GuardedStorage:
 
     def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
         try:
-            for key in keys:
-                check_key(key)
+            check_keys(keys)
         except StorageError as error:
             logger.warning("storage %s: %s", op.value, error)
             return False
@@ -167,10 +166,11 @@ class GuardedStorage:
 
     def _move(self, op: Op, keys: Sequence[str], pages: Sequence[Page], move_chunk: _MoveChunk) -> list[bool]:
         assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
-        batch = _Batch(keys, self._names(keys), pages)
+        batch = Batch(keys, self._names(keys), pages)
 
-        def move(session: _Session) -> None:
-            for chunk in chunks(pages, self.limits.staging_bytes, self._seal_bytes):
+        def move(session: Session) -> None:
+            limit_bytes = self.limits.staging_bytes if self._direct is None else DIRECT_PIECE_BYTES
+            for chunk in chunks(pages, limit_bytes, self._seal_bytes):
                 move_chunk(session, batch, chunk)
 
         num_bytes = sum(page_bytes(page) for page in pages)
@@ -181,17 +181,19 @@ class GuardedStorage:
             self._meters.missed(op, why, num_pages)
         return batch.ok
 
-    def _call(self, op: Op, num_bytes: int, body: Callable[[_Session], None]) -> MissReason | None:
+    def _call(self, op: Op, num_bytes: int, body: Callable[[Session], None]) -> MissReason | None:
         """Run `body` behind breaker and deadline; the reason why it did not come to its end."""
         if self._closed:
             return MissReason.CLOSED
+        if self._direct is not None and self._direct.overdue(self._clock()):
+            return MissReason.BUSY
         admission = self._breaker.admit()
         if admission is None:
             return MissReason.BREAKER_OPEN
         start_s = self._clock()
         reason, why = None, ""
         try:
-            self._with_lane(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
+            self._within(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
         except (CallTimeout, NoLane, BadAnswer) as error:
             reason, why = _FAULTS[type(error)], str(error)
         except Exception as error:  # a backend may raise anything; none of it may reach a request
@@ -203,12 +205,23 @@ class GuardedStorage:
             logger.info("storage %s failed: %s", op.value, why)
         return reason
 
-    def _with_lane(self, deadline: float, body: Callable[[_Session], None]) -> None:
-        with self._lanes.lane(deadline - self._clock()) as lane:
-            session = _Session(lane, lambda: deadline - self._clock(), self._refresh_stats)
+    def _within(self, deadline: float, body: Callable[[Session], None]) -> None:
+        def left_s() -> float:
+            return deadline - self._clock()
+
+        def begin(session: Session) -> None:
             if self._breaker.state is BreakerState.HALF_OPEN:
                 session.run(self._ping)
             body(session)
+
+        if self._direct is None:
+            with self._lanes.lane(left_s()) as lane:
+                begin(LaneSession(left_s, self._refresh_stats, lane))
+        else:
+            with self._direct.call(deadline):
+                begin(Session(left_s, self._refresh_stats))
+            if left_s() < 0:
+                raise CallTimeout(f"ended {-left_s():.3f} s late")
 
     def _refresh_stats(self) -> None:
         """On a worker, after a call: so that `stats` never waits for a backend."""
@@ -217,7 +230,16 @@ class GuardedStorage:
         except Exception:  # figures are not worth a page
             self._meters.count("stats_failed")
 
-    def _get_chunk(self, session: _Session, batch: _Batch, chunk: range) -> None:
+    def _get_direct(self, session: Session, batch: Batch, chunk: range) -> None:
+        names, pages = batch.part(chunk)
+        batch.answered(chunk, session.run(lambda: self.backend.get(names, pages)))
+
+    def _put_direct(self, session: Session, batch: Batch, chunk: range) -> None:
+        names, pages = batch.part(chunk)
+        batch.answered(chunk, session.run(lambda: self.backend.put(names, pages)))
+
+    def _get_chunk(self, session: Session, batch: Batch, chunk: range) -> None:
+        assert isinstance(session, LaneSession)
         staged = session.stage(batch, chunk, self._seal_bytes)
         names = [batch.names[index] for index in chunk]
         answer = session.run(lambda: self.backend.get(names, [[view] for view in staged]))
@@ -238,7 +260,8 @@ class GuardedStorage:
         payload, seal = view[: -self._seal_bytes], view[-self._seal_bytes :]
         return self._sealer.check(seal, key, [payload])
 
-    def _put_chunk(self, session: _Session, batch: _Batch, chunk: range) -> None:
+    def _put_chunk(self, session: Session, batch: Batch, chunk: range) -> None:
+        assert isinstance(session, LaneSession)
         staged = session.stage(batch, chunk, self._seal_bytes)
         for index, view in zip(chunk, staged):
             payload = view[: len(view) - self._seal_bytes]
@@ -246,16 +269,14 @@ class GuardedStorage:
             if self._seal_bytes:
                 view[-self._seal_bytes :] = self._sealer.seal(batch.keys[index], [payload])
         names = [batch.names[index] for index in chunk]
-        answer = session.run(lambda: self.backend.put(names, [[view] for view in staged]))
-        for index, ok in zip(chunk, checked_flags(answer, len(names))):
-            batch.ok[index] = ok
+        batch.answered(chunk, session.run(lambda: self.backend.put(names, [[view] for view in staged])))
 
     def _admin(self, what: str, work: Callable[[], None], timeout_s: float | None = None) -> bool:
         timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
         deadline = self._clock() + timeout_s
         try:
             with self._lanes.lane(timeout_s) as lane:
-                _Session(lane, lambda: deadline - self._clock(), self._refresh_stats).run(work)
+                LaneSession(lambda: deadline - self._clock(), self._refresh_stats, lane).run(work)
         except Exception as error:  # as in _call
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False
@@ -273,61 +294,4 @@ _FAULTS: Mapping[type[Exception], MissReason] = {
 }
 
 
-@dataclass
-class _Batch:
-    """One call's pages and what became of them."""
-
-    keys: Sequence[str]
-    names: Sequence[str]
-    pages: Sequence[Page]
-    ok: list[bool] = field(init=False)
-    refused: dict[MissReason, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.ok = [False] * len(self.keys)
-
-
-@dataclass(frozen=True)
-class _Session:
-    """A lane for the time of one call."""
-
-    lane: Lane
-    left_s: Callable[[], float]
-    afterwards: Callable[[], None]
-
-    def run(self, work: Callable[[], T]) -> T:
-        def work_and_more() -> T:
-            value = work()
-            self.afterwards()
-            return value
-
-        return self.lane.run(work_and_more, self.left_s())
-
-    def stage(self, batch: _Batch, chunk: range, extra_bytes: int) -> list[memoryview]:
-        """Staging memory for each page of the chunk, `extra_bytes` longer than the page."""
-        sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
-        memory = self.lane.staging(sum(sizes))
-        views, start = [], 0
-        for size in sizes:
-            views.append(memory[start : start + size])
-            start += size
-        return views
-
-
-_MoveChunk = Callable[[_Session, _Batch, range], None]
-
-
-def checked_count(answer: object, limit: int) -> int:
-    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
-    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
-        raise BadAnswer(f"exists answered {answer!r:.80} for {limit} keys")
-    return int(answer)
-
-
-def checked_flags(answer: object, num_pages: int) -> list[bool]:
-    """`answer` as one bool per page; raises BadAnswer unless it is exactly that."""
-    if not isinstance(answer, list | tuple) or len(answer) != num_pages:
-        raise BadAnswer(f"answered {answer!r:.80} for {num_pages} pages")
-    if not all(isinstance(ok, bool | np.bool_) for ok in answer):
-        raise BadAnswer(f"answered {answer!r:.80}, which are not all bool")
-    return [bool(ok) for ok in answer]
+_MoveChunk = Callable[[Session, Batch, range], None]

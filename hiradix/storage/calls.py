@@ -1,0 +1,102 @@
+"""What the guard hands around during one call: its pages, where it runs, and the answers it may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.storage.lanes import CallTimeout, Lane
+from hiradix.storage.meters import MissReason
+from hiradix.storage.protocol import Page, page_bytes
+
+T = TypeVar("T")
+
+
+class BadAnswer(Exception):
+    """A backend returned something that is no answer to its call."""
+
+
+@dataclass
+class Batch:
+    """One call's pages and what became of them."""
+
+    keys: Sequence[str]
+    names: Sequence[str]
+    pages: Sequence[Page]
+    ok: list[bool] = field(init=False)
+    refused: dict[MissReason, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ok = [False] * len(self.keys)
+
+    def part(self, chunk: range) -> tuple[Sequence[str], Sequence[Page]]:
+        """Names and pages of a chunk."""
+        return self.names[chunk.start : chunk.stop], self.pages[chunk.start : chunk.stop]
+
+    def answered(self, chunk: range, answer: object) -> None:
+        """Take a backend's flags for a chunk; raises BadAnswer."""
+        self.ok[chunk.start : chunk.stop] = checked_flags(answer, len(chunk))
+
+
+@dataclass(frozen=True)
+class Session:
+    """One call: how long it may take, and where it runs. This one runs on the caller's thread."""
+
+    left_s: Callable[[], float]
+    afterwards: Callable[[], None]
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. CallTimeout, without asking, when no time is left."""
+        if self.left_s() < 0:
+            raise CallTimeout("no time left for the rest of the batch")
+        try:
+            return work()
+        except SystemExit as error:  # a caller's thread is no backend's to end
+            raise StorageError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.afterwards()
+
+
+@dataclass(frozen=True)
+class LaneSession(Session):
+    """Runs on a lane, which can be left behind."""
+
+    lane: Lane
+
+    def run(self, work: Callable[[], T]) -> T:
+        def work_and_more() -> T:
+            value = work()
+            self.afterwards()
+            return value
+
+        return self.lane.run(work_and_more, self.left_s())
+
+    def stage(self, batch: Batch, chunk: range, extra_bytes: int) -> list[memoryview]:
+        """Staging memory for each page of the chunk, `extra_bytes` longer than the page."""
+        sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
+        memory = self.lane.staging(sum(sizes))
+        views, start = [], 0
+        for size in sizes:
+            views.append(memory[start : start + size])
+            start += size
+        return views
+
+
+def checked_count(answer: object, limit: int) -> int:
+    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
+        raise BadAnswer(f"exists answered {answer!r:.80} for {limit} keys")
+    return int(answer)
+
+
+def checked_flags(answer: object, num_pages: int) -> list[bool]:
+    """`answer` as one bool per page; raises BadAnswer unless it is exactly that."""
+    if not isinstance(answer, list | tuple) or len(answer) != num_pages:
+        raise BadAnswer(f"answered {answer!r:.80} for {num_pages} pages")
+    if not all(isinstance(ok, bool | np.bool_) for ok in answer):
+        raise BadAnswer(f"answered {answer!r:.80}, which are not all bool")
+    return [bool(ok) for ok in answer]
