@@ -14,7 +14,7 @@ where) and the controller (what moves); each of its files holds one direction of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,7 +46,10 @@ class HostTier:
 
 
 class HierarchicalCache:
-    """See the module's docstring. Owns the tree and the host pool; shares the device pool."""
+    """See the module's docstring. Owns the tree and the host pool; shares the device pools.
+
+    device: the backbone's pages. others: the further components', in the tree's order.
+    """
 
     def __init__(
         self,
@@ -54,11 +57,12 @@ class HierarchicalCache:
         device: PageSource,
         host: HostTier | None = None,
         clock: Callable[[], float] = time.monotonic,
+        others: Sequence[PageSource] = (),
     ):
         self.tree = tree
         self._clock = clock
         self.counters = Counters()
-        self.supply = PageSupply(tree, device, host.pages if host else None, self.counters)
+        self.supply = PageSupply(tree, (device, *others), host.pages if host else None, self.counters)
         self.flights = Flights(self.supply.free_host)
         self.controller = host.controller if host else None
         self.backup: Backup | None = None
@@ -97,21 +101,21 @@ class HierarchicalCache:
         """Launch queued loads; the gate slot the next forward waits on, -1 when nothing is loading."""
         return -1 if self._load_back is None else self._load_back.start_loading()
 
-    def insert(self, key: RadixKey, pages: Pages, at: Lock | None = None) -> Lock:
+    def insert(
+        self, key: RadixKey, pages: Pages, at: Lock | None = None, others: Sequence[Pages] = ()
+    ) -> Lock:
         """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
 
+        others: likewise of each further component, each as far back as there are pages without a gap.
         at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
         covers the whole key and is the caller's; `at` stays the caller's too. It covers only what `at`
         does, and `pages` stay the caller's too, where the way leads over pages of a failed load.
         """
         if self.is_blocked(key):
             return self.tree.lock(at.node if at is not None else self.tree.root, Tier.DEVICE)
-        done = self.tree.insert(key, Tier.DEVICE, [pages], at=at)
-        duplicates = done.duplicates[BACKBONE]
-        if len(duplicates):
-            self.supply.device.free(duplicates)
-        self.inserted(done.lock.node)
-        return done.lock
+        lock = self.supply.give(key, (pages, *others), at)
+        self.inserted(lock.node)
+        return lock
 
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""
@@ -135,15 +139,15 @@ class HierarchicalCache:
             return 0
         return self.evict(short)
 
-    def evict(self, num_pages: int) -> int:
+    def evict(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
 
         When everything evictable is gone and running copies still hold pages, waits for those.
         """
-        freed = self._write_back(num_pages)
-        freed += self.supply.evict(Tier.DEVICE, num_pages - freed)
+        freed = self._write_back(num_pages) if component == BACKBONE else 0
+        freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)
         if freed < num_pages and self.wait_for_copies(COPY_WAIT_S):
-            freed += self.supply.evict(Tier.DEVICE, num_pages - freed)
+            freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)
         return freed
 
     def _write_back(self, num_pages: int) -> int:
@@ -208,11 +212,11 @@ class HierarchicalCache:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.tick()
         kept = self.flights.orphan_all()
-        for drop in self.tree.clear():
+        for drop in reversed(self.tree.clear()):
             if drop.tier is Tier.HOST:
                 self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32))
             else:
-                self.supply.device.free(drop.pages)
+                self.supply.device_pools[drop.component].free(drop.pages)
         for part in (self.backup, self._load_back, self.prefetcher):
             if part is not None:
                 part.clear()

@@ -6,14 +6,14 @@ The tree hands back the pages it drops; everything that frees a page of either p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.tree import Freed, RadixTree, Tier
+from hiradix.tree import Freed, Lock, RadixKey, RadixTree, Tier
 
 Pages = npt.NDArray[np.int32]
 NO_PAGES: Pages = np.empty(0, np.int32)
@@ -57,31 +57,76 @@ class Counters:
             self.unfulfilled[reason] = self.unfulfilled.get(reason, 0) + num_pages
 
 
-class PageSupply:
-    """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns."""
+class PairedSource(PageSource, Protocol):
+    """A device pool whose pages a model finds beside the backbone's, such as a sliding window's."""
 
-    def __init__(self, tree: RadixTree, device: PageSource, host: PageSource | None, counters: Counters):
+    def pair(self, backbone: Pages, pages: Pages, /) -> None:
+        """`pages` lie beside these backbone pages from here on, and beside no others."""
+
+
+class PageSupply:
+    """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns.
+
+    device: a source per component; one with a `pair` method is told what its pages lie beside.
+    num_dropped: device pages that evictions freed since start, per component.
+    """
+
+    def __init__(
+        self, tree: RadixTree, device: Sequence[PageSource], host: PageSource | None, counters: Counters
+    ):
+        assert len(device) == len(tree.components), f"{len(device)} device pools for {tree.components}"
         self.tree = tree
-        self.device = device
+        self.device_pools = tuple(device)
+        self.device = device[BACKBONE]
         self.host = host
         self.counters = counters
+        self.num_dropped = [0] * len(device)
+        self._pair: list[Callable[[Pages, Pages], None] | None] = [
+            getattr(pool, "pair", None) for pool in device
+        ]
 
     def release(self, freed: Iterable[Freed]) -> int:
         """Free pages the tree dropped. Returns how many of them were device backbone pages."""
-        num_device = 0
-        for drop in freed:
-            if drop.tier is Tier.HOST:
-                self.free_host(drop.pages)
-                self.counters.evicted_host += len(drop.pages)
+        before = self.num_dropped[BACKBONE]
+        for component, tier, pages in sorted(freed, reverse=True):  # what lies beside the backbone first
+            if tier is Tier.HOST:
+                self.free_host(pages)
+                self.counters.evicted_host += len(pages)
             else:
-                self.device.free(drop.pages)
-                self.counters.evicted_device += len(drop.pages)
-                num_device += len(drop.pages) if drop.component == BACKBONE else 0
-        return num_device
+                self.device_pools[component].free(pages)
+                self.num_dropped[component] += len(pages)
+                self.counters.evicted_device += len(pages)
+        return self.num_dropped[BACKBONE] - before
 
-    def evict(self, tier: Tier, num_pages: int) -> int:
-        """Evict at least `num_pages` pages of `tier`, or all that is unlocked. Returns device pages freed."""
-        return self.release(self.tree.evict(BACKBONE, tier, num_pages))
+    def evict(self, tier: Tier, num_pages: int, component: int = BACKBONE) -> int:
+        """Evict at least `num_pages` pages of a tier, or all that is unlocked. Returns how many."""
+        before = self.num_dropped[component]
+        num_device = self.release(self.tree.evict(component, tier, num_pages))
+        return self.num_dropped[component] - before if component else num_device
+
+    def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
+        """Insert device pages, one array per component, and free what the tree has already.
+
+        A page that the tree takes beside a backbone page of its own, instead of the one it came with, is
+        paired with that before the other is freed.
+        """
+        done = self.tree.insert(key, Tier.DEVICE, pages, at=at)
+        duplicates = done.duplicates
+        if len(pages) == 1:
+            if len(duplicates[BACKBONE]):
+                self.device.free(duplicates[BACKBONE])
+            return done.lock
+        if len(duplicates[BACKBONE]):
+            own = self.tree.pages(done.lock.node, Tier.DEVICE, done.lock.node.end - len(pages[BACKBONE]))
+            for pair, given, refused in zip(self._pair[1:], pages[1:], duplicates[1:], strict=True):
+                if pair is not None and len(given):
+                    beside, before = own[-len(given) :], pages[BACKBONE][-len(given) :]
+                    moved = (beside != before) & ~np.isin(given, refused)
+                    pair(beside[moved], given[moved])
+        for pool, refused in zip(reversed(self.device_pools), reversed(duplicates), strict=True):
+            if len(refused):
+                pool.free(refused)
+        return done.lock
 
     def free_host(self, pages: Pages) -> None:
         if len(pages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.memory.hybrid import HybridSlotAllocator
 from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import ArraySpec, CacheShape, KVShape, MLAShape, token_bytes
@@ -16,6 +17,7 @@ __all__ = [
     "DevicePool",
     "HostPlan",
     "HostPool",
+    "HybridSlotAllocator",
     "KVShape",
     "Layout",
     "MLAShape",

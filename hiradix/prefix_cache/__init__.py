@@ -1,4 +1,7 @@
-"""Drop-in prefix-cache classes for engines: `RadixCache` (device only), `HiRadixCache` (all tiers)."""
+"""Drop-in prefix-cache classes for engines.
+
+`RadixCache` (device only), `HiRadixCache` (all tiers), `SWARadixCache` (full attention and sliding windows).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from hiradix.prefix_cache.records import (
     MatchPrefixParams,
     MatchResult,
 )
+from hiradix.prefix_cache.swa import SWARadixCache
 from hiradix.tree import RadixKey
 
 __all__ = [
@@ -32,5 +36,6 @@ __all__ = [
     "ModelIdentity",
     "RadixCache",
     "RadixKey",
+    "SWARadixCache",
     "build_prefix_cache",
 ]

@@ -6,7 +6,6 @@ work is done in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,10 @@ import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.policy.eviction import make_order
+from hiradix.prefix_cache.figures import Figures
 from hiradix.prefix_cache.lower_tiers import NoLowerTiers
 from hiradix.prefix_cache.records import (
     CacheInitParams,
-    CacheStats,
     EvictParams,
     EvictResult,
     InsertParams,
@@ -28,12 +27,11 @@ from hiradix.prefix_cache.records import (
     RequestLike,
 )
 from hiradix.prefix_cache.slots import SlotPages, pages_of, slots_of
-from hiradix.storage import GuardedStorage
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
 
 
-class RadixCache(NoLowerTiers):
+class RadixCache(NoLowerTiers, Figures):
     """Reuses the KV of equal prefixes on the device. See the module's docstring."""
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):
@@ -44,23 +42,20 @@ class RadixCache(NoLowerTiers):
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.device = params.token_to_kv_pool_allocator.device
-        num_pages = _num_device_pages(params)
-        self._pages = SlotPages(params.token_to_kv_pool_allocator, params.page_size, num_pages)
-        order = make_order(params.eviction_policy, params.eviction_policy_config)
-        tree = RadixTree(params.page_size, order=order)
-        self.cache = HierarchicalCache(tree, self._pages, host)
+        self._pages = self._make_pages(params)
+        self.cache = self._make_cache(params, host)
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
+    def _make_pages(self, params: CacheInitParams) -> SlotPages:
+        num_pages = _num_device_pages(params)
+        return SlotPages(params.token_to_kv_pool_allocator, params.page_size, num_pages)
+
+    def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
+        order = make_order(params.eviction_policy, params.eviction_policy_config)
+        return HierarchicalCache(RadixTree(params.page_size, order=order), self._pages, host)
+
     # -- reading ------------------------------------------------------------------------
-
-    @property
-    def tree(self) -> RadixTree:
-        return self.cache.tree
-
-    @property
-    def root_node(self) -> Node:
-        return self.cache.tree.root
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in."""
@@ -72,70 +67,6 @@ class RadixCache(NoLowerTiers):
         node, loadable = match.device_node, match.loadable_node
         slots = slots_of(self.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
         return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
-
-    def evictable_size(self) -> int:
-        """Device tokens no request holds."""
-        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
-
-    def protected_size(self) -> int:
-        """Device tokens in the tree that a request or a transfer holds."""
-        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
-
-    def total_size(self) -> int:
-        """Device tokens in the tree."""
-        return self.tree.resident_pages(Tier.DEVICE) * self.page_size
-
-    def pretty_print(self) -> None:
-        """Print the tree: tokens, tiers, locks, hits."""
-        print(self.tree.render())
-
-    def available_and_evictable_str(self) -> str:
-        """One line for an out-of-memory message."""
-        free, evictable = self.token_to_kv_pool_allocator.available_size(), self.evictable_size()
-        return f"Available tokens: {free + evictable} (available_size={free} + evictable_size={evictable})\n"
-
-    def supports_swa(self) -> bool:
-        return False
-
-    def supports_mamba(self) -> bool:
-        return False
-
-    def is_chunk_cache(self) -> bool:
-        return self.disable
-
-    def is_tree_cache(self) -> bool:
-        return not self.disable
-
-    def stats(self) -> CacheStats:
-        """A snapshot for metrics. O(1)."""
-        return self._stats(None, None)
-
-    def _stats(self, storage_name: str | None, storage: GuardedStorage | None) -> CacheStats:
-        size, counters, host = self.page_size, self.cache.counters, self.cache.supply.host
-        total = {f.name: getattr(counters, f.name) for f in fields(counters)}
-        unfulfilled = total.pop("unfulfilled")
-        controller = self.cache.controller
-        return CacheStats(
-            device_total=self._pages.num_pages * size,
-            device_available=self._pages.available * size,
-            device_evictable=self.evictable_size(),
-            device_protected=self.protected_size(),
-            host_total=host.num_pages * size if host else 0,
-            host_used=(host.num_pages - host.available) * size if host else 0,
-            unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
-            num_in_flight=len(self.cache.flights),
-            storage_attached=storage is not None,
-            storage_backend=storage_name,
-            storage=dict(storage.stats()) if storage is not None else {},
-            transfers=controller.stats() if controller is not None else None,
-            **{name: count * size for name, count in total.items()},
-        )
-
-    def check(self) -> None:
-        """Assert all invariants, O(tree)."""
-        self.cache.check()
-
-    sanity_check = check
 
     # -- locks --------------------------------------------------------------------------
 
@@ -150,6 +81,15 @@ class RadixCache(NoLowerTiers):
         before = self.tree.evictable_pages(Tier.DEVICE)
         self.tree.unlock(node.lock if isinstance(node, LockReceipt) else self._lock_on(node))
         return (self.tree.evictable_pages(Tier.DEVICE) - before) * self.page_size
+
+    def _held(self, req: RequestLike) -> Lock:
+        """The lock `req` holds on the prefix it runs on."""
+        return self._lock_on(req.last_node)
+
+    def _hold(self, req: RequestLike, lock: Lock) -> None:
+        """Have `req` hold `lock` instead."""
+        self.tree.unlock(self._held(req))
+        req.last_node = lock.node
 
     def _lock_on(self, node: Node) -> Lock:
         """The receipt of a lock on `node`: with full attention only, it always reaches to the root."""
@@ -194,16 +134,15 @@ class RadixCache(NoLowerTiers):
         if self.disable or len(key) <= req.cache_protected_len:
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
-        old = req.last_node
+        old = self._held(req)
         lock = self._insert_row(key, row, old)
-        start, end = old.end, lock.node.end
+        start, end = old.node.end, lock.node.end
         slots = slots_of(self.tree.pages(lock.node, Tier.DEVICE, start=start), self.page_size, self.device)
         first = start * self.page_size
         self.req_to_token_pool.write(
             (req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype)
         )
-        self.dec_lock_ref(old)
-        req.last_node = lock.node
+        self._hold(req, lock)
         req.cache_protected_len = end * self.page_size
         req.prefix_indices = row.to(torch.int64, copy=True)
 
@@ -221,7 +160,7 @@ class RadixCache(NoLowerTiers):
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self._insert_row(key, row, req.last_node)
+                    lock = self._insert_row(key, row, self._held(req))
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
         self._counted.discard(req.rid)
@@ -229,7 +168,7 @@ class RadixCache(NoLowerTiers):
         if tail is not None:
             self._pages.free(tail)
         if not self.disable:
-            self.dec_lock_ref(req.last_node)
+            self.tree.unlock(self._held(req))
 
     def _count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
@@ -238,11 +177,11 @@ class RadixCache(NoLowerTiers):
             self.cache.count_use(req.last_node)
             self.cache.inserted(req.last_node)
 
-    def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Node) -> Lock:
+    def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
-        start = held.end * self.page_size
+        start = held.node.end * self.page_size
         pages = pages_of(row, self.page_size, start, len(key))
-        return self.cache.insert(key, pages, at=self._lock_on(held))
+        return self.cache.insert(key, pages, at=held)
 
     def reset(self) -> None:
         """Drop everything on the device (and host). No request may hold a lock."""

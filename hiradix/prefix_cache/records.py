@@ -24,6 +24,24 @@ class SlotAllocatorLike(Protocol):
     def get_kvcache(self) -> Any: ...
 
 
+class HybridAllocatorLike(SlotAllocatorLike, Protocol):
+    """An engine's device allocator for full attention and sliding windows, in full slots.
+
+    full_to_swa_index_mapping: int64 [full slots ...], the window slot beside a full slot, 0 for none; a
+    page's window slots are one page's too. `free` frees both, `free_swa` the window beside full slots.
+    """
+
+    full_to_swa_index_mapping: torch.Tensor
+    full_attn_allocator: Any
+    swa_attn_allocator: Any
+    size_full: int
+    size_swa: int
+
+    def full_available_size(self) -> int: ...
+    def swa_available_size(self) -> int: ...
+    def free_swa(self, free_index: torch.Tensor) -> None: ...
+
+
 class ReqToTokenPoolLike(Protocol):
     """An engine's table of slots: one row per running request."""
 
@@ -53,6 +71,7 @@ class CacheInitParams:
     """How a prefix cache sits in an engine.
 
     disable: no reuse at all; requests only keep and free their own slots.
+    sliding_window_size: tokens a window layer looks back, for `SWARadixCache`, whose allocator is hybrid.
     """
 
     disable: bool
@@ -63,6 +82,7 @@ class CacheInitParams:
     eviction_policy: str = "lru"
     eviction_policy_config: dict[str, Any] = field(default_factory=dict)
     disable_finished_insert: bool = False
+    sliding_window_size: int | None = None
 
 
 class MatchPrefixParams(NamedTuple):
@@ -80,27 +100,35 @@ class MatchResult(NamedTuple):
 
 
 class InsertParams(NamedTuple):
-    """value: int64 [tokens of key], the slots holding the key's data."""
+    """value: int64 [tokens of key], the slots holding the key's data.
+
+    prev_prefix_len: leading tokens whose slots are the tree's already. swa_evicted_seqlen: leading tokens
+    whose window slots the request has freed; the allocator's map says the same.
+    """
 
     key: RadixKey
     value: torch.Tensor
     prev_prefix_len: int = 0
+    swa_evicted_seqlen: int = 0
     chunked: bool = False
     priority: int = 0
 
 
 class InsertResult(NamedTuple):
-    """prefix_len: leading tokens the tree had on the device; those slots stay the caller's to free."""
+    """prefix_len: leading tokens the tree had on the device. Those slots stay the caller's to free, but
+    `SWARadixCache`, as in upstream, has freed them from `prev_prefix_len` on."""
 
     prefix_len: int
 
 
 class EvictParams(NamedTuple):
     num_tokens: int
+    swa_num_tokens: int = 0
 
 
 class EvictResult(NamedTuple):
     num_tokens_evicted: int = 0
+    swa_num_tokens_evicted: int = 0
 
 
 class LockReceipt(NamedTuple):

@@ -2,13 +2,24 @@
 
 from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from hiradix.tree.key import Namespace, RadixKey
-from hiradix.tree.node import AS_INSERTED, BACKBONE, FULL, UNBOUNDED, Component, Grain, Node, Pages, Tier
+from hiradix.tree.node import (
+    AS_INSERTED,
+    BACKBONE,
+    FULL,
+    UNBOUNDED,
+    Component,
+    DeadLeaf,
+    Grain,
+    Node,
+    Pages,
+    Tier,
+)
 from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
 from hiradix.tree.records import Freed, Insertion, Lock, Match, Segment
 from hiradix.tree.tree import RadixTree
 
 __all__ = [
-    "AS_INSERTED", "BACKBONE", "FULL", "UNBOUNDED", "Component", "EvictionOrder", "Freed", "Grain",
-    "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext", "OrderFactory", "PageRows",
-    "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "hash_pages", "namespace_seed",
+    "AS_INSERTED", "BACKBONE", "FULL", "UNBOUNDED", "Component", "DeadLeaf", "EvictionOrder", "Freed",
+    "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext", "OrderFactory",
+    "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "hash_pages", "namespace_seed",
 ]  # fmt: skip

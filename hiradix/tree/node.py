@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +44,27 @@ class Grain:
     waste: int = 4
 
 
+class DeadLeaf(Enum):
+    """What becomes of a leaf that an eviction leaves behind, where no match can end any more.
+
+    KEEP: nothing, it ages like all others. BARE: it leaves with all its pages if it has lost a further
+    component altogether, as in SGLang. UNUSABLE: it leaves whatever the reason.
+    """
+
+    KEEP = "keep"
+    BARE = "bare"
+    UNUSABLE = "unusable"
+
+
 AS_INSERTED = Grain(sys.maxsize, sys.maxsize)  # nodes are never merged, and leave whole
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a tree does beyond what it is asked for."""
+
+    grain: Grain = Grain()
+    dead_leaf: DeadLeaf = DeadLeaf.KEEP
 
 
 @dataclass(frozen=True)

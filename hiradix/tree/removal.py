@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hiradix.tree.merge import Split
-from hiradix.tree.node import BACKBONE, TIERS, Node, Residency, Tier
+from hiradix.tree.node import BACKBONE, TIERS, DeadLeaf, Node, Residency, Tier
 from hiradix.tree.records import Freed
 from hiradix.tree.store import Dropped, Store
 
@@ -19,8 +19,35 @@ def evict(store: Store, split: Split, component: int, tier: Tier, num_pages: int
         if per_page and node.num_pages > store.grain.waste * missing:
             node = _cut(node, split, missing, store.grain.waste, component == BACKBONE)
         missing -= node.num_pages if per_page else 1
+        parent = node.parent
         store.drop(node, component, tier, out)
+        if store.dead_leaf is not DeadLeaf.KEEP:
+            before = store.num_resident[component][tier]
+            _drop_dead(store, node if node.parent is not None else parent, out)
+            missing -= before - store.num_resident[component][tier]
     return out.freed()
+
+
+def _drop_dead(store: Store, node: Node | None, out: Dropped) -> None:
+    """Take `node` out of the tree, and then its parents, as long as they are unlocked leaves and dead."""
+    while node is not None and (parent := node.parent) is not None and not node.children:
+        entries = (node.device, node.host, *node.others)
+        if any(entry.lock_ref for entry in entries) or not _is_dead(store, node):
+            return
+        store.unlink(node, out)
+        node = parent
+
+
+def _is_dead(store: Store, node: Node) -> bool:
+    """Whether the rule says so of a leaf. O(reach)."""
+    for c in range(1, len(store.components)):
+        reach = store.components[c].reach if store.dead_leaf is DeadLeaf.UNUSABLE else 1
+        run, at = 0, node
+        while run < reach and at.parent is not None:
+            if not at.resident(Tier.DEVICE, c) and not at.resident(Tier.HOST, c):
+                return True
+            run, at = run + at.num_pages, at.parent
+    return False
 
 
 def coldest(store: Store, split: Split, component: int, tier: Tier, num_pages: int) -> list[Node]:

@@ -10,7 +10,8 @@ MAX_TOKENS_SHOWN = 6
 
 
 def render_tree(root: Node, components: Sequence[Component]) -> str:
-    """One line per node, children indented: pages [start, end), first tokens, tiers, locks, hits."""
+    """One line per node, children indented: pages [start, end), first tokens, tiers, locks, hits; a
+    tombstone is a component that the node has in no tier."""
     lines = ["root"]
     stack = [(child, 1) for child in reversed(list(root.children.values()))]
     while stack:
@@ -26,7 +27,7 @@ def _line(node: Node, components: Sequence[Component]) -> str:
     parts = [f"[{node.start}, {node.end})", f"<{tokens}{more}>"]
     for c, component in enumerate(components):
         tiers = [_place(node, c, tier) for tier in Tier if node.resident(tier, c)]
-        parts.append(f"{component.name}: {' + '.join(tiers) or '-'}")
+        parts.append(f"{component.name}: {' + '.join(tiers) or 'tombstone'}")
     if node.start == 0 and (node.space.extra_key or node.space.cache_salt):
         parts.append(f"extra_key={node.space.extra_key} cache_salt={node.space.cache_salt}")
     return "  ".join([*parts, f"hits {node.hit_count}"])

@@ -15,11 +15,12 @@ from hiradix.tree.node import (
     NO_CHILDREN,
     TIERS,
     Component,
-    Grain,
+    DeadLeaf,
     Ids,
     Node,
     Pages,
     Residency,
+    Rules,
     Tier,
 )
 from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
@@ -47,11 +48,12 @@ class Store:
     """Residencies of all nodes. num_resident[component][tier] counts pages."""
 
     def __init__(
-        self, components: Sequence[Component], page_size: int, make_order: OrderFactory, grain: Grain
+        self, components: Sequence[Component], page_size: int, make_order: OrderFactory, rules: Rules
     ):
         self.components = tuple(components)
         self.page_size = page_size
-        self.grain = grain
+        self.grain = rules.grain
+        self.dead_leaf = rules.dead_leaf if len(components) > 1 else DeadLeaf.KEEP  # all are usable
         self._make_order = make_order
         self.orders: list[list[EvictionOrder]] = []
         self.pins = Pinning(self.orders)

@@ -28,7 +28,20 @@ from hiradix.tree import removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import merge_path
-from hiradix.tree.node import BACKBONE, FULL, NO_PAGES, UNBOUNDED, Component, Grain, Ids, Node, Pages, Tier
+from hiradix.tree.node import (
+    BACKBONE,
+    FULL,
+    NO_PAGES,
+    UNBOUNDED,
+    Component,
+    DeadLeaf,
+    Grain,
+    Ids,
+    Node,
+    Pages,
+    Rules,
+    Tier,
+)
 from hiradix.tree.order import LruOrder, OrderFactory
 from hiradix.tree.pins import pins_of_split
 from hiradix.tree.records import Freed, Insertion, Lock, Match
@@ -44,9 +57,9 @@ class RadixTree(TreeView):
 
     def __init__(
         self, page_size: int, components: Sequence[Component] = (FULL,), *,
-        order: OrderFactory = LruOrder, grain: Grain = _GRAIN,
+        order: OrderFactory = LruOrder, grain: Grain = _GRAIN, dead_leaf: DeadLeaf = DeadLeaf.KEEP,
     ):  # fmt: skip
-        super().__init__(page_size, components, order, grain)
+        super().__init__(page_size, components, order, Rules(grain, dead_leaf))
         self._created = 0
         self._is_plain = len(components) == 1
         self._pins = self._store.pins
@@ -199,7 +212,7 @@ class RadixTree(TreeView):
 
         Nodes go whole; of one that holds far more than is wanted (see `Grain`) a part. Returns exactly what
         was dropped: of a backbone, other components of the node too; of a device node without host copy,
-        its host-only descendants too.
+        its host-only descendants too; leaves where no match can end any more (see `DeadLeaf`).
         """
         return removal.evict(self._store, self._split, component, tier, num_pages)
 

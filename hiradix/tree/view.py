@@ -10,7 +10,7 @@ from hiradix.tree import rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import revived
-from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, UNBOUNDED, Component, Grain, Node, Pages, Tier
+from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, UNBOUNDED, Component, Node, Pages, Rules, Tier
 from hiradix.tree.order import OrderFactory
 from hiradix.tree.records import Segment
 from hiradix.tree.render import render_tree
@@ -20,12 +20,12 @@ from hiradix.tree.store import Store
 class TreeView:
     """The reading half of `RadixTree`: nothing here changes what the tree holds (a node may be split)."""
 
-    def __init__(self, page_size: int, components: Sequence[Component], order: OrderFactory, grain: Grain):
+    def __init__(self, page_size: int, components: Sequence[Component], order: OrderFactory, rules: Rules):
         assert page_size > 0, page_size
         assert components[BACKBONE].reach == UNBOUNDED and components[BACKBONE].per_page, components
         self.page_size = page_size
         self.components = tuple(components)
-        self._store = Store(components, page_size, order, grain)
+        self._store = Store(components, page_size, order, rules)
         self.root = self._make_root()
 
     def _make_root(self) -> Node:

@@ -83,6 +83,8 @@ class Request:
     last_host_node: Any = None
     host_hit_length: int = 0
     cache_protected_len: int = 0
+    swa_uuid_for_lock: Any = None
+    swa_evicted_seqlen: int = 0
     committed: int = 0
     host_tokens: int = 0
     device_tokens: int = 0
@@ -191,12 +193,12 @@ class Bench:
             req.host_tokens = len(indices)
             req.prefix_indices = torch.cat([req.prefix_indices, indices])
             req.last_node, req.cache_protected_len = node, len(req.prefix_indices)
-        self.cache.inc_lock_ref(req.last_node)
+        req.swa_uuid_for_lock = self.cache.inc_lock_ref(req.last_node)
         self.cache.dec_lock_ref(held)
         need = -(-(len(req.fill_ids) - len(req.prefix_indices)) // self.page_size) * self.page_size
         slots = self.alloc(need)
         if slots is None:
-            self.cache.dec_lock_ref(req.last_node)
+            self.cache.dec_lock_ref(req.last_node, req.swa_uuid_for_lock)
             return False
         req.req_pool_idx = self.rows.alloc(1)[0]
         row = torch.cat([req.prefix_indices, slots]).to(torch.int32)

@@ -1,0 +1,119 @@
+"""Sizes, checks and texts of a prefix cache: what one may ask of it without changing it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from hiradix.cache import HierarchicalCache
+from hiradix.prefix_cache.records import CacheStats, SlotAllocatorLike
+from hiradix.prefix_cache.slots import SlotPages, slots_of
+from hiradix.storage import GuardedStorage
+from hiradix.tree import Node, RadixTree, Tier
+
+
+class Figures:
+    """The reading half of `RadixCache`. Sizes are in tokens."""
+
+    cache: HierarchicalCache
+    page_size: int
+    disable: bool
+    device: Any
+    token_to_kv_pool_allocator: SlotAllocatorLike
+    _pages: SlotPages
+
+    @property
+    def tree(self) -> RadixTree:
+        return self.cache.tree
+
+    @property
+    def root_node(self) -> Node:
+        return self.cache.tree.root
+
+    # -- sizes --------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        """Device tokens no request holds."""
+        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
+
+    def protected_size(self) -> int:
+        """Device tokens in the tree that a request or a transfer holds."""
+        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
+
+    def total_size(self) -> int:
+        """Device tokens in the tree."""
+        return self.tree.resident_pages(Tier.DEVICE) * self.page_size
+
+    def full_evictable_size(self) -> int:
+        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
+
+    def full_protected_size(self) -> int:
+        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
+
+    def swa_evictable_size(self) -> int:
+        return 0
+
+    def swa_protected_size(self) -> int:
+        return 0
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
+        return slots_of(self.tree.all_pages(Tier.DEVICE), self.page_size, self.device)
+
+    # -- kinds --------------------------------------------------------------------------
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def is_chunk_cache(self) -> bool:
+        return self.disable
+
+    def is_tree_cache(self) -> bool:
+        return not self.disable
+
+    # -- for people and metrics ---------------------------------------------------------
+
+    def pretty_print(self) -> None:
+        """Print the tree: tokens, tiers, locks, hits."""
+        print(self.tree.render())
+
+    def available_and_evictable_str(self) -> str:
+        """One line for an out-of-memory message."""
+        free, evictable = self.token_to_kv_pool_allocator.available_size(), self.evictable_size()
+        return f"Available tokens: {free + evictable} (available_size={free} + evictable_size={evictable})\n"
+
+    def stats(self) -> CacheStats:
+        """A snapshot for metrics. O(1)."""
+        return self._stats(None, None)
+
+    def _stats(self, storage_name: str | None, storage: GuardedStorage | None) -> CacheStats:
+        size, counters, host = self.page_size, self.cache.counters, self.cache.supply.host
+        total = {f.name: getattr(counters, f.name) for f in fields(counters)}
+        unfulfilled = total.pop("unfulfilled")
+        controller = self.cache.controller
+        return CacheStats(
+            device_total=self._pages.num_pages * size,
+            device_available=self._pages.available * size,
+            device_evictable=self.evictable_size(),
+            device_protected=self.protected_size(),
+            host_total=host.num_pages * size if host else 0,
+            host_used=(host.num_pages - host.available) * size if host else 0,
+            unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
+            num_in_flight=len(self.cache.flights),
+            storage_attached=storage is not None,
+            storage_backend=storage_name,
+            storage=dict(storage.stats()) if storage is not None else {},
+            transfers=controller.stats() if controller is not None else None,
+            **{name: count * size for name, count in total.items()},
+        )
+
+    def check(self) -> None:
+        """Assert all invariants, O(tree)."""
+        self.cache.check()
+
+    sanity_check = check

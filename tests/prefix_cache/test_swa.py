@@ -1,0 +1,206 @@
+"""SWARadixCache as an engine uses it, on our hybrid allocator and on a stand-in with SGLang's surface."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hiradix.errors import ConfigError
+from hiradix.memory import ReqToTokenPool, SlotAllocator
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+    RadixKey,
+    SWARadixCache,
+)
+from tests.prefix_cache.swa_bench import SwaBench
+
+Make = Callable[..., SwaBench]
+
+
+@pytest.fixture(params=[False, True], ids=["own-pools", "foreign-pools"])
+def make(request: pytest.FixtureRequest) -> Make:
+    def build(
+        num_pages: int = 40, num_window_pages: int = 40, page_size: int = 1, window: int = 4, **switches: Any
+    ) -> SwaBench:
+        return SwaBench(num_pages, num_window_pages, page_size, window, foreign=request.param, **switches)
+
+    return build
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return list(range(start, start + n))
+
+
+def insert(bench: SwaBench, tokens: list[int], shared: int = 0) -> int:
+    """Insert computed tokens, the first `shared` of which the tree has; the length it had on the device."""
+    device = matched(bench, tokens[:shared])
+    assert len(device) == shared
+    slots = torch.cat([device, bench.allocator.alloc(len(tokens) - shared)])
+    return bench.cache.insert(InsertParams(RadixKey(tokens), slots, prev_prefix_len=shared)).prefix_len
+
+
+def matched(bench: SwaBench, tokens: list[int]) -> torch.Tensor:
+    return bench.cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).device_indices
+
+
+def test_a_prefix_that_lost_its_window_is_matched_only_where_a_window_is_whole(make: Make) -> None:
+    """Upstream's test_swa_radix_cache_1 in our words: evict the window of the front, keep the full data."""
+    bench = make(window=4)
+    insert(bench, prompt(5))
+    insert(bench, prompt(12), shared=5)
+    done = bench.cache.evict(EvictParams(0, 5))
+    assert done == (0, 5), "window tokens alone"
+    assert bench.cache.total_size() == (12, 7)
+    assert len(matched(bench, prompt(5))) == 0
+    assert len(matched(bench, prompt(8))) == 0, "three window tokens behind it"
+    assert len(matched(bench, prompt(9))) == 9
+    assert len(matched(bench, prompt(12))) == 12
+    bench.check()
+
+
+def test_a_recomputed_prefix_gives_its_window_to_the_full_pages_that_are_there(make: Make) -> None:
+    bench = make()
+    insert(bench, prompt(8))
+    insert(bench, prompt(12), shared=8)
+    kept = matched(bench, prompt(12))[:8].clone()
+    bench.cache.evict(EvictParams(0, 8))
+    assert len(matched(bench, prompt(8))) == 0
+    free = bench.allocator.full_available_size()
+    insert(bench, prompt(8))
+    assert bench.allocator.full_available_size() == free, "their full half is free again"
+    assert torch.equal(matched(bench, prompt(8)), kept), "the full pages stayed"
+    bench.check()
+
+
+def test_s1_full_pages_that_a_request_reads_are_kept_when_their_window_is_recomputed(make: Make) -> None:
+    bench = make(num_pages=200, num_window_pages=200, window=16)
+    insert(bench, prompt(32))
+    insert(bench, prompt(32) + prompt(32, 100), shared=32)
+    reading = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(32) + prompt(32, 100))))
+    receipt = bench.cache.inc_lock_ref(reading.last_device_node)
+    assert bench.cache.swa_protected_size() < 64 == bench.cache.full_protected_size()
+    bench.cache.evict(EvictParams(0, 32))
+    assert bench.cache.total_size() == (64, 32)
+    insert(bench, prompt(32))
+    assert bench.cache.total_size() == (64, 64)
+    assert torch.equal(matched(bench, prompt(32) + prompt(32, 100)), reading.device_indices)
+    bench.cache.dec_lock_ref(reading.last_device_node, receipt)
+    bench.check()
+    assert bench.cache.full_protected_size() == bench.cache.swa_protected_size() == 0
+
+
+def test_s3_what_goes_along_is_reported(make: Make) -> None:
+    bench = make(num_pages=100, num_window_pages=100, window=8)
+    insert(bench, prompt(32))
+    insert(bench, prompt(32) + prompt(32, 100), shared=32)
+    bench.cache.evict(EvictParams(0, 32))
+    before = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
+    done = bench.cache.evict(EvictParams(0, 32))
+    after = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
+    assert done == (after[0] - before[0], after[1] - before[1])
+    assert done.num_tokens_evicted == 64, "no match can end there any more"
+
+
+def test_a_receipt_counts_the_window_it_locked(make: Make) -> None:
+    bench = make(window=4)
+    insert(bench, prompt(3))
+    insert(bench, prompt(6), shared=3)
+    insert(bench, prompt(20), shared=6)
+    node = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(6)))).last_device_node
+    receipt = bench.cache.inc_lock_ref(node)
+    assert (bench.cache.full_protected_size(), bench.cache.swa_protected_size()) == (6, 6)
+    assert bench.cache.evict(EvictParams(100, 100)) == (14, 14)
+    matched(bench, prompt(2))  # splits what is locked
+    bench.cache.dec_lock_ref(node, receipt)
+    assert bench.cache.full_evictable_size() == bench.cache.swa_evictable_size() == 6
+    with pytest.raises(AssertionError, match="without the receipt"):
+        bench.cache.dec_lock_ref(node)
+
+
+def test_the_window_a_request_gave_up_is_a_gap_in_what_it_inserts(make: Make) -> None:
+    bench = make(page_size=2, window=4)
+    req = bench.start(prompt(5))
+    for token in range(900, 916):
+        assert bench.decode(req, token)
+    bench.check()
+    bench.finish(req)
+    bench.check()
+    full, window = bench.cache.total_size()
+    assert full == 20 and window < full
+    assert len(matched(bench, prompt(5) + list(range(900, 916)))) == 20
+
+
+def test_texts_and_sizes_speak_of_both_pools(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = make(window=4)
+    insert(bench, prompt(5))
+    insert(bench, prompt(12), shared=5)
+    bench.cache.evict(EvictParams(0, 5))
+    cache = bench.cache
+    assert cache.supports_swa() and cache.is_tree_cache() and not cache.is_chunk_cache()
+    text = cache.available_and_evictable_str()
+    assert "Available full tokens: 40 (full_available_size=28 + full_evictable=12)" in text
+    assert "Available swa tokens: 40 (swa_available_size=33 + swa_evictable=7)" in text
+    assert sorted(cache.all_values_flatten().tolist()) == sorted(matched(bench, prompt(12)).tolist())
+    cache.pretty_print()
+    shown = capsys.readouterr().out
+    assert "window: tombstone" in shown and "window: device" in shown and "hits" in shown
+    cache.sanity_check()
+
+
+def test_what_cannot_work_is_refused_by_name() -> None:
+    plain = SlotAllocator(16, 1)
+    rows = ReqToTokenPool(1, 16)
+    with pytest.raises(ConfigError, match="sliding_window_size"):
+        SWARadixCache(CacheInitParams(False, rows, plain, 1))
+    with pytest.raises(ConfigError, match="full_to_swa_index_mapping"):
+        SWARadixCache(CacheInitParams(False, rows, plain, 1, sliding_window_size=4))
+
+
+def test_disabled_cache_never_reuses_and_never_leaks(make: Make) -> None:
+    bench = make(disable=True, page_size=4)
+    for _ in range(3):
+        req = bench.start(prompt(9))
+        assert req.device_tokens == 0
+        bench.decode(req, 7)
+        bench.finish(req)
+        assert bench.allocator.full_available_size() == bench.allocator.swa_available_size() == 160
+
+
+@pytest.mark.parametrize("page_size, window", [(1, 3), (1, 8), (4, 3), (4, 4), (4, 10), (16, 24)])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_serving_is_exact_in_both_pools(make: Make, page_size: int, window: int, seed: int) -> None:
+    num_pages = 64 // page_size + 6
+    bench = make(num_pages, num_pages * 3 // 4, page_size, window)
+    rng = random.Random(seed)
+    hits = 0
+    for _ in range(200):
+        move = rng.random()
+        if move < 0.45 and len(bench.running) < 3:
+            base = prompt(rng.randint(1, 3) * max(4, page_size), start=100 * rng.randint(0, 2))
+            req = bench.start(
+                base + [rng.randint(900, 901) for _ in range(rng.randint(1, 6))], share=rng.random() < 0.8
+            )
+            hits += 0 if req is None else req.device_tokens
+        elif move < 0.75 and bench.running:
+            bench.decode(rng.choice(bench.running), rng.randint(900, 901))
+        elif move < 0.93 and bench.running:
+            bench.finish(rng.choice(bench.running), insert=rng.random() < 0.8)
+        elif move < 0.96:
+            bench.cache.evict(EvictParams(rng.randint(0, 8), rng.randint(0, 20)))
+        elif move > 0.99 and not bench.running:
+            bench.cache.reset()
+        bench.check()
+    while bench.running:
+        bench.finish(bench.running[0])
+    bench.check()
+    assert bench.cache.full_protected_size() == bench.cache.swa_protected_size() == 0
+    assert hits > 30
+    bench.cache.evict(EvictParams(10_000))
+    assert bench.cache.total_size() == (0, 0)
