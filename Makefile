@@ -1,7 +1,8 @@
 # make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
 # make test          ruff, mypy --strict and every test that needs no special hardware
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
-# make test-faults   kill -9, abort storms and damaged pages on real servers; HIRADIX_FAULT_RUNS=100 for more
+# make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
+#                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
@@ -56,7 +57,7 @@ lint: $(READY)
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
-LANES := tests/kernels tests/faults tests/differential
+LANES := tests/kernels tests/faults tests/simulation tests/differential
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -64,7 +65,7 @@ test-kernels: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
 
 test-faults: $(READY)
-	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) tests/faults $(PYTEST_FLAGS)
+	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) tests/simulation tests/faults $(PYTEST_FLAGS)
 
 # The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
 test-differential: $(READY)

@@ -56,9 +56,11 @@ class HierarchicalCache:
         tree: RadixTree,
         device: PageSource,
         host: HostTier | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
         others: Sequence[PageSource] = (),
     ):
+        if clock is None:
+            clock = host.controller.runtime.clock if host is not None else time.monotonic
         self.tree = tree
         self._clock = clock
         self.counters = Counters()

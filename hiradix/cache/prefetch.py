@@ -1,6 +1,6 @@
 """Storage to host, while a request waits in the queue.
 
-    query (worker hashes and asks the backend) -> host pages for what is there -> reads of at most 128 pages,
+    query (worker hashes and asks the backend) -> host pages for what is there -> reads of a batch each,
     each adopted into the tree as it arrives -> done
 
 The request is told when to go on by the prefetch policy; what arrives after that still enters the tree.
@@ -19,8 +19,6 @@ from hiradix.cache.pages import BACKBONE, Pages, PageSupply
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixKey, RadixTree, Tier
-
-READ_BATCH_PAGES = 128
 
 
 class Phase(Enum):
@@ -191,9 +189,10 @@ class Prefetcher:
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
             return self._finish(p)
         p.phase = Phase.READ
+        batch_pages = self._controller.runtime.limits.batch_pages
         at = 0
         while at < len(hashes):
-            num_pages = min(READ_BATCH_PAGES, len(hashes) - at, self._supply.host_room())
+            num_pages = min(batch_pages, len(hashes) - at, self._supply.host_room())
             host_pages = self._supply.alloc_host(num_pages) if num_pages else None
             if host_pages is None:
                 self._supply.counters.miss("host_capacity", len(hashes) - at)

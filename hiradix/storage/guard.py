@@ -59,6 +59,7 @@ class GuardedStorage:
         fingerprint: PageFingerprint,
         limits: GuardLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        lanes: LanePool | None = None,
     ):
         self.limits = limits = limits or GuardLimits()
         self.backend = backend
@@ -73,7 +74,7 @@ class GuardedStorage:
         self._direct = DirectCalls() if self._traits.direct else None
         assert self._traits.verifies or not self._traits.direct, "a direct backend must verify its pages"
         self._breaker = Breaker(limits.breaker, clock)
-        self._lanes = LanePool(limits.num_workers)
+        self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False

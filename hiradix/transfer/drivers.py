@@ -135,6 +135,10 @@ class StepDriver:
     def now(self) -> float:
         return self._now_s
 
+    def advance(self, seconds: float) -> None:
+        """Let virtual time pass: what somebody else than a worker takes."""
+        self._now_s += seconds
+
     def wake(self, worker: Steppable) -> None:
         self._workers[worker.name] = worker
 
