@@ -48,23 +48,22 @@ class HostTier:
 class HierarchicalCache:
     """See the module's docstring. Owns the tree and the host pool; shares the device pools.
 
-    device: the backbone's pages. others: the further components', in the tree's order.
+    device: the pages of each of the tree's components, or of its only one.
     """
 
     def __init__(
         self,
         tree: RadixTree,
-        device: PageSource,
+        device: PageSource | Sequence[PageSource],
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
-        others: Sequence[PageSource] = (),
     ):
         if clock is None:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
         self.tree = tree
         self._clock = clock
         self.counters = Counters()
-        self.supply = PageSupply(tree, (device, *others), host.pages if host else None, self.counters)
+        self.supply = PageSupply(tree, device, host.pages if host else None, self.counters)
         self.flights = Flights(self.supply.free_host)
         self.controller = host.controller if host else None
         self.backup: Backup | None = None

@@ -72,8 +72,13 @@ class PageSupply:
     """
 
     def __init__(
-        self, tree: RadixTree, device: Sequence[PageSource], host: PageSource | None, counters: Counters
+        self,
+        tree: RadixTree,
+        device: PageSource | Sequence[PageSource],
+        host: PageSource | None,
+        counters: Counters,
     ):
+        device = device if isinstance(device, Sequence) else (device,)
         assert len(device) == len(tree.components), f"{len(device)} device pools for {tree.components}"
         self.tree = tree
         self.device_pools = tuple(device)

@@ -11,7 +11,8 @@ from hiradix.transfer.controller import FOUR_WORKERS, TWO_WORKERS, Runtime, Tran
 from hiradix.transfer.counters import KindStats, TransferStats
 from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
-from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
+from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket
+from hiradix.transfer.runners import PoolPair
 
 if TYPE_CHECKING:
     from hiradix.transfer.hicache_controller import HiCacheController
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FOUR_WORKERS",
     "TWO_WORKERS",
+    "Copy",
     "Driver",
     "FailReason",
     "HiCacheController",
@@ -26,6 +28,7 @@ __all__ = [
     "KindStats",
     "LayerDoneCounter",
     "LoadFailed",
+    "PoolPair",
     "Result",
     "Runtime",
     "StepDriver",

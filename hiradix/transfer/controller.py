@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import numpy as np
-
 from hiradix.errors import StorageError
 from hiradix.transfer.counters import TransferStats
 from hiradix.transfer.desk import Desk
@@ -30,19 +28,24 @@ from hiradix.transfer.drivers import Driver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import (
     STORAGE_KINDS,
+    Copies,
     Copy,
     FailReason,
     Job,
     JobKind,
     LoadBatch,
+    PageIds,
     Pages,
+    Part,
     Payload,
     Query,
     Read,
     Result,
     Store,
     Ticket,
+    as_copies,
     as_pages,
+    joined,
 )
 from hiradix.transfer.ports import (
     Clock,
@@ -52,12 +55,12 @@ from hiradix.transfer.ports import (
     StorageLike,
     TransportLike,
 )
-from hiradix.transfer.runners import CopyRunner, Pools, StorageRunner
+from hiradix.transfer.runners import CopyRunner, PoolPair, StorageRunner
 from hiradix.transfer.streams import Streams, make_streams
 from hiradix.transfer.worker import Crew, Task, Worker
 from hiradix.tree.hashing import PageRows, hash_pages
 
-PageIds = Sequence[int] | Pages
+Size = tuple[int, int]  # pages, bytes
 
 FOUR_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
     {
@@ -115,45 +118,64 @@ class TransferController:
         storage: StorageLike | None = None,
         runtime: Runtime | None = None,
     ):
-        self.runtime = runtime = runtime or Runtime()
+        self._start((PoolPair(device_pool, host_pool, transport),), runtime or Runtime())
+        self._storage_jobs.storage = storage
+
+    @classmethod
+    def over(cls, pairs: Sequence[PoolPair], runtime: Runtime | None = None) -> TransferController:
+        """A controller over several pairs of pools, such as full attention's and a sliding window's.
+
+        A ticket may copy pages of several pairs, and succeeds or fails as one; the gate counts the model's
+        layers. Storage is served from the first pair's host pool.
+        """
+        controller = cls.__new__(cls)
+        controller._start(tuple(pairs), runtime or Runtime())
+        return controller
+
+    def _start(self, pairs: tuple[PoolPair, ...], runtime: Runtime) -> None:
+        self.runtime = runtime
         self.epoch = 0
         limits, self._driver = runtime.limits, runtime.driver
-        self._streams = runtime.streams or make_streams(device_pool.device)
+        self._streams = runtime.streams or make_streams(pairs[0].device.device)
         self.layer_done_counter = gate = LayerDoneCounter(
-            device_pool.shape.num_layers,
+            1 + max(layer for pair in pairs for layer in pair.model_layers),
             limits.num_load_slots,
             waiter=self._driver,
             timeout_s=limits.gate_timeout_s,
         )
         gate.wait_event = self._streams.wait_event
-        device_pool.register_layer_transfer_counter(gate)
-        pools = Pools(device_pool, host_pool, transport)
-        self._copies = CopyRunner(pools, self._streams, gate, limits.copy_pages)
-        self._storage_jobs = StorageRunner(host_pool, runtime.hash_pages, limits.batch_pages)
-        self._storage_jobs.storage = storage
+        for pair in pairs:
+            counter = gate if pair.layers is None else gate.view(pair.layers)
+            pair.device.register_layer_transfer_counter(counter)
+        self._page_bytes = tuple(pair.host.page_bytes for pair in pairs)
+        self._copies = CopyRunner(pairs, self._streams, gate, limits.copy_pages)
+        self._storage_jobs = StorageRunner(pairs[0].host, runtime.hash_pages, limits.batch_pages)
         self._detaching = False
         self._closed = False
-        self._queued_loads: dict[Ticket, Copy] = {}
-        self._desk = Desk(self._driver, runtime.clock, host_pool.page_bytes)
+        self._queued_loads: dict[Ticket, Copies] = {}
+        self._desk = Desk(self._driver, runtime.clock)
         self._desk.on_finish = self._end_load_batch
         self._desk.workers = self._make_workers(runtime)
 
     # -- jobs ---------------------------------------------------------------------------
 
-    def write(self, device_pages: PageIds, host_pages: PageIds) -> Ticket:
-        """Copy device pages to host pages, behind all work given to the compute stream. Starts at once."""
-        copy = _copy(device_pages, host_pages)
-        return self._submit(JobKind.WRITE, len(copy.source), copy, self._streams.mark())
+    def write(self, device_pages: PageIds, host_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
+        """Copy device pages to host pages, behind all work given to the compute stream. Starts at once.
 
-    def load(self, host_pages: PageIds, device_pages: PageIds) -> Ticket:
-        """Copy host pages to device pages, with the next `start_loading`."""
-        copy = _copy(host_pages, device_pages)
+        others: what goes along between further pairs of pools; all arrives or the ticket fails.
+        """
+        copies = as_copies(device_pages, host_pages, others)
+        return self._submit(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
+
+    def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
+        """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
+        copies = as_copies(host_pages, device_pages, others)
         ticket = self._desk.new_ticket(JobKind.LOAD)
         refused = self._refusal(JobKind.LOAD)
         if refused is None:
-            self._queued_loads[ticket] = copy
+            self._queued_loads[ticket] = copies
         else:
-            self._fail_load(ticket, copy, refused)
+            self._fail_load(ticket, copies, refused)
         return ticket
 
     def start_loading(self) -> int:
@@ -164,11 +186,10 @@ class TransferController:
         if not self._queued_loads:
             return -1
         loads, self._queued_loads = self._queued_loads, {}
-        copies = list(loads.values())
-        copy = Copy(np.concatenate([c.source for c in copies]), np.concatenate([c.target for c in copies]))
+        batch = joined([copy for copies in loads.values() for copy in copies])
         producer = self.layer_done_counter.update_producer()
-        parts = tuple((ticket, len(c.source)) for ticket, c in loads.items())
-        task = Task(Job(JobKind.LOAD, parts, LoadBatch(copy, producer), self.epoch, self._streams.mark()))
+        parts = tuple(Part(ticket, *self._size(copies)) for ticket, copies in loads.items())
+        task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
         has_slot = self.layer_done_counter.is_open(producer)
         self._desk.submit(task, None if has_slot else FailReason.GATE_TIMEOUT)
         return producer
@@ -184,26 +205,26 @@ class TransferController:
         """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count."""
         asked = len(rows) if num_pages is None else num_pages
         assert 0 <= asked <= len(rows), f"{asked} pages of {len(rows)} rows"
-        return self._submit(JobKind.QUERY, asked, Query(rows, asked))
+        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked))
 
     def read(self, hashes: Sequence[bytes], host_pages: PageIds) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined."""
         target = as_pages(host_pages)
         assert len(hashes) == len(target), f"{len(hashes)} hashes for {len(target)} pages"
-        return self._submit(JobKind.READ, len(target), Read(tuple(hashes), target))
+        return self._submit(JobKind.READ, self._stored_size(target), Read(tuple(hashes), target))
 
     def store(self, rows: PageRows, host_pages: PageIds) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""
         source = as_pages(host_pages)
         assert len(source) <= len(rows), f"{len(source)} pages for {len(rows)} rows"
-        return self._submit(JobKind.STORE, len(source), Store(rows, source))
+        return self._submit(JobKind.STORE, self._stored_size(source), Store(rows, source))
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
         batch it is in. Loads that were started run to their end; an unknown or finished ticket is ignored."""
-        copy = self._queued_loads.pop(ticket, None)
-        if copy is not None:
-            self._fail_load(ticket, copy, FailReason.CANCELLED)
+        copies = self._queued_loads.pop(ticket, None)
+        if copies is not None:
+            self._fail_load(ticket, copies, FailReason.CANCELLED)
         else:
             self._desk.cancel(ticket, FailReason.CANCELLED)
 
@@ -327,11 +348,18 @@ class TransferController:
         assert set(workers) == set(JobKind), f"workers for {list(workers)} only"
         return workers
 
-    def _submit(self, kind: JobKind, num_pages: int, payload: Payload, after: object = None) -> Ticket:
+    def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
         ticket = self._desk.new_ticket(kind)
-        task = Task(Job(kind, ((ticket, num_pages),), payload, self.epoch, after))
+        task = Task(Job(kind, (Part(ticket, *size),), payload, self.epoch, after))
         self._desk.submit(task, self._refusal(kind))
         return ticket
+
+    def _size(self, copies: Copies) -> Size:
+        num_bytes = sum(len(copy.source) * self._page_bytes[copy.pair] for copy in copies)
+        return sum(len(copy.source) for copy in copies), num_bytes
+
+    def _stored_size(self, host_pages: Pages) -> Size:
+        return len(host_pages), len(host_pages) * self._page_bytes[0]
 
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
@@ -343,23 +371,18 @@ class TransferController:
         num_queued = len(self._queued_loads) if kind is JobKind.LOAD else len(self._desk.lanes[kind].queue)
         return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None
 
-    def _fail_load(self, ticket: Ticket, copy: Copy, reason: FailReason) -> None:
-        self._desk.submit(Task(Job(JobKind.LOAD, ((ticket, len(copy.source)),), copy, self.epoch)), reason)
+    def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
+        part = Part(ticket, *self._size(copies))
+        self._desk.submit(Task(Job(JobKind.LOAD, (part,), copies, self.epoch)), reason)
 
     def _stop_everything(self, reason: FailReason) -> None:
         self._desk.stop_all(JobKind, reason)
         loads, self._queued_loads = self._queued_loads, {}
-        for ticket, copy in loads.items():
-            self._fail_load(ticket, copy, reason)
+        for ticket, copies in loads.items():
+            self._fail_load(ticket, copies, reason)
 
     def _end_load_batch(self, task: Task, error: str | None) -> None:
         """A batch of loads has ended, or never began: free its slot and tell its waiters."""
         payload = task.job.payload
         if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
             self.layer_done_counter.end(payload.producer, error)
-
-
-def _copy(source: PageIds, target: PageIds) -> Copy:
-    copy = Copy(as_pages(source), as_pages(target))
-    assert len(copy.source) == len(copy.target), f"{len(copy.source)} pages onto {len(copy.target)}"
-    return copy

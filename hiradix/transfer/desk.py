@@ -27,7 +27,7 @@ class Desk:
     wakeup(): called after.
     """
 
-    def __init__(self, driver: Driver, clock: Clock, page_bytes: int):
+    def __init__(self, driver: Driver, clock: Clock):
         self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
         self.lanes = {kind: Lane(kind) for kind in JobKind}
         self.workers: dict[JobKind, Worker] = {}
@@ -36,7 +36,6 @@ class Desk:
         self.on_finish: Callable[[Task, str | None], None] = lambda task, error: None
         self._driver = driver
         self._clock = clock
-        self._page_bytes = page_bytes
         self._tickets = itertools.count()
         self._open: dict[Ticket, Task | None] = {}  # None: submitted, but no task yet (a load not started)
         self._pending = dict.fromkeys(JobKind, 0)
@@ -62,8 +61,8 @@ class Desk:
     def submit(self, task: Task, refused: FailReason | None) -> None:
         """Queue the task for its worker; or, if `refused`, post its failed results at once."""
         with self.lock:
-            for ticket, _ in task.job.parts:
-                self._open[ticket] = task
+            for part in task.job.parts:
+                self._open[part.ticket] = task
             if refused is None:
                 self.lanes[task.job.kind].queue.append(task)
         if refused is None:
@@ -114,10 +113,10 @@ class Desk:
         text = None if error is None else describe(error)
         self.on_finish(task, text)
         duration_s = 0.0 if task.started_s is None else self._clock() - task.started_s
-        total = sum(num_pages for _, num_pages in job.parts)
-        for ticket, num_pages in job.parts:
+        total = sum(part.num_pages for part in job.parts)
+        for ticket, num_pages, all_bytes in job.parts:
             done = task.num_pages if len(job.parts) == 1 else num_pages if task.num_pages == total else 0
-            num_bytes = 0 if job.kind is JobKind.QUERY else done * self._page_bytes
+            num_bytes = all_bytes * done // num_pages if num_pages else 0
             self._post(
                 Result(ticket, job.kind, done, task.hashes, text, reason, duration_s, num_bytes, job.epoch)
             )

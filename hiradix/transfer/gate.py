@@ -10,7 +10,7 @@ event that is not recorded yet is a no-op, and then makes its CUDA stream wait f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from hiradix.errors import CacheError
@@ -128,6 +128,10 @@ class LayerDoneCounter:
         self._consumers = ()
         self._failures.clear()
 
+    def view(self, layers: Sequence[int]) -> GateView:
+        """The gate as a pool sees it whose layer i is the model's `layers[i]`."""
+        return GateView(self, layers)
+
     def _wait_one(self, index: int, layer: int) -> None:
         batch = self._slots[index % self.num_slots]
         if batch is None or batch.index != index:  # its slot is in use again: its copies ended, well or not
@@ -163,3 +167,15 @@ class LayerDoneCounter:
         self._failures[index] = error
         while len(self._failures) > MAX_REMEMBERED_FAILURES:
             self._failures.popitem(last=False)
+
+
+class GateView:
+    """The gate for a pool that has some of the model's layers."""
+
+    def __init__(self, gate: LayerDoneCounter, layers: Sequence[int]):
+        self._gate = gate
+        self._layers = tuple(layers)
+
+    def wait_until(self, layer: int) -> None:
+        """As `LayerDoneCounter.wait_until`, of the pool's own layer number `layer`."""
+        self._gate.wait_until(self._layers[layer])

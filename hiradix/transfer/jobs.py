@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NewType
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from hiradix.tree.hashing import PageRows
 
 Pages = npt.NDArray[np.int32]
+PageIds = Sequence[int] | Pages
 Ticket = NewType("Ticket", int)
 
 NO_PAGES: Pages = np.empty(0, np.int32)
@@ -50,17 +51,21 @@ class FailReason(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Copy:
-    """Copy `source[i]` of one pool to `target[i]` of the other, all layers."""
+    """Copy `source[i]` of one pool to `target[i]` of the other, all layers. pair: which pair of pools."""
 
     source: Pages
     target: Pages
+    pair: int = 0
+
+
+Copies = tuple[Copy, ...]  # that succeed or fail as one
 
 
 @dataclass(frozen=True, eq=False)
 class LoadBatch:
     """All loads of one `start_loading`, copied layer by layer behind the gate's `producer` index."""
 
-    copy: Copy
+    copies: Copies
     producer: int
 
 
@@ -88,19 +93,27 @@ class Store:
     source: Pages
 
 
-Payload = Copy | LoadBatch | Query | Read | Store
+Payload = Copies | LoadBatch | Query | Read | Store
+
+
+class Part(NamedTuple):
+    """One ticket of a job."""
+
+    ticket: Ticket
+    num_pages: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
     """One order to a worker.
 
-    parts: the tickets it answers and the pages of each; one, but for a layer-wise load.
+    parts: the tickets it answers, with the pages and bytes of each; one, but for a layer-wise load.
     after: what the copies must wait for on the device (an event of the compute stream), or None.
     """
 
     kind: JobKind
-    parts: tuple[tuple[Ticket, int], ...]
+    parts: tuple[Part, ...]
     payload: Payload
     epoch: int
     after: object = None
@@ -132,3 +145,26 @@ class Result:
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
     """A private int32 copy, so that nobody changes a job's pages under a worker."""
     return np.array(pages, dtype=np.int32)
+
+
+def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:
+    """Private copies of all that one ticket moves; what moves nothing is left out."""
+    found = (Copy(as_pages(source), as_pages(target)), *(_private(copy) for copy in others))
+    for copy in found:
+        assert len(copy.source) == len(copy.target), f"{len(copy.source)} pages onto {len(copy.target)}"
+    return tuple(copy for copy in found if len(copy.source))
+
+
+def joined(copies: Iterable[Copy]) -> Copies:
+    """One copy per pair of pools."""
+    by_pair: dict[int, list[Copy]] = {}
+    for copy in copies:
+        by_pair.setdefault(copy.pair, []).append(copy)
+    return tuple(
+        Copy(np.concatenate([c.source for c in parts]), np.concatenate([c.target for c in parts]), pair)
+        for pair, parts in by_pair.items()
+    )
+
+
+def _private(copy: Copy) -> Copy:
+    return Copy(as_pages(copy.source), as_pages(copy.target), copy.pair)

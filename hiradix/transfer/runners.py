@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,58 +16,76 @@ from hiradix.tree.hashing import PageRows
 
 
 @dataclass(frozen=True)
-class Pools:
-    """The two pools and the copy between them."""
+class PoolPair:
+    """Two pools of one shape and the copy between them.
+
+    layers: which of the model's layers each of the pools' layers is; None: they are the model's.
+    """
 
     device: DevicePoolLike
     host: HostPoolLike
     transport: TransportLike
+    layers: Sequence[int] | None = None
+
+    @property
+    def model_layers(self) -> Sequence[int]:
+        return range(self.device.shape.num_layers) if self.layers is None else self.layers
 
 
 class CopyRunner:
-    """WRITE in chunks of `chunk_pages`, LOAD layer by layer. A job's copies have ended when it has."""
+    """WRITE in chunks of `chunk_pages`, LOAD layer by layer of the model. A job's copies end with it."""
 
-    def __init__(self, pools: Pools, streams: Streams, gate: LayerDoneCounter, chunk_pages: int):
-        self._pools = pools
+    def __init__(
+        self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int
+    ):
+        self._pairs = tuple(pairs)
+        self._at = [
+            {layer: range(i, i + 1) for i, layer in enumerate(pair.model_layers)} for pair in pairs
+        ]  # per pair: a model layer's place in its pools
         self._streams = streams
         self._gate = gate
         self._chunk_pages = chunk_pages
 
     def write(self, task: Task) -> Iterator[None]:
         """Device to host, all layers of a chunk of pages per step."""
-        copy = task.job.payload
-        assert isinstance(copy, Copy)
-        for start in range(0, len(copy.source), self._chunk_pages):
-            task.check()
-            chunk = slice(start, start + self._chunk_pages)
-            source, target = copy.source[chunk], copy.target[chunk]
-            try:
-                with self._streams.copying(JobKind.WRITE, task.job.after):
-                    pools = self._pools
-                    pools.transport.copy_pages(pools.device, pools.host, source, target, None)
-            finally:
-                self._streams.drain(JobKind.WRITE)
-            task.num_pages += len(source)
-            yield
+        copies = task.job.payload
+        assert isinstance(copies, tuple)
+        for copy in copies:
+            pools = self._pairs[copy.pair]
+            for start in range(0, len(copy.source), self._chunk_pages):
+                task.check()
+                chunk = slice(start, start + self._chunk_pages)
+                source, target = copy.source[chunk], copy.target[chunk]
+                try:
+                    with self._streams.copying(JobKind.WRITE, task.job.after):
+                        pools.transport.copy_pages(pools.device, pools.host, source, target, None)
+                finally:
+                    self._streams.drain(JobKind.WRITE)
+                task.num_pages += len(source)
+                yield
 
     def load(self, task: Task) -> Iterator[None]:
-        """Host to device, one layer of all pages per step. All or nothing."""
+        """Host to device, one layer of the model of all pages per step. All or nothing."""
         batch = task.job.payload
         assert isinstance(batch, LoadBatch)
         try:
             for layer in range(self._gate.num_layers):
                 task.check()
                 with self._streams.copying(JobKind.LOAD, task.job.after):
-                    self._pools.transport.copy_pages(
-                        self._pools.host, self._pools.device, batch.copy.source, batch.copy.target,
-                        range(layer, layer + 1),
-                    )  # fmt: skip
+                    for copy in batch.copies:
+                        self._load_layer(copy, layer)
                     event = self._streams.record(JobKind.LOAD)
                 self._gate.layer_done(batch.producer, layer, event)
                 yield
         finally:
             self._streams.drain(JobKind.LOAD)
-        task.num_pages = len(batch.copy.source)
+        task.num_pages = sum(len(copy.source) for copy in batch.copies)
+
+    def _load_layer(self, copy: Copy, layer: int) -> None:
+        """One model layer's pages of one pair of pools, which may not have that layer."""
+        pools, at = self._pairs[copy.pair], self._at[copy.pair].get(layer)
+        if at is not None:
+            pools.transport.copy_pages(pools.host, pools.device, copy.source, copy.target, at)
 
 
 class StorageRunner:
