@@ -69,7 +69,7 @@ test-faults: $(READY)
 
 # The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
 test-differential: $(READY)
-	$(PY) tests/differential/install.py
+	$(PY) -m tests.differential.wheels
 	$(PY) -m pytest -q --timeout 900 tests/differential $(PYTEST_FLAGS)
 
 # Four minutes and 1.5 GB. SCALE_FLAGS="10000000 1000000": nodes, operations.

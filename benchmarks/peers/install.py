@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -38,16 +39,19 @@ def _pip(*arguments: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _unpack_sglang(version: str) -> None:
-    folder = wheel_folder(version)
+def unpack_wheel(requirement: str, folder: Path) -> None:
+    """Download one wheel, alone, and unpack it into `folder`, unless that is there."""
     if folder.is_dir():
         return
-    downloads = FOLDER / "downloads"
-    _pip("download", "-q", "--no-deps", "-d", str(downloads), f"sglang=={version}")
-    (wheel,) = downloads.glob(f"sglang-{version}-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    wheel.unlink()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*pip, "-d", scratch, requirement], check=True)
+        (wheel,) = Path(scratch).glob("*.whl")
+        unpacked = Path(scratch) / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(unpacked)
+        unpacked.rename(folder)
 
 
 def main() -> None:
@@ -62,7 +66,7 @@ def main() -> None:
     _pip("install", "-q", torch_pin())
     _pip("install", "-q", "--no-deps", "-r", str(HERE / "requirements.txt"), VLLM)
     for version in SGLANG_VERSIONS:
-        _unpack_sglang(version)
+        unpack_wheel(f"sglang=={version}", wheel_folder(version))
     STAMP.write_text(wanted)
 
 

@@ -10,9 +10,17 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from collections.abc import Iterator, Sequence
+
+# What SGLang imports and the prefix cache never runs: mocked where it is not installed.
+LIGHT = (
+    "IPython", "PIL", "aiohttp", "blake3", "cachetools", "compressed_tensors", "diskcache", "einops",
+    "interegular", "llguidance", "modelscope", "numba", "orjson", "outlines", "partial_json_parser",
+    "prometheus_client", "pybase64", "requests", "setproctitle", "tqdm", "uvicorn", "xgrammar", "zmq",
+)  # fmt: skip
 
 
 class Anything:
@@ -118,9 +126,10 @@ def mock_triton() -> types.ModuleType:
 
 def install(wheel: str, mocked: Sequence[str]) -> None:
     """Make the unpacked `wheel` importable, with mocks for `mocked` and triton. Before torch is imported."""
+    absent = [name for name in LIGHT if importlib.util.find_spec(name) is None]
     sys.path.insert(0, wheel)
     sys.modules["triton"] = mock_triton()
-    sys.meta_path.insert(0, MockFinder([*mocked, "triton"]))
+    sys.meta_path.insert(0, MockFinder([*mocked, *absent, "triton"]))
 
 
 class Event:

@@ -62,16 +62,24 @@ class NoKV:
         return self
 
 
-def _allocator(page_size: int, num_tokens: int, pool: Any) -> Any:
+def make_allocator(page_size: int, num_tokens: int, pool: Any) -> Any:
     if page_size == 1:
         return TokenToKVPoolAllocator(num_tokens, torch.int64, "cpu", pool, False)
     return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.int64, "cpu", pool, False)
 
 
-def _params(page_size: int, allocator: Any, rows: Any = None) -> CacheInitParams:
+def make_pool(page_size: int, num_tokens: int) -> Any:
+    """One layer of int64."""
+    return MHATokenToKVPool(
+        size=num_tokens, page_size=page_size, dtype=torch.int64, head_num=1, head_dim=1,
+        layer_num=1, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+
+
+def make_params(page_size: int, allocator: Any, rows: Any = None, core: str = "rust") -> CacheInitParams:
     return CacheInitParams(
         disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=page_size,
-        eviction_policy="lru", tree_components=(ComponentType.FULL,), tree_core_backend="rust",
+        eviction_policy="lru", tree_components=(ComponentType.FULL,), tree_core_backend=core,
     )  # fmt: skip
 
 
@@ -80,10 +88,10 @@ class Unified(TreePeer):
 
     def new(self, page_size: int, num_tokens: int) -> None:
         self.page_size = page_size
-        _publish(hicache_ratio=1.0)
-        self.allocator = _allocator(page_size, num_tokens, NoKV())
+        publish(hicache_ratio=1.0)
+        self.allocator = make_allocator(page_size, num_tokens, NoKV())
         self.rows = ReqToTokenPool(2, 1 << 13, "cpu", False)
-        self.cache = UnifiedRadixCache(_params(page_size, self.allocator, self.rows))
+        self.cache = UnifiedRadixCache(make_params(page_size, self.allocator, self.rows))
 
     def tokens(self, ids: Any) -> Any:
         return array("q", ids)
@@ -151,14 +159,10 @@ class UnifiedHost(HostPeer):
     """The same with HiCache: hybrid controller and an MHA host pool."""
 
     def new(self, page_size: int, num_tokens: int, ratio: float) -> None:
-        _prepare_host()
-        _publish(hicache_ratio=ratio)
-        pool = MHATokenToKVPool(
-            size=num_tokens, page_size=page_size, dtype=torch.int64, head_num=1, head_dim=1,
-            layer_num=1, device="cpu", enable_memory_saver=False,
-        )  # fmt: skip
-        self.allocator = _allocator(page_size, num_tokens, pool)
-        params = _params(page_size, self.allocator)
+        prepare_host()
+        publish(hicache_ratio=ratio)
+        self.allocator = make_allocator(page_size, num_tokens, make_pool(page_size, num_tokens))
+        params = make_params(page_size, self.allocator)
         self.cache = UnifiedRadixCache(params)
         self.cache.init_hicache(types.SimpleNamespace(file_storage_path=None), params)
 
@@ -201,13 +205,13 @@ def _bag(bag: str, **values: Any) -> Any:
     return made
 
 
-def _publish(hicache_ratio: float) -> None:
+def publish(hicache_ratio: float, write_policy: str = "write_through", io_backend: str = "kernel") -> None:
     """Fill in what the server's start would have."""
     memory = _bag(
         "memory", hicache_host_memory_mode="cache", hicache_storage_backend=None,
-        hicache_storage_backend_extra_config=None, hicache_write_policy="write_through",
+        hicache_storage_backend_extra_config=None, hicache_write_policy=write_policy,
         hicache_storage_prefetch_policy="best_effort", hicache_ratio=hicache_ratio, hicache_size=0,
-        hicache_mem_layout="layer_first", hicache_io_backend="kernel", enable_unified_memory=False,
+        hicache_mem_layout="layer_first", hicache_io_backend=io_backend, enable_unified_memory=False,
     )  # fmt: skip
     runtime_context._CONTEXT._config_bags = {
         "memory": memory,
@@ -223,7 +227,7 @@ def _publish(hicache_ratio: float) -> None:
     runtime_context.get_parallel()._stamp.update(stamp)
 
 
-def _prepare_host() -> None:
+def prepare_host() -> None:
     """Memory that is not pinned, copies that do nothing, the plain strategy only. Once."""
     if getattr(host_base, "prepared", False):
         return

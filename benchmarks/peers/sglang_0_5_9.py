@@ -42,7 +42,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey  # noqa: E402
 from timed import HostMatch, HostPeer, Request, TreePeer  # noqa: E402
 
 
-def _allocator(page_size: int, num_tokens: int) -> Any:
+def make_allocator(page_size: int, num_tokens: int) -> Any:
+    """SGLang's own, over a pool of one layer of int64."""
     pool = MHATokenToKVPool(
         size=num_tokens, page_size=page_size, dtype=torch.int64, head_num=1, head_dim=1,
         layer_num=1, device="cpu", enable_memory_saver=False,
@@ -52,7 +53,7 @@ def _allocator(page_size: int, num_tokens: int) -> Any:
     return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.int64, "cpu", pool, False)
 
 
-def _params(page_size: int, allocator: Any, rows: Any = None) -> CacheInitParams:
+def make_params(page_size: int, allocator: Any, rows: Any = None) -> CacheInitParams:
     return CacheInitParams(
         disable=False,
         req_to_token_pool=rows,
@@ -68,9 +69,9 @@ class Radix(TreePeer):
 
     def new(self, page_size: int, num_tokens: int) -> None:
         self.page_size = page_size
-        self.allocator = _allocator(page_size, num_tokens)
+        self.allocator = make_allocator(page_size, num_tokens)
         self.rows = ReqToTokenPool(2, 1 << 13, "cpu", False)
-        self.cache = RadixCache(_params(page_size, self.allocator, self.rows))
+        self.cache = RadixCache(make_params(page_size, self.allocator, self.rows))
 
     def key(self, ids: Any) -> Any:
         return RadixKey(list(ids))
@@ -106,15 +107,9 @@ class HiRadix(HostPeer):
     """HiRadixCache, write_through, no storage."""
 
     def new(self, page_size: int, num_tokens: int, ratio: float) -> None:
-        _prepare_host()
-        self.allocator = _allocator(page_size, num_tokens)
-        arguments = types.SimpleNamespace(
-            hicache_io_backend="kernel", hicache_mem_layout="layer_first", disable_hicache_numa_detect=True,
-            hicache_ratio=ratio, hicache_size=0, hicache_storage_backend=None,
-            hicache_storage_backend_extra_config=None, hicache_storage_prefetch_policy="best_effort",
-            hicache_write_policy="write_through", served_model_name="m", extra_metric_labels=None,
-        )  # fmt: skip
-        self.cache = HiRadixCache(_params(page_size, self.allocator), arguments)
+        prepare_host()
+        self.allocator = make_allocator(page_size, num_tokens)
+        self.cache = HiRadixCache(make_params(page_size, self.allocator), server_args(ratio))
 
     key = Radix.key
     lock = Radix.lock
@@ -136,7 +131,17 @@ class HiRadix(HostPeer):
         self.cache.evict(EvictParams(num_tokens=num_tokens))
 
 
-def _prepare_host() -> None:
+def server_args(ratio: float, write_policy: str = "write_through", io_backend: str = "kernel") -> Any:
+    """What HiRadixCache reads of the server's flags."""
+    return types.SimpleNamespace(
+        hicache_io_backend=io_backend, hicache_mem_layout="layer_first", disable_hicache_numa_detect=True,
+        hicache_ratio=ratio, hicache_size=0, hicache_storage_backend=None,
+        hicache_storage_backend_extra_config=None, hicache_storage_prefetch_policy="best_effort",
+        hicache_write_policy=write_policy, served_model_name="m", extra_metric_labels=None,
+    )  # fmt: skip
+
+
+def prepare_host() -> None:
     """One rank, memory that is not pinned, copies that do nothing."""
     if torch.distributed.is_initialized():
         return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,14 @@ from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixTree, Tier
 
 OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
+
+
+class WriteBack(NamedTuple):
+    """A copy of a node that is to leave the device. locks: what it gives back when it ends."""
+
+    ticket: Ticket
+    node: Node
+    locks: list[Lock]
 
 
 class Backup:
@@ -73,24 +82,25 @@ class Backup:
                 break
         return list(_runs(path, lacks_host))
 
-    def _submit_write(self, nodes: list[Node]) -> Ticket | None:
+    def _submit_write(self, nodes: list[Node]) -> None:
         """Start one copy for a root-first run of nodes; as many of them as the host pool can take.
 
         The path is locked in both tiers first, so that making room takes no host copy above `nodes`.
         """
-        locks = (self._tree.lock(nodes[-1], Tier.HOST), self._tree.lock(nodes[-1], Tier.DEVICE))
+        locks = self._locked(nodes[-1])
         room = self._supply.host_room()
         ends = np.cumsum([n.num_pages for n in nodes])
         fitting = int(np.searchsorted(ends, room, side="right"))
         num_pages = int(ends[fitting - 1]) if fitting else 0
         host_pages = self._supply.alloc_host(num_pages) if fitting else None
         self._counters.write_dropped += int(ends[-1]) - (0 if host_pages is None else num_pages)
-        if host_pages is not None:
-            return self._write(nodes[:fitting], host_pages, lambda: self._unlock(locks))
-        self._unlock(locks)
-        return None
+        if host_pages is None:
+            self._unlock(locks)
+        else:
+            self._write(nodes[:fitting], host_pages, locks)
 
-    def _write(self, nodes: list[Node], host_pages: Pages, unlock: Callable[[], None]) -> Ticket:
+    def _write(self, nodes: list[Node], host_pages: Pages, locks: list[Lock]) -> Ticket:
+        """Submit one copy, which gives `locks` back when it ends."""
         last = nodes[-1]
         source = self._tree.pages(last, Tier.DEVICE, start=nodes[0].start)
         self._writing[source] = True
@@ -105,22 +115,43 @@ class Backup:
             else:
                 self._counters.write_failed += len(source)
                 self._supply.free_host(host_pages)
-            unlock()
+            self._unlock(locks)
             if ok:
                 self.store(last)
 
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=host_pages))
         return ticket
 
+    def _locked(self, node: Node) -> list[Lock]:
+        return [self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE)]
+
     def _unlock(self, locks: Sequence[Lock]) -> None:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def write_back(self, num_pages: int) -> tuple[list[Node], list[Ticket]]:
-        """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies)."""
+    def write_back(self, num_pages: int) -> tuple[list[Node], list[WriteBack]]:
+        """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies).
+
+        The copies hold no lock, as giving one back is a use: what is above a victim would become the last to
+        go. So either they have ended when anything else happens to the tree, or they are `keep`ed.
+        """
         victims = self._tree.coldest(BACKBONE, Tier.DEVICE, num_pages)
-        tickets = [self._submit_write([node]) for node in victims if not node.resident(Tier.HOST)]
-        return victims, [ticket for ticket in tickets if ticket is not None]
+        copies = []
+        for node in victims:
+            if node.resident(Tier.HOST):
+                continue
+            host_pages = self._supply.alloc_host(node.num_pages)
+            if host_pages is None:
+                self._counters.write_dropped += node.num_pages
+                continue
+            locks: list[Lock] = []
+            copies.append(WriteBack(self._write([node], host_pages, locks), node, locks))
+        return victims, copies
+
+    def keep(self, copies: Iterable[WriteBack]) -> None:
+        """Lock what is being copied, until it is."""
+        for copy in copies:
+            copy.locks.extend(self._locked(copy.node))
 
     # -- host to storage ----------------------------------------------------------------
 

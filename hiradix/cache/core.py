@@ -158,7 +158,9 @@ class HierarchicalCache:
         freed, ended = 0, True
         while freed < num_pages and ended:
             victims, copies = self.backup.write_back(num_pages - freed)
-            ended = self.controller.wait(copies, COPY_WAIT_S)
+            ended = self.controller.wait([copy.ticket for copy in copies], COPY_WAIT_S)
+            if not ended:
+                self.backup.keep(copies)
             self.tick()
             here = [node for node in victims if self.tree.current(node) is not None]
             moved = sum(self.supply.release(self.tree.demote(node)) for node in here)

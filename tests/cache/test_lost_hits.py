@@ -57,6 +57,31 @@ def test_write_back_saves_what_a_load_back_evicts() -> None:
     world.assert_drained()
 
 
+def test_writing_back_is_no_use_of_what_is_above() -> None:
+    world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)
+    first, second = key(4, tail=1), key(3, tail=2)
+    serve(world, first[: 2 * PAGE_SIZE])
+    serve(world, first)
+    serve(world, second)
+    assert world.cache.evict(2) == 2 and world.cache.match(first).device_node.end == 2
+    assert world.cache.evict(2) == 2 and world.cache.match(first).device_node.end == 0, "it was used first"
+    assert world.cache.match(second).device_node.end == 3
+    world.assert_drained()
+
+
+def test_a_write_back_that_does_not_end_keeps_what_it_copies() -> None:
+    world = World(Setup(write_policy="write_back", device_pages=8, host_pages=20), 1)
+    prompt = key(3, tail=1)
+    serve(world, prompt)
+    wait, world.cache.controller.wait = world.cache.controller.wait, lambda tickets, timeout_s: False
+    assert world.cache.evict(3) == 0, "the copies read these pages"
+    assert world.cache.tree.protected_pages(Tier.DEVICE) == 3
+    world.cache.controller.wait = wait
+    assert world.cache.drain(1.0) and world.cache.tree.protected_pages(Tier.DEVICE) == 0
+    assert world.cache.evict(3) == 3 and world.cache.match(prompt).loadable_node.end == 3
+    world.assert_drained()
+
+
 def test_a_backup_never_evicts_the_host_copy_of_its_own_prefix() -> None:
     world = World(Setup(device_pages=12, host_pages=6), 1)
     serve(world, key(4))

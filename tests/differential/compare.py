@@ -1,6 +1,6 @@
 """Runs streams on both sides and says where they part.
 
-    python -m tests.differential.compare [seeds]     the table of docs/differences.md
+python -m tests.differential.compare [seeds]     the table of docs/differences.md
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.differential import ours
 from tests.differential.ours import AS_SHIPPED, Manner
 from tests.differential.streams import Setup, Stream, draw
 
-PEER = Path(__file__).with_name("peer.py")
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 900.0
 Seen = list[dict[str, Any]]
 
@@ -28,8 +28,9 @@ LIKE_PEER_TOUCHING = Manner(as_inserted=True, touch_rest=True)
 
 @dataclass(frozen=True)
 class Lane:
-    """Streams of one kind for one cache, and what of the peer's manner they need to agree."""
+    """Streams of one kind for one cache of one peer, and what of the peer's manner they need to agree."""
 
+    peer: str
     kind: str
     setup: Setup
     manner: Manner
@@ -39,31 +40,47 @@ class Lane:
 
     def __str__(self) -> str:
         tier = self.setup.write_policy if self.setup.host_ratio else "device only"
-        return f"{self.kind}, page {self.setup.page_size}, {tier}"
+        return f"{self.peer}, {self.kind}, page {self.setup.page_size}, {tier}"
 
 
-def _lanes() -> list[Lane]:
-    kinds = (("turns", 80, LIKE_PEER), ("held", 40, LIKE_PEER), ("anywhere", 80, LIKE_PEER_TOUCHING))
-    lanes = [
-        Lane(kind, Setup(size, num_pages, ratio), manner)
-        for ratio in (0.0, 30.0)
-        for kind, num_pages, manner in kinds
-        for size in (1, 4, 16)
-    ]
-    counting = [Setup(size, 80, 30.0, "write_through_selective") for size in (1, 4, 16)]
-    return lanes + [Lane("inserted", setup, LIKE_PEER_TOUCHING) for setup in counting]
+PEERS = ("0.5.9", "0.5.23 python", "0.5.23 rust")
+PAGE_SIZES = (1, 4, 16)
+KINDS = (("turns", 80, LIKE_PEER), ("held", 40, LIKE_PEER), ("anywhere", 80, LIKE_PEER_TOUCHING))
 
 
-LANES = _lanes()
-WRITE_BACK = [Lane("turns", Setup(size, 80, 30.0, "write_back"), LIKE_PEER) for size in (1, 4, 16)]
+def _lanes() -> Iterator[Lane]:
+    for peer in PEERS:
+        old = peer == "0.5.9"
+        for policy in ("", "write_through", "write_back", "write_through_selective"):
+            kinds = KINDS if not old or policy != "write_through_selective" else COUNTING
+            for kind, num_pages, manner in kinds:
+                for size in PAGE_SIZES:
+                    if policy:
+                        setup = Setup(size, num_pages, 30.0, policy, chunked=not old)
+                    else:
+                        setup = Setup(size, num_pages)
+                    yield Lane(peer, kind, setup, manner)
 
 
-def play_on_peer(streams: Sequence[Stream]) -> list[Seen]:
-    """What SGLang's classes show, one list per stream, from a process of their own."""
+COUNTING = (("inserted", 80, LIKE_PEER_TOUCHING),)  # of requests, 0.5.9 counts other things as a use
+LANES = list(_lanes())
+
+
+def play_on_peer(streams: Sequence[Stream], peer: str = "0.5.9") -> list[Seen]:
+    """What SGLang's classes of a version show, one list per stream, from a process of their own."""
+    version, *core = peer.replace(".", "_").split()
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch, "streams.json"), Path(scratch, "seen.json")
         source.write_text(json.dumps([stream.record() for stream in streams]))
-        subprocess.run([sys.executable, str(PEER), str(source), str(target)], check=True, timeout=TIMEOUT_S)
+        command = [
+            sys.executable,
+            "-m",
+            f"tests.differential.peer_{version}",
+            str(source),
+            str(target),
+            *core,
+        ]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT_S)
         seen: list[Seen] = json.loads(target.read_text())
     return seen
 
@@ -93,10 +110,10 @@ def found_tokens(stream: Stream, seen: Seen) -> int:
 
 def main() -> None:
     num_seeds = int(sys.argv[1]) if len(sys.argv) > 1 else 20
-    print(f"{'lane':44} {'streams':>7} {'moves':>6} {'agree':>6} | as shipped: {'agree':>6} {'hits':>7}")
-    for lane in [*LANES, *WRITE_BACK]:
+    print(f"{'lane':60} {'streams':>7} {'moves':>6} {'agree':>6} | as shipped: {'agree':>6} {'hits':>7}")
+    for lane in LANES:
         streams = lane.streams(num_seeds)
-        theirs = play_on_peer(streams)
+        theirs = play_on_peer(streams, lane.peer)
         agree, shipped, hits, their_hits = 0, 0, 0, 0
         for stream, seen in zip(streams, theirs):
             agree += parting(seen, ours.run(stream, lane.manner)) is None
@@ -105,7 +122,7 @@ def main() -> None:
             hits, their_hits = hits + found_tokens(stream, own), their_hits + found_tokens(stream, seen)
         share = f"{100 * hits / max(their_hits, 1):.1f} %"
         num_moves = sum(len(stream.moves) for stream in streams)
-        print(f"{lane!s:44} {num_seeds:7} {num_moves:6} {agree:6} | {shipped:18} {share:>8}", flush=True)
+        print(f"{lane!s:60} {num_seeds:7} {num_moves:6} {agree:6} | {shipped:18} {share:>8}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""The peer's wheel has to be unpacked: `make test-differential` does it."""
+"""The peers' wheels have to be unpacked: `make test-differential` does it."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.differential.install import FOLDER
+from tests.differential.wheels import folders
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not FOLDER.is_dir():
-        skip = pytest.mark.skip(reason="SGLang's wheel is not there: make test-differential")
+    if not all(folder.is_dir() for folder in folders()):
+        skip = pytest.mark.skip(reason="SGLang's wheels are not there: make test-differential")
         for item in items:
             if "tests/differential/" in item.path.as_posix():
                 item.add_marker(skip)

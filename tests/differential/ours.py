@@ -25,7 +25,8 @@ from hiradix.prefix_cache import (
 from hiradix.prefix_cache.hiradix import prefetch_limits
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, Tier
-from tests.differential.moves import Pages, Player, RequestTable, page_stamps
+from tests.differential.moves import Player
+from tests.differential.sides import Pages, RequestTable, Side, page_stamps
 from tests.differential.streams import Stream
 
 SHAPE = KVShape(1, 1, 1, 1, torch.int64)
@@ -52,8 +53,8 @@ class Manner:
 AS_SHIPPED = Manner()
 
 
-class OurSide:
-    """A `moves.Side` over `RadixCache`, or `HiRadixCache` where `host_ratio` is not 0."""
+class OurSide(Side):
+    """A side over `RadixCache`, or `HiRadixCache` where `host_ratio` is not 0."""
 
     records = RECORDS
 
@@ -87,12 +88,12 @@ class OurSide:
         prefetch = PrefetchPolicy.from_name("best_effort", prefetch_limits(self.page_size, ExtraConfig()))
         return HostTier(self._host, controller, WritePolicy.from_name(write_policy), prefetch)
 
-    def before_walk(self, key: RadixKey) -> None:
-        if not self.manner.touch_rest or len(key) < self.page_size:
+    def before_walk(self, namespace: str | None, tokens: list[int]) -> None:
+        if not self.manner.touch_rest or len(tokens) < self.page_size:
             return
         tree = self.cache.tree
         num_nodes = sum(1 for _ in tree.nodes())
-        end = tree.match(key.page_aligned(self.page_size)).loadable_node
+        end = tree.match(self.key(namespace, tokens).page_aligned(self.page_size)).loadable_node
         if sum(1 for _ in tree.nodes()) > num_nodes:
             (rest,) = end.children.values()
             if rest.resident(Tier.DEVICE):

@@ -27,6 +27,7 @@ class Setup:
     host_ratio: host pages per device page, 0 for no host tier; above 1, the peer insists.
     host_taken: host pages that somebody else has from the start (as prefetches in flight would).
     load_back_minimum: leave the peer its own.
+    chunked: prompts may be prefilled in chunks (docs/differences.md, 6).
     """
 
     page_size: int
@@ -35,6 +36,7 @@ class Setup:
     write_policy: str = "write_through"
     host_taken: int = 0
     load_back_minimum: bool = False
+    chunked: bool = True
 
 
 @dataclass(frozen=True)
@@ -196,8 +198,8 @@ def inserted(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
 
 
 def _chunks(setup: Setup) -> list[int]:
-    """Tokens to prefill at once; with a host tier always all of them (docs/differences.md, 6)."""
-    return [WHOLE] if setup.host_ratio else [setup.page_size, 3 * setup.page_size, WHOLE]
+    """Tokens to prefill at once."""
+    return [setup.page_size, 3 * setup.page_size, WHOLE] if setup.chunked else [WHOLE]
 
 
 def _release_all(queue: list[str]) -> list[Move]:

@@ -1,0 +1,90 @@
+"""SGLang 0.5.9's classes, unmodified, in a process of their own.
+
+Copies are real, the clock of its LRU is a counter (so ties and slow machines change nothing), and the host
+pool is not pinned. Mocks and pools are those of the benchmarks, and never leave this process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any
+
+from tests.differential.wheels import share_drivers
+
+share_drivers()
+import sglang_0_5_9 as driver  # noqa: E402
+from sglang.srt.mem_cache import hiradix_cache, memory_pool_host, radix_cache  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    EvictParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+
+from tests.differential.peer_main import copy, main  # noqa: E402
+from tests.differential.sides import Pages, RequestTable, Side, page_stamps  # noqa: E402
+
+RECORDS = types.SimpleNamespace(
+    RadixKey=radix_cache.RadixKey,
+    MatchPrefixParams=MatchPrefixParams,
+    InsertParams=InsertParams,
+    EvictParams=EvictParams,
+)
+
+
+def count_instead_of_time() -> None:
+    """Every look at the clock is later than the one before."""
+    ticks = itertools.count(1)
+    clock = types.SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=lambda: 0.0)
+    radix_cache.time = hiradix_cache.time = clock
+
+
+class PeerSide(Side):
+    """A side over SGLang's class: RadixCache, or HiRadixCache where `host_ratio` is not 0."""
+
+    records = RECORDS
+
+    def __init__(self, setup: dict[str, Any]):
+        self.page_size, num_tokens = setup["page_size"], setup["num_pages"] * setup["page_size"]
+        self.allocator = driver.make_allocator(self.page_size, num_tokens)
+        self.kv = self.allocator.get_kvcache().k_buffer[0].view(-1)
+        self.rows = RequestTable()
+        params = driver.make_params(self.page_size, self.allocator, self.rows)
+        self.tiered = setup["host_ratio"] > 0
+        self.cache: Any = self._tiered(params, setup) if self.tiered else radix_cache.RadixCache(params)
+
+    def _tiered(self, params: Any, setup: dict[str, Any]) -> Any:
+        arguments = driver.server_args(setup["host_ratio"], setup["write_policy"], "direct")
+        cache = hiradix_cache.HiRadixCache(params, arguments)
+        taken = 1 + setup["host_taken"]  # it makes one page more than the ratio says
+        cache.token_to_kv_pool_host.alloc(taken * self.page_size)
+        if not setup["load_back_minimum"]:
+            cache.load_back_threshold = 0
+        return cache
+
+    def settle(self) -> None:
+        if self.tiered:
+            self.cache.ready_to_load_host_cache()
+            self.cache.check_hicache_events()
+
+    def host_free(self) -> int:
+        return int(self.cache.token_to_kv_pool_host.available_size()) if self.tiered else 0
+
+    def pages(self) -> Pages:
+        found: Pages = {}
+        stack = [(child, 0) for child in self.cache.root_node.children.values()]
+        while stack:
+            node, prior = stack.pop()
+            tiers = "D" * (node.value is not None) + "H" * (node.host_value is not None)
+            tokens, namespace = list(node.key.token_ids), node.key.extra_key
+            for name, stamp in page_stamps(namespace, tokens, prior, self.page_size):
+                found[name], prior = tiers, stamp
+            stack.extend((child, prior) for child in node.children.values())
+        return found
+
+
+if __name__ == "__main__":
+    count_instead_of_time()
+    driver.prepare_host()
+    memory_pool_host.transfer_kv_direct = copy
+    main(PeerSide)
