@@ -1,0 +1,245 @@
+"""Re-injects known bugs into a copy of the code, one at a time, and shows what catches each.
+
+    python -m tests.simulation.kill_table            all; prints the table of docs/reliability.md
+    python -m tests.simulation.kill_table h1 h17     those of these rows
+
+First the simulation looks for a seed that fails, then the named tests run. Run on demand: a few seconds
+each. A bug that survives is a hole in the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tree.mutation import Fault, copied, planted
+
+SEEDS = "200"
+TIMEOUT_S = 900
+
+CORE, BACKUP, LOAD, FETCH = "cache/core.py", "cache/backup.py", "cache/load_back.py", "cache/prefetch.py"
+FLIGHTS, SUPPLY, RADIX, HIRADIX = (
+    "cache/flights.py",
+    "cache/pages.py",
+    "prefix_cache/radix.py",
+    "prefix_cache/hiradix.py",
+)
+CONTROLLER, DESK, WORKER, RUNNERS, GATE = (
+    "transfer/controller.py",
+    "transfer/desk.py",
+    "transfer/worker.py",
+    "transfer/runners.py",
+    "transfer/gate.py",
+)
+NOT_SIMULATED = ("memory/transport.py", "memory/pools.py", "storage/lanes.py")  # have doubles there
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A row of the known bugs, re-injected by `fault`. tests: what else may catch it."""
+
+    rows: str
+    fault: Fault
+    tests: tuple[str, ...] = ()
+
+
+def bug(rows: str, name: str, file: str, old: str, new: str, *tests: str) -> Bug:
+    return Bug(rows, Fault(name, file, old, new), tests)
+
+
+BUGS = [
+    bug(
+        "1", "a page's copy loses part of what the other pool has", "memory/transport.py",
+        "target.narrow(dim, into, end - begin).copy_(source.narrow(dim, first, end - begin))",
+        "target.narrow(dim, into, end - begin)[..., :-1].copy_("
+        "source.narrow(dim, first, end - begin)[..., :-1])",
+        "tests/memory/test_transport.py",
+    ),
+    bug(
+        "3", "an accessor reads a layer without waiting for its load", "memory/pools.py",
+        "        self._wait(layer_id)\n        layer = layer_id - self.start_layer",
+        "        layer = layer_id - self.start_layer",
+        "tests/memory/test_pools.py",
+    ),
+    bug("3", "the gate opens one layer early", GATE,
+        "ready = batch.error is not None or batch.layers_done > layer",
+        "ready = batch.error is not None or batch.layers_done >= layer"),
+    bug("4", "a load is not ordered behind forwards in flight", CONTROLLER,
+        "LoadBatch(copy, producer), self.epoch, self._streams.mark()))",
+        "LoadBatch(copy, producer), self.epoch, None))"),
+    bug("4", "a write is not ordered behind the forward that computes its pages", CONTROLLER,
+        "copy, self._streams.mark())", "copy, None)"),
+    bug("5", "host pages are let go before their load back has ended", LOAD,
+        "locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))",
+        "locks = (self._tree.lock(node, Tier.DEVICE), self._tree.lock(node, Tier.DEVICE))"),
+    bug("6", "a read that came short is taken for whole", FETCH,
+        "usable = result.num_pages if start < p.end_page else 0",
+        "usable = len(host_pages) if start < p.end_page else 0"),
+    bug("7", "a failed get is no miss", RUNNERS, "        if not ok:\n            return False",
+        "        if not ok:\n            pass"),
+    bug("8", "host copies are visible before they are made", BACKUP,
+        "        ticket = self._controller.write(source, host_pages)\n",
+        "        ticket = self._controller.write(source, host_pages)\n"
+        "        self._tree.adopt(last, BACKBONE, Tier.HOST, host_pages)\n"),
+    bug("9", "a finished request frees pages that the tree took", RADIX,
+        "                    kept = lock.node.end * self.page_size\n",
+        "                    kept = req.cache_protected_len\n"),
+    bug("12 h17", "the hash chain restarts in mid-path after an attach", "tree/rows.py",
+        '    return 0, b""', '    return start, b""'),
+    bug("14", "bytes are not checked after the copy", "storage/guard.py",
+        "if verdict is Verdict.GOOD:", "if True:", "tests/storage/test_guard.py"),
+    bug("15", "a page less is freed than was owned", RADIX,
+        "            self._pages.free(tail)", "            self._pages.free(tail[1:])"),
+    bug("15", "duplicates of an insert are forgotten", SUPPLY,
+        "                self.device.free(duplicates[BACKBONE])", "                pass"),
+    bug("17", "a lock's boundary is walked differently at release", "tree/pins.py",
+        "backbone.lock_ref = int(node.residency(BACKBONE, tier).lock_ref > 0)",
+        "backbone.lock_ref = 0"),
+    bug("18", "an abort forgets a prefetch that waits for another", FETCH,
+        "        if p.phase is Phase.JOINED:\n            self._finish(p)", "        pass"),
+    bug("18", "a cancelled copy keeps its host pages", BACKUP,
+        "                self._supply.free_host(host_pages)\n            unlock()",
+        "                pass\n            unlock()"),
+    bug("19", "a look-up that finds nothing keeps its pin", FETCH,
+        "        if p.lock is not None:\n            self._tree.unlock(p.lock)\n            p.lock = None",
+        "        if p.lock is not None and p.loaded_pages:\n"
+        "            self._tree.unlock(p.lock)\n            p.lock = None"),
+    bug("20", "a load back without a page keeps its locks", LOAD,
+        "            self._unlock(locks)\n        else:", "            pass\n        else:"),
+    bug("20", "a copy without a host page keeps its locks", BACKUP,
+        "        self._unlock(locks)\n        return None", "        return None"),
+    bug("21 h9b", "what an allocation gives out is a view of the free list", "memory/allocator.py",
+        "pages = self._free[rest : self._num_free][::-1].copy()",
+        "pages = self._free[rest : self._num_free][::-1]"),
+    bug("21 h9b", "a node keeps the caller's array", "tree/store.py",
+        "pages.astype(np.int32)  # a copy", "np.asarray(pages)  # a copy",
+        "tests/tree/test_regressions.py", "tests/tree/test_fuzz.py"),
+    bug("22", "a failed load's slots are freed though another request has them", "tree/removal.py",
+        "if any(n.device.lock_ref for n in below):", "if False:"),
+    bug("22", "pages of a failed load are matched", LOAD,
+        "        return match if cut is None else Match(cut, cut)", "        return match"),
+    bug("25", "a query that failed never ends its prefetch", FETCH,
+        "            self._read(p, start, result.hashes[skip : skip + result.num_pages])",
+        "            if result.error is None:\n"
+        "                self._read(p, start, result.hashes[skip : skip + result.num_pages])"),
+    bug("25", "a prefetch without a hit never ends", FETCH,
+        "            return self._finish(p)\n        p.phase = Phase.READ",
+        "            return\n        p.phase = Phase.READ"),
+    bug("27", "a wait for storage has no deadline", "storage/lanes.py",
+        "call.ended.wait(max(0.0, timeout_s))", "call.ended.wait()", "tests/storage/test_guard.py"),
+    bug("28", "chunked prefills are not counted as uses", RADIX,
+        "        if not self.disable:\n            self._count_use(req)",
+        "        if not self.disable and not chunked:\n            self._count_use(req)",
+        "tests/prefix_cache/test_facade.py", "tests/cache", "tests/engine/test_tiers.py"),
+    bug("28", "only the last node of a path is written through", BACKUP,
+        "        return list(_runs(path, lacks_host))\n\n    def _submit",
+        "        return list(_runs(path[-1:], lacks_host))\n\n    def _submit"),
+    bug("29", "an eviction prunes the node with its host copy", "tree/removal.py",
+        "        store.drop(node, component, tier, out)\n        if store.dead",
+        "        store.drop(node, component, tier, out)\n"
+        "        if tier == Tier.DEVICE and node.host.pages is not None and not node.children:\n"
+        "            if node.parent is not None and not node.host.lock_ref:\n"
+        "                store.unlink(node, out)\n"
+        "        if store.dead",
+        "tests/cache/test_lost_hits.py", "tests/tree/test_fuzz.py"),
+    bug("30", "mirrors of device pages are not reclaimed on the host", SUPPLY,
+        "return 0 if self.host is None else self.host.available + self.tree.evictable_pages(Tier.HOST)",
+        "return 0 if self.host is None else self.host.available",
+        "tests/cache/test_lost_hits.py", "tests/cache"),
+    bug("31", "a cap below one prompt switches prefetching off", "policy/prefetch.py",
+        "        if num_pages_in_flight == 0:\n            return True\n", "",
+        "tests/transfer/test_policies.py"),
+    bug("32", "nothing is stored", BACKUP,
+        "            if ok:\n                self.store(last)", "            pass",
+        "tests/cache/test_lost_hits.py"),
+    bug("35", "one result is applied per step", CORE,
+        "in self.controller.poll():", "in self.controller.poll(1):", "tests/cache"),
+    bug("38", "the breaker never opens", "storage/breaker.py",
+        "self._failures < self._limits.failures_to_open", "True",
+        "tests/storage/test_guard.py", "tests/storage/test_parts.py"),
+    bug("38", "a detach does not wait for the running job", CONTROLLER,
+        "        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):\n            return False\n", ""),
+    bug("h1", "a split between insert and copy: only the lower part goes to storage", BACKUP,
+        "            if ok:\n                self.store(last)",
+        "            if ok and self._controller.storage_attached and last.parent is not None:\n"
+        "                self._submit_store(last, last.start)",
+        "tests/cache/test_lost_hits.py"),
+    bug("h2", "write-back without room on the host is an error", BACKUP,
+        "        if host_pages is not None:\n            return self._write(",
+        '        assert host_pages is not None, "no room"\n'
+        "        if host_pages is not None:\n            return self._write("),
+    bug("h3", "an exception of a backend ends the worker's job without a result", WORKER,
+        "        except Exception as error:  # whatever a backend raises is a failed job\n"
+        "            self._end(lane, error)",
+        "        except Exception:\n            lane.steps = lane.active = None"),
+    bug("h4", "a reset does not cut off what is under way", CORE,
+        "kept = self.flights.orphan_all()", "kept = self.flights.owned()"),
+    bug("h4", "a reset forgets the prefetcher's counters", CORE,
+        "for part in (self.backup, self._load_back, self.prefetcher):",
+        "for part in (self.backup, self._load_back):"),
+    bug("h5", "a transfer's name is used again while its first bearer is under way", DESK,
+        "ticket = Ticket(next(self._tickets))", "ticket = Ticket(next(self._tickets) % 3)"),
+    bug("h6", "storage names ignore the namespace", "tree/rows.py",
+        "return PageRows(prior or node.space.seed, rows", "return PageRows(prior, rows"),
+    bug("h6", "a prefetch anchored at the root forgets the namespace", HIRADIX,
+        "            key = self._key(req.fill_ids, req)[:num_tokens]",
+        "            key = RadixKey(req.fill_ids)[:num_tokens]"),
+    bug("h16", "a detach with nothing attached fails", HIRADIX,
+        "        if self._storage is not None:\n            try:", "        if True:\n            try:"),
+    bug("003-a", "one buffer for all pages of a batch", RUNNERS,
+        "return [self._host.page_views(page) for page in pages.tolist()]",
+        "return [self._host.page_views(int(pages[-1])) for page in pages.tolist()]"),
+    bug("003-b", "the tail of a read is given back twice", FETCH,
+        "                self._supply.free_host(host_pages[usable:])\n",
+        "                self._supply.free_host(host_pages[usable:])\n"
+        "                self._supply.free_host(host_pages[usable:])\n"),
+]  # fmt: skip
+
+
+def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+
+
+def killer(copy: Path, bug: Bug) -> str | None:
+    """What sees the bug planted in the copy: a seed of the simulation or a test; None if nothing does."""
+    tests = bug.tests
+    if bug.fault.file not in NOT_SIMULATED and (
+        done := run(copy, "tests.simulation.run", "hunt", SEEDS)
+    ).returncode:
+        found = re.search(r"(.*) of \[python -m tests\.simulation\.run (\d+) \d+\]: (.*)", done.stdout)
+        assert found is not None, done.stdout + done.stderr
+        return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
+    if not tests:
+        return None
+    done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *tests)
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
+    return f"`{found.group(1)}`" if found else f"exit status {done.returncode}"
+
+
+def main(rows: list[str]) -> int:
+    chosen = [b for b in BUGS if not rows or set(rows) & set(b.rows.split())]
+    survivors = 0
+    print("| row | bug | caught by |\n|---|---|---|")
+    for b in chosen:
+        with tempfile.TemporaryDirectory(prefix="hiradix-kill-") as folder:
+            copy = copied(Path(folder))
+            planted(b.fault, copy)
+            seen = killer(copy, b)
+        survivors += seen is None
+        print(f"| {b.rows} | {b.fault.name} | {seen or '**survived**'} |", flush=True)
+    print(f"\n{len(chosen) - survivors} of {len(chosen)} caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
