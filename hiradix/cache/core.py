@@ -145,7 +145,10 @@ class HierarchicalCache:
 
         When everything evictable is gone and running copies still hold pages, waits for those.
         """
-        freed = self._write_back(num_pages) if component == BACKBONE else 0
+        freed = 0
+        if component == BACKBONE:
+            freed += 0 if self._load_back is None else self._load_back.drop_failed()
+            freed += self._write_back(num_pages - freed)
         freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)
         if freed < num_pages and self.wait_for_copies(COPY_WAIT_S):
             freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)

@@ -34,7 +34,7 @@ class LoadBack:
         self._controller = controller
         self._flights = flights
         self._make_room = make_room
-        self._failed: list[tuple[Node, int]] = []  # (node, first page) filled by a copy that failed
+        self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
         self._queued: list[Ticket] = []  # loads that wait for `start_loading`
         self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
 
@@ -85,10 +85,11 @@ class LoadBack:
         def done(result: Result) -> None:
             if result.num_pages == len(pages):
                 self._counters.loaded += len(pages)
+                self._unlock(locks)
             else:
                 self._counters.load_failed += len(pages)
-                self._failed.append((node, start))
-            self._unlock(locks)
+                self._failed.append((locks[1], start))
+                self._tree.unlock(locks[0])
 
         ticket = self._controller.load(host_pages, pages)
         self._queued.append(ticket)
@@ -121,7 +122,7 @@ class LoadBack:
 
     def _garbage(self) -> set[Node]:
         """Nodes that a failed load filled (a split may have added upper halves since)."""
-        return {n for node, start in self._failed for n in self._tree.path(node, start)}
+        return {n for lock, start in self._failed for n in self._tree.path(lock.node, start)}
 
     def usable(self, match: Match) -> Match:
         """`match`, cut above any load that failed and has not left the tree yet."""
@@ -141,15 +142,21 @@ class LoadBack:
         match = self._tree.match(key)
         return self.usable(match) is not match
 
-    def drop_failed(self) -> None:
-        """Take failed loads off the device as soon as nothing locks them."""
+    def drop_failed(self) -> int:
+        """Take failed loads off the device as far as nobody else locks them. Returns the pages freed.
+
+        Until then our own lock keeps them from leaving by another way, bit by bit, and out of sight.
+        """
         if not self._failed:
-            return
+            return 0
         failed, self._failed = self._failed, []
-        for node, start in failed:
-            for n in list(self._tree.path(node, start)):  # none if it has left the tree by another way
+        num_freed = 0
+        for lock, start in failed:
+            self._tree.unlock(lock)
+            for n in list(self._tree.path(lock.node, start)):
                 freed = self._tree.drop_device(n)
-                if freed is None:
-                    self._failed.append((n, n.start))
-                else:
-                    self._supply.release(freed)
+                if freed is None:  # and so are all above it
+                    self._failed.append((self._tree.lock(n, Tier.DEVICE), start))
+                    break
+                num_freed += self._supply.release(freed)
+        return num_freed
