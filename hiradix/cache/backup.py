@@ -88,16 +88,32 @@ class Backup:
         The path is locked in both tiers first, so that making room takes no host copy above `nodes`.
         """
         locks = self._locked(nodes[-1])
-        room = self._supply.host_room()
-        ends = np.cumsum([n.num_pages for n in nodes])
-        fitting = int(np.searchsorted(ends, room, side="right"))
-        num_pages = int(ends[fitting - 1]) if fitting else 0
+        wanted = sum(n.num_pages for n in nodes)
+        fitting = self._fitting(nodes)
+        num_pages = sum(n.num_pages for n in fitting)
         host_pages = self._supply.alloc_host(num_pages) if fitting else None
-        self._counters.write_dropped += int(ends[-1]) - (0 if host_pages is None else num_pages)
+        self._counters.write_dropped += wanted - (0 if host_pages is None else num_pages)
         if host_pages is None:
             self._unlock(locks)
         else:
-            self._write(nodes[:fitting], host_pages, locks)
+            self._write(fitting, host_pages, locks)
+
+    def _fitting(self, nodes: list[Node]) -> list[Node]:
+        """The front of a root-first run that the host has room for.
+
+        A node that can never be there whole, since its path is longer than the host, is cut.
+        """
+        host, room = self._supply.host, self._supply.host_room()
+        for i, n in enumerate(nodes):
+            if n.num_pages > room:
+                if room == 0 or host is None or n.end <= host.num_pages:
+                    return nodes[:i]
+                for _ in self._tree.path(n, n.start + room):  # cuts it there
+                    pass
+                assert n.parent is not None
+                return [*nodes[:i], n.parent]
+            room -= n.num_pages
+        return nodes
 
     def _write(self, nodes: list[Node], host_pages: Pages, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""
@@ -140,12 +156,14 @@ class Backup:
         for node in victims:
             if node.resident(Tier.HOST):
                 continue
-            host_pages = self._supply.alloc_host(node.num_pages)
-            if host_pages is None:
-                self._counters.write_dropped += node.num_pages
-                continue
-            locks: list[Lock] = []
-            copies.append(WriteBack(self._write([node], host_pages, locks), node, locks))
+            wanted = node.num_pages
+            fitting = self._fitting([node])
+            part = fitting[0] if fitting else node
+            host_pages = self._supply.alloc_host(part.num_pages)
+            self._counters.write_dropped += wanted - (0 if host_pages is None else part.num_pages)
+            if host_pages is not None:
+                locks: list[Lock] = []
+                copies.append(WriteBack(self._write([part], host_pages, locks), part, locks))
         return victims, copies
 
     def keep(self, copies: Iterable[WriteBack]) -> None:

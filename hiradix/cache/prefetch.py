@@ -43,7 +43,8 @@ class Prefetch:
     unread_pages: int = 0  # pages of reads that are not back yet
     end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
     nothing_there: bool = False  # storage said so of its first page
-    stopped: bool = False  # its request went on or ended, and nobody else waits for it
+    is_wanted: bool = True  # its own request waits for it
+    stopped: bool = False  # nobody waits for it any more
     loaded_pages: int = 0
     primary: Prefetch | None = None
 
@@ -142,13 +143,19 @@ class Prefetcher:
     def _release(self, handle: Hashable) -> None:
         p = self._active.pop(handle)
         self._loaded[handle] = p.loaded_pages
-        joined = any(q.primary is p for q in self._running)
-        p.stopped = not joined
-        if p.phase is not Phase.DONE and p.stopped:
-            for ticket in p.tickets:
-                self._controller.cancel(ticket)
+        p.is_wanted = False
+        primary = p.primary
         if p.phase is Phase.JOINED:
             self._finish(p)
+        for left in (p, primary):
+            if left is not None and left.phase is not Phase.DONE and not self._is_wanted(left):
+                left.stopped = True
+                for ticket in left.tickets:
+                    self._controller.cancel(ticket)
+
+    def _is_wanted(self, p: Prefetch) -> bool:
+        """Whether a request waits for `p`, its own or one that joined it."""
+        return p.is_wanted or any(q.primary is p for q in self._running)
 
     # -- the transfer's side ------------------------------------------------------------
 

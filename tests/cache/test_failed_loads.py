@@ -1,4 +1,4 @@
-"""Pages that a failed load promised: nobody may find them, however the tree is cut and evicted around them."""
+"""Pages that a failed load promised: nobody may find them, however the tree is cut around them."""
 
 from __future__ import annotations
 

@@ -403,3 +403,23 @@ def test_the_gate_tells_of_a_failed_load_though_a_later_one_went_well() -> None:
     cache.tick()
     assert cache.start_loading() == -1
     world.assert_drained()
+
+
+def test_a_prompt_longer_than_the_host_is_copied_as_far_as_it_fits() -> None:
+    """Row 31: a host smaller than one prompt still serves the front of it."""
+    for policy in ("write_through", "write_back"):
+        world = World(Setup(device_pages=12, host_pages=4, write_policy=policy), 1)
+        serve(world, key(8))
+        world.cache.evict(12)
+        assert world.cache.match(key(8)).loadable_node.end == 4, policy
+        assert serve(world, key(8)) == 4
+        world.assert_drained()
+
+
+def test_what_is_longer_than_the_host_with_its_prefix_is_copied_as_far_as_it_fits() -> None:
+    world = World(Setup(device_pages=12, host_pages=6), 1)
+    serve(world, key(2))
+    serve(world, key(8))
+    world.cache.evict(12)
+    assert world.cache.match(key(8)).loadable_node.end == 6
+    world.assert_drained()
