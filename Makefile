@@ -4,6 +4,7 @@
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
+# make test-storage  every storage backend against real servers on loopback, which it installs where they lack
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
@@ -32,7 +33,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-scale bench-tree bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -57,7 +58,7 @@ lint: $(READY)
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
-LANES := tests/kernels tests/faults tests/simulation tests/differential
+LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -75,6 +76,10 @@ test-differential: $(READY)
 # Four minutes and 1.5 GB. SCALE_FLAGS="10000000 1000000": nodes, operations.
 test-scale: $(READY)
 	$(PY) -m tests.tree.scale $(SCALE_FLAGS)
+
+test-storage: $(READY)
+	$(PY) tests/storage_servers/install.py
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/storage_servers $(PYTEST_FLAGS)
 
 bench-tree: $(READY)
 	$(PY) benchmarks/peers/install.py

@@ -26,9 +26,14 @@ class BackendSpec:
     install: str = ""
 
 
-_registered: dict[str, BackendSpec] = {"file": BackendSpec("hiradix.storage.file:FileBackend")}
+_REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
+_registered: dict[str, BackendSpec] = {
+    "file": BackendSpec("hiradix.storage.file:FileBackend"),
+    "redis": _REDIS,
+    "valkey": _REDIS,
+}
 # Names people will try. They get a plain answer instead of "unknown".
-_PLANNED = ("disk", "redis", "valkey", "s3", "mooncake", "nixl", "dynamic")
+_PLANNED = ("disk", "s3", "mooncake", "nixl", "dynamic")
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:

@@ -259,6 +259,23 @@ def test_planned_names_say_so_plainly(name: str) -> None:
         open_storage(name, CONTEXT)
 
 
+CLIENTS = {"redis": "redis", "valkey": "redis"}
+
+
+@pytest.mark.parametrize("name", sorted(CLIENTS))
+def test_missing_client_package_says_what_to_install(name: str) -> None:
+    code = (
+        f"import sys; sys.modules[{CLIENTS[name]!r}] = None\n"
+        "from hiradix.errors import ConfigError\nfrom hiradix.storage import load_storage_backend\n"
+        f"try: load_storage_backend({name!r})\nexcept ConfigError as error: print(error)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert f"--hicache-storage-backend {name}: cannot import" in shown.stdout
+    assert "install it with: pip install 'hiradix[" in shown.stdout
+
+
 @pytest.mark.parametrize("key", GUARD_KEYS)
 def test_bad_guard_key_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):

@@ -1,0 +1,132 @@
+"""The `redis` backend: pages as strings in Redis, Valkey or anything that speaks RESP.
+
+A key is `<key_prefix>:<fingerprint>:<page key>`, a value is the page's bytes and nothing else. Room is the
+server's business: its `maxmemory` and policy, or a time to live. A policy that evicts leaves holes in
+prefixes; a lookup ends at the first one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import redis
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.redis_commands import ClientCommands, Commands, SocketCommands
+from hiradix.storage.redis_link import RedisConfig, connect, server_memory
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_SCAN = 1000
+
+
+class RedisBackend(StorageBackend):
+    """See the module's docstring. Raises ConfigError when the server cannot be used. Thread-safe."""
+
+    traits = Traits(namespaced=True)
+
+    def __init__(self, context: StorageContext):
+        self.config = config = RedisConfig.from_mapping(context.extra_config)
+        self._prefix = f"{config.key_prefix}:{context.fingerprint.digest()[:32]}:".encode()
+        self._ttl_ms = int(config.ttl_s * 1000)
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+        self._closed = False
+        self._client = connect(config)
+        self._commands: Commands = (
+            SocketCommands(self._client) if config.zero_copy else ClientCommands(self._client)
+        )
+        self._max_bytes, policy = server_memory(self._client)
+        if not self._max_bytes and not self._ttl_ms:
+            logger.warning("the redis server has no maxmemory and ttl_s is 0: pages are never evicted")
+        elif policy == "noeviction" and not self._ttl_ms:
+            logger.warning("the redis server's policy is noeviction: when it is full, pages are refused")
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        names = self._names(keys)
+        lengths = self._ask(lambda: self._commands.lengths(names))
+        return next((index for index, length in enumerate(lengths) if not length), len(keys))
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        names = self._names(keys)
+        return self._ask(lambda: self._commands.get(names, into, self._ttl_ms))
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        names = self._names(keys)
+        lengths = self._ask(lambda: self._commands.lengths(names))
+        ok = [length == page_bytes(page) for length, page in zip(lengths, pages, strict=True)]
+        self._count("put_present", sum(ok))
+        for index, stored in self._set(names, pages, [i for i, there in enumerate(ok) if not there]):
+            ok[index] = stored
+        self._count("put_refused", ok.count(False))
+        return ok
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._unlink(self._names(keys))
+
+    def clear(self) -> None:
+        self._names(())
+        found: list[bytes] = []
+        for name in self._ask(lambda: list(self._client.scan_iter(self._prefix + b"*", count=_SCAN))):
+            found.append(name)
+            if len(found) == _SCAN:
+                self._unlink(found)
+                found = []
+        self._unlink(found)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+
+    def ping(self) -> None:
+        self._names(())
+        self._ask(self._client.ping)
+
+    def stats(self) -> Mapping[str, float]:
+        with self._counts_lock:
+            return {"server_max_bytes": self._max_bytes, **self._counts}
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        return [self._prefix + check_key(key).encode("ascii") for key in keys]
+
+    def _count(self, name: str, number: int) -> None:
+        if number:
+            with self._counts_lock:
+                self._counts[name] += number
+
+    def _set(
+        self, names: Sequence[bytes], pages: Sequence[Page], which: Sequence[int]
+    ) -> list[tuple[int, bool]]:
+        """Write the pages at `which`, over whatever of another length or type is there."""
+        mine, data = [names[index] for index in which], [pages[index] for index in which]
+        expiry = (b"PX", b"%d" % self._ttl_ms) if self._ttl_ms else ()
+        stored = self._ask(lambda: self._commands.set(mine, data, expiry)) if which else []
+        return list(zip(which, stored))
+
+    def _unlink(self, names: Sequence[bytes]) -> None:
+        def work() -> Any:
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.unlink(name)
+            return pipeline.execute()
+
+        if names:
+            self._ask(work)
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except redis.RedisError as error:
+            raise StorageError(f"redis: {type(error).__name__}: {error}") from error

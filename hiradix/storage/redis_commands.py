@@ -1,0 +1,199 @@
+"""The commands pages need, in two ways: straight on a connection's socket, or through redis-py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import redis
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, page_bytes
+from hiradix.storage.resp import ReplyError, RespStream, encode_around
+
+T = TypeVar("T")
+REFUSED = re.compile(rb"-?(?:OOM|MISCONF|READONLY)\b")
+_MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
+
+
+class Commands(Protocol):
+    """One round trip each. Raises StorageError, OSError or redis.RedisError."""
+
+    def lengths(self, names: Sequence[bytes]) -> list[int]:
+        """Bytes stored under each name; 0 where there is nothing, or no string."""
+        ...
+
+    def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
+        """Fill the pages whose stored length is theirs; with `ttl_ms` a hit lives that much longer."""
+        ...
+
+    def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
+        """SET with `options`. False: the server has no room, or takes no writes now."""
+        ...
+
+
+class SocketCommands:
+    """Payload between the socket and the pages, no copy in between.
+
+    client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
+    """
+
+    def __init__(self, client: Any):
+        self._client = client
+        self._is_cluster = isinstance(client, redis.RedisCluster)
+        self._fallback = ClientCommands(client)
+
+    def lengths(self, names: Sequence[bytes]) -> list[int]:
+        def ask(stream: RespStream, which: Sequence[int]) -> list[int]:
+            replies = stream.lines([(b"STRLEN", names[index]) for index in which])
+            return [_number(reply) for reply in replies]
+
+        return self._each_node(names, ask, lambda: self._fallback.lengths(names))
+
+    def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
+        def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
+            commands = [_get_command(names[index], ttl_ms) for index in which]
+            return stream.get_into(commands, [pages[index] for index in which])
+
+        return self._each_node(names, ask, lambda: self._fallback.get(names, pages, ttl_ms))
+
+    def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
+        def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
+            mine = [pages[index] for index in which]
+            frames = [
+                encode_around((b"SET", names[index]), page_bytes(page), options)
+                for index, page in zip(which, mine)
+            ]
+            replies = stream.set_from([head for head, _ in frames], mine, [tail for _, tail in frames])
+            return [_stored(reply) for reply in replies]
+
+        return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
+
+    def _each_node(
+        self,
+        names: Sequence[bytes],
+        ask: Callable[[RespStream, Sequence[int]], list[T]],
+        otherwise: Callable[[], list[T]],
+    ) -> list[T]:
+        """Answers in the order of `names`; a cluster that moves its slots is left to redis-py."""
+        answers: dict[int, T] = {}
+        try:
+            for pool, which in self._by_pool(names):
+                answers.update(zip(which, self._on_socket(pool, ask, which)))
+        except ReplyError as error:
+            if not self._is_cluster or error.code not in _MOVED:
+                raise
+            return otherwise()
+        return [answers[index] for index in range(len(names))]
+
+    def _by_pool(self, names: Sequence[bytes]) -> list[tuple[Any, list[int]]]:
+        if not self._is_cluster:
+            return [(self._client.connection_pool, list(range(len(names))))] if names else []
+        by_node: dict[str, tuple[Any, list[int]]] = {}
+        for index, name in enumerate(names):
+            node = self._client.get_node_from_key(name)
+            pool = self._client.get_redis_connection(node).connection_pool
+            by_node.setdefault(node.name, (pool, []))[1].append(index)
+        return list(by_node.values())
+
+    def _on_socket(
+        self, pool: Any, ask: Callable[[RespStream, Sequence[int]], list[T]], which: Sequence[int]
+    ) -> list[T]:
+        connection = pool.get_connection()
+        intact = False
+        try:
+            stream = RespStream(socket_of(connection))
+            try:
+                answers = ask(stream, which)
+            except ReplyError:
+                intact = stream.is_drained
+                raise
+            intact = stream.is_drained
+            return answers
+        finally:
+            if not intact:
+                connection.disconnect()
+            pool.release(connection)
+
+
+class ClientCommands:
+    """The same through redis-py: for connections whose socket cannot be had, at the price of two copies."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def lengths(self, names: Sequence[bytes]) -> list[int]:
+        return [_number(reply) for reply in self._run([(b"STRLEN", name) for name in names])]
+
+    def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
+        replies = self._run([_get_command(name, ttl_ms) for name in names])
+        return [_copied(reply, page) for reply, page in zip(replies, pages)]
+
+    def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
+        commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
+        return [_stored(reply) for reply in self._run(commands)]
+
+    def _run(self, commands: Sequence[Sequence[bytes]]) -> list[Any]:
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(command[0].decode("ascii"), *command[1:])  # its name must be text
+        replies: list[Any] = pipeline.execute(raise_on_error=False)
+        return replies
+
+
+def socket_of(connection: Any) -> Any:
+    """The connected socket of a redis-py connection. Raises StorageError where this redis-py hides it."""
+    sock = getattr(connection, "_sock", None)
+    if sock is None or not hasattr(sock, "recv_into"):
+        raise StorageError('this redis-py gives no access to its sockets; set "zero_copy": false')
+    return sock
+
+
+def _get_command(name: bytes, ttl_ms: int) -> tuple[bytes, ...]:
+    return (b"GETEX", name, b"PX", b"%d" % ttl_ms) if ttl_ms else (b"GET", name)
+
+
+def _number(reply: Any) -> int:
+    """Of an integer reply; 0 for a value that is no string. Other errors are raised."""
+    if isinstance(reply, int):
+        return reply
+    if isinstance(reply, bytes) and reply[:1] == b":":
+        return int(reply[1:])
+    text = _error_text(reply)
+    if text.startswith("WRONGTYPE"):
+        return 0
+    raise ReplyError(text)
+
+
+def _stored(reply: Any) -> bool:
+    if reply in (b"+OK", b"OK") or reply is True:
+        return True
+    text = _error_text(reply)
+    if REFUSED.match(text.encode()):
+        return False
+    raise ReplyError(text)
+
+
+def _copied(reply: Any, page: Page) -> bool:
+    if isinstance(reply, Exception) and not _error_text(reply).startswith("WRONGTYPE"):
+        raise ReplyError(_error_text(reply))
+    if not isinstance(reply, bytes) or len(reply) != page_bytes(page):
+        return False
+    start = 0
+    for view in page:
+        view.cast("B")[:] = reply[start : start + view.nbytes]
+        start += view.nbytes
+    return True
+
+
+def _error_text(reply: Any) -> str:
+    if isinstance(reply, bytes) and reply[:1] == b"-":
+        return reply[1:].decode("utf-8", "replace")
+    if isinstance(reply, redis.exceptions.OutOfMemoryError):
+        return f"OOM {reply}"
+    if isinstance(reply, redis.exceptions.ReadOnlyError):
+        return f"READONLY {reply}"
+    if isinstance(reply, redis.ConnectionError | redis.TimeoutError):
+        raise reply
+    return str(reply)

@@ -1,0 +1,143 @@
+"""Keys of the `redis` backend, and the redis-py client made from them: pool, AUTH, TLS, Sentinel, cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import RedisCluster
+from redis.retry import Retry
+from redis.sentinel import Sentinel
+
+from hiradix.errors import ConfigError
+from hiradix.storage.options import Options, flag
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+_PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:\-]{0,63}")
+_FAULTS = (redis.RedisError, OSError, ValueError)
+
+
+@dataclass(frozen=True)
+class RedisConfig:
+    """Where the server is and how long to wait for it. Secrets are in no repr.
+
+    ttl_s: seconds after its last use at which the server forgets a page; 0 never. timeout_s: longest silence
+    of the server within a call. zero_copy: payloads pass between socket and page, not through redis-py.
+    """
+
+    url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
+    secrets: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sentinels: tuple[tuple[str, int], ...] = ()
+    sentinel_service: str = "mymaster"
+    sentinel_password: str = field(default="", repr=False)
+    cluster: bool = False
+    key_prefix: str = "hiradix"
+    ttl_s: float = 0.0
+    timeout_s: float = 1.0
+    connect_timeout_s: float = 1.0
+    zero_copy: bool = True
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> RedisConfig:
+        """Reads and checks the keys; raises ConfigError naming the bad one."""
+        options, default = Options(values), RedisConfig()
+        options.accept("checksum")
+        url = options.text("url", default.url)
+        if not url.startswith(SCHEMES):
+            raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}")
+        config = RedisConfig(
+            url=url,
+            secrets=_secrets(options),
+            sentinels=_sentinels(options.text("sentinels", "")),
+            sentinel_service=options.text("sentinel_service", default.sentinel_service),
+            sentinel_password=options.text("sentinel_password", ""),
+            cluster=options.boolean("cluster", default.cluster),
+            key_prefix=options.text("key_prefix", default.key_prefix),
+            ttl_s=options.number("ttl_s", default.ttl_s),
+            timeout_s=options.number("timeout_s", default.timeout_s, 0.001),
+            connect_timeout_s=options.number("connect_timeout_s", default.connect_timeout_s, 0.001),
+            zero_copy=options.boolean("zero_copy", default.zero_copy),
+        )
+        options.finish("redis")
+        if _PREFIX.fullmatch(config.key_prefix) is None:
+            raise ConfigError(f"{flag('key_prefix')} must be 1 to 64 of A-Z a-z 0-9 _ . : -")
+        if config.cluster and config.sentinels:
+            raise ConfigError(f"{flag('cluster')} and {flag('sentinels')} exclude each other")
+        return config
+
+
+def _secrets(options: Options) -> dict[str, Any]:
+    """Arguments of redis-py that are not in the URL; only those that are set."""
+    password = options.text("password", "")
+    password_file = options.text("password_file", "")
+    if password_file:
+        try:
+            password = Path(password_file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{flag('password_file')}: cannot read {password_file}: {error}") from error
+    found = {
+        "username": options.text("username", ""),
+        "password": password,
+        "ssl_ca_certs": options.text("tls_ca_file", ""),
+        "ssl_certfile": options.text("tls_cert_file", ""),
+        "ssl_keyfile": options.text("tls_key_file", ""),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _sentinels(text: str) -> tuple[tuple[str, int], ...]:
+    """Pairs from "host:port,host:port"."""
+    pairs = [part.strip().rpartition(":") for part in text.split(",") if part.strip()]
+    if not all(host and port.isdigit() for host, _, port in pairs):
+        raise ConfigError(f'{flag("sentinels")}: expected "host:port,host:port", got {text!r}')
+    return tuple((host, int(port)) for host, _, port in pairs)
+
+
+def connect(config: RedisConfig) -> Any:
+    """A `redis.Redis` or `RedisCluster` whose server has answered. Raises ConfigError with its reason."""
+    try:
+        client = _client(config)
+        client.ping()
+    except _FAULTS as error:
+        where = "sentinels" if config.sentinels else "url"
+        raise ConfigError(f"{flag(where)}: cannot use the redis server: {error}") from error
+    return client
+
+
+def _client(config: RedisConfig) -> Any:
+    common = {
+        "protocol": 2,
+        "socket_timeout": config.timeout_s,
+        "socket_connect_timeout": config.connect_timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        **config.secrets,
+    }
+    if not config.url.startswith("rediss://") and not config.sentinels:
+        common = {name: value for name, value in common.items() if not name.startswith("ssl_")}
+    if config.url.startswith("unix://"):
+        common.pop("socket_connect_timeout")
+    if config.cluster:
+        return RedisCluster.from_url(config.url, **common | {"retry": Retry(NoBackoff(), 1)})
+    if config.sentinels:
+        password = config.sentinel_password
+        own = {"socket_timeout": config.timeout_s} | ({"password": password} if password else {})
+        tls = {"ssl": True} if config.url.startswith("rediss://") else {}
+        keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
+        return keeper.master_for(config.sentinel_service, **tls, **common)
+    return redis.Redis.from_url(config.url, **common)
+
+
+def server_memory(client: Any) -> tuple[int, str]:
+    """The server's `maxmemory` in bytes (0: none) and its eviction policy; (0, "") where it does not say."""
+    try:
+        found = client.info("memory")
+    except _FAULTS:
+        return 0, ""
+    if found and all(isinstance(value, dict) for value in found.values()):  # of a cluster: by node
+        found = next(iter(found.values()))
+    return int(found.get("maxmemory", 0)), str(found.get("maxmemory_policy", ""))

@@ -1,0 +1,181 @@
+"""RESP2 on a socket that somebody else connected: page bytes go straight between the socket and page buffers.
+
+No client library on the market reads into a caller's memory, so this speaks the few commands pages need on
+the socket of a redis-py connection. A batch leaves the stream exactly behind its last reply, so the
+connection can go back to its pool; after any exception it cannot.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Sequence
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, page_bytes
+
+_BUFFER_BYTES = 1 << 16
+_HEADER_BYTES = 64  # read ahead of a payload: more would be copied twice
+_WINDOW = 32  # requests in flight of a batched GET
+_SET_BATCH = 16
+_IOV = 512
+
+Sock = socket.socket | ssl.SSLSocket
+
+
+class ReplyError(StorageError):
+    """The server answered a command with an error; the stream is intact. `code` is its first word."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.code = text.partition(" ")[0]
+
+
+class RespStream:
+    """Commands and replies on a connected socket, for one thread. Raises OSError, ReplyError."""
+
+    def __init__(self, sock: Sock):
+        self._sock = sock
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = self._end = 0
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every byte that was read belonged to a reply."""
+        return self._start == self._end
+
+    # -- batches ------------------------------------------------------------------------
+
+    def lines(self, commands: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """One-line replies, errors included, of `commands`."""
+        self._sock.sendall(b"".join(encode(command) for command in commands))
+        return [self._line(_BUFFER_BYTES) for _ in commands]
+
+    def get_into(self, commands: Sequence[Sequence[bytes]], pages: Sequence[Page]) -> list[bool]:
+        """Bulk replies into `pages`; True where a reply had exactly the page's length.
+
+        Raises ReplyError after the whole batch when a reply is an error other than WRONGTYPE.
+        """
+        requests = [encode(command) for command in commands]
+        sent, ok = 0, []
+        error: ReplyError | None = None
+        for index, page in enumerate(pages):
+            if sent - index <= _WINDOW // 2 and sent < len(requests):
+                self._sock.sendall(b"".join(requests[sent : sent + _WINDOW]))
+                sent = min(len(requests), sent + _WINDOW)
+            try:
+                ok.append(self._bulk_into(page))
+            except ReplyError as raised:
+                ok.append(False)
+                if raised.code != "WRONGTYPE":
+                    error = raised
+        if error is not None:
+            raise error
+        return ok
+
+    def set_from(self, heads: Sequence[bytes], pages: Sequence[Page], tails: Sequence[bytes]) -> list[bytes]:
+        """Send head, page and tail of each command; the one-line replies, errors included."""
+        replies: list[bytes] = []
+        for start in range(0, len(pages), _SET_BATCH):
+            parts: list[memoryview] = []
+            stop = min(start + _SET_BATCH, len(pages))
+            for index in range(start, stop):
+                parts += [memoryview(heads[index]), *pages[index], memoryview(tails[index])]
+            self._send(parts)
+            replies += [self._line(_BUFFER_BYTES) for _ in range(start, stop)]
+        return replies
+
+    # -- the wire -----------------------------------------------------------------------
+
+    def _send(self, parts: Sequence[memoryview]) -> None:
+        left = [part.cast("B") for part in parts if part.nbytes]
+        if isinstance(self._sock, ssl.SSLSocket):  # has no sendmsg
+            for part in left:
+                self._sock.sendall(part)
+            return
+        at = 0
+        while at < len(left):
+            sent = self._sock.sendmsg(left[at : at + _IOV])
+            while at < len(left) and sent >= len(left[at]):
+                sent -= len(left[at])
+                at += 1
+            if sent:
+                left[at] = left[at][sent:]
+
+    def _line(self, read_ahead: int) -> bytes:
+        searched = self._start
+        while True:
+            found = self._buffer.find(b"\r\n", searched, self._end)
+            if found >= 0:
+                line = bytes(self._view[self._start : found])
+                self._start = found + 2
+                return line
+            searched -= self._start
+            self._fill(read_ahead)
+            searched = max(self._start, self._start + searched - 1)
+
+    def _fill(self, limit: int) -> None:
+        if self._start:
+            rest = bytes(self._view[self._start : self._end])
+            self._view[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+        room = self._view[self._end : self._end + limit]
+        if not room:
+            raise StorageError(f"a reply line is longer than {_BUFFER_BYTES} bytes")
+        self._end += self._receive(room)
+
+    def _receive(self, view: memoryview) -> int:
+        received = self._sock.recv_into(view)
+        if not received:
+            raise ConnectionResetError("the server closed the connection")
+        return received
+
+    def _bulk_into(self, page: Page) -> bool:
+        line = self._line(_HEADER_BYTES)
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode("utf-8", "replace"))
+        if line[:1] != b"$":
+            raise StorageError(f"not a bulk reply: {line!r:.80}")
+        length = int(line[1:])
+        if length < 0:
+            return False
+        if length != page_bytes(page):
+            self._skip(length + 2)
+            return False
+        for view in page:
+            self._fill_view(view.cast("B"))
+        self._skip(2)
+        return True
+
+    def _fill_view(self, view: memoryview) -> None:
+        done = min(self._end - self._start, len(view))
+        view[:done] = self._view[self._start : self._start + done]
+        self._start += done
+        while done < len(view):
+            done += self._receive(view[done:])
+
+    def _skip(self, num_bytes: int) -> None:
+        while num_bytes > 0:
+            if self._start == self._end:
+                self._fill(_HEADER_BYTES if num_bytes <= 2 else _BUFFER_BYTES)
+            step = min(num_bytes, self._end - self._start)
+            self._start += step
+            num_bytes -= step
+
+
+def encode(command: Sequence[bytes]) -> bytes:
+    """A command as an array of bulk strings."""
+    return b"*%d\r\n%s" % (len(command), b"".join(_bulk(part) for part in command))
+
+
+def encode_around(before: Sequence[bytes], num_bytes: int, after: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """What goes before and behind a payload of `num_bytes` that is one argument of a command."""
+    head = b"".join(_bulk(part) for part in before)
+    tail = b"".join(_bulk(part) for part in after)
+    count = len(before) + 1 + len(after)
+    return b"*%d\r\n%s$%d\r\n" % (count, head, num_bytes), b"\r\n" + tail
+
+
+def _bulk(part: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(part), part)

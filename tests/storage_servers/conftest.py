@@ -1,0 +1,28 @@
+"""This lane needs clients and servers that `make test-storage` installs; without them it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage_servers.servers import Server, redis_like
+
+
+@pytest.fixture(scope="session", params=["redis-server", "valkey-server"])
+def redis_server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """One server of each kind for the whole session."""
+    server = redis_like(request.param, tmp_path_factory.mktemp(request.param)).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[Server]:
+    """A server that the test may stall, kill and start again."""
+    server = redis_like("redis-server", tmp_path / "redis").start()
+    yield server
+    server.kill()

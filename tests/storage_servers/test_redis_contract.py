@@ -1,0 +1,61 @@
+"""The conformance suite on real Redis and Valkey servers: on the socket, through redis-py, and guarded."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.redis_backend import RedisBackend
+from tests.contracts.storage import (
+    FINGERPRINT,
+    PAGE_BYTES,
+    NamespaceContract,
+    PersistentContract,
+    SharedContract,
+    StorageContract,
+)
+from tests.storage_servers.servers import Server
+
+
+class OnServer:
+    """`place` becomes a key prefix: one server holds the stores of all tests."""
+
+    keys: dict[str, Any] = {}
+    server: Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, redis_server: Server) -> None:
+        self.server = redis_server
+
+    def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
+        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        url = f"redis://127.0.0.1:{self.server.port}/0"
+        extra = {"url": url, "key_prefix": prefix, "timeout_s": 30.0} | self.keys | config
+        return StorageContext(fingerprint, extra, PAGE_BYTES)
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return RedisBackend(self.context(place, fingerprint, config))
+
+
+class TestRedis(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+    """Payload straight on the socket."""
+
+
+class TestRedisThroughClient(OnServer, StorageContract, SharedContract):
+    keys = {"zero_copy": False}
+
+
+class TestRedisWithTtl(OnServer, StorageContract):
+    keys = {"ttl_s": 600}
+
+
+class TestGuardedRedis(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        name = "valkey" if "valkey" in self.server.command[0] else "redis"
+        return open_storage(name, self.context(place, fingerprint, {"deadline_s": 30.0} | config))
