@@ -4,7 +4,9 @@
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
-# make test-storage  every storage backend against real servers on loopback, which it installs where they lack
+# make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
+#                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
+# make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
@@ -33,7 +35,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-storage bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -58,7 +60,7 @@ lint: $(READY)
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
-LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers
+LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -79,11 +81,15 @@ test-scale: $(READY)
 
 test-storage: $(READY)
 	$(PY) tests/storage_servers/install.py
-	$(PY) -m pytest -q -n $(JOBS) --dist worksteal tests/storage_servers $(PYTEST_FLAGS)
+	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
 
 bench-tree: $(READY)
 	$(PY) benchmarks/peers/install.py
 	$(PY) benchmarks/bench_tree.py $(BENCH_FLAGS)
+
+bench-storage: $(READY)
+	$(PY) benchmarks/storage_peers/install.py
+	$(PY) benchmarks/bench_storage.py $(BENCH_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)

@@ -28,12 +28,13 @@ class BackendSpec:
 
 _REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
+    "disk": BackendSpec("hiradix.storage.disk:DiskBackend"),
     "file": BackendSpec("hiradix.storage.file:FileBackend"),
     "redis": _REDIS,
     "valkey": _REDIS,
 }
 # Names people will try. They get a plain answer instead of "unknown".
-_PLANNED = ("disk", "s3", "mooncake", "nixl", "dynamic")
+_PLANNED = ("s3", "mooncake", "nixl", "dynamic")
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:

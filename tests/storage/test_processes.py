@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.errors import StorageError
 from hiradix.storage.file import FileBackend
 from hiradix.storage.file_config import PATH_ENV
 from hiradix.storage.page_dir import footprint
@@ -115,11 +116,23 @@ def test_killed_while_others_write(spawn: Spawner, tmp_path: Path) -> None:
     assert wrong_and_right(newcomer, keys_of(60))[0] == 0
     for _ in range(6):
         read_line(second)
-    second.send_signal(signal.SIGSTOP)
+    stop_outside_the_lock(second, newcomer)
     with newcomer._room.locked(TIMEOUT_S):
         in_ledger = newcomer._room._ledger.read()
         assert in_ledger is not None and in_ledger >= bytes_on_disk(tmp_path)
     newcomer.close()
+
+
+def stop_outside_the_lock(writer: Process, store: FileBackend) -> None:
+    """Halt a writer at a moment when it does not have the directory's lock."""
+    while True:
+        writer.send_signal(signal.SIGSTOP)
+        try:
+            with store._room.locked(0.05):
+                return
+        except StorageError:
+            writer.send_signal(signal.SIGCONT)
+            read_line(writer)
 
 
 def test_same_keys_from_several_processes(spawn: Spawner, tmp_path: Path) -> None:

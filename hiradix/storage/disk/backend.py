@@ -1,0 +1,318 @@
+"""The `disk` backend: pages in preallocated slots, read and written in batches at the speed of the disk.
+
+A page is its bytes and nothing else, so that it moves straight between the disk and the caller's memory; its
+identity and checksum are in the log (`log`). A read is good if the page still is in its slot after it, by the
+log, and if its checksum fits where `verify` asks for one. Reads take no lock of the directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.disk.config import PATH_KEY, DiskConfig, slot_bytes
+from hiradix.storage.disk.index import Entry
+from hiradix.storage.disk.moves import Move
+from hiradix.storage.disk.probe import choose
+from hiradix.storage.disk.recency import Recency, Uses
+from hiradix.storage.disk.record import Name, name_of
+from hiradix.storage.disk.store import PageRecord, Store
+from hiradix.storage.options import flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, page_bytes
+from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
+
+OPEN_TIMEOUT_S = 30.0
+DROP_TIMEOUT_S = 0.05
+MAX_UNLOGGED_USES = 4096
+
+
+class DiskBackend(StorageBackend):
+    """See the module's docstring. Raises ConfigError naming the key when the directory cannot be used."""
+
+    traits = Traits(verifies=True, namespaced=True, direct=True)
+
+    def __init__(self, context: StorageContext, time_ns: Callable[[], int] = time.time_ns):
+        self.config = config = DiskConfig.from_mapping(context.extra_config)
+        config.check_page(context.page_bytes)
+        self._page_bytes = context.page_bytes
+        self._time_ns = time_ns
+        self._algorithm = NONE if config.verify == "off" else DEFAULT_ALGORITHM
+        self._recency = Recency()
+        self._used: dict[tuple[int, int], Entry] = {}  # whose use the log does not know of
+        self._counts: Counter[str] = Counter()
+        self._counts_lock = threading.Lock()
+        self._closed = False
+        started = time.perf_counter()
+        try:
+            namespace = bytes.fromhex(context.fingerprint.digest())[:16]
+            self._store = Store(config, namespace, slot_bytes(context.page_bytes))
+            with self._store.alone(OPEN_TIMEOUT_S):
+                self._abilities = choose(config)
+                self._store.open(self._abilities.direct)
+            self._io = self._abilities.io
+        except (OSError, StorageError) as error:
+            raise ConfigError(f"{flag(PATH_KEY)}: cannot use {config.path}: {error}") from error
+        self._open_s = time.perf_counter() - started
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check_open()
+        pages = self._store.shelf.pages
+        for index, key in enumerate(keys):
+            if key not in pages:
+                return index + self._exists_by_name(keys[index:])
+        return len(keys)
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._check_open()
+        known = self._store.shelf.pages
+        names = [key if key in known else name_of(key) for key in keys]
+        self._check_lengths(into)
+        reads = self._plan(names, into)
+        damaged: list[Entry] = []
+
+        def check(index: int) -> bool:
+            entry = reads[index].entry
+            if self._is_intact(entry, reads[index].move.page):
+                return True
+            damaged.append(entry)
+            return False
+
+        checked = any(self._must_check(read.entry) for read in reads)
+        whole, faults = self._io.read(
+            [read.move for read in reads], self._page_bytes, check if checked else None
+        )
+        ok = [False] * len(keys)
+        with self._store.mutex:
+            self._store.refresh()
+            current = self._store.index.by_place
+            for read, good in zip(reads, whole):
+                now = current.get(read.entry.place)
+                there = now is not None and now.version == read.entry.version
+                ok[read.index] = good and there
+                if good and there and checked:
+                    read.entry.verified = True
+                if not good and there and not faults:
+                    damaged.append(read.entry)
+        self._drop_damaged(damaged)
+        if faults and not any(ok):
+            self._count("read_errors", len(faults))
+            raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._check_open()
+        names = [name_of(key) for key in keys]
+        self._check_lengths(pages)
+        uses = self._recency.used("put", names, self._time_ns())
+        if self._all_there(names, uses):
+            return [True] * len(keys)
+        given = {name: (page, used_ns) for page, (name, used_ns) in zip(reversed(pages), uses)}
+        with self._store.locked():
+            with self._store.mutex:
+                there = self._store.shelf.pages
+                todo = [name for name in dict.fromkeys(names) if name not in there]
+                writes = self._place(todo, given, frozenset(names))
+            self._write(writes)
+            if len(writes) < len(todo):
+                self._count("put_no_room", len(todo) - len(writes))
+            with self._store.mutex:
+                self._use(uses)
+                self._log_uses()
+                there = self._store.shelf.pages
+                return [name in there for name in names]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check_open()
+        names = [name_of(key) for key in keys]
+        with self._store.locked(), self._store.mutex:
+            pages = self._store.shelf.pages
+            self._store.free([pages[name] for name in dict.fromkeys(names) if name in pages])
+
+    def clear(self) -> None:
+        self._check_open()
+        with self._store.locked(), self._store.mutex:
+            self._store.clear()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._store.locked(), self._store.mutex:
+                self._log_uses()
+        except (OSError, StorageError):
+            self._count("uses_not_logged", len(self._used))
+        self._store.close()
+        self._io.close()
+
+    def stats(self) -> Mapping[str, float]:
+        abilities = self._abilities
+        with self._counts_lock:
+            counts = dict(self._counts)
+        return {
+            **self._store.figures(),
+            **self._io.counts,
+            "io_uring": float(abilities.engine == "io_uring"),
+            "direct_io": float(abilities.direct),
+            "cachestat": float(abilities.cachestat),
+            "open_seconds": self._open_s,
+            **counts,
+        }
+
+    def ping(self) -> None:
+        """Raise unless the directory still is the one that was opened."""
+        self._check_open()
+        self._store.check()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _check_lengths(self, pages: Sequence[Page]) -> None:
+        for page in pages:
+            if page_bytes(page) != self._page_bytes:
+                raise StorageError(f"a page of {page_bytes(page)} bytes, expected {self._page_bytes}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+
+    def _count(self, name: str, number: int = 1) -> None:
+        with self._counts_lock:
+            self._counts[name] += number
+
+    def _exists_by_name(self, keys: Sequence[str]) -> int:
+        """`exists` for keys that are no page hashes, or that another process may have put."""
+        names = [name_of(key) for key in keys]
+        with self._store.mutex:
+            self._store.refresh()
+            pages = self._store.shelf.pages
+            return next((index for index, name in enumerate(names) if name not in pages), len(names))
+
+    def _plan(self, names: Sequence[Name], into: Sequence[Page]) -> list[_Read]:
+        """What to read for the names that are there; they count as used."""
+        reads = []
+        with self._store.mutex:
+            pages = self._store.shelf.pages
+            if any(name not in pages for name in names):
+                self._store.refresh()
+            self._use(self._recency.used("get", names, self._time_ns()))
+            pages = self._store.shelf.pages
+            for index, name in enumerate(names):
+                entry = pages.get(name)
+                move = None if entry is None else self._move(entry.place, into[index])
+                if entry is not None and move is not None and entry.num_bytes == self._page_bytes:
+                    reads.append(_Read(index, entry, move))
+        if len(self._used) > MAX_UNLOGGED_USES:
+            self._try_locked(self._log_uses)
+        return reads
+
+    def _move(self, place: tuple[int, int], page: Page) -> Move | None:
+        """Needs the mutex. None: the segment's file is gone."""
+        segment = self._store.segment(place[0])
+        if segment is None:
+            return None
+        return Move(segment, self._store.offset(place), page)
+
+    def _all_there(self, names: Sequence[Name], uses: Uses) -> bool:
+        """Whether no page is missing; they count as used then."""
+        with self._store.mutex:
+            self._store.refresh()
+            pages = self._store.shelf.pages
+            if any(name not in pages for name in names):
+                return False
+            self._use(uses)
+        return True
+
+    def _use(self, uses: Uses) -> None:
+        """Make those pages that are there the hottest, the first the coldest of them. Needs the mutex."""
+        pages = self._store.shelf.pages
+        interval_ns = int(self.config.touch_interval_s * 1e9)
+        for name, used_ns in uses:
+            entry = pages.get(name)
+            if entry is not None:
+                pages.move_to_end(name)
+                entry.used_ns = used_ns
+                if used_ns - entry.logged_ns > interval_ns:
+                    self._used[entry.place] = entry
+
+    def _log_uses(self) -> None:
+        """Locked."""
+        used, self._used = self._used, {}
+        self._store.touch(sorted(used.values(), key=lambda entry: entry.used_ns))
+
+    def _must_check(self, entry: Entry) -> bool:
+        verify = self.config.verify
+        return verify == "always" or (verify == "recovered" and not entry.verified)
+
+    def _is_intact(self, entry: Entry, page: Page) -> bool:
+        if not self._must_check(entry):
+            return True
+        checksum = CHECKSUMS.get(entry.algorithm)
+        return checksum is not None and checksum(page) == entry.checksum
+
+    def _place(
+        self, names: Sequence[Name], given: Mapping[Name, tuple[Page, int]], keep: frozenset[Name]
+    ) -> list[tuple[PageRecord, Move]]:
+        """Slots for new pages, the head of the batch first; fewer without room. Locked."""
+        writes = []
+        for name, place in zip(names, self._store.allocate(len(names), keep)):
+            page, used_ns = given[name]
+            move = self._move(place, page)
+            if move is None:
+                raise StorageError(f"a segment file of {self.config.path} was removed")
+            writes.append((PageRecord(name, place, self._page_bytes, used_ns), move))
+        return writes
+
+    def _write(self, writes: Sequence[tuple[PageRecord, Move]]) -> None:
+        """Fill the slots and make their pages known. Locked, without the mutex."""
+        written, faults = self._io.write([move for _, move in writes], self._page_bytes)
+        records = []
+        for (record, move), good in zip(writes, written):
+            if good:
+                if self._algorithm != NONE:
+                    record.algorithm = self._algorithm
+                    record.checksum = CHECKSUMS[self._algorithm](move.page)
+                records.append(record)
+        if self.config.fsync:
+            self._store.sync_segments({move.segment for _, move in writes})
+        with self._store.mutex:
+            self._store.publish(records)
+            for record in records:
+                self._store.index.by_place[record.place].verified = True
+        if faults:
+            self._count("write_errors", len(faults))
+            if not _is_full(faults):
+                raise StorageError(f"cannot write to {self.config.path}: {faults[0]}") from faults[0]
+
+    def _drop_damaged(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._count("read_damaged", len(entries))
+            self._try_locked(lambda: self._store.free(entries))
+
+    def _try_locked(self, work: Callable[[], None]) -> None:
+        """Do `work` if the directory's lock is to be had soon; it is not worth more."""
+        try:
+            with self._store.locked(DROP_TIMEOUT_S), self._store.mutex:
+                work()
+        except (OSError, StorageError):
+            self._count("lock_skipped")
+
+
+class _Read:
+    """A page on its way: which of the call's, what is known of it, and where it goes."""
+
+    __slots__ = ("entry", "index", "move")
+
+    def __init__(self, index: int, entry: Entry, move: Move):
+        self.index = index
+        self.entry = entry
+        self.move = move
+
+
+def _is_full(faults: Sequence[OSError]) -> bool:
+    return all(fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for fault in faults)

@@ -1,0 +1,233 @@
+"""What the log says, in memory: which page is in which slot, which slots are free, who was used last.
+
+Pages of one slot size share a shelf; own pages are filed under their names, those of other fingerprints with
+their namespace before. Every change is a record, applied in `apply`: a process that writes one applies it
+like all the others do that read it. Not thread-safe: the backend's lock guards it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from hiradix.storage.disk.record import Kind, Name, Record, packed_name, unpacked_name
+
+
+class Entry:
+    """A page in its slot. verified: its bytes were checked, or written, by this process. logged_ns: the last
+    use that the log knows of."""
+
+    __slots__ = (
+        "algorithm", "checksum", "logged_ns", "name", "namespace", "num_bytes", "place", "used_ns",
+        "verified", "version",
+    )  # fmt: skip
+
+    def __init__(self, record: Record, name: Name):
+        self.name = name
+        self.namespace = record.namespace
+        self.place = (record.segment, record.slot)
+        self.version = record.version
+        self.num_bytes = record.num_bytes
+        self.algorithm = record.algorithm
+        self.checksum = record.checksum
+        self.used_ns = self.logged_ns = record.used_ns
+        self.verified = False
+
+
+@dataclass
+class Shelf:
+    """Pages with slots of one size, coldest first, and the free slots among theirs."""
+
+    slot_bytes: int
+    pages: OrderedDict[Name, Entry] = field(default_factory=OrderedDict)
+    free: set[tuple[int, int]] = field(default_factory=set)
+    heap: list[tuple[int, int]] = field(default_factory=list)  # of `free`, and of some no longer in it
+
+    def take_free(self, count: int) -> list[tuple[int, int]]:
+        """At most `count` free slots, lowest first. They stay free until a record says otherwise."""
+        taken: list[tuple[int, int]] = []
+        while self.heap and len(taken) < count:
+            place = heapq.heappop(self.heap)
+            if place in self.free and (not taken or taken[-1] != place):
+                taken.append(place)
+        for place in taken:
+            heapq.heappush(self.heap, place)
+        return taken
+
+    def give(self, place: tuple[int, int]) -> None:
+        """A slot is free from now on."""
+        if place not in self.free:
+            self.free.add(place)
+            heapq.heappush(self.heap, place)
+
+
+@dataclass(frozen=True)
+class SegmentInfo:
+    """How a segment file is cut."""
+
+    num_slots: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_slots * self.slot_bytes
+
+
+class Index:
+    """See the module's docstring. `namespace` is our own: 16 bytes."""
+
+    def __init__(self, namespace: bytes):
+        self._namespace = namespace
+        self.shelves: dict[int, Shelf] = {}
+        self.segments: dict[int, SegmentInfo] = {}
+        self.by_place: dict[tuple[int, int], Entry] = {}
+        self.dropped: list[int] = []  # segments that went, for their files to be let go of
+        self.next_segment = 0
+        self.next_version = 1
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all segments."""
+        return sum(segment.num_slots for segment in self.segments.values())
+
+    @property
+    def segment_bytes(self) -> int:
+        """Length of all segment files."""
+        return sum(segment.num_bytes for segment in self.segments.values())
+
+    def shelf(self, slot_bytes: int) -> Shelf:
+        """The shelf of that slot size, made when first asked for."""
+        shelf = self.shelves.get(slot_bytes)
+        if shelf is None:
+            shelf = self.shelves[slot_bytes] = Shelf(slot_bytes)
+        return shelf
+
+    def label(self, namespace: bytes, name: Name) -> Name:
+        """What a page is filed under on its shelf: its name, or for other fingerprints bytes of another
+        length, so that a caller's key never is somebody else's label."""
+        if namespace == self._namespace:
+            return name
+        key, flags = packed_name(name)
+        return namespace + key + bytes([flags])
+
+    def apply(self, record: Record) -> None:
+        """Let a record happen. Records about what is not there are ignored."""
+        kind = record.kind
+        if kind == Kind.PUT:
+            self._put(record)
+        elif kind == Kind.FREE:
+            self._free((record.segment, record.slot))
+        elif kind == Kind.TOUCH:
+            self._touch((record.segment, record.slot), record.used_ns)
+        elif kind == Kind.SEGMENT:
+            self._add_segment(record)
+        elif kind == Kind.DROP:
+            self._drop_segment(record.segment)
+        elif kind == Kind.CLEAR:
+            for entry in [e for e in self.by_place.values() if e.namespace == record.namespace]:
+                self._free(entry.place)
+        elif kind == Kind.HEADER:
+            self.next_segment = record.segment
+            self.next_version = record.checksum
+
+    def use(self, entry: Entry, used_ns: int) -> None:
+        """The entry's page is its shelf's hottest now."""
+        entry.used_ns = used_ns
+        self._shelf_of(entry).pages.move_to_end(self.label(entry.namespace, entry.name))
+
+    def coldest(self, shelf: Shelf, count: int, keep: Collection[Name]) -> list[Entry]:
+        """At most `count` of a shelf's coldest pages, none of `keep`'s labels."""
+        found: list[Entry] = []
+        for label, entry in shelf.pages.items():
+            if len(found) >= count:
+                break
+            if label not in keep:
+                found.append(entry)
+        return found
+
+    def snapshot(self) -> Iterator[Record]:
+        """Records that make this index, its order included, in a new log. The header is the log's own."""
+        for number, info in sorted(self.segments.items()):
+            yield Record(Kind.SEGMENT, number, info.num_slots, num_bytes=info.slot_bytes)
+        for shelf in self.shelves.values():
+            for entry in shelf.pages.values():
+                yield put_record(entry)
+
+    def sort(self) -> None:
+        """Put all shelves in order of use."""
+        for shelf in self.shelves.values():
+            order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)
+            shelf.pages = OrderedDict(order)
+
+    def adopt(self, older: Index) -> None:
+        """Keep what `older` knew of the same pages: that they were verified, and later uses."""
+        for place, entry in self.by_place.items():
+            before = older.by_place.get(place)
+            if before is not None and before.version == entry.version:
+                entry.verified = before.verified
+                entry.used_ns = max(entry.used_ns, before.used_ns)
+
+    # -- records ------------------------------------------------------------------------
+
+    def _shelf_of(self, entry: Entry) -> Shelf:
+        return self.shelves[self.segments[entry.place[0]].slot_bytes]
+
+    def _put(self, record: Record) -> None:
+        info = self.segments.get(record.segment)
+        if info is None or record.slot >= info.num_slots or record.num_bytes > info.slot_bytes:
+            return
+        place = (record.segment, record.slot)
+        entry = Entry(record, unpacked_name(record.key, record.flags))
+        shelf = self.shelf(info.slot_bytes)
+        label = self.label(entry.namespace, entry.name)
+        self._free(place)
+        before = shelf.pages.get(label)
+        if before is not None:
+            self._free(before.place)
+        shelf.free.discard(place)
+        shelf.pages[label] = entry
+        self.by_place[place] = entry
+        self.next_version = max(self.next_version, record.version + 1)
+
+    def _free(self, place: tuple[int, int]) -> None:
+        entry = self.by_place.pop(place, None)
+        if entry is not None:
+            shelf = self._shelf_of(entry)
+            del shelf.pages[self.label(entry.namespace, entry.name)]
+            shelf.give(place)
+
+    def _touch(self, place: tuple[int, int], used_ns: int) -> None:
+        entry = self.by_place.get(place)
+        if entry is not None:
+            entry.logged_ns = used_ns
+            self.use(entry, used_ns)
+
+    def _add_segment(self, record: Record) -> None:
+        if record.slot and record.num_bytes:
+            self._drop_segment(record.segment)
+            self.segments[record.segment] = SegmentInfo(record.slot, record.num_bytes)
+            shelf = self.shelf(record.num_bytes)
+            for slot in range(record.slot):
+                shelf.give((record.segment, slot))
+            self.next_segment = max(self.next_segment, record.segment + 1)
+
+    def _drop_segment(self, number: int) -> None:
+        info = self.segments.get(number)
+        if info is None:
+            return
+        for slot in range(info.num_slots):
+            self._free((number, slot))
+        self.shelf(info.slot_bytes).free.difference_update((number, slot) for slot in range(info.num_slots))
+        del self.segments[number]
+        self.dropped.append(number)
+
+
+def put_record(entry: Entry) -> Record:
+    """The PUT record of a page as it is now."""
+    key, flags = packed_name(entry.name)
+    return Record(
+        Kind.PUT, *entry.place, entry.version, entry.namespace, key, entry.num_bytes,
+        entry.algorithm, entry.checksum, entry.used_ns, flags,
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""The log: one append-only file that all processes in a directory read, and write under the directory's lock.
+
+Whoever applies its records in order has the same index. Order is what makes reuse of slots safe: FREE of a
+slot is in the log before the slot is written, PUT after it was; so a page whose slot was reused is known to
+be gone by everyone who looks at the log's length after reading it, and at recovery no PUT ever names a slot
+with another page's bytes. When it has grown too long, it gets a MOVED record, a new log with only what is
+alive takes its place, and the old file is cut to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from hiradix.errors import StorageError
+from hiradix.storage.disk.index import Index
+from hiradix.storage.disk.kernel import file_size
+from hiradix.storage.disk.record import (
+    FORMAT_VERSION,
+    RECORD_BYTES,
+    Kind,
+    Record,
+    header_number,
+    pack,
+    unpack,
+)
+from hiradix.storage.vectored import write_from
+
+NAME = "log"
+RECORDS_PER_SLOT, SPARE_RECORDS = 4, 256
+_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class Log:
+    """The log in `root` and the index it makes. Not thread-safe.
+
+    open, append, rewrite and settle need the directory's lock; refresh does not. num_damaged: records that
+    were unreadable with readable ones behind them, in what was read since the last rewrite.
+    """
+
+    def __init__(self, root: Path, namespace: bytes):
+        self._path = os.path.join(root, NAME)
+        self._namespace = namespace
+        self._fd = -1
+        self._number = 0
+        self._length = 0  # records read
+        self._moved = False  # the last record we saw is MOVED
+        self.index = Index(namespace)
+        self.num_damaged = 0
+        self.num_rewrites = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of what was read of the log."""
+        return self._length * RECORD_BYTES
+
+    def open(self) -> None:
+        """Read the log, or begin one: a file that is no log of this format is replaced."""
+        try:
+            self._load()
+        except (FileNotFoundError, StorageError):
+            self.close()
+            dropped = list(self.index.segments)
+            self.index = Index(self._namespace)
+            self.index.dropped = dropped
+            self.index.next_segment = secrets.randbits(31)  # no number that somebody may have a file open of
+            self._replace([])
+        self.settle()
+
+    def refresh(self) -> bool:
+        """Apply what others have written since; whether that was anything. One short system call if not.
+
+        Raises StorageError or OSError when the log is gone.
+        """
+        size = file_size(self._fd)
+        if size == self._length * RECORD_BYTES:
+            return False
+        if size < self._length * RECORD_BYTES:
+            self._load()
+            return True
+        before = self._length
+        self._apply(_read(self._fd, self.num_bytes, size), self.index)
+        if self._moved:
+            self._load()
+            if self._moved:
+                raise StorageError("the log is being replaced")
+            return True
+        return self._length != before
+
+    def settle(self) -> None:
+        """`refresh` of a log that is in its place, and cut off what a dying writer left: half a record, or
+        MOVED and nothing to move to."""
+        self._apply(_read(self._fd, self.num_bytes, file_size(self._fd)), self.index)
+        if file_size(self._fd) > self.num_bytes:
+            os.ftruncate(self._fd, self.num_bytes)
+        self._moved = False
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Write `records` and apply them; all or none. Call after `settle`. Raises OSError."""
+        if not records:
+            return
+        if self._length + len(records) > RECORDS_PER_SLOT * self.index.num_slots + SPARE_RECORDS:
+            self.rewrite()
+        raw = pack(records, self._number, self._length)
+        try:
+            written = write_from(self._fd, [raw], self.num_bytes)
+            if written != len(raw):
+                raise OSError(f"log: wrote {written} of {len(raw)} bytes")
+        except OSError:
+            os.ftruncate(self._fd, self.num_bytes)
+            raise
+        self._length += len(records)
+        for record in records:
+            self.index.apply(record)
+
+    def rewrite(self) -> None:
+        """Put a log with only what is alive in place of this one."""
+        self._replace(list(self.index.snapshot()))
+        self.num_rewrites += 1
+
+    def sync(self) -> None:
+        """Make what was appended survive a power failure."""
+        os.fdatasync(self._fd)
+
+    def is_in_place(self) -> bool:
+        """Whether our file still is the one in the directory."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Let go of the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        """Read all of the log that is in the directory now."""
+        fd = os.open(self._path, _FLAGS)
+        raw = _read(fd, 0, file_size(fd))
+        number = header_number(raw)
+        if number is None:
+            os.close(fd)
+            raise StorageError(f"{self._path} is no log of this version")
+        self.close()
+        self._fd, self._number, self._length = fd, number, 0
+        index, self.num_damaged, self._moved = Index(self._namespace), 0, False
+        self._apply(raw, index)
+        index.sort()
+        index.adopt(self.index)
+        index.dropped += list(self.index.segments)
+        self.index = index
+
+    def _apply(self, raw: bytes, index: Index) -> None:
+        num_bad = 0
+        for record in unpack(raw, self._number, self._length):
+            if record is None:
+                num_bad += 1
+                continue
+            if record.kind == Kind.MOVED:
+                self._moved = True
+                break
+            index.apply(record)
+            self.num_damaged += num_bad
+            self._length += num_bad + 1
+            num_bad = 0
+
+    def _retire(self) -> None:
+        """Tell those who read the old log, if it is one, that it ends here."""
+        if self._fd >= 0:
+            write_from(self._fd, [pack([Record(Kind.MOVED)], self._number, self._length)], self.num_bytes)
+        elif os.path.exists(self._path):
+            os.truncate(self._path, 0)
+
+    def _replace(self, records: list[Record]) -> None:
+        number, new_path = secrets.randbits(63), self._path + ".new"
+        index = self.index
+        header = Record(
+            Kind.HEADER, index.next_segment, version=number,
+            num_bytes=FORMAT_VERSION, checksum=index.next_version,
+        )  # fmt: skip
+        fd = os.open(new_path, _FLAGS | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            raw = pack([header, *records], number, 0)
+            if write_from(fd, [raw]) != len(raw):
+                raise OSError(f"{new_path}: short write")
+            self._retire()
+            os.replace(new_path, self._path)
+        except OSError:
+            os.close(fd)
+            os.unlink(new_path)
+            raise
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+        self.close()
+        self._fd, self._number, self._length, self.num_damaged = fd, number, 1 + len(records), 0
+
+
+def _read(fd: int, start: int, end: int) -> bytes:
+    """Bytes [start, end) of a file, fewer if it ends before."""
+    parts = []
+    while start < end:
+        part = os.pread(fd, end - start, start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+    return b"".join(parts)

@@ -1,0 +1,273 @@
+"""Pages between memory and slots: past the page cache where that is faster, straight from and to the page.
+
+    cached already           read through the page cache, at memory speed
+    aligned buffers          O_DIRECT between disk and page, no copy at all
+    other buffers            O_DIRECT by way of a bounce buffer
+    O_DIRECT not possible    through the page cache
+
+Pages that lie one behind the other in a file are one operation: a system call's cost is spread over them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hiradix.storage.disk import kernel
+from hiradix.storage.disk.engines import Engine, Operation
+from hiradix.storage.disk.segments import Segment
+from hiradix.storage.lanes import gather, scatter
+from hiradix.storage.protocol import Page
+from hiradix.storage.vectored import IOV_MAX, read_into, write_from
+
+ALIGNMENT = 4096
+BOUNCE_BYTES = 8 << 20
+DIRECT_OPERATION_BYTES = 2 << 20
+"""Longer operations past the page cache are not faster, and fewer of them run at once."""
+MAX_PLAIN_CALLS = 4
+"""That many operations through the page cache are plain calls: they copy faster than io_uring."""
+NUM_WAVES = 4
+"""A batch whose pages are checked is looked at in that many parts, each while the rest is being read."""
+
+
+class Move(NamedTuple):
+    """A page and where it is on disk. offset: a multiple of ALIGNMENT, with room up to the next behind it."""
+
+    segment: Segment
+    offset: int
+    page: Page
+
+
+class PageIO:
+    """Reads and writes batches of pages of `num_bytes` each. Thread-safe.
+
+    use_cache: look for pages in the page cache first. write_direct: O_DIRECT for writes too.
+    """
+
+    def __init__(self, engine: Engine, use_cache: bool, write_direct: bool):
+        self._engine = engine
+        self._use_cache = use_cache
+        self._write_direct = write_direct
+        self._bounce: list[memoryview] = []
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Pages by the way they went."""
+        return dict(self._counts)
+
+    def read(
+        self, moves: Sequence[Move], num_bytes: int, check: Callable[[int], bool] | None = None
+    ) -> tuple[list[bool], list[OSError]]:
+        """Which pages were read whole, and what went wrong. `check` of a page decides about it, if given."""
+        return self._do(_Batch(moves, num_bytes, check, write=False))
+
+    def write(self, moves: Sequence[Move], num_bytes: int) -> tuple[list[bool], list[OSError]]:
+        """Which pages were written whole, and what went wrong."""
+        return self._do(_Batch(moves, num_bytes, None, write=True))
+
+    def close(self) -> None:
+        """Let go of engine and buffers. Idempotent."""
+        self._engine.close()
+        self._bounce.clear()
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _do(self, batch: _Batch) -> tuple[list[bool], list[OSError]]:
+        direct: list[_Run] = []
+        cached: list[_Run] = []
+        bounced: list[int] = []
+        for run in batch.runs():
+            for part in self._cut(batch, run):
+                if part.is_cached:
+                    cached.append(part)
+                elif part.is_aligned(batch.num_bytes):
+                    direct.extend(part.pieces(max(1, DIRECT_OPERATION_BYTES // batch.num_bytes)))
+                else:
+                    bounced.extend(part.indices)
+        self._count(batch, direct, cached, len(bounced))
+        if len(cached) <= MAX_PLAIN_CALLS and not direct:
+            for part in cached:
+                batch.plainly(part)
+        else:
+            self._run(batch, [*direct, *cached])
+        if bounced:
+            self._through_bounce(batch, bounced)
+        return batch.ok, batch.faults
+
+    def _cut(self, batch: _Batch, run: _Run) -> Iterator[_Run]:
+        """The run, in parts that are in the page cache and parts that are not."""
+        first = batch.moves[run.indices[0]]
+        if first.segment.direct_fd < 0 or (batch.write and not self._write_direct):
+            run.is_cached = True
+            yield run
+        elif batch.write or not self._use_cache:
+            yield run
+        else:
+            share = kernel.cached_share(first.segment.fd, first.offset, len(run.indices) * batch.num_bytes)
+            run.is_cached = share == 1
+            if share in (0, 1) or len(run.indices) == 1:
+                yield run
+            else:
+                half = len(run.indices) // 2
+                for indices, spans in (
+                    (run.indices[:half], run.spans[:half]),
+                    (run.indices[half:], run.spans[half:]),
+                ):
+                    yield from self._cut(batch, _Run(indices, spans))
+
+    def _run(self, batch: _Batch, runs: Sequence[_Run]) -> None:
+        """One operation for each run; what did not end well is tried once more, page by page."""
+        whole = [run for run in runs if run.num_spans <= IOV_MAX]
+        for run in runs if len(whole) < len(runs) else ():
+            if run.num_spans > IOV_MAX:
+                batch.plainly(run)
+        operations = [batch.operation(run) for run in whole]
+        wave = max(1, len(operations) // NUM_WAVES) if batch.check is not None else len(operations)
+        for ended, results in self._engine.run(operations, batch.write, wave) if operations else ():
+            for i, result in zip(ended, results):
+                batch.landed(whole[i], result)
+
+    def _through_bounce(self, batch: _Batch, indices: Sequence[int]) -> None:
+        size = -(-batch.num_bytes // ALIGNMENT) * ALIGNMENT
+        memory = self._take_bounce(size)
+        together = len(memory) // size
+        for start in range(0, len(indices), together):
+            group = indices[start : start + together]
+            views = [memory[at * size : (at + 1) * size] for at in range(len(group))]
+            self._bounce_group(batch, group, views)
+        with self._lock:
+            self._bounce.append(memory)
+
+    def _bounce_group(self, batch: _Batch, group: Sequence[int], views: Sequence[memoryview]) -> None:
+        num_bytes, operations = batch.num_bytes, []
+        for index, view in zip(group, views):
+            move = batch.moves[index]
+            if batch.write:
+                gather(move.page, view[:num_bytes])
+            spans = [(kernel.address_of(view), len(view))]
+            operations.append(Operation(move.segment.direct_fd, move.offset, [view], spans))
+        for ended, results in self._engine.run(operations, batch.write, len(operations)):
+            for i, result in zip(ended, results):
+                if result < num_bytes:
+                    batch.again(group[i])
+                    continue
+                if not batch.write:
+                    scatter(views[i][:num_bytes], batch.moves[group[i]].page)
+                batch.arrived(group[i])
+
+    def _take_bounce(self, num_bytes: int) -> memoryview:
+        """Page-aligned memory of at least `num_bytes`, for one batch."""
+        with self._lock:
+            if self._bounce and len(self._bounce[-1]) >= num_bytes:
+                return self._bounce.pop()
+        return memoryview(mmap.mmap(-1, max(BOUNCE_BYTES, num_bytes)))
+
+    def _count(self, batch: _Batch, direct: list[_Run], cached: list[_Run], num_bounced: int) -> None:
+        verb = "written" if batch.write else "read"
+        ways = {
+            f"{verb}_direct": sum(len(run.indices) for run in direct),
+            f"{verb}_cached": sum(len(run.indices) for run in cached),
+            f"{verb}_bounced": num_bounced,
+        }
+        with self._lock:
+            self._counts.update(ways)
+
+
+class _Run:
+    """Pages that follow each other in a file: their places in the batch, and the spans of each."""
+
+    __slots__ = ("indices", "is_cached", "spans")
+
+    def __init__(self, indices: list[int], spans: list[list[tuple[int, int]]]):
+        self.indices = indices
+        self.spans = spans
+        self.is_cached = False
+
+    @property
+    def num_spans(self) -> int:
+        return sum(map(len, self.spans))
+
+    def is_aligned(self, num_bytes: int) -> bool:
+        """Whether the kernel can move these pages without a copy."""
+        return not num_bytes % ALIGNMENT and not any(
+            (address | length) & (ALIGNMENT - 1) for spans in self.spans for address, length in spans
+        )
+
+    def pieces(self, num_pages: int) -> list[_Run]:
+        """The run in pieces of at most `num_pages`."""
+        starts = range(0, len(self.indices), num_pages)
+        return [_Run(self.indices[at : at + num_pages], self.spans[at : at + num_pages]) for at in starts]
+
+
+class _Batch:
+    """Pages on their way and what became of them."""
+
+    def __init__(
+        self, moves: Sequence[Move], num_bytes: int, check: Callable[[int], bool] | None, write: bool
+    ):
+        self.moves = moves
+        self.num_bytes = num_bytes
+        self.check = check
+        self.write = write
+        self.ok = [False] * len(moves)
+        self.faults: list[OSError] = []
+
+    def runs(self) -> Iterator[_Run]:
+        """The batch's pages, those that follow each other together."""
+        run = _Run([], [])
+        segment, end, num_spans = None, -1, 0
+        for index, move in enumerate(self.moves):
+            spans = [(kernel.address_of(view), view.nbytes) for view in move.page if view.nbytes]
+            follows = move.segment is segment and move.offset == end and num_spans + len(spans) <= IOV_MAX
+            if run.indices and not follows:
+                yield run
+                run, num_spans = _Run([], []), 0
+            run.indices.append(index)
+            run.spans.append(spans)
+            segment, end, num_spans = move.segment, move.offset + self.num_bytes, num_spans + len(spans)
+        if run.indices:
+            yield run
+
+    def operation(self, run: _Run) -> Operation:
+        """A run as one operation."""
+        first = self.moves[run.indices[0]]
+        fd = first.segment.fd if run.is_cached else first.segment.direct_fd
+        views = [view for index in run.indices for view in self.moves[index].page if view.nbytes]
+        return Operation(fd, first.offset, views, [span for spans in run.spans for span in spans])
+
+    def plainly(self, run: _Run) -> None:
+        """Move a run with plain calls, through the page cache."""
+        first = self.moves[run.indices[0]]
+        views = [view for index in run.indices for view in self.moves[index].page]
+        try:
+            done = (write_from if self.write else read_into)(first.segment.fd, views, first.offset)
+        except OSError as error:
+            done = -(error.errno or 1)
+        self.landed(run, done)
+
+    def landed(self, run: _Run, num_bytes: int) -> None:
+        """A run has ended with so many bytes; pages that are not whole are tried again."""
+        for place, index in enumerate(run.indices):
+            if (place + 1) * self.num_bytes <= num_bytes:
+                self.arrived(index)
+            else:
+                self.again(index)
+
+    def arrived(self, index: int) -> None:
+        self.ok[index] = self.check is None or self.check(index)
+
+    def again(self, index: int) -> None:
+        """Move a page with plain calls, through the page cache; its faults count."""
+        move = self.moves[index]
+        try:
+            done = (write_from if self.write else read_into)(move.segment.fd, move.page, move.offset)
+        except OSError as error:
+            self.faults.append(error)
+            return
+        if done == self.num_bytes:
+            self.arrived(index)

@@ -1,0 +1,60 @@
+"""When pages were used, so that a long chain is evicted from its end, not from its head.
+
+A chain longer than one call comes as several, head first. Calls of one kind that follow each other on a
+thread within a moment are taken for one use of one chain: each page counts as used a little before the page
+in front of it. Wrong guesses cost nothing: those pages were used in the same moment.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hiradix.storage.disk.record import Name
+
+Uses = list[tuple[Name, int]]
+"""Names and when they count as used (ns), coldest first."""
+
+MOMENT_NS = 1_000_000_000
+MIN_CALL_PAGES = 16
+"""A shorter call has nothing behind it."""
+MAX_CALLS = 32
+
+
+@dataclass
+class _Chain:
+    began_ns: int
+    last_ns: int
+    calls: list[Sequence[Name]] = field(default_factory=list)
+    num_pages: int = 0
+
+
+class Recency:
+    """Chains under way, by thread and kind of call. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def used(self, kind: str, names: Sequence[Name], now_ns: int) -> Uses:
+        """What counts as used by a call: `names`, from the last to the first, then what they continue."""
+        chain: _Chain | None = getattr(self._local, kind, None)
+        follows = (
+            chain is not None
+            and 0 <= now_ns - chain.last_ns < MOMENT_NS
+            and len(chain.calls[-1]) >= MIN_CALL_PAGES
+            and len(chain.calls) < MAX_CALLS
+        )
+        if chain is None or not follows:
+            chain = _Chain(now_ns, now_ns)
+            setattr(self._local, kind, chain)
+        chain.calls.append(names)
+        chain.last_ns = now_ns
+        chain.num_pages += len(names)
+        rank = chain.num_pages
+        found: Uses = []
+        for call in reversed(chain.calls):
+            for name in reversed(call):
+                rank -= 1
+                found.append((name, chain.began_ns - rank))
+        return found

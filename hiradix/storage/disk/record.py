@@ -1,0 +1,120 @@
+"""Records of the log: 96 bytes, little endian, each bound to its log and its place in it.
+
+magic "HR", kind u8, checksum algorithm u8, segment u32, version u64, namespace 16 bytes, key 32 bytes, slot
+u32, length u32, checksum of the page u64, time of use in ns i64, flags u32, crc32 u32. The crc is seeded with
+the log's number and the record's position, so a record that was copied or moved is as damaged as a torn one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from hiradix.storage.protocol import PAGE_HASH_CHARS, check_key
+
+_FORMAT = struct.Struct("<2sBBIQ16s32sIIQqI")
+_CRC = struct.Struct("<I")
+RECORD_BYTES = _FORMAT.size + _CRC.size
+assert RECORD_BYTES == 96
+_MAGIC = b"HR"
+FORMAT_VERSION = 1
+NO_KEY, NO_NAMESPACE = bytes(32), bytes(16)
+_HASHED = 1  # flag: `key` is the hash of a key that is no page hash
+_HEX = frozenset("0123456789abcdef")
+
+
+class Kind(IntEnum):
+    """What a record says."""
+
+    HEADER = 1  # first of a log. version: the log's number, segment: next segment's, checksum: next version
+    SEGMENT = 2  # a new segment file. slot: how many slots, length: bytes of each
+    DROP = 3  # a segment file goes, with all its pages
+    FREE = 4  # a slot has no page from here on; comes before the slot is written
+    PUT = 5  # a slot has this page; comes after it was written
+    TOUCH = 6  # a slot's page was used
+    CLEAR = 7  # all pages of a namespace go
+    MOVED = 8  # last of a log: another one is about to take its place
+
+
+class Record(NamedTuple):
+    """One record; fields that its kind does not use are zero."""
+
+    kind: int
+    segment: int = 0
+    slot: int = 0
+    version: int = 0
+    namespace: bytes = NO_NAMESPACE
+    key: bytes = NO_KEY
+    num_bytes: int = 0
+    algorithm: int = 0
+    checksum: int = 0
+    used_ns: int = 0
+    flags: int = 0
+
+
+Name = str | bytes
+"""What a key is filed under: a page hash as it is, other keys by their SHA-256."""
+
+
+def name_of(key: str) -> Name:
+    """The name of a key; raises StorageError for what is no key."""
+    if len(check_key(key)) == PAGE_HASH_CHARS and _HEX.issuperset(key):
+        return key
+    return hashlib.sha256(key.encode("ascii")).digest()
+
+
+def packed_name(name: Name) -> tuple[bytes, int]:
+    """A name as a record's key and flags."""
+    return (bytes.fromhex(name), 0) if isinstance(name, str) else (name, _HASHED)
+
+
+def unpacked_name(key: bytes, flags: int) -> Name:
+    """The reverse of `packed_name`."""
+    return key if flags & _HASHED else key.hex()
+
+
+def pack(records: Iterable[Record], log_number: int, position: int) -> bytes:
+    """Records as the log has them, the first at `position` (counted in records)."""
+    done = []
+    for place, r in enumerate(records, position):
+        body = _FORMAT.pack(
+            _MAGIC, r.kind, r.algorithm, r.segment, r.version, r.namespace, r.key,
+            r.slot, r.num_bytes, r.checksum, r.used_ns, r.flags,
+        )  # fmt: skip
+        done.append(body + _CRC.pack(zlib.crc32(body, _seed(log_number, place))))
+    return b"".join(done)
+
+
+def unpack(raw: bytes, log_number: int, position: int) -> Iterator[Record | None]:
+    """The whole records in `raw`, which begins at `position`; None for a damaged one."""
+    body_bytes = _FORMAT.size
+    view = memoryview(raw)
+    for index in range(len(raw) // RECORD_BYTES):
+        start = index * RECORD_BYTES
+        body = view[start : start + body_bytes]
+        crc = zlib.crc32(body, _seed(log_number, position + index))
+        if crc != _CRC.unpack_from(raw, start + body_bytes)[0] or body[:2] != _MAGIC:
+            yield None
+            continue
+        _, kind, algorithm, segment, version, space, key, slot, length, checksum, used_ns, flags = (
+            _FORMAT.unpack(body)
+        )
+        yield Record(kind, segment, slot, version, space, key, length, algorithm, checksum, used_ns, flags)
+
+
+def header_number(raw: bytes) -> int | None:
+    """The number of the log that begins with `raw`; None unless that is a header of this format."""
+    if len(raw) < RECORD_BYTES:
+        return None
+    number = int(_FORMAT.unpack_from(raw)[4])
+    (first,) = unpack(raw[:RECORD_BYTES], number, 0)
+    good = first is not None and first.kind == Kind.HEADER and first.num_bytes == FORMAT_VERSION
+    return number if good else None
+
+
+def _seed(log_number: int, position: int) -> int:
+    return (log_number + position) & 0xFFFFFFFF

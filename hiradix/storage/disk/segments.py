@@ -1,0 +1,109 @@
+"""Segment files: preallocated rows of page slots of one size.
+
+A file's descriptors live as long as somebody holds the `Segment`: a read that is under way never finds its
+descriptor closed, or someone else's.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from hiradix.storage.disk import kernel
+
+SUFFIX = ".pages"
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Segment:
+    """An open segment file: `fd` goes through the page cache, `direct_fd` past it (-1: not possible)."""
+
+    def __init__(self, path: str, direct: bool):
+        self.fd = self.direct_fd = -1
+        self.fd = os.open(path, _OPEN)
+        if direct:
+            self.direct_fd = os.open(path, _OPEN | os.O_DIRECT)
+
+    @property
+    def num_bytes(self) -> int:
+        """The file's length."""
+        return kernel.file_size(self.fd)
+
+    def __del__(self) -> None:
+        for fd in (self.fd, self.direct_fd):
+            if fd >= 0:
+                os.close(fd)
+
+
+class SegmentFolder:
+    """Segment files below `root`, by number. What is made or removed here must be in the log."""
+
+    def __init__(self, root: Path, direct: bool):
+        self._root = root
+        self._direct = direct
+        self._open: dict[int, Segment] = {}
+
+    def path(self, number: int) -> str:
+        return os.path.join(self._root, f"segment-{number:010d}{SUFFIX}")
+
+    def get(self, number: int) -> Segment:
+        """The segment, opened when first asked for. Raises OSError."""
+        segment = self._open.get(number)
+        if segment is None:
+            segment = self._open[number] = Segment(self.path(number), self._direct)
+        return segment
+
+    def create(self, number: int, num_bytes: int) -> bool:
+        """A new file with all its blocks; False when the disk or a quota has no room. Raises OSError."""
+        path = self.path(number)
+        _remove(path)  # an unfinished one, whose maker died before it was in the log
+        fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        except OSError as error:
+            _remove(path)
+            if error.errno not in _NO_ROOM:
+                raise
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def forget(self, number: int) -> None:
+        """Let go of a segment's file."""
+        self._open.pop(number, None)
+
+    def remove(self, number: int) -> None:
+        """Delete a segment's file; its blocks are free at once, whoever still has it open."""
+        self.forget(number)
+        try:
+            os.truncate(self.path(number), 0)
+        except FileNotFoundError:
+            return
+        _remove(self.path(number))
+
+    def numbers(self) -> list[int]:
+        """The segments that have a file, sorted."""
+        names = [name for name in os.listdir(self._root) if name.endswith(SUFFIX)]
+        digits = [name.removeprefix("segment-").removesuffix(SUFFIX) for name in names]
+        return sorted(int(text) for text in digits if text.isdecimal())
+
+    def size(self, number: int) -> int:
+        """Length of a segment's file, 0 if there is none."""
+        try:
+            return os.lstat(self.path(number)).st_size
+        except FileNotFoundError:
+            return 0
+
+    def close(self) -> None:
+        """Let go of all files."""
+        self._open.clear()
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return
