@@ -9,7 +9,6 @@ import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, open_storage
 from hiradix.storage.disk import DiskBackend
-from tests.disk.places import MODES, cap_of, context, open_disk
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -20,6 +19,7 @@ from tests.contracts.storage import (
     SharedContract,
     StorageContract,
 )
+from tests.disk.places import MODES, cap_of, context, open_disk
 
 
 class DiskStore:
