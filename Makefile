@@ -9,6 +9,8 @@
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
+# make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
+# make test-compiled the tests of tree and cache on that form
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
@@ -83,7 +85,19 @@ test-storage: $(READY)
 	$(PY) tests/storage_servers/install.py
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
 
+.PHONY: compiled test-compiled
+# PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.
+compiled: $(READY)
+	rm -rf build/compiled
+	HIRADIX_COMPILE=1 PYTHONDONTWRITEBYTECODE= $(PY) setup.py -q build --build-lib build/compiled --build-temp build/mypyc
+
+test-compiled: compiled
+	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
+	  tests/tree tests/cache tests/prefix_cache $(PYTEST_FLAGS)
+
+# Both forms of the tree where there is a C compiler, else the Python one alone.
 bench-tree: $(READY)
+	@if command -v gcc >/dev/null; then $(MAKE) compiled; else rm -rf build/compiled; fi
 	$(PY) benchmarks/peers/install.py
 	$(PY) benchmarks/bench_tree.py $(BENCH_FLAGS)
 

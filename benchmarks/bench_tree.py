@@ -5,7 +5,8 @@
 
 Prints one table: CPU time of the calling thread, the median of five rounds in which all take turns on the
 same prompts, one process each. `hiradix` is the drop-in class doing what the peer's row does; rows named
-`bare tree` are the tree below it, in page ids; a peer's figure in brackets says how many times ours it is.
+`bare tree` are the tree below it, in page ids; rows with `(compiled)` run what `make compiled` built, if that
+is there. A peer's figure in brackets says how many times ours it is.
 --quick: a few seconds of small cases. --full: also what takes a peer minutes. Writes build/bench/tree.json.
 """
 
@@ -29,14 +30,17 @@ from common import Row, machine, table, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+COMPILED = ROOT / "build" / "compiled"  # made by `make compiled`
 PEER_PYTHON = ROOT / "build" / "peers" / "venv" / "bin" / "python"
 
 
 class Worker:
     """A peer's process. One order at a time; while one works, the others wait."""
 
-    def __init__(self, python: str, module: str, log: Any):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    def __init__(self, python: str, module: str, log: Any, package: Path = ROOT):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(package)
+        }  # fmt: skip
         self._process = subprocess.Popen(
             [python, str(HERE / "peers" / "worker.py"), module],
             stdin=subprocess.PIPE,
@@ -70,6 +74,30 @@ class Worker:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(timeout=30)
+
+
+class OurWorkers:
+    """Processes of ours, one for each way in which ours takes part in a case; started when first needed."""
+
+    def __init__(self, log: Any):
+        self._log = log
+        self._workers: dict[tuple[bool, int], Worker] = {}  # (compiled, which of them)
+
+    def of(self, case: Planned) -> list[Worker]:
+        """A worker for each of `case.ours`."""
+        found, used = [], {False: 0, True: 0}
+        for how in case.ours:
+            key = (how.compiled, used[how.compiled])
+            used[how.compiled] += 1
+            if key not in self._workers:
+                package = COMPILED if how.compiled else ROOT
+                self._workers[key] = Worker(sys.executable, "ours", self._log, package)
+            found.append(self._workers[key])
+        return found
+
+    def all(self) -> list[Worker]:
+        """Every process started."""
+        return list(self._workers.values())
 
 
 def measure(case: Planned, ours: Sequence[Worker], peers: Sequence[Worker]) -> list[Row]:
@@ -127,18 +155,16 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     texts = [text for text in options.only.split(",") if text]
     with open(options.out.with_suffix(".log"), "w", encoding="utf-8") as log:
-        ours: list[Worker] = []
+        ours = OurWorkers(log)
         peers = {name: Worker(str(PEER_PYTHON), PEERS[name], log) for name in names}
-        for case in plan(options.quick, options.full):
+        for case in plan(options.quick, options.full, COMPILED.exists()):
             if texts and not any(text in case.name for text in texts):
                 continue
             since = time.monotonic()
-            while len(ours) < len(case.ours):
-                ours.append(Worker(sys.executable, "ours", log))
-            rows += measure(case, ours, [peers[name] for name in case.peers if name in peers])
+            rows += measure(case, ours.of(case), [peers[name] for name in case.peers if name in peers])
             print(f"{case.name}: {time.monotonic() - since:.1f} s", file=sys.stderr, flush=True)
             write_json(options.out, rows, machine() | {"peers": names})  # a broken run leaves what it has
-        for worker in (*ours, *peers.values()):
+        for worker in (*ours.all(), *peers.values()):
             worker.close()
     about = machine() | {"seconds": round(time.monotonic() - begin), "peers": names}
     print(" ".join(f"{name}={value}" for name, value in about.items()))

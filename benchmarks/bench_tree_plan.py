@@ -17,11 +17,15 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Ours:
-    """One way in which ours takes part: a row `case + suffix`. kind: if it is not the peers' case."""
+    """One way in which ours takes part: a row `case + suffix`. kind: if it is not the peers' case.
+
+    compiled: with the tree compiled by mypyc, instead of run by Python.
+    """
 
     suffix: str = ""
     bare: bool = False
     kind: str = ""
+    compiled: bool = False
 
 
 DROP_IN, BARE = Ours(), Ours(", bare tree", bare=True)
@@ -42,13 +46,22 @@ class Planned:
     rounds: int = ROUNDS
 
 
-def plan(quick: bool, full: bool) -> list[Planned]:
-    """quick: a few seconds' worth of everything small. full: also what takes peers minutes."""
+def plan(quick: bool, full: bool, compiled: bool) -> list[Planned]:
+    """quick: a few seconds' worth of everything small. full: also what takes peers minutes.
+
+    compiled: each of our rows a second time, with the compiled tree.
+    """
     turns = [*_multi_turn(quick), *_host_tier(quick, full), *_turn_at(quick, full)]
     cases = [*_memory(quick), *turns, *_match(quick, full), *_insert(quick), *_evict(quick, full)]
+    if compiled:
+        cases = [replace(case, ours=(*case.ours, *map(_compiled, case.ours))) for case in cases]
     if not quick:
         return cases
     return [replace(case, rounds=1, ours=(how,)) for case in cases for how in case.ours]
+
+
+def _compiled(how: Ours) -> Ours:
+    return replace(how, suffix=how.suffix + " (compiled)", compiled=True)
 
 
 def _memory(quick: bool) -> Iterator[Planned]:

@@ -1,5 +1,6 @@
 """The radix tree: which pages hold which prefix, in which tier. numpy only."""
 
+from hiradix.tree import node
 from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from hiradix.tree.key import Namespace, RadixKey
 from hiradix.tree.node import (
@@ -18,8 +19,11 @@ from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFacto
 from hiradix.tree.records import Freed, Insertion, Lock, Match, Segment
 from hiradix.tree.tree import RadixTree
 
+IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, faster (see setup.py)
+
 __all__ = [
-    "AS_INSERTED", "BACKBONE", "FULL", "UNBOUNDED", "Component", "DeadLeaf", "EvictionOrder", "Freed",
-    "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext", "OrderFactory",
-    "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "hash_pages", "namespace_seed",
+    "AS_INSERTED", "BACKBONE", "FULL", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf", "EvictionOrder",
+    "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext",
+    "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "hash_pages",
+    "namespace_seed",
 ]  # fmt: skip

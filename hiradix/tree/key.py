@@ -95,10 +95,10 @@ class RadixKey:
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
-        key = RadixKey.__new__(RadixKey)
-        key.tokens, key.space, key.extras = tokens, space, self.extras
-        key._len = max(len(tokens) - space.lookahead, 0)
-        key.run, key.run_start, key.run_end, key.run_width = b"", 0, 0, NARROW
+        key = RadixKey(tokens)
+        key.space, key.extras = space, self.extras
+        if space.is_bigram:
+            key._len = max(len(tokens) - 1, 0)
         return key
 
     # -- what a caller knows it by --------------------------------------------------------
