@@ -1,6 +1,7 @@
 """The hierarchical cache: the only package that sees both the tree and the transfer controller."""
 
+from hiradix.cache.agreement import Agree, RanksDiverged, least
 from hiradix.cache.core import HierarchicalCache, HostTier
 from hiradix.cache.pages import Counters, PageSource
 
-__all__ = ["Counters", "HierarchicalCache", "HostTier", "PageSource"]
+__all__ = ["Agree", "Counters", "HierarchicalCache", "HostTier", "PageSource", "RanksDiverged", "least"]

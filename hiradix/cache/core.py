@@ -7,6 +7,9 @@
     make_room()   evict until the device pool has pages to give
     prefetch      storage -> host while a request waits
 
+With several ranks, the methods that apply or wait for transfers exchange a vector with the other ranks (see
+`agreement`), so every rank must call them in the same order; after a lost rank they raise CacheError.
+
 The scheduler thread is the only caller. This package is the only place that sees both the tree (what is
 where) and the controller (what moves); each of its files holds one direction of movement.
 """
@@ -19,19 +22,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.backup import Backup
 from hiradix.cache.flights import Flights
 from hiradix.cache.load_back import LoadBack
-from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSource, PageSupply
+from hiradix.cache.pages import BACKBONE, CappedPages, Counters, Pages, PageSource, PageSupply, Share
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import CacheError, StorageError
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.storage import GuardedStorage
-from hiradix.transfer import JobKind, TransferController
+from hiradix.transfer import JobKind, Ticket, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 
 STORAGE_STOP_S = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
+CLOCK_STEP_S = 1e-6  # what ranks agree on is no finer
 COPY_WAIT_S = 5.0  # longest the scheduler waits for device copies that free pages
 
 
@@ -49,6 +54,7 @@ class HierarchicalCache:
     """See the module's docstring. Owns the tree and the host pool; shares the device pools.
 
     device: the pages of each of the tree's components, or of its only one.
+    agree: the elementwise minimum over all ranks; None when there is one rank only.
     """
 
     def __init__(
@@ -57,35 +63,70 @@ class HierarchicalCache:
         device: PageSource | Sequence[PageSource],
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
+        agree: Agree | None = None,
     ):
         if clock is None:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
         self.tree = tree
         self._clock = clock
         self.counters = Counters()
-        self.supply = PageSupply(tree, device, host.pages if host else None, self.counters)
+        self.supply = PageSupply(tree, device, _common_pages(host, agree), self.counters)
         self.flights = Flights(self.supply.free_host)
         self.controller = host.controller if host else None
         self.backup: Backup | None = None
         self._load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
+        self._ranks: Agreement | None = None
         if host is not None:
-            self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
-            self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room)
-            self.prefetcher = Prefetcher(
-                self.supply, host.controller, self.flights, host.prefetch_policy, clock
-            )
+            self._build_lower_tiers(host, agree)
+
+    def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
+        share: Share = lambda source: source  # noqa: E731
+        if agree is not None:
+            self._ranks = Agreement(agree, self.flights, self._state)
+            share = self._ranks.share
+        self._clock = share(self._clock)
+        self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
+        self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room, share)
+        self.prefetcher = Prefetcher(
+            self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
+        )
+        self._apply(True)
 
     # -- one request's life -------------------------------------------------------------
 
     def tick(self) -> None:
         """Apply finished transfers. Costs next to nothing when there are none."""
-        if self.controller is None:
-            return
-        for result in self.controller.poll():
+        if self.controller is not None:
+            self._apply(True)
+
+    def _apply(self, ok: bool) -> bool:
+        """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
+        assert self.controller is not None and self._load_back is not None, "no host tier"
+        results = self.controller.poll()
+        if self._ranks is not None:
+            results, ok = self._ranks.exchange(results, ok)
+        for result in results:
             self.flights.apply(result)
-        if self._load_back is not None:
-            self._load_back.drop_failed()
+        self._load_back.drop_failed()
+        return ok
+
+    def settle(self, ok: bool = True) -> bool:
+        """Apply all results that every rank has; whether `ok` holds on every rank (with one rank: itself)."""
+        if self.controller is None:
+            return ok
+        ok = self._apply(ok)
+        while self._ranks is not None and self._ranks.has_more:
+            self._apply(True)
+        return ok
+
+    def _state(self) -> tuple[int, ...]:
+        """What is the same on all ranks, or they have diverged. O(1)."""
+        tree, supply = self.tree, self.supply
+        counts = [count(tier) for count in (tree.resident_pages, tree.evictable_pages) for tier in Tier]
+        host = supply.host.available if supply.host is not None else 0
+        prefetches = len(self.prefetcher) if self.prefetcher is not None else 0
+        return *counts, supply.device.available, host, len(self.flights), prefetches
 
     def match(self, key: RadixKey) -> Match:
         """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
@@ -161,16 +202,25 @@ class HierarchicalCache:
         freed, ended = 0, True
         while freed < num_pages and ended:
             victims, copies = self.backup.write_back(num_pages - freed)
-            ended = self.controller.wait([copy.ticket for copy in copies], COPY_WAIT_S)
+            ended = self._all_ended([copy.ticket for copy in copies])
             if not ended:
                 self.backup.keep(copies)
-            self.tick()
+            self.settle()
             here = [node for node in victims if self.tree.current(node) is not None]
             moved = sum(self.supply.release(self.tree.demote(node)) for node in here)
             if not moved:
                 break
             freed += moved
         return freed
+
+    def _all_ended(self, copies: list[Ticket]) -> bool:
+        """Wait for copies; True if the next `settle` applies all of them at once."""
+        assert self.controller is not None
+        ended = self.controller.wait(copies, COPY_WAIT_S)
+        if self._ranks is None:
+            return ended
+        (ended_everywhere,) = self._ranks.least(ended)
+        return bool(ended_everywhere) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until running device copies are done and apply them. False if there were none.
@@ -183,24 +233,36 @@ class HierarchicalCache:
         if not tickets:
             return False
         self.controller.wait(tickets, timeout_s)
-        self.tick()
+        self.settle()
         return True
 
     # -- lifecycle ----------------------------------------------------------------------
 
-    def attach_storage(self, storage: GuardedStorage) -> None:
-        """Start backing up to and fetching from `storage`, which the controller owns from now on."""
+    def attach_storage(self, storage: GuardedStorage | None) -> None:
+        """Start backing up to and fetching from `storage`, which the controller owns from now on.
+
+        On all ranks or on none: a rank that could not open its storage calls this with None. Raises
+        StorageError, with nothing changed, if any rank has none or cannot take it.
+        """
         assert self.controller is not None, "storage needs a host tier"
+        refusal = self.controller.attach_refusal
+        if storage is None:
+            refusal = "there is none to attach"
+        if not self.settle(refusal is None):
+            raise StorageError(f"storage is not attached: {refusal or 'another rank could not'}")
+        assert storage is not None
         self.controller.attach(storage)
         self.tree.forget_stored()
 
     def detach_storage(self, timeout_s: float) -> None:
-        """Stop using storage. Raises StorageError when a job does not end in time; may then be repeated."""
+        """Stop using storage, on all ranks at once.
+
+        Raises StorageError when a job of any rank does not end in time; may then be repeated.
+        """
         assert self.controller is not None and self.prefetcher is not None, "storage needs a host tier"
         self.prefetcher.stop_all()
         ended = self.controller.detach(timeout_s)
-        self.tick()
-        if not ended:
+        if not self.settle(ended):
             raise StorageError(f"a storage job did not end within {timeout_s} s")
         self.tree.forget_stored()
 
@@ -216,7 +278,7 @@ class HierarchicalCache:
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
         if self.controller is not None:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
-            self.tick()
+            self.settle()
         kept = self.flights.orphan_all()
         for drop in reversed(self.tree.clear()):
             if drop.tier is Tier.HOST:
@@ -229,14 +291,15 @@ class HierarchicalCache:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for everything in flight and apply it; False if the deadline passed first."""
+        self.settle()
         deadline = self._clock() + timeout_s
         while len(self.flights) and self.controller is not None:
             left = deadline - self._clock()
-            if left <= 0:
+            if left < CLOCK_STEP_S:
                 return False
             self.start_loading()
             self.controller.wait(self.flights.tickets(), left)
-            self.tick()
+            self.settle()
         return True
 
     def close(self, timeout_s: float = 10.0) -> None:
@@ -259,3 +322,11 @@ class HierarchicalCache:
         assert len(taken) + free == total, (
             f"host pages: {len(resident)} tree + {len(owned)} in flight + {free} free != {total}"
         )
+
+
+def _common_pages(host: HostTier | None, agree: Agree | None) -> PageSource | None:
+    """The host pool, cut to what the rank with the smallest one has."""
+    if host is None or agree is None:
+        return host.pages if host is not None else None
+    (num_pages,) = least(agree, host.pages.num_pages)
+    return host.pages if num_pages == host.pages.num_pages else CappedPages(host.pages, num_pages)

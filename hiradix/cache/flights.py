@@ -6,7 +6,7 @@ back, so work of an earlier epoch can never touch the tree of a later one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,21 +35,25 @@ class Flights:
 
     def __init__(self, free_host: Callable[[Pages], None]):
         self._free_host = free_host
-        self._flights: dict[Ticket, Flight] = {}
+        self._lanes: dict[JobKind, dict[Ticket, Flight]] = {kind: {} for kind in JobKind}
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return sum(map(len, self._lanes.values()))
 
     def __contains__(self, ticket: Ticket) -> bool:
-        return ticket in self._flights
+        return any(ticket in lane for lane in self._lanes.values())
 
     def add(self, ticket: Ticket, flight: Flight) -> None:
-        assert ticket not in self._flights, f"ticket {ticket} used twice"
-        self._flights[ticket] = flight
+        assert ticket not in self, f"ticket {ticket} used twice"
+        self._lanes[flight.kind][ticket] = flight
+
+    def lane(self, kind: JobKind) -> Mapping[Ticket, Flight]:
+        """The flights of one kind, oldest first."""
+        return self._lanes[kind]
 
     def apply(self, result: Result) -> None:
         """Run a result's one completion path. An unknown ticket is a bug."""
-        flight = self._flights.pop(result.ticket)
+        flight = self._lanes[result.kind].pop(result.ticket)
         if flight.orphaned:
             self._free_host(flight.owns)
         else:
@@ -57,7 +61,7 @@ class Flights:
 
     def orphan_all(self) -> Pages:
         """Cut every present flight off from the tree. Returns the host pages they keep meanwhile."""
-        for flight in self._flights.values():
+        for flight in self._all():
             if not flight.orphaned:
                 flight.owns = np.union1d(flight.owns, flight.reads).astype(np.int32)
                 flight.orphaned = True
@@ -65,9 +69,12 @@ class Flights:
 
     def owned(self) -> Pages:
         """Host pages owned by flights, for conservation: each is in no other place."""
-        pages = [flight.owns for flight in self._flights.values()]
+        pages = [flight.owns for flight in self._all()]
         return np.concatenate(pages) if pages else NO_PAGES
 
     def tickets(self, *kinds: JobKind) -> list[Ticket]:
         """Tickets of these kinds, oldest first; of every kind when none is named."""
-        return [ticket for ticket, flight in self._flights.items() if not kinds or flight.kind in kinds]
+        return sorted(ticket for kind in kinds or JobKind for ticket in self._lanes[kind])
+
+    def _all(self) -> Iterator[Flight]:
+        return (flight for lane in self._lanes.values() for flight in lane.values())

@@ -8,18 +8,22 @@ and no match may reach them in between.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import Counters, Pages, PageSupply
+from hiradix.cache.pages import Counters, Pages, PageSupply, Share
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
 
 
 class LoadBack:
-    """Brings host-only nodes back to the device. make_room(n): evict until n device pages are free."""
+    """Brings host-only nodes back to the device. make_room(n): evict until n device pages are free.
+
+    share: turns a number of this rank into the ranks' common one (see `hiradix.cache.agreement`).
+    """
 
     def __init__(
         self,
@@ -27,6 +31,7 @@ class LoadBack:
         controller: TransferController,
         flights: Flights,
         make_room: Callable[[int], int],
+        share: Share,
     ):
         self._tree: RadixTree = supply.tree
         self._supply = supply
@@ -37,11 +42,14 @@ class LoadBack:
         self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
         self._queued: list[Ticket] = []  # loads that wait for `start_loading`
         self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
+        self._lost: set[Ticket] = set()  # tickets in `_started` whose results were failures
+        self._first_failed_slot = share(self._find_failed_slot)
 
     def clear(self) -> None:
         self._failed.clear()
         self._queued.clear()
         self._started.clear()
+        self._lost.clear()
 
     def running(self) -> list[Ticket]:
         """Loads that were started and whose results are not applied yet."""
@@ -90,6 +98,8 @@ class LoadBack:
                 self._counters.load_failed += len(pages)
                 self._failed.append((locks[1], start))
                 self._tree.unlock(locks[0])
+                if ticket not in self._queued:
+                    self._lost.add(ticket)
 
         ticket = self._controller.load(host_pages, pages)
         self._queued.append(ticket)
@@ -111,12 +121,18 @@ class LoadBack:
             self._started[slot], self._queued = tuple(self._queued), []
         elif not self._started:
             return -1
-        error = self._controller.layer_done_counter.error
-        failed = [s for s in self._started if error(s) is not None]
+        first = self._first_failed_slot()
+        failed = [s for s, loads in self._started.items() if s == first or not self._lost.isdisjoint(loads)]
         for s, tickets in list(self._started.items()):
             if not (self._failed and s in failed) and not any(t in self._flights for t in tickets):
                 del self._started[s]
+                self._lost.difference_update(tickets)
         return next((s for s in failed if s in self._started), max(self._started, default=-1))
+
+    def _find_failed_slot(self) -> float:
+        """The oldest started slot that failed, known as soon as its worker says so; inf if none has."""
+        error = self._controller.layer_done_counter.error
+        return next((s for s in self._started if error(s) is not None), math.inf)
 
     # -- failure ------------------------------------------------------------------------
 

@@ -19,6 +19,9 @@ Pages = npt.NDArray[np.int32]
 NO_PAGES: Pages = np.empty(0, np.int32)
 BACKBONE = 0
 
+Share = Callable[[Callable[[], float]], Callable[[], float]]
+"""Makes what one rank measures a number all ranks agree on; with one rank the same function."""
+
 
 class PageSource(Protocol):
     """A pool's free pages. Satisfied by `memory.PageAllocator` and by adapters over foreign allocators."""
@@ -32,6 +35,26 @@ class PageSource(Protocol):
     def alloc(self, num_pages: int, /) -> Pages | None: ...
 
     def free(self, pages: Pages, /) -> None: ...
+
+
+class CappedPages:
+    """The first `num_pages` pages' worth of a pool: what every rank has, where one rank's pool is smaller."""
+
+    def __init__(self, inner: PageSource, num_pages: int):
+        assert num_pages <= inner.num_pages, f"{num_pages} pages of a pool of {inner.num_pages}"
+        self.num_pages = num_pages
+        self._inner = inner
+        self._kept_back = inner.num_pages - num_pages
+
+    @property
+    def available(self) -> int:
+        return self._inner.available - self._kept_back
+
+    def alloc(self, num_pages: int) -> Pages | None:
+        return self._inner.alloc(num_pages) if num_pages <= self.available else None
+
+    def free(self, pages: Pages) -> None:
+        self._inner.free(pages)
 
 
 @dataclass(slots=True)

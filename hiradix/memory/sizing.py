@@ -50,9 +50,12 @@ class HostPlan:
         )
 
 
-def size_host_pool(shape: CacheShape, page_size: int, device_pages: int, config: HostSizing) -> int:
-    """Pages of the host pool for one rank on this machine now; see `plan_host_pool`."""
-    return plan_host_pool(page_size * token_bytes(shape), device_pages, config, available_bytes()).num_pages
+def size_host_pool(
+    shape: CacheShape, page_size: int, device_pages: int, config: HostSizing, num_ranks: int = 1
+) -> int:
+    """Pages of the host pool for one of `num_ranks` ranks on this machine now; see `plan_host_pool`."""
+    page_bytes = page_size * token_bytes(shape)
+    return plan_host_pool(page_bytes, device_pages, config, available_bytes(), num_ranks).num_pages
 
 
 def plan_host_pool(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hiradix.cache import HostTier
 from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import ConfigError
-from hiradix.memory import DevicePool, HostPool, PageAllocator, make_transport, size_host_pool
+from hiradix.memory import DevicePool, HostPool, MLAShape, PageAllocator, make_transport, size_host_pool
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
@@ -45,7 +45,10 @@ def build_prefix_cache(
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return RadixCache(params)
-    num_host_pages = size_host_pool(device_pool.shape, config.page_size, device_pool.num_pages, config)
+    num_ranks = model.tp_size * model.pp_size
+    num_host_pages = size_host_pool(
+        device_pool.shape, config.page_size, device_pool.num_pages, config, num_ranks
+    )
     host_pool = HostPool(
         device_pool.shape,
         num_host_pages,
@@ -54,6 +57,9 @@ def build_prefix_cache(
         device=device_pool.device,
     )
     host = _host_tier(config, device_pool, host_pool)
+    if _is_replicated(host_pool):
+        host.controller.backs_up = model.tp_rank == 0
+        model = replace(model, tp_rank=0, tp_size=1)
     cache = HiRadixCache(params, host, _storage_factory(config, host_pool, model))
     if config.hicache_storage_backend is not None:
         try:
@@ -62,6 +68,11 @@ def build_prefix_cache(
             cache.close()
             raise
     return cache
+
+
+def _is_replicated(pool: HostPool) -> bool:
+    """Whether tensor parallel ranks have the same pages: one of them stores for all."""
+    return isinstance(pool.shape, MLAShape)
 
 
 def _host_tier(config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool) -> HostTier:

@@ -7,13 +7,14 @@ storage that can be attached and detached while serving.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Sized
+from contextlib import suppress
 
 import numpy as np
 import torch
 
 from hiradix.cache import HostTier
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig, parse_extra_config
-from hiradix.errors import CacheError, ConfigError
+from hiradix.errors import CacheError, ConfigError, StorageError
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.radix import RadixCache
@@ -178,6 +179,8 @@ class HiRadixCache(RadixCache):
         try:
             extra = parse_extra_config(storage_backend_extra_config_json)
         except ConfigError as error:
+            with suppress(StorageError):
+                self.cache.attach_storage(None)  # other ranks may have read a good one from a file
             return False, f"Failed to parse storage_backend_extra_config_json: {error}"
         try:
             self.attach(storage_backend, extra)
@@ -187,13 +190,18 @@ class HiRadixCache(RadixCache):
         return True, "Attached HiCache storage backend successfully."
 
     def attach(self, name: str, extra: ExtraConfig) -> None:
-        """Attach backend `name`; raises ConfigError or StorageError with nothing changed."""
-        storage = self._storage_factory(name, extra)
+        """Attach backend `name`, on all ranks; raises ConfigError or StorageError with nothing changed."""
+        storage, failure = None, None
+        try:
+            storage = self._storage_factory(name, extra)
+        except Exception as error:  # raised below, after the other ranks know that this one has none
+            failure = error
         try:
             self.cache.attach_storage(storage)
-        except CacheError:
-            storage.close()
-            raise
+        except CacheError as error:
+            if storage is not None:
+                storage.close()
+            raise (failure or error) from None
         self._storage, self._storage_name = storage, name
 
     def detach_storage_backend(self) -> tuple[bool, str]:
@@ -208,10 +216,10 @@ class HiRadixCache(RadixCache):
         return True, "Detached HiCache storage backend successfully."
 
     def clear_storage_backend(self) -> bool:
-        """Delete this model's pages from storage. False when there is no storage or it failed."""
+        """Delete this model's pages from storage. False when there is no storage or it failed on any rank."""
         if self._storage is None:
             return False
-        ok = self._storage.clear()
+        ok = self.cache.settle(self._storage.clear())
         self.tree.forget_stored()
         return ok
 

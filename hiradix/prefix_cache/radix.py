@@ -53,7 +53,8 @@ class RadixCache(NoLowerTiers, Figures):
 
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
         order = make_order(params.eviction_policy, params.eviction_policy_config)
-        return HierarchicalCache(RadixTree(params.page_size, order=order), self._pages, host)
+        tree = RadixTree(params.page_size, order=order)
+        return HierarchicalCache(tree, self._pages, host, agree=params.agree)
 
     # -- reading ------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hiradix.cache import Agree
 from hiradix.transfer import TransferStats
 from hiradix.tree import Lock, Node, RadixKey
 
@@ -72,6 +73,7 @@ class CacheInitParams:
 
     disable: no reuse at all; requests only keep and free their own slots.
     sliding_window_size: tokens a window layer looks back, for `SWARadixCache`, whose allocator is hybrid.
+    agree: with several ranks, the elementwise minimum of a vector over all of them, else None.
     """
 
     disable: bool
@@ -83,6 +85,7 @@ class CacheInitParams:
     eviction_policy_config: dict[str, Any] = field(default_factory=dict)
     disable_finished_insert: bool = False
     sliding_window_size: int | None = None
+    agree: Agree | None = None
 
 
 class MatchPrefixParams(NamedTuple):

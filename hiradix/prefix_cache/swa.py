@@ -58,7 +58,7 @@ class SWARadixCache(RadixCache):
         order = make_order(params.eviction_policy, params.eviction_policy_config)
         components = (FULL, Component("window", reach))
         tree = RadixTree(params.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
-        return HierarchicalCache(tree, (self._pages, self._window_pages), host)
+        return HierarchicalCache(tree, (self._pages, self._window_pages), host, agree=params.agree)
 
     # -- sizes --------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ class TransferController:
     def _start(self, pairs: tuple[PoolPair, ...], runtime: Runtime) -> None:
         self.runtime = runtime
         self.epoch = 0
+        self.backs_up = True  # False: another rank stores the same pages, and a `store` here is done at once
         limits, self._driver = runtime.limits, runtime.driver
         self._streams = runtime.streams or make_streams(pairs[0].device.device)
         self.layer_done_counter = gate = LayerDoneCounter(
@@ -217,6 +218,8 @@ class TransferController:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""
         source = as_pages(host_pages)
         assert len(source) <= len(rows), f"{len(source)} pages for {len(rows)} rows"
+        if not self.backs_up:
+            return self._desk.take_for_granted(JobKind.STORE, len(source), self.epoch)
         return self._submit(JobKind.STORE, self._stored_size(source), Store(rows, source))
 
     def cancel(self, ticket: Ticket) -> None:
@@ -270,11 +273,17 @@ class TransferController:
         """Whether storage jobs are accepted."""
         return self._storage_jobs.storage is not None and not self._detaching and not self._closed
 
+    @property
+    def attach_refusal(self) -> str | None:
+        """Why no storage can be attached at the moment, or None."""
+        if self._storage_jobs.storage is None:
+            return None
+        return "storage is still detaching" if self._detaching else "storage is attached already"
+
     def attach(self, storage: StorageLike) -> None:
         """Serve storage jobs with `storage`. Raises StorageError if one is attached or still detaching."""
-        if self._storage_jobs.storage is not None:
-            state = "still detaching" if self._detaching else "attached already"
-            raise StorageError(f"storage is {state}")
+        if self.attach_refusal is not None:
+            raise StorageError(self.attach_refusal)
         self._storage_jobs.storage = storage
 
     def detach(self, timeout_s: float) -> bool:

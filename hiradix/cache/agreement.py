@@ -1,0 +1,152 @@
+"""How several ranks (tensor or pipeline parallel) keep identical trees.
+
+Every rank runs the same scheduler on the same requests, so what follows from requests alone is the same
+everywhere. What depends on time, speed, health, allocation or a backend's answer is not, and enters a cache
+only through `Agreement`: one vector of fixed shape per exchange, of which every rank gets the elementwise
+minimum.
+
+    tick:  poll own results -> exchange -> the results all ranks have, in ticket order, cut to the least pages
+
+    vector (int64):  digest, -digest | ok | shared values | per job kind: ready, whole, outcomes of the next
+
+ 1. An exchange is a collective call: all ranks make the same ones in the same order. Whether one is made may
+    depend on agreed data only.
+ 2. A result is applied when it is the oldest of its kind and every rank has it. Its pages are the least of
+    any rank; a rank that got more gives the rest back.
+ 3. Clocks, and other measured numbers that decisions use, are read from the last exchange (`share`).
+ 4. The digest is over what must be equal; where it is not, every rank raises `RanksDiverged`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.cache.flights import Flights
+from hiradix.errors import CacheError
+from hiradix.transfer import JobKind, Result, Ticket
+
+Vector = npt.NDArray[np.int64]
+Agree = Callable[[Vector], Vector]
+"""int64 [WIDTH] of a rank -> the least over all ranks, elementwise. Raises CacheError if a rank is lost."""
+
+KINDS = tuple(JobKind)
+NUM_SHARED = 8
+AHEAD = 16  # results of a kind whose outcome one vector carries; those that are whole need none
+_OK, _SHARED = 2, 3
+_LANES = _SHARED + NUM_SHARED
+_LANE_WIDTH = 2 + AHEAD
+WIDTH = _LANES + len(KINDS) * _LANE_WIDTH
+_PER_UNIT = 1_000_000  # shared values travel as millionths
+_LARGEST = 1 << 62
+
+
+class RanksDiverged(CacheError):
+    """The ranks are no longer in the same state: a bug, or ranks that were started differently."""
+
+
+class Agreement:
+    """One rank's side of the agreement. Scheduler thread only.
+
+    state: what must be equal on all ranks at every exchange, as integers; asked for at each one.
+    """
+
+    def __init__(self, agree: Agree, flights: Flights, state: Callable[[], Sequence[int]]):
+        self.has_more = False  # whether all ranks have results that did not fit into the last vector
+        self.num_exchanges = 0
+        self._agree = agree
+        self._flights = flights
+        self._state = state
+        self._sources: list[Callable[[], float]] = []
+        self._shared = [0.0] * NUM_SHARED
+        self._held: dict[Ticket, Result] = {}  # own results that not all ranks are known to have
+
+    def share(self, source: Callable[[], float]) -> Callable[[], float]:
+        """The minimum over all ranks of `source()` as of the last exchange, to a millionth.
+
+        To be called while the cache is built, in the same order on every rank.
+        """
+        index = len(self._sources)
+        assert self.num_exchanges == 0 and index < NUM_SHARED, (self.num_exchanges, index)
+        self._sources.append(source)
+        return lambda: self._shared[index]
+
+    def exchange(self, results: Iterable[Result], ok: bool) -> tuple[list[Result], bool]:
+        """Offer own new results; get those that all ranks have, oldest first, and whether all are `ok`."""
+        for result in results:
+            self._held[result.ticket] = result
+        own = np.zeros(WIDTH, np.int64)
+        own[_OK] = ok
+        for index, source in enumerate(self._sources):
+            own[_SHARED + index] = round(max(-_LARGEST, min(_LARGEST, source() * _PER_UNIT)))
+        for number, kind in enumerate(KINDS):
+            self._fill_lane(own, _LANES + number * _LANE_WIDTH, kind)
+        agreed = self._exchange(own)
+        for index in range(len(self._sources)):
+            self._shared[index] = agreed[_SHARED + index] / _PER_UNIT
+        self.has_more = False
+        common: list[Result] = []
+        for number, kind in enumerate(KINDS):
+            common += self._read_lane(agreed, _LANES + number * _LANE_WIDTH, kind)
+        common.sort(key=lambda result: result.ticket)
+        return common, bool(agreed[_OK])
+
+    def least(self, *values: int) -> tuple[int, ...]:
+        """The ranks' least of each value, with no results applied: a collective call of its own."""
+        return least(self._agree, *values)
+
+    def _exchange(self, own: Vector) -> list[int]:
+        state = np.array([self.num_exchanges, *self._state()], np.int64)
+        own[0] = zlib.crc32(state.tobytes())
+        own[1] = -own[0]
+        agreed: list[int] = self._agree(own).tolist()
+        self.num_exchanges += 1
+        if agreed[0] != -agreed[1]:
+            raise RanksDiverged(f"the ranks differ at exchange {self.num_exchanges}; here: {state.tolist()}")
+        return agreed
+
+    def _fill_lane(self, own: Vector, at: int, kind: JobKind) -> None:
+        """How many of the oldest tickets have results; how many of those are whole; how the first ended."""
+        ready = whole = 0
+        for ticket, flight in self._flights.lane(kind).items():
+            result = self._held.get(ticket)
+            if result is None:
+                break
+            num_pages = len(flight.owns) + len(flight.reads)
+            is_whole = kind is not JobKind.QUERY and result.error is None and result.num_pages == num_pages
+            whole += is_whole and whole == ready
+            if ready < AHEAD:
+                own[at + 2 + ready] = 2 * result.num_pages + (result.error is None)
+            ready += 1
+        own[at], own[at + 1] = ready, whole
+
+    def _read_lane(self, agreed: list[int], at: int, kind: JobKind) -> list[Result]:
+        ready, whole = agreed[at], agreed[at + 1]
+        count = max(whole, min(ready, AHEAD))
+        self.has_more |= ready > count
+        found = []
+        for index, ticket in enumerate(islice(self._flights.lane(kind), count)):
+            own = self._held.pop(ticket)
+            found.append(own if index < whole else _cut(own, agreed[at + 2 + index]))
+        return found
+
+
+def _cut(own: Result, outcome: int) -> Result:
+    """`own` with the agreed number of pages, and an error only if the agreed outcome is one."""
+    num_pages, fine = divmod(outcome, 2)
+    assert num_pages <= own.num_pages, f"ticket {own.ticket}: {num_pages} agreed of {own.num_pages}"
+    if fine:
+        return replace(own, num_pages=num_pages, error=None, reason=None)
+    return replace(own, num_pages=num_pages, error=own.error or "another rank has fewer pages")
+
+
+def least(agree: Agree, *values: int) -> tuple[int, ...]:
+    """The ranks' least of each value: one collective call of the usual shape, outside a cache's exchanges."""
+    own = np.zeros(WIDTH, np.int64)
+    own[_OK : _OK + len(values)] = values
+    return tuple(agree(own)[_OK : _OK + len(values)].tolist())
