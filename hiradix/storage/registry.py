@@ -26,15 +26,19 @@ class BackendSpec:
     install: str = ""
 
 
+_SGLANG = (
+    "hf3fs", "aibrix", "eic", "simm", "mori", "tensorcast", "npu_memcache", "seaweedfs", "infinistore",
+)  # fmt: skip
 _REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
     "disk": BackendSpec("hiradix.storage.disk:DiskBackend"),
     "file": BackendSpec("hiradix.storage.file:FileBackend"),
     "redis": _REDIS,
     "valkey": _REDIS,
-}
+    "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
+} | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}
 # Names people will try. They get a plain answer instead of "unknown".
-_PLANNED = ("s3", "mooncake", "nixl", "dynamic")
+_PLANNED = ("s3", "mooncake", "nixl")
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:

@@ -1,0 +1,85 @@
+"""Backends that SGLang users know by name: SGLang's own classes, hosted by the shim where they can be had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hiradix.errors import ConfigError
+from hiradix.storage.protocol import StorageContext
+from hiradix.storage.sglang_host import SglangBackend, load_class
+from hiradix.storage.sglang_pool import ArenaPool
+
+_STORAGE = "sglang.srt.mem_cache.storage"
+Build = Callable[[Any, Any, ArenaPool], Any]
+
+
+def _with_pool(cls: Any, config: Any, pool: ArenaPool) -> Any:
+    return cls(config, pool)
+
+
+def _alone(cls: Any, config: Any, pool: ArenaPool) -> Any:
+    return cls(config)
+
+
+def _sized(cls: Any, config: Any, pool: ArenaPool) -> Any:
+    return cls.from_env_config(pool.get_ksize_per_token() * pool.page_size, pool.dtype, config)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Where a class is, how SGLang makes it, whether it calls the zero-copy forms, and what it needs."""
+
+    module: str
+    cls: str
+    needs: str
+    build: Build = _with_pool
+    v1: bool = False
+
+
+KNOWN = {
+    "hf3fs": Known(f"{_STORAGE}.hf3fs.storage_hf3fs", "HiCacheHF3FS", "a 3FS cluster, hf3fs-py-usrbio",
+                   _sized, True),
+    "aibrix": Known(f"{_STORAGE}.aibrix_kvcache.aibrix_kvcache_storage", "AibrixKVCacheStorage",
+                    "aibrix-kvcache"),
+    "eic": Known(f"{_STORAGE}.eic.eic_storage", "EICStorage", "the vendor's package eic", v1=True),
+    "simm": Known(f"{_STORAGE}.simm.hicache_simm", "HiCacheSiMM", "the vendor's package simm", v1=True),
+    "mori": Known(f"{_STORAGE}.umbp.umbp_store", "UMBPStore", "mori", v1=True),
+    "tensorcast": Known(f"{_STORAGE}.tensorcast_store.tensorcast_store", "TensorcastStore", "tensorcast",
+                        _alone, True),
+    "npu_memcache": Known(f"{_STORAGE}.npu_memcache.npu_memcache_store", "NpuMemcacheStore",
+                          "memcache_hybrid", v1=True),
+    "seaweedfs": Known(f"{_STORAGE}.seaweedfs.seaweedfs_store", "SeaweedFSStore", "boto3", v1=True),
+    "infinistore": Known("", "", "infinistore"),
+}  # fmt: skip
+"""Names and the classes SGLang 0.5.23 has for them."""
+
+
+class KnownBackend(SglangBackend):
+    """Base of the classes that `__getattr__` makes; `name` says which."""
+
+    name = ""
+
+    def __init__(self, context: StorageContext):
+        known = KNOWN[self.name]
+        if not known.module:
+            raise ConfigError(
+                f'SGLang has no class for {self.name}: use "dynamic" with the module_path and class_name of '
+                "a HiCacheStorage of yours, or the redis, s3 or disk backend"
+            )
+        try:
+            cls = load_class(self.name, known.module, known.cls)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; it needs SGLang's class: pip install sglang, and {known.needs}"
+            ) from error
+        super().__init__(context, lambda config, pool: known.build(cls, config, pool), known.v1)
+
+
+def __getattr__(name: str) -> type[KnownBackend]:
+    if name not in KNOWN:
+        raise AttributeError(name)
+    made = type(f"Sglang_{name}", (KnownBackend,), {"name": name})
+    globals()[name] = made
+    return made
