@@ -129,6 +129,8 @@ class StorageBackend(Protocol):
 
     def ping(self) -> None:
         """Raise unless the store can be reached now."""
+        return None
 
     def register(self, memory: memoryview) -> None:
         """Told once of each host pool, for engines that read and write registered memory."""
+        return None

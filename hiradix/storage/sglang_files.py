@@ -1,0 +1,251 @@
+"""`file` with `naming="sglang"`: the exact files of SGLang's file backend, for sharing a directory with it.
+
+`<directory>/<page hash><suffix>.bin` holds a page's bytes and nothing else; the suffix is the model's served
+name and the ranks. So neither layout, dtype, revision nor content can be checked: a file of the right length
+is believed. Use it only beside SGLang servers of the same model, layout and dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import stat
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.file import FileBackend
+from hiradix.storage.file_config import FileConfig
+from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.options import Options, flag
+from hiradix.storage.page_dir import footprint, remove
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.vectored import read_into, write_from
+
+NAMINGS = ("hiradix", "sglang")
+_TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
+_OLD_TEMP_S = 600.0
+_SLACK_SHARE = 64
+_DRIFT_SHARE = 16
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class FileByNaming(FileBackend):
+    """`file`: makes the backend of the asked `naming`."""
+
+    def __new__(cls, context: StorageContext) -> FileBackend:  # type: ignore[misc]
+        keys = dict(context.extra_config)
+        options = Options(keys)
+        naming = options.choice("naming", NAMINGS[0], NAMINGS)
+        if naming == "sglang":
+            return SglangFileBackend(context)  # type: ignore[return-value]
+        keys.pop("naming", None)
+        return FileBackend(dataclasses.replace(context, extra_config=keys))
+
+
+def suffix_of(context: StorageContext, model_name: str, is_mla: bool) -> str:
+    """What SGLang 0.5.23 puts between a page's hash and `.bin`."""
+    mark = context.fingerprint
+    model = model_name.replace("/", "-")
+    ranks = "" if is_mla else f"_{mark.tp_rank}_{mark.tp_size}"
+    stages = f"_{mark.pp_size}_{mark.pp_rank}" if mark.pp_size > 1 else ""
+    return f"_{model}{ranks}{stages}"
+
+
+class SglangFileBackend(StorageBackend):
+    """See the module's docstring. Capped by its own LRU over the files of its suffix. Thread-safe.
+
+    Other processes may write to the directory: the index is read anew before anything is evicted, and after
+    every sixteenth of the cap that was written here.
+    """
+
+    traits = Traits(verifies=True, namespaced=True)
+
+    def __init__(self, context: StorageContext, time_ns: Callable[[], int] = time.time_ns):
+        options = Options(context.extra_config)
+        model = options.text("sglang_model_name", context.fingerprint.model_id)
+        is_mla = options.boolean("is_mla_model", False)
+        mine = ("naming", "sglang_model_name", "is_mla_model")
+        rest = {name: value for name, value in context.extra_config.items() if name not in mine}
+        self.config = FileConfig.from_mapping(rest)
+        self.config.check_page(footprint(context.page_bytes))
+        self._tail = f"{suffix_of(context, model, is_mla)}.bin"
+        if "\0" in model or len(self._tail.encode()) > 180:
+            raise ConfigError(f"{flag('sglang_model_name')}: {model!r:.80} makes no file name")
+        self._time_ns = time_ns
+        self._index = LruIndex()
+        self._lock = threading.Lock()
+        self._written = 0  # since the index was read
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        try:
+            self.config.path.mkdir(parents=True, exist_ok=True)
+            with self._lock:
+                self._scan()
+                self._make_room(0, ())
+        except OSError as error:
+            raise ConfigError(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check(keys)
+        return next((i for i, key in enumerate(keys) if not os.path.exists(self._path(key))), len(keys))
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        now_ns = self._time_ns()
+        ok = [self._read(key, page, now_ns) for key, page in zip(keys, into, strict=True)]
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        now_ns, batch = self._time_ns(), set(keys)
+        ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
+        self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
+        has_room = True
+        for index, (key, page) in enumerate(zip(keys, pages)):
+            if not ok[index] and has_room:
+                ok[index] = has_room = self._store(key, page, now_ns - index, batch)
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns)
+        return ok
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check(keys)
+        with self._lock:
+            for key in keys:
+                self._index.drop(key)
+                remove(self._path(key))
+
+    def clear(self) -> None:
+        """The files of this suffix only; SGLang's own clear takes every file in the directory."""
+        self._check(())
+        with self._lock:
+            self._scan()
+            while (key := self._index.coldest()) is not None:
+                self._index.drop(key)
+                remove(self._path(key))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def stats(self) -> Mapping[str, float]:
+        with self._lock:
+            known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
+            return known | {"max_bytes": self.config.max_bytes} | dict(self._counts)
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        for key in keys:
+            check_key(key)
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self.config.path, key + self._tail)
+
+    def _is_there(self, key: str, page: Page) -> bool:
+        try:
+            status = os.lstat(self._path(key))
+        except FileNotFoundError:
+            return False
+        return stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
+
+    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int) -> None:
+        with self._lock:
+            for rank, (key, page) in enumerate(reversed(used)):
+                self._index.use(key, Entry(footprint(page_bytes(page)), now_ns + rank))
+
+    def _read(self, key: str, page: Page, now_ns: int) -> bool:
+        try:
+            fd = os.open(self._path(key), _READ)
+        except OSError:  # absent, or nothing that can be read: no page
+            with self._lock:
+                self._index.drop(key)
+            return False
+        try:
+            status = os.fstat(fd)
+            whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
+            if not whole or read_into(fd, page) != status.st_size:
+                self._counts["read_damaged"] += 1
+                return False
+            if now_ns - status.st_mtime_ns > self.config.touch_interval_s * 1e9:
+                os.utime(fd, ns=(now_ns, now_ns))
+            return True
+        finally:
+            os.close(fd)
+
+    def _store(self, key: str, page: Page, used_ns: int, keep: set[str]) -> bool:
+        num_bytes = footprint(page_bytes(page))
+        with self._lock:
+            if not self._make_room(num_bytes, keep):
+                self._counts["put_no_room"] += 1
+                return False
+            self._index.use(key, Entry(num_bytes, used_ns))
+            self._written += num_bytes
+        temp = os.path.join(self.config.path, f".{uuid.uuid4().hex}.tmp")
+        try:
+            self._write(temp, page, used_ns)
+            os.replace(temp, self._path(key))
+        except OSError as error:
+            remove(temp)
+            with self._lock:
+                self._index.drop(key)
+            raise StorageError(f"cannot write to {self.config.path}: {error}") from error
+        return True
+
+    def _write(self, temp: str, page: Page, used_ns: int) -> None:
+        fd = os.open(temp, _CREATE, 0o644)
+        try:
+            if write_from(fd, page) != page_bytes(page):
+                raise OSError("short write")
+            os.utime(fd, ns=(used_ns, used_ns))
+            if self.config.fsync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    # -- room: call with the lock held --------------------------------------------------
+
+    def _scan(self) -> None:
+        found: dict[str, Entry] = {}
+        oldest_ns = self._time_ns() - int(_OLD_TEMP_S * 1e9)
+        with os.scandir(self.config.path) as entries:
+            for entry in entries:
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                if entry.name.endswith(self._tail) and stat.S_ISREG(status.st_mode):
+                    key = entry.name.removesuffix(self._tail)
+                    found[key] = Entry(footprint(status.st_size), status.st_mtime_ns)
+                elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns:
+                    remove(entry.path)  # a writer died
+        self._index.replace_all(found)
+        self._written = 0
+
+    def _short(self, num_bytes: int) -> int:
+        status = os.statvfs(self.config.path)
+        free = status.f_bavail * status.f_frsize - self.config.min_free_bytes
+        return num_bytes - min(free, self.config.max_bytes - self._index.num_bytes)
+
+    def _make_room(self, num_bytes: int, keep: set[str] | tuple[()]) -> bool:
+        if self._short(num_bytes) > 0 or self._written > self.config.max_bytes // _DRIFT_SHARE:
+            self._scan()
+        short = self._short(num_bytes)
+        target = short + self.config.max_bytes // _SLACK_SHARE if short > 0 else 0
+        freed = 0
+        while freed < target and (key := self._index.coldest()) is not None and key not in keep:
+            if freed >= short and freed + self._index.size(key) > target:
+                break
+            freed += self._index.drop(key)
+            self._counts["evicted"] += remove(self._path(key))
+        return freed >= short
+

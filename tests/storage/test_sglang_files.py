@@ -1,0 +1,143 @@
+"""`file` with SGLang's names: the suite, its file names, and sharing a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.errors import ConfigError
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.file import FileBackend
+from hiradix.storage.page_dir import footprint
+from hiradix.storage.sglang_files import FileByNaming, SglangFileBackend
+from tests.contracts.storage import (
+    FINGERPRINT,
+    PAGE_BYTES,
+    BoundedContract,
+    Make,
+    PersistentContract,
+    SharedContract,
+    StorageContract,
+    bytes_of,
+    hits,
+    key_of,
+    keys_of,
+    put,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+
+
+def context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageContext:
+    keys = {"naming": "sglang", "file_storage_path": str(place / "store"), "min_free_space": 0}
+    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+
+
+class Bounds:
+    def bounded(self, make: Make, pages: int) -> Any:
+        return make(max_size=pages * footprint(PAGE_BYTES))
+
+    def used_pages(self, place: Path) -> int:
+        return sum(1 for _ in (place / "store").glob("*.bin"))
+
+
+class TestSglangFiles(Bounds, StorageContract, PersistentContract, SharedContract, BoundedContract):
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return SglangFileBackend(context(place, fingerprint, **config))
+
+
+class TestGuardedSglangFiles(Bounds, StorageContract, PersistentContract, SharedContract, BoundedContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        return open_storage("file", context(place, fingerprint, deadline_s=30.0, **config))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "suffix"),
+    [
+        ({}, {}, "_a-model_0_1"),
+        ({"tp_rank": 1, "tp_size": 2}, {}, "_a-model_1_2"),
+        ({"pp_rank": 1, "pp_size": 3}, {}, "_a-model_0_1_3_1"),
+        ({"tp_rank": 1, "tp_size": 2}, {"is_mla_model": True}, "_a-model"),
+        ({"pp_rank": 1, "pp_size": 3}, {"is_mla_model": True}, "_a-model_3_1"),
+        ({}, {"sglang_model_name": "x/y/z"}, "_x-y-z_0_1"),
+        ({}, {"sglang_model_name": ""}, "__0_1"),
+    ],
+)
+def test_names_are_sglangs(tmp_path: Path, ranks: Any, keys: Any, suffix: str) -> None:
+    store = SglangFileBackend(context(tmp_path, dataclasses.replace(FINGERPRINT, **ranks), **keys))
+    put(store, keys_of(1))
+    (file,) = (tmp_path / "store").iterdir()
+    assert file.name == f"{key_of(0)}{suffix}.bin" and file.read_bytes() == bytes_of(key_of(0))
+
+
+def test_truncated_file_is_a_miss_and_is_replaced(tmp_path: Path) -> None:
+    store = SglangFileBackend(context(tmp_path))
+    put(store, keys_of(2))
+    path = next((tmp_path / "store").glob(f"{key_of(0)}*"))
+    path.write_bytes(path.read_bytes()[:100])
+    assert hits(store, keys_of(2)) == [False, True] and store.stats()["read_damaged"] == 1
+    assert all(put(store, keys_of(2))) and all(hits(store, keys_of(2)))
+
+
+def test_clear_and_the_cap_leave_other_files_alone(tmp_path: Path) -> None:
+    other = SglangFileBackend(context(tmp_path, sglang_model_name="other"))
+    put(other, keys_of(3))
+    (tmp_path / "store" / "notes.txt").write_text("mine")
+    store = SglangFileBackend(context(tmp_path, max_size=2 * footprint(PAGE_BYTES)))
+    for number in range(6):
+        put(store, [key_of(number)])
+    store.clear()
+    assert all(hits(other, keys_of(3))) and (tmp_path / "store" / "notes.txt").exists()
+    assert sum(1 for _ in (tmp_path / "store").iterdir()) == 4
+
+
+def test_what_a_dead_writer_left_goes(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    for name, age_s in ((f".{'a' * 32}.tmp", 5000), (f".{'b' * 32}.tmp", 0), (".keep", 5000)):
+        (folder / name).write_bytes(b"x")
+        then = (folder / name).stat().st_mtime - age_s
+        os.utime(folder / name, (then, then))
+    SglangFileBackend(context(tmp_path))
+    assert sorted(path.name for path in folder.iterdir()) == [f".{'b' * 32}.tmp", ".keep"]
+
+
+def test_files_of_another_writer_count_before_anything_is_written_over_the_cap(tmp_path: Path) -> None:
+    cap = 8 * footprint(PAGE_BYTES)
+    ours, theirs = (SglangFileBackend(context(tmp_path, max_size=cap)) for _ in range(2))
+    put(theirs, keys_of(8))
+    for number in range(100, 116):
+        put(ours, [key_of(number)])
+    assert sum(1 for _ in (tmp_path / "store").iterdir()) <= 8
+
+
+def test_symlinks_and_folders_are_no_pages(tmp_path: Path) -> None:
+    store = SglangFileBackend(context(tmp_path))
+    put(store, keys_of(1))
+    path = next((tmp_path / "store").iterdir())
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert hits(store, keys_of(1)) == [False]
+    path.unlink()
+    path.mkdir()
+    assert hits(store, keys_of(1)) == [False]
+
+
+def test_naming_chooses_the_backend(tmp_path: Path) -> None:
+    assert isinstance(FileByNaming(context(tmp_path)), SglangFileBackend)
+    own = FileByNaming(context(tmp_path, naming="hiradix"))
+    assert isinstance(own, FileBackend)
+    own.close()
+    with pytest.raises(ConfigError, match="naming: unknown value"):
+        FileByNaming(context(tmp_path, naming="vllm"))
+    with pytest.raises(ConfigError, match="sglang_model_name: .* makes no file name"):
+        SglangFileBackend(context(tmp_path, sglang_model_name="x" * 300))
