@@ -18,6 +18,7 @@ import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSupply
+from hiradix.policy.eviction import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixTree, Tier
@@ -41,6 +42,7 @@ class Backup:
     ):
         self.policy = policy
         self._tree: RadixTree = supply.tree
+        self._learner = learner_of(supply.tree.order_factory)
         self._supply = supply
         self._counters: Counters = supply.counters
         self._controller = controller
@@ -77,7 +79,8 @@ class Backup:
         path = list(self._tree.path(node))
         path.reverse()
         for i, n in enumerate(path):  # a child's copy would be unreachable without its parent's
-            if n.host.pages is None and not self.policy.is_due(n.hit_count):
+            is_new = self._learner is not None and n.note is None  # nothing is known of it until it is used
+            if n.host.pages is None and (is_new or not self.policy.is_due(n.hit_count)):
                 del path[i:]
                 break
         return list(_runs(path, lacks_host))
@@ -88,6 +91,8 @@ class Backup:
         The path is locked in both tiers first, so that making room takes no host copy above `nodes`.
         """
         locks = self._locked(nodes[-1])
+        if self._learner is not None:
+            nodes = self._admitted(nodes)
         wanted = sum(n.num_pages for n in nodes)
         fitting = self._fitting(nodes)
         num_pages = sum(n.num_pages for n in fitting)
@@ -114,6 +119,22 @@ class Backup:
                 return [*nodes[:i], n.parent]
             room -= n.num_pages
         return nodes
+
+    def _admitted(self, nodes: list[Node]) -> list[Node]:
+        """Of a root-first run, cut if need be, what is worth more than what would have to leave for it."""
+        assert self._learner is not None and self._supply.host is not None
+        last, start = nodes[-1], nodes[0].start
+        short = last.end - start - self._supply.host.available
+        if short <= 0:
+            return nodes
+        refused = short - self._learner.may_evict(Tier.HOST, last, short)
+        if not refused:
+            return nodes
+        self._counters.write_refused += refused
+        end = last.end - refused
+        for _ in self._tree.path(last, end):
+            pass  # cuts the node that reaches over
+        return [n for n in self._tree.path(last, start) if n.end <= end][::-1]
 
     def _write(self, nodes: list[Node], host_pages: Pages, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""

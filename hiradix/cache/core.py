@@ -29,7 +29,9 @@ from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import BACKBONE, CappedPages, Counters, Pages, PageSource, PageSupply, Share
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import CacheError, StorageError
+from hiradix.policy.eviction import LearningPolicy, learner_of
 from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.uses import Finished
 from hiradix.policy.write import WritePolicy
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, Ticket, TransferController
@@ -70,6 +72,7 @@ class HierarchicalCache:
         self.tree = tree
         self._clock = clock
         self.counters = Counters()
+        self.learner = learner_of(tree.order_factory)  # of an eviction policy that learns, else None
         self.supply = PageSupply(tree, device, _common_pages(host, agree), self.counters)
         self.flights = Flights(self.supply.free_host)
         self.controller = host.controller if host else None
@@ -144,7 +147,12 @@ class HierarchicalCache:
         return -1 if self._load_back is None else self._load_back.start_loading()
 
     def insert(
-        self, key: RadixKey, pages: Pages, at: Lock | None = None, others: Sequence[Pages] = ()
+        self,
+        key: RadixKey,
+        pages: Pages,
+        at: Lock | None = None,
+        others: Sequence[Pages] = (),
+        ended: Finished | None = None,
     ) -> Lock:
         """Give `pages`, the last pages of `key`, to the device tier; what the tree has already is freed.
 
@@ -152,12 +160,20 @@ class HierarchicalCache:
         at: the lock the request holds on a prefix of `key`; the walk continues there. The returned lock
         covers the whole key and is the caller's; `at` stays the caller's too. It covers only what `at`
         does, and `pages` stay the caller's too, where the way leads over pages of a failed load.
+        ended: of the request's last insert, what the eviction policy may learn from it.
         """
         if self.is_blocked(key):
             return self.tree.lock(at.node if at is not None else self.tree.root, Tier.DEVICE)
         lock = self.supply.give(key, (pages, *others), at)
+        if ended is not None:
+            self.finished(key, lock.node, ended)
         self.inserted(lock.node)
         return lock
+
+    def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
+        """A request that still locks `node`, on the path of `key`, has ended. Once per request."""
+        if self.learner is not None:
+            self.learner.finished(self.tree, node, key, ended)
 
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""
@@ -303,7 +319,9 @@ class HierarchicalCache:
         return True
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the workers and close storage."""
+        """Save what the eviction policy has learned, stop the workers and close storage."""
+        if isinstance(policy := self.tree.order_factory, LearningPolicy):
+            policy.close()
         if self.controller is not None:
             self.controller.close(timeout_s)
 

@@ -65,6 +65,7 @@ class Counters:
     evicted_host: int = 0
     written: int = 0  # device to host copies adopted
     write_failed: int = 0
+    write_refused: int = 0  # not worth what would have had to leave the host for it
     write_dropped: int = 0  # no host page could be had
     loaded: int = 0  # host to device
     load_failed: int = 0

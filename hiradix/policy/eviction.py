@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hiradix.errors import ConfigError
-from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, Tier
+from hiradix.policy.ghd import GhdPolicy, check_config
+from hiradix.policy.uses import Seen, UseLog
+from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, RadixKey, Tier
 from hiradix.tree.node import Residency
 
 _FLAG = "--radix-eviction-policy-config"
@@ -97,6 +99,9 @@ class HeapOrder:
             entry.rank = None
             del self._live[id(entry)]
             self.num_pages -= len(entry.pages)
+
+    def dropped(self, entry: Residency) -> None:
+        self.remove((entry,))
 
     def coldest(self) -> Residency | None:
         heap = self._heap
@@ -201,6 +206,79 @@ def _reject_unknown(name: str, config: Mapping[str, Any], known: tuple[str, ...]
         raise ConfigError(f"{_FLAG}: {name} does not know {', '.join(map(str, unknown))}")
 
 
+# -- policies with a memory -------------------------------------------------------------
+
+
+class _SecondUse(UseLog):
+    """Class 1 is what was used before, cached or a ghost."""
+
+    def class_of(self, seen: Seen, visits: int, gap: int | None, key: RadixKey) -> int:
+        return int(gap is not None)
+
+
+class _GhostHeapOrder(HeapOrder):
+    """A heap that leaves ghosts."""
+
+    def __init__(self, context: OrderContext, log: UseLog):
+        super().__init__(context, lambda node, use: node.note.class_id if node.note is not None else 0)
+        self._log = log
+
+    def push(self, entries: Iterable[Residency]) -> None:
+        super().push(entries)
+        self._log.grow(self.num_pages)
+
+    def dropped(self, entry: Residency) -> None:
+        super().dropped(entry)
+        if self._context.backbone:
+            self._log.left(entry)
+
+
+class TwoQueuePolicy:
+    """`2q`: what has been used once goes first, what has come back, also from a ghost, later; each lru."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._page_tokens = config.get("page_tokens")
+        self._log: UseLog | None = None
+
+    @property
+    def learner(self) -> UseLog:
+        assert self._log is not None, "no tree was made with this policy"
+        return self._log
+
+    def __call__(self, context: OrderContext) -> EvictionOrder:
+        if self._log is None:
+            self._log = _SecondUse(context.page_size, self._page_tokens or context.page_size)
+        elif context.backbone and context.tier == Tier.DEVICE:
+            self._log.forget()
+        return _GhostHeapOrder(context, self._log)
+
+    def close(self) -> None:
+        pass
+
+
+_LEARNING: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], LearningPolicy]]] = {
+    "2q": (("page_tokens",), TwoQueuePolicy),
+    "ghd": (("page_tokens", "tables"), GhdPolicy),
+}
+
+
+@runtime_checkable
+class LearningPolicy(Protocol):
+    """An order factory whose orders share what they learn from requests that have ended."""
+
+    @property
+    def learner(self) -> UseLog: ...
+
+    def __call__(self, context: OrderContext) -> EvictionOrder: ...
+
+    def close(self) -> None: ...
+
+
+def learner_of(factory: OrderFactory) -> UseLog | None:
+    """What a tree's order factory learns from requests that have ended; None: it does not."""
+    return factory.learner if isinstance(factory, LearningPolicy) else None
+
+
 # -- registry ---------------------------------------------------------------------------
 
 _REGISTERED: dict[str, Callable[[Mapping[str, Any]], OrderFactory]] = {}
@@ -215,7 +293,7 @@ def register_eviction_policy(name: str, make: Callable[[Mapping[str, Any]], Orde
 
 def eviction_policies() -> list[str]:
     """All names `make_order` knows."""
-    return ["lru", *_SIMPLE, *_CONFIGURED, *_REGISTERED]
+    return ["lru", *_SIMPLE, *_CONFIGURED, *_LEARNING, *_REGISTERED]
 
 
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
@@ -225,6 +303,11 @@ def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFacto
         return _REGISTERED[name](config)
     if name not in eviction_policies():
         raise ConfigError(f"--radix-eviction-policy {name!r} is not one of {', '.join(eviction_policies())}")
+    if name in _LEARNING:
+        fields, learning = _LEARNING[name]
+        _reject_unknown(name, config, fields)
+        check_config(config)
+        return learning(config)
     fields, configured = _CONFIGURED.get(name, ((), None))
     _reject_unknown(name, config, fields)
     if name == "lru":

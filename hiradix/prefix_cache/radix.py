@@ -13,6 +13,7 @@ import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.policy.eviction import make_order
+from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.figures import Figures
 from hiradix.prefix_cache.lower_tiers import NoLowerTiers
 from hiradix.prefix_cache.records import (
@@ -157,13 +158,15 @@ class RadixCache(NoLowerTiers, Figures):
         kept = req.cache_protected_len
         if is_insert and not self.disable and not self.disable_finished_insert:
             self._count_use(req)
-            if num_tokens // self.page_size * self.page_size > kept:
+            if self.cache.learner is not None or num_tokens // self.page_size * self.page_size > kept:
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self._insert_row(key, row, self._held(req))
+                    lock = self._insert_row(key, row, self._held(req), _ended(req))
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
+                else:
+                    self.cache.finished(key, self._held(req).node, _ended(req))
         self._counted.discard(req.rid)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
@@ -178,11 +181,13 @@ class RadixCache(NoLowerTiers, Figures):
             self.cache.count_use(req.last_node)
             self.cache.inserted(req.last_node)
 
-    def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock) -> Lock:
+    def _insert_row(
+        self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
+    ) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
         start = held.node.end * self.page_size
         pages = pages_of(row, self.page_size, start, len(key))
-        return self.cache.insert(key, pages, at=held)
+        return self.cache.insert(key, pages, at=held, ended=ended)
 
     def reset(self) -> None:
         """Drop everything on the device (and host). No request may hold a lock."""
@@ -215,6 +220,12 @@ class RadixCache(NoLowerTiers, Figures):
                 break
             loadable = below
         return Match(node, loadable)
+
+
+def _ended(req: RequestLike) -> Finished:
+    """What the eviction policy may learn from a request that has ended."""
+    hint = getattr(req, "session_hint", None)
+    return Finished(len(req.origin_input_ids), len(req.output_ids), hint)
 
 
 def _num_device_pages(params: CacheInitParams) -> int:

@@ -154,6 +154,7 @@ class CacheStats:
     evicted_device: int
     evicted_host: int
     written: int
+    write_refused: int
     write_dropped: int
     write_failed: int
     loaded: int

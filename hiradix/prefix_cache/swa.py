@@ -15,6 +15,7 @@ import torch
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import make_order
+from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
     CacheInitParams,
@@ -138,18 +139,22 @@ class SWARadixCache(RadixCache):
             self.cache.evict(missing, WINDOW)
         return EvictResult((dropped[0] - full) * size, (dropped[WINDOW] - window) * size)
 
-    def _insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock) -> Lock:
+    def _insert_row(
+        self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
+    ) -> Lock:
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
-        return self._insert_pages(key, pages, held)
+        return self._insert_pages(key, pages, held, ended)
 
-    def _insert_pages(self, key: RadixKey, pages: Pages, at: Lock | None) -> Lock:
+    def _insert_pages(
+        self, key: RadixKey, pages: Pages, at: Lock | None, ended: Finished | None = None
+    ) -> Lock:
         """Insert full pages and, of the window pages beside them, the last run without a gap."""
         if self.cache.is_blocked(key):
             return self.cache.insert(key, pages, at=at)
         window = self._window_pages.beside(pages)
         gaps = np.flatnonzero(window == 0)
         first = int(gaps[-1]) + 1 if len(gaps) else 0
-        lock = self.cache.insert(key, pages, at=at, others=(window[first:],))
+        lock = self.cache.insert(key, pages, at=at, others=(window[first:],), ended=ended)
         if window[:first].any():
             self._free_strays(lock.node, lock.node.end - len(pages), window[:first])
         return lock

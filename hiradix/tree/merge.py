@@ -44,6 +44,8 @@ def _is_alike(parent: Node, child: Node, components: Sequence[Component]) -> boo
     """Whether nothing tells the two apart: one child, unlocked, resident in the same places."""
     if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
         return False
+    if parent.note is not child.note:
+        return False
     for c, component in enumerate(components):
         for tier in TIERS:
             up, low = parent.residency(c, tier), child.residency(c, tier)

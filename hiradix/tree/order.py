@@ -32,7 +32,10 @@ class EvictionOrder(Protocol):
         """Entries have become evictable; the last is the hottest. In a backbone they come deepest first."""
 
     def remove(self, entries: Iterable[Residency]) -> None:
-        """Entries were locked or dropped. Each is in the order."""
+        """Entries were locked or merged away. Each is in the order."""
+
+    def dropped(self, entry: Residency) -> None:
+        """`entry`, which is in the order, leaves its tier; its pages are still in it."""
 
     def coldest(self) -> Residency | None:
         """The next victim; of a backbone one whose node is a leaf of its tier. None: nothing is evictable."""
@@ -112,6 +115,9 @@ class LruOrder:
             entry.hotter = entry.colder = None
             count += len(entry.pages)  # type: ignore[arg-type]
         self.num_pages -= count
+
+    def dropped(self, entry: Residency) -> None:
+        self.remove((entry,))
 
     def split(self, entry: Residency, upper: Residency) -> None:
         colder = entry if self._upper_is_hotter else entry.colder

@@ -190,7 +190,7 @@ class Store:
     def _drop_entry(self, entry: Residency, component: int, tier: int, out: Dropped) -> None:
         pages = entry.pages
         assert pages is not None and not entry.lock_ref, f"{entry.node} component {component} tier {tier}"
-        self.orders[component][tier].remove((entry,))
+        self.orders[component][tier].dropped(entry)
         entry.pages = None
         self.num_resident[component][tier] -= len(pages)
         out.add(component, tier, pages)

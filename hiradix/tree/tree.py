@@ -285,7 +285,7 @@ class RadixTree(TreeView):
         self._store.split(node, upper, at)
         pins_of_split(node, upper, len(self.components))
         split_run(node, upper, self.page_size)
-        for name in ("space", "hit_count", "priority", "created", "stored"):
+        for name in ("space", "hit_count", "priority", "created", "stored", "note"):
             setattr(upper, name, getattr(node, name))
         upper.num_device_children = int(node.device.pages is not None)
         upper.adopt_child(node)

@@ -25,6 +25,7 @@ class TreeView:
         assert components[BACKBONE].reach == UNBOUNDED and components[BACKBONE].per_page, components
         self.page_size = page_size
         self.components = tuple(components)
+        self.order_factory = order
         self._store = Store(components, page_size, order, rules)
         self.root = self._make_root()
 

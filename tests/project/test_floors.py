@@ -21,6 +21,7 @@ FLOORS = {
     "cache": 4,
     "prefix_cache": 5,
     "adapters": 6,
+    "replay": 6,
     "engine": 6,
     "bench_client": 6,
     "bench_report": 7,

@@ -1,0 +1,197 @@
+"""GHD, ghost-trained hit density: evict what is expected to give the fewest hits per token of residence.
+
+Each page is in a class, by what the request that used it last looked like: which turn of a conversation,
+how much was new, how long the answer; or, of data that many conversations share, how often and how recently
+it was used. Per class and age the policy learns online, from what is cached and from ghosts, how likely the
+next use is, and ranks by the Gittins index of that. No clock, no randomness, no addresses: ranks that see
+the same requests decide the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hiradix.errors import ConfigError
+from hiradix.policy.ghd_order import CellOrder
+from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
+from hiradix.policy.ghosts import EMPTY
+from hiradix.policy.segments import Segments
+from hiradix.policy.uses import HINTS, Note, Seen, Use, UseLog
+from hiradix.tree import Node, OrderContext, RadixKey, Tier
+
+logger = logging.getLogger(__name__)
+
+SENDERS = 16  # namespaces are told apart in so many groups where they give hints
+_HINT_CLASS = 8  # conversation classes from here on: hint, then sender
+_DECAY_EVERY = 256  # requests
+_DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
+_COUNT_FIRST, _COUNT_LAST = 32, 256  # requests between two recomputations, at the start and later
+
+
+class GhdLearner(UseLog):
+    """What all tiers' orders share: the tables, the clock, the ghosts. Scheduler thread only."""
+
+    def __init__(self, page_size: int, page_tokens: int):
+        super().__init__(page_size, page_tokens)
+        self.tables = ClassTables()
+        self.segments = Segments(self.tables)
+        self.orders: list[CellOrder] = []
+        self._requests = 0
+        self._next_count = _COUNT_FIRST
+        self._newborn = Note(Use(0, 0, EMPTY), 0, CONVERSATION, 0)
+
+    @property
+    def newborn(self) -> Note:
+        """The note of what no finished request has used: as if used just now."""
+        if self._newborn.clock != self.clock:
+            self._newborn = Note(self._newborn.use, self.clock, CONVERSATION, 0)
+        return self._newborn
+
+    # -- classes ----------------------------------------------------------------------------
+
+    def class_of(self, seen: Seen, visits: int, gap: int | None, key: RadixKey) -> int:
+        if visits >= 2:
+            recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
+            return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
+        request = seen.finished
+        if request.hint is not None:
+            return self._hinted(request.hint, key)
+        turn = min(seen.use.turn, 3)
+        if turn:
+            fresh = request.prompt_tokens - seen.num_known * self.page_tokens
+            size = min(max(fresh.bit_length() - 9, 0), 5) if fresh > 0 else 0
+        else:
+            size = min(max(-(-request.prompt_tokens // 512), 1).bit_length() - 1, 7) // 2
+        answer = min(max(request.output_tokens, 1).bit_length() - 1, 10) // 2
+        return self.tables.class_of((CONVERSATION, turn, size, answer))
+
+    def _hinted(self, hint: str, key: RadixKey) -> int:
+        """A class of the sender's own below the family: a false hint is priced by what its sender's were."""
+        seed = key.space.seed
+        sender = seed[0] % SENDERS if seed else SENDERS
+        return self.tables.class_of((CONVERSATION, _HINT_CLASS + HINTS.index(hint) * 32 + sender))
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def was_used(self, note: Note, num_pages: int) -> None:
+        self.segments.use(note.segment, self.clock - note.clock, num_pages)
+
+    def was_forgotten(self, note: Note, num_pages: int) -> None:
+        self.segments.forget(note.segment, num_pages)
+
+    def was_noted(self, notes: list[tuple[Note, int]]) -> None:
+        pages: dict[int, int] = {}
+        for note, count in notes:
+            pages[note.class_id] = pages.get(note.class_id, 0) + count
+        numbers = {c: self.segments.start(c, count, self.clock) for c, count in pages.items()}
+        for note, _ in notes:
+            note.segment = numbers[note.class_id]
+        self._requests += 1
+        if self._requests % _DECAY_EVERY == 0:
+            self.segments.count(self.clock)
+            self.tables.decay(_DECAY)
+        if self._requests >= self._next_count:
+            self.recompute()
+            self._next_count = self._requests + min(max(_COUNT_FIRST, self._requests // 8), _COUNT_LAST)
+
+    def recompute(self) -> None:
+        """Bring the tables and every order up to date."""
+        self.segments.count(self.clock)
+        self.tables.recompute()
+        for order in self.orders:
+            order.reindex()
+
+    def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
+        order = next(order for order in self.orders if order.tier == tier)
+        return min(order.colder_pages(node.note, num_pages), num_pages)
+
+    def hint(self, nodes: Iterator[Node], hint: str) -> None:
+        """Move what a conversation alone uses to the class of its sender's hint."""
+        made: dict[int, Note] = {}
+        for node in nodes:
+            old = node.note
+            if old is None or old.visits >= 2:
+                continue
+            note = made.get(id(old))
+            if note is None:
+                note = made[id(old)] = Note(old.use, self.clock, self._hinted_node(node, hint), old.visits)
+                note.segment = self.segments.start(note.class_id, old_pages(node, old), self.clock)
+            self.segments.forget(old.segment, node.num_pages)
+            node.note = note
+            for order in self.orders:
+                order.renoted(node)
+
+    def _hinted_node(self, node: Node, hint: str) -> int:
+        return self._hinted(hint, RadixKey([], node.space.extra_key, cache_salt=node.space.cache_salt))
+
+    def forget(self) -> None:
+        super().forget()
+        self.segments.forget_all()
+        self.orders.clear()
+
+
+def old_pages(node: Node, note: Note) -> int:
+    """Pages of `node` and its ancestors that carry `note`; at least one."""
+    count, at = 0, node
+    while at.parent is not None:
+        count += at.num_pages if at.note is note else 0
+        at = at.parent
+    return max(count, 1)
+
+
+class GhdPolicy:
+    """`ghd` for one cache: an order factory that shares one learner among tiers and components.
+
+    config: `page_tokens`, tokens that a page stands for if not `page_size` (a replay's page is a name);
+    `tables`, a file to start from and to save to when the cache is closed.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._page_tokens = config.get("page_tokens")
+        self._path = None if config.get("tables") is None else Path(str(config["tables"]))
+        self._learner: GhdLearner | None = None
+
+    @property
+    def learner(self) -> GhdLearner:
+        assert self._learner is not None, "no tree was made with this policy"
+        return self._learner
+
+    def __call__(self, context: OrderContext) -> CellOrder:
+        if self._learner is None:
+            self._learner = GhdLearner(context.page_size, self._page_tokens or context.page_size)
+            self._load()
+        elif context.backbone and context.tier == Tier.DEVICE:
+            self._learner.forget()  # the tree was cleared, and asks for all orders anew
+        order = CellOrder(context, self._learner)
+        self._learner.orders.append(order)
+        return order
+
+    def _load(self) -> None:
+        if self._path is None or not self._path.exists():
+            return
+        try:
+            self.learner.tables.load(self._path)
+        except ConfigError as error:
+            logger.warning("%s; starting without", error)
+
+    def close(self) -> None:
+        """Save the tables, if a file was named."""
+        if self._path is None or self._learner is None:
+            return
+        self._learner.recompute()
+        try:
+            self._learner.tables.save(self._path)
+        except OSError as error:
+            logger.warning("ghd tables %s: not saved: %s", self._path, error)
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """ConfigError names a bad value of the policy's settings."""
+    tokens, tables = config.get("page_tokens"), config.get("tables")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
+        raise ConfigError(f"ghd page_tokens must be a whole number >= 1, got {tokens!r}")
+    if tables is not None and (not isinstance(tables, str) or not tables):
+        raise ConfigError(f"ghd tables must be the name of a file, got {tables!r}")

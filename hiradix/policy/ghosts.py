@@ -1,0 +1,111 @@
+"""Ghosts: hashed prefixes of what has left the cache, with the note of its last use. Bounded.
+
+A prefix is named in blocks of about 512 tokens by a chain of 8-byte digests, so that what was evicted costs
+a table entry and no tokens. A wrong match (once in 2^64) costs a wrong statistic, never a wrong hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from hiradix.tree import RadixKey
+
+BLOCK_TOKENS = 512
+NAME_BYTES = 8
+
+NoteT = TypeVar("NoteT")
+
+
+class Trail:
+    """Names of a path's blocks. Immutable; trails of one conversation share their bytes.
+
+    The pieces grow at least twofold towards the front, so there are O(log blocks) of them.
+    """
+
+    __slots__ = ("_pieces", "num_blocks")
+
+    def __init__(self, pieces: tuple[bytes, ...] = ()):
+        self._pieces = pieces
+        self.num_blocks = sum(map(len, pieces)) // NAME_BYTES
+
+    def head(self, num_blocks: int) -> Trail:
+        """The first `num_blocks` of it."""
+        if num_blocks >= self.num_blocks:
+            return self
+        left, kept = num_blocks * NAME_BYTES, []
+        for piece in self._pieces:
+            if left <= 0:
+                break
+            kept.append(piece[:left])
+            left -= len(piece)
+        return Trail(tuple(kept))
+
+    def joined(self, names: bytes) -> Trail:
+        if not names:
+            return self
+        pieces = self._pieces
+        while pieces and len(pieces[-1]) < 2 * len(names):
+            pieces, names = pieces[:-1], pieces[-1] + names
+        return Trail((*pieces, names))
+
+    def names(self, first: int, last: int) -> Iterator[bytes]:
+        """Names of blocks [first, last), as far as it reaches."""
+        at = 0
+        for piece in self._pieces:
+            count = len(piece) // NAME_BYTES
+            for block in range(max(first - at, 0), min(last - at, count)):
+                yield piece[block * NAME_BYTES : (block + 1) * NAME_BYTES]
+            at += count
+
+    @property
+    def last(self) -> bytes:
+        """The name of its last block, b"" if it has none."""
+        return self._pieces[-1][-NAME_BYTES:] if self._pieces else b""
+
+
+EMPTY = Trail()
+
+
+def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
+    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 3 us per block of 512."""
+    known, tokens_per_block = trail.num_blocks, page_size * pages_per_block
+    if known >= num_blocks:
+        return trail
+    name, names = trail.last or key.space.seed, []
+    for block in range(known, num_blocks):
+        start = block * tokens_per_block
+        data = name + key.packed(start, start + tokens_per_block + key.space.lookahead)[0]
+        if key.extras is not None:
+            extras = key.extras_of(block * pages_per_block, (block + 1) * pages_per_block)
+            data += repr(extras).encode()
+        name = hashlib.blake2b(data, digest_size=NAME_BYTES).digest()
+        names.append(name)
+    return trail.joined(b"".join(names))
+
+
+class Ghosts(Generic[NoteT]):
+    """Notes by block name; when full, what left first is forgotten first."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._notes: dict[bytes, NoteT] = {}
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def add(self, name: bytes, note: NoteT) -> NoteT | None:
+        """Remember; returns the note that had to go for it."""
+        self._notes.pop(name, None)
+        self._notes[name] = note
+        if len(self._notes) > self.limit:
+            return self._notes.pop(next(iter(self._notes)))
+        return None
+
+    def pop(self, name: bytes) -> NoteT | None:
+        """The note of a block that is back; it is a ghost no more."""
+        return self._notes.pop(name, None)
+
+    def clear(self) -> None:
+        self._notes.clear()

@@ -1,0 +1,209 @@
+"""Uses: what a request that has ended says about the nodes of its path, with ghosts.
+
+A policy with a memory needs to know, of each node, when it was last used, by whom and how; and of what has
+left the cache, that it comes back. `UseLog` keeps that: a note on each node, ghosts for what has gone.
+Subclasses say which class of data a note is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
+from hiradix.tree import Node, RadixKey, RadixTree, Tier
+from hiradix.tree.node import Residency
+
+HINTS = ("end_of_session", "keep_alive")
+MIN_GHOSTS = 1 << 16  # blocks
+GHOSTS_PER_BLOCK = 4
+
+
+class Finished(NamedTuple):
+    """What is known of a request when it ends. hint: one of `HINTS`, or None."""
+
+    prompt_tokens: int
+    output_tokens: int
+    hint: str | None = None
+
+
+class Use:
+    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
+
+    __slots__ = ("turn", "pages", "trail")
+
+    def __init__(self, turn: int, pages: int, trail: Trail):
+        self.turn, self.pages, self.trail = turn, pages, trail
+
+
+class Note:
+    """A node's last use. Immutable, and one object for all alike nodes of a path, so that they may merge.
+
+    clock: when, in tokens of traffic. visits: requests that came by without continuing a conversation.
+    """
+
+    __slots__ = ("use", "clock", "class_id", "visits", "segment")
+
+    def __init__(self, use: Use, clock: int, class_id: int, visits: int):
+        self.use, self.clock, self.class_id, self.visits = use, clock, class_id, visits
+        self.segment = -1
+
+
+class Stretch(NamedTuple):
+    """Pages of a path up to `end` that were last used together. note: None where nothing is known."""
+
+    end: int
+    note: Note | None
+
+
+class Seen(NamedTuple):
+    """A request among what is known. num_known: its leading pages that are cached or ghosts."""
+
+    use: Use
+    num_known: int
+    is_continuation: bool
+    finished: Finished
+
+
+class UseLog:
+    """Notes and ghosts of one cache. page_tokens: tokens a page stands for. Scheduler thread only."""
+
+    def __init__(self, page_size: int, page_tokens: int):
+        self.page_size = page_size
+        self.page_tokens = page_tokens
+        self.pages_per_block = max(1, BLOCK_TOKENS // page_tokens)
+        self.clock = 0
+        self.ghosts: Ghosts[Note] = Ghosts(MIN_GHOSTS)
+
+    # -- what subclasses say ----------------------------------------------------------------
+
+    def class_of(self, seen: Seen, visits: int, gap: int | None, key: RadixKey) -> int:
+        """The class of data used by `seen`, `gap` tokens after its last use (None: never before)."""
+        return 0
+
+    def was_used(self, note: Note, num_pages: int) -> None:
+        """Pages last used as `note` says are used again."""
+
+    def was_noted(self, notes: list[tuple[Note, int]]) -> None:
+        """A request's new notes, with the pages of each."""
+
+    def was_forgotten(self, note: Note, num_pages: int) -> None:
+        """The next use of these pages will not be seen."""
+
+    def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
+        """Of `num_pages` to be evicted from `tier` so that `node` may enter it: how many are worth less."""
+        return num_pages
+
+    # -- a request ends ---------------------------------------------------------------------
+
+    def finished(self, tree: RadixTree, node: Node, key: RadixKey, request: Finished) -> None:
+        """A request whose path ends at `node`, still locked, has ended. Once per request.
+
+        O(nodes of the path) + about 3 us per 512 tokens that were not on it. May split nodes.
+        """
+        self.clock += request.prompt_tokens + request.output_tokens
+        known, ghosts, trail = self._stretches(tree, node, key)
+        stretches = known + ghosts
+        owner = stretches[-1].note if stretches else None
+        num_known = stretches[-1].end if stretches else 0
+        pages = -(-request.prompt_tokens // self.page_tokens)
+        continues = owner is not None and num_known >= max(2, owner.use.pages - 1)
+        turn = owner.use.turn + 1 if continues and owner is not None else 0
+        seen = Seen(Use(turn, pages, trail), num_known, continues, request)
+        if num_known < node.end:
+            stretches = [*stretches, Stretch(node.end, None)]
+        self._use(stretches)
+        self._write(tree, node, self._noted(seen, stretches, key), known[-1].end if known else 0)
+
+    def _stretches(
+        self, tree: RadixTree, node: Node, key: RadixKey
+    ) -> tuple[list[Stretch], list[Stretch], Trail]:
+        """What is known of the path, root first: noted nodes, then ghosts; and its trail."""
+        known = [Stretch(n.end, n.note) for n in tree.path(node) if n.note is not None]
+        known.reverse()
+        size = self.pages_per_block
+        end = known[-1].end if known else 0
+        trail = known[-1].note.use.trail.head(end // size) if known and known[-1].note else EMPTY
+        trail = extend(trail, key, node.end // size, self.page_size, size)
+        ghosts: list[Stretch] = []
+        for block, name in enumerate(trail.names(end // size, node.end // size), end // size):
+            note = self.ghosts.pop(name)
+            if note is None:
+                break
+            if ghosts and ghosts[-1].note is note:
+                ghosts.pop()
+            ghosts.append(Stretch((block + 1) * size, note))
+        return known, ghosts, trail
+
+    def _use(self, stretches: list[Stretch]) -> None:
+        start = 0
+        for stretch in stretches:
+            if stretch.note is not None:
+                self.was_used(stretch.note, stretch.end - start)
+            start = stretch.end
+
+    def _noted(self, seen: Seen, stretches: list[Stretch], key: RadixKey) -> list[Stretch]:
+        """The path's new notes; alike neighbours are one."""
+        step = int(not seen.is_continuation)
+        made: dict[tuple[int, int], Note] = {}
+        pages: dict[tuple[int, int], int] = {}
+        noted: list[Stretch] = []
+        start = 0
+        for end, old in stretches:
+            visits = step if old is None else old.visits + step
+            class_id = self.class_of(seen, visits, None if old is None else self.clock - old.clock, key)
+            kind = (class_id, visits)
+            if kind not in made:
+                made[kind] = Note(seen.use, self.clock, class_id, visits)
+            if noted and noted[-1].note is made[kind]:
+                noted.pop()
+            noted.append(Stretch(end, made[kind]))
+            pages[kind] = pages.get(kind, 0) + end - start
+            start = end
+        self.was_noted([(note, pages[kind]) for kind, note in made.items()])
+        return noted
+
+    def _write(self, tree: RadixTree, node: Node, noted: list[Stretch], known_end: int) -> None:
+        """Put the notes on the nodes, cutting new ones where a note ends inside."""
+        for end, _ in noted[:-1]:
+            if end > known_end:
+                for _n in tree.path(node, end):
+                    pass  # cuts the node that reaches over `end`
+        at = len(noted) - 1
+        for n in tree.path(node):
+            while at and noted[at - 1].end >= n.end:
+                at -= 1
+            n.note = noted[at].note
+
+    # -- data leaves ------------------------------------------------------------------------
+
+    def left(self, entry: Residency) -> None:
+        """`entry` leaves its tier: a ghost stays of what is in no other."""
+        node = entry.node
+        assert node is not None
+        note = node.note
+        if note is None or (node.device if entry is node.host else node.host).pages is not None:
+            return
+        size = self.pages_per_block
+        first, last = node.start // size, node.end // size
+        unnamed = node.num_pages
+        for name in note.use.trail.names(first, last):
+            unnamed -= size
+            lost = self.ghosts.add(name, note)
+            if lost is not None:
+                self.was_forgotten(lost, size)
+        if unnamed > 0:
+            self.was_forgotten(note, unnamed)
+
+    def grow(self, num_pages: int) -> None:
+        """The cache holds `num_pages`: it may remember four times as much."""
+        limit = GHOSTS_PER_BLOCK * num_pages // self.pages_per_block
+        if limit > self.ghosts.limit:
+            self.ghosts.limit = limit
+
+    def hint(self, nodes: Iterator[Node], hint: str) -> None:
+        """A conversation that has ended here is `hint`; the nodes of its path, none locked."""
+
+    def forget(self) -> None:
+        """The cache was emptied."""
+        self.ghosts.clear()

@@ -1,0 +1,141 @@
+"""The stage a trace is played on: the real tree, cache and controller over pools without memory.
+
+A block of the trace is one page, named by one token: the tree, its orders and the cache run as in production,
+only nothing is copied. Transfers end at once, in the order the controller gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.memory import PageAllocator
+from hiradix.policy.eviction import make_order
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.transfer import Runtime, StepDriver, TransferController
+from hiradix.tree import RadixTree
+
+_PAGE = bytearray(1)
+POLICIES_WITH_PAGE_TOKENS = ("2q", "ghd")
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Capacities in tokens; 0: there is none. write_policy: of the host tier."""
+
+    device: int
+    host: int = 0
+    storage: int = 0
+    write_policy: str = "write_through"
+
+
+@dataclass
+class _Shape:
+    num_layers: int = 1
+
+
+@dataclass
+class _DevicePool:
+    shape: _Shape = field(default_factory=_Shape)
+    device: str = "cpu"
+
+    def register_layer_transfer_counter(self, counter: Any, /) -> None:
+        pass
+
+
+@dataclass
+class _HostPool:
+    page_bytes: int = 1
+
+    def page_views(self, page: int, /) -> list[memoryview]:
+        return [memoryview(_PAGE)]
+
+
+class _NoCopy:
+    def copy_pages(self, *pages: Any) -> None:
+        pass
+
+
+class KeyStore:
+    """Storage that keeps names only: `capacity` of them, least recently used first out."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.written = 0
+        self._names: dict[str, None] = {}
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = (), /) -> int:
+        for i, key in enumerate(keys):
+            if key not in self._names:
+                return i
+        return len(keys)
+
+    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], /) -> list[bool]:
+        found = [key in self._names for key in keys]
+        for key, hit in reversed(list(zip(keys, found))):  # a prefix's head is used later than its tail
+            if hit:
+                del self._names[key]
+                self._names[key] = None
+        return found
+
+    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]], /) -> list[bool]:
+        for key in reversed(keys):
+            if key not in self._names:
+                self.written += 1
+                self._names[key] = None
+        while len(self._names) > self.capacity:
+            del self._names[next(iter(self._names))]
+        return [True] * len(keys)
+
+    def clear(self) -> bool:
+        self._names.clear()
+        return True
+
+    def close(self) -> None:
+        pass
+
+    def stats(self) -> Mapping[str, Any]:
+        return {}
+
+
+class Stage:
+    """One cache of given tiers under one policy. `tick` lets every transfer end."""
+
+    def __init__(self, policy: str, tiers: Tiers, block_tokens: int, config: Mapping[str, Any] | None = None):
+        settings = dict(config or {})
+        if any(name in POLICIES_WITH_PAGE_TOKENS for name in policy.split(",")):
+            settings.setdefault("page_tokens", block_tokens)
+        self.tree = RadixTree(1, order=make_order(policy, settings))
+        self.device = PageAllocator(max(tiers.device // block_tokens, 1))
+        self.store: KeyStore | None = None
+        self._driver: StepDriver | None = None
+        self.cache = HierarchicalCache(self.tree, self.device, self._host(tiers, block_tokens))
+
+    def _host(self, tiers: Tiers, block_tokens: int) -> HostTier | None:
+        if not tiers.host:
+            return None
+        self._driver = StepDriver()
+        if tiers.storage:
+            self.store = KeyStore(tiers.storage // block_tokens)
+        controller = TransferController(
+            _DevicePool(),
+            _HostPool(),
+            transport=_NoCopy(),
+            storage=self.store,
+            runtime=Runtime(driver=self._driver, clock=self._driver.now),
+        )
+        limits = PrefetchLimits(1, threshold_tokens=1)
+        write_policy = WritePolicy.from_name(tiers.write_policy)
+        pages = PageAllocator(max(tiers.host // block_tokens, 1))
+        return HostTier(pages, controller, write_policy, PrefetchPolicy("wait_complete", limits))
+
+    def settle(self) -> None:
+        """Run every transfer under way to its end."""
+        if self._driver is None:
+            return
+        while len(self.cache.flights):
+            self._driver.run()
+            self.cache.tick()

@@ -1,0 +1,139 @@
+"""GHD's tables: the index against a search, and what is read back from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.errors import ConfigError
+from hiradix.policy.ghd_tables import BUCKETS, CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables, gittins
+from hiradix.policy.segments import Segments
+
+
+def searched(hazard: np.ndarray) -> list[float]:
+    """The index by its definition: the best rate over all places to stop."""
+    widths = np.diff(EDGES).astype(float)
+    found = []
+    for start in range(BUCKETS):
+        alive, hits, tokens, best = 1.0, 0.0, 0.0, 0.0
+        for b in range(start, BUCKETS):
+            hits += alive * hazard[b]
+            tokens += alive * (1 - hazard[b] / 2) * widths[b]
+            alive *= 1 - hazard[b]
+            best = max(best, hits / tokens)
+        found.append(best)
+    return found
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(0, 0.999), min_size=BUCKETS, max_size=BUCKETS))
+def test_the_index_is_the_best_rate_over_all_places_to_stop(hazard: list[float]) -> None:
+    row = np.array(hazard)
+    assert gittins(row[None])[0] == pytest.approx(searched(row))
+
+
+def taught() -> ClassTables:
+    tables = ClassTables()
+    segments = Segments(tables)
+    often = tables.class_of((CONVERSATION, 1, 2))
+    never = tables.class_of((CONVERSATION, 0, 0, 3))
+    clock = 0
+    for _ in range(300):
+        clock += 5000
+        number = segments.start(often, 4, clock)
+        segments.start(never, 4, clock)
+        segments.use(number, 3000, 4)
+    segments.count(clock)
+    tables.recompute()
+    return tables
+
+
+def test_what_is_used_again_is_worth_more_than_what_is_not() -> None:
+    tables = taught()
+    often, never = tables.class_of((CONVERSATION, 1, 2)), tables.class_of((CONVERSATION, 0, 0, 3))
+    assert tables.index[often, 0] > 20 * tables.index[never, 0] > 0
+
+
+def test_a_segment_is_one_vote_per_bucket_whatever_its_pages() -> None:
+    tables = ClassTables()
+    segments = Segments(tables)
+    for pages in (1, 7, 1000):
+        segments.use(segments.start(SHARED, pages, 0), 100, pages)
+    segments.count(50_000)
+    assert tables.used[SHARED, 0] == pytest.approx(3)
+    assert tables.exposed[SHARED, 0] == pytest.approx(3)
+    assert tables.exposed[SHARED, 1:].sum() == pytest.approx(0)
+    assert tables.started[SHARED, 0] == 3
+
+
+@pytest.mark.parametrize("counted_between", [False, True])
+def test_votes_do_not_depend_on_when_they_are_counted(counted_between: bool) -> None:
+    tables = ClassTables()
+    segments = Segments(tables)
+    number = segments.start(SHARED, 2, 0)
+    for clock in range(1000, 20_000, 1000):
+        if counted_between:
+            segments.count(clock)
+        if clock == 9000:
+            segments.use(number, 9000, 1)
+    segments.count(20_000)
+    bucket = int(np.searchsorted(EDGES, 9000, side="right")) - 1
+    passed = int(np.searchsorted(EDGES, 20_000, side="right")) - 1
+    assert tables.used[SHARED].tolist() == [0.5 * (b == bucket) for b in range(BUCKETS)]
+    half_after = [1.0] * bucket + [1.0] + [0.5] * (passed - bucket - 1) + [0.0] * (BUCKETS - passed)
+    assert tables.exposed[SHARED].tolist() == half_after
+
+
+def test_classes_are_bounded_and_fall_back_to_their_parent() -> None:
+    tables = ClassTables()
+    numbers = [tables.class_of((CONVERSATION, i)) for i in range(2 * MAX_CLASSES)]
+    assert len(tables) == MAX_CLASSES and numbers[-1] == CONVERSATION
+
+
+def test_tables_come_back_as_they_were_saved(tmp_path: Path) -> None:
+    tables, fresh = taught(), ClassTables()
+    tables.save(tmp_path / "deep" / "tables.npz")
+    fresh.load(tmp_path / "deep" / "tables.npz")
+    assert fresh.keys == tables.keys
+    assert np.array_equal(fresh.index, tables.index) and np.array_equal(fresh.used, tables.used)
+
+
+def _without(name: str, held: dict) -> dict:
+    return {key: value for key, value in held.items() if key != name}
+
+
+DAMAGE = {
+    "version": lambda h: h | {"version": np.int64(99)},
+    "edges": lambda h: h | {"edges": h["edges"] + 1},
+    "nan": lambda h: h | {"used": np.full_like(h["used"], np.nan)},
+    "negative": lambda h: h | {"exposed": h["exposed"] - 1e9},
+    "shape": lambda h: h | {"started": h["started"][:, 1:]},
+    "orphan": lambda h: h | {"keys": np.where(h["keys"] == 1, 9, h["keys"])},
+    "missing": lambda h: _without("used", h),
+    "pickled": lambda h: h | {"used": np.array([object()] * 3, object)},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_refused_and_changes_nothing(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "tables.npz"
+    taught().save(path)
+    with np.load(path) as file:
+        held = {name: file[name] for name in file.files}
+    np.savez(path, **DAMAGE[damage](held))
+    tables = ClassTables()
+    with pytest.raises(ConfigError, match="tables.npz"):
+        tables.load(path)
+    assert len(tables) == 3
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x03\x04junk", b"not a zip at all"])
+def test_what_is_no_archive_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tables.npz"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ClassTables().load(path)

@@ -1,0 +1,16 @@
+"""Whole lives of the cache under the policies that learn: every promise of the simulation holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation import world
+from tests.simulation.run import play
+
+
+@pytest.mark.parametrize("policy", ["ghd", "2q"])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_promise_depends_on_the_policy(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "eviction_policies", lambda: [policy])
+    life = play(seed, 400)
+    assert life.setup.order == policy and life.num_moves >= 400
