@@ -35,6 +35,7 @@ class DemoConfig:
     host_ratio: float = 1.5
     page_size: int = 64
     num_threads: int = 2
+    storage_backend: str = "disk"
     limits: Limits = Limits()
 
     def common_flags(self) -> list[str]:
@@ -49,8 +50,9 @@ class DemoConfig:
         """Flags of the server with three tiers, the third below the directory `storage`."""
         return [
             *("--enable-hierarchical-cache", "--page-size", str(self.page_size)),
-            *("--hicache-ratio", str(self.host_ratio), "--hicache-storage-backend", "file"),
-            *("--file-storage-path", storage),
+            *("--hicache-ratio", str(self.host_ratio)),
+            *("--hicache-storage-backend", self.storage_backend, "--file-storage-path", storage),
+            *("--hicache-storage-backend-extra-config", '{"max_size": "4GiB"}'),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
         ]
 

@@ -169,7 +169,7 @@ _CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "--hicache-storage-backend",
-        "Storage tier by registered name; needs the hierarchical cache.",
+        "Storage tier by registered name, such as disk; needs the hierarchical cache.",
         str,
         metavar="NAME",
     ),
@@ -189,7 +189,7 @@ _CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "--file-storage-path",
-        "Directory of the file backend (extra-config key file_storage_path).",
+        "Directory of the file or disk backend (extra-config key file_storage_path, disk_storage_path).",
         str,
         metavar="DIR",
     ),

@@ -97,6 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+PATH_KEYS = {"disk": "disk_storage_path", "file": "file_storage_path"}
+"""Which key of a backend `--file-storage-path` stands for."""
+
+
 def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
     """The configuration of `arguments`; raises ConfigError with one line that names the flag."""
     args = make_parser().parse_args(list(arguments))
@@ -156,9 +160,10 @@ def _storage_config(args: argparse.Namespace) -> ExtraConfig:
         load_storage_backend(args.hicache_storage_backend)
     if args.file_storage_path is None:
         return extra
-    if args.hicache_storage_backend not in (None, "file"):
-        raise ConfigError("--file-storage-path is for --hicache-storage-backend file")
-    return extra.with_backend(file_storage_path=args.file_storage_path)
+    key = PATH_KEYS.get(args.hicache_storage_backend or "file")
+    if key is None:
+        raise ConfigError(f"--file-storage-path is for --hicache-storage-backend {' or '.join(PATH_KEYS)}")
+    return extra.with_backend(**{key: args.file_storage_path})
 
 
 def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, tuple[str, ...]]:

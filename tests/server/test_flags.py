@@ -165,6 +165,12 @@ def test_directory_without_a_model(tmp_path: Path) -> None:
     assert "config.json" in refusal("--model-path", str(tmp_path))
 
 
+def test_the_path_reaches_the_disk_backend_under_its_own_key(model: str) -> None:
+    arguments = "--enable-hicache --hicache-storage-backend disk --file-storage-path /d"
+    cache = parse(model, *arguments.split()).engine.cache
+    assert dict(cache.hicache_storage_backend_extra_config.backend) == {"disk_storage_path": "/d"}
+
+
 def test_the_file_backends_path_is_for_that_backend(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hiradix.server.flags.load_storage_backend", lambda name: None)
     arguments = "--enable-hicache --hicache-storage-backend other --file-storage-path /x"

@@ -120,6 +120,7 @@ class Store:
         if len(places) < count:
             evicted = self._victims(count - len(places), keep)
             self.counts["evicted"] += len(evicted)
+            places = self.shelf.take_free(count)  # more of them where a segment was exchanged
             places = sorted([*places, *(entry.place for entry in evicted)])[:count]
         free = {*places, *(entry.place for entry in evicted)}
         self._log.append([Record(Kind.FREE, *place) for place in sorted(free)])

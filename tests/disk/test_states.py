@@ -1,0 +1,180 @@
+"""The disk backend against a dict: any mix of calls, handles, restarts, damage, new logs and clearing."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hiradix.storage.disk import DiskBackend
+from tests.contracts.storage import FINGERPRINT, OTHER, blank, content, key_of
+from tests.disk.places import MODES, bytes_on_disk, cap_of, log_file, open_disk, segment_files
+
+CAP_PAGES = 6
+KEYS = [*(key_of(number) for number in range(8)), "a.short-key"]
+batches = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
+handles = st.sampled_from(["ours", "also ours", "theirs", "longer pages"])
+SPACES = {"ours": "ours", "also ours": "ours", "theirs": "theirs", "longer pages": "longer"}
+PAGE_BYTES = {"ours": 6000, "also ours": 6000, "theirs": 6000, "longer pages": 8192 + 512}
+
+
+class DiskStates(RuleBasedStateMachine):
+    """Four handles in one directory: two of one fingerprint, one of another, one with slots of another size.
+
+    The model is what was put last. `strict` is off after damage: then pages may be missing, never wrong.
+    """
+
+    @initialize(mode=st.sampled_from(sorted(MODES)))
+    def start(self, mode: str) -> None:
+        self.mode = MODES[mode]
+        self.place = Path(tempfile.mkdtemp())
+        self.model: dict[tuple[str, str], bytes] = {}
+        self.version = 0
+        self.handles = {name: self._open(name) for name in SPACES}
+
+    def _open(self, name: str) -> DiskBackend:
+        fingerprint = FINGERPRINT if SPACES[name] == "ours" else OTHER
+        config = self.mode | {"max_size": cap_of(CAP_PAGES), "touch_interval_s": 0.0}
+        return open_disk(self.place, fingerprint, page_bytes=PAGE_BYTES[name], **config)
+
+    @rule(name=handles, keys=batches)
+    def put(self, name: str, keys: list[str]) -> None:
+        self.version += 1
+        size = PAGE_BYTES[name]
+        data = {key: random.Random(f"{key} {self.version} {name}").randbytes(size) for key in keys}
+        there = {key: self._read(name, key) for key in keys}
+        ok = self.handles[name].put(keys, [[memoryview(data[key])] for key in keys])
+        assert ok[0] and ok == sorted(ok, reverse=True) or any(there.values())
+        for key, stored in zip(keys, ok):
+            before = there[key]
+            if stored:
+                self.model[SPACES[name], key] = data[key] if before is None else before
+                assert self._read(name, key) == self.model[SPACES[name], key]
+
+    @rule(name=handles, keys=batches)
+    def get(self, name: str, keys: list[str]) -> None:
+        into = [blank(PAGE_BYTES[name]) for _ in keys]
+        for key, page, ok in zip(keys, into, self.handles[name].get(keys, into)):
+            assert not ok or content(page) == self.model[SPACES[name], key]
+
+    @rule(name=handles, keys=batches)
+    def exists(self, name: str, keys: list[str]) -> None:
+        self.handles[name].get(keys, [blank(PAGE_BYTES[name]) for _ in keys])  # so that it knows what is gone
+        found = self.handles[name].exists(keys)
+        assert all(self._read(name, key) is not None for key in keys[:found])
+        assert found == len(keys) or self._read(name, keys[found]) is None
+
+    @rule(name=handles, keys=batches)
+    def delete(self, name: str, keys: list[str]) -> None:
+        self.handles[name].delete(keys)
+        assert all(self._read(name, key) is None for key in keys)
+
+    @rule(name=handles)
+    def clear(self, name: str) -> None:
+        before = self._pages_of_others(name)
+        self.handles[name].clear()
+        assert all(self._read(name, key) is None for key in KEYS)
+        assert self._pages_of_others(name) == before
+
+    @rule(name=handles)
+    def reopen(self, name: str) -> None:
+        before = {key: self._read(name, key) for key in KEYS}
+        self.handles[name].close()
+        self.handles[name] = self._open(name)
+        assert {key: self._read(name, key) for key in KEYS} == before
+
+    @rule(name=handles)
+    def rewrite_the_log(self, name: str) -> None:
+        store = self.handles[name]._store
+        before = {key: self._read(name, key) for key in KEYS}
+        with store.locked(), store.mutex:
+            store._log.rewrite()
+        assert {key: self._read(name, key) for key in KEYS} == before
+
+    @rule(seed=st.integers(0, 1000))
+    def damage_pages_then_restart_all(self, seed: int) -> None:
+        rng = random.Random(seed)
+        for path in segment_files(self.place):
+            data = bytearray(path.read_bytes())
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(data)
+        self._restart_all()
+
+    @rule(seed=st.integers(0, 1000), kind=st.sampled_from(["flip", "cut", "garbage", "double"]))
+    def damage_the_log_then_restart_all(self, seed: int, kind: str) -> None:
+        rng = random.Random(seed)
+        data = bytearray(log_file(self.place).read_bytes())
+        if kind == "flip":
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        elif kind == "cut":
+            del data[rng.randrange(len(data)) :]
+        elif kind == "garbage":
+            data += rng.randbytes(rng.randrange(200))
+        else:
+            at = rng.randrange(len(data) // 96) * 96
+            data += data[at : at + 96]
+        log_file(self.place).write_bytes(data)
+        self._restart_all()
+
+    @rule(seed=st.integers(0, 1000))
+    def lose_a_segment_then_restart_all(self, seed: int) -> None:
+        paths = segment_files(self.place)
+        if paths:
+            path = random.Random(seed).choice(paths)
+            if seed % 2:
+                path.unlink()
+            else:
+                path.write_bytes(path.read_bytes()[:-1])
+        self._restart_all()
+
+    @invariant()
+    def cap_holds(self) -> None:
+        assert bytes_on_disk(self.place) <= cap_of(CAP_PAGES)
+
+    @invariant()
+    def all_handles_agree(self) -> None:
+        """Every handle that has read the log knows the same pages in the same slots."""
+        seen = []
+        for handle in self.handles.values():
+            with handle._store.mutex:
+                handle._store.refresh()
+                index = handle._store.index
+                seen.append({place: entry.version for place, entry in index.by_place.items()})
+                for slot_bytes, shelf in index.shelves.items():
+                    segments = index.segments.items()
+                    slots = sum(info.num_slots for _, info in segments if info.slot_bytes == slot_bytes)
+                    assert len(shelf.pages) + len(shelf.free) == slots
+                    assert not shelf.free & index.by_place.keys()
+        assert all(pages == seen[0] for pages in seen)
+
+    def _restart_all(self) -> None:
+        for name, handle in self.handles.items():
+            handle._closed = True  # as if killed: nothing is written any more
+            handle._store.close()
+            handle._io.close()
+            self.handles[name] = self._open(name)
+
+    def _read(self, name: str, key: str) -> bytes | None:
+        page = blank(PAGE_BYTES[name])
+        return content(page) if self.handles[name].get([key], [page]) == [True] else None
+
+    def _pages_of_others(self, name: str) -> int:
+        store = self.handles[name]._store
+        with store.mutex:
+            store.refresh()
+            own = store._namespace
+            return sum(entry.namespace != own for entry in store.index.by_place.values())
+
+    def teardown(self) -> None:
+        for handle in self.handles.values():
+            handle.close()
+        shutil.rmtree(self.place)
+
+
+TestDiskStates = DiskStates.TestCase
+TestDiskStates.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
