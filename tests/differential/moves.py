@@ -8,10 +8,11 @@ JSON moves that name tokens, never slots or nodes; each side plays it on its own
     ["peek", ns, tokens]                 match only
     ["hold", id, ns, tokens]             match and lock;   ["release", id] unlocks
     ["load", ns, tokens]                 match and load back what is on the host, making no room before
-    ["evict", num_tokens]
+    ["evict", num_tokens]                or ["evict", num_tokens, num_window_tokens]
+    ["say", num_tokens, num_window_tokens]   evict; what the cache says it evicted
     ["start", id, ns, tokens, n]         admit a request and prefill its first n uncached tokens
     ["more", id, n]                      prefill n more;   ["decode", id, tokens] as many new ones
-    ["finish", id, insert]               end it; without insert after a last look at what it has
+    ["finish", id, insert]               end it; without insert with a last look at what it had
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Player:
         return {
             "answer": answer,
             "sizes": self.side.sizes(),
-            "free": [self.side.allocator.available_size(), self.side.host_free()],
+            "free": self.side.free_tokens(),
             "pages": changed,
             "exact": self._exact,
         }
@@ -57,7 +58,7 @@ class Player:
         slots = self._alloc(len(tokens))
         if slots is None:
             return "refused"
-        self.side.kv[slots] = torch.tensor(stamps(namespace, tokens))
+        self.side.write(slots, stamps(namespace, tokens))
         self.side.before_walk(namespace, tokens)
         return self.side.insert(namespace, tokens, slots)
 
@@ -82,8 +83,11 @@ class Player:
         loaded, _ = self.side.load(found)
         return [*self._lengths(found), len(loaded)]
 
-    def _evict(self, num_tokens: int) -> Any:
-        return self.side.evict(num_tokens)
+    def _evict(self, *num_tokens: int) -> Any:
+        return self.side.evict(*num_tokens)
+
+    def _say(self, *num_tokens: int) -> Any:
+        return self.side.say(*num_tokens)
 
     # -- moves on requests --------------------------------------------------------------
 
@@ -92,13 +96,14 @@ class Player:
         node, prefix = found.node, found.slots
         receipt, _ = self.side.lock(node)
         if found.num_host:
-            self._room(found.num_host)
+            self.side.make_room(found.num_host)
             loaded, node = self.side.load(found)
             above, (receipt, _) = receipt, self.side.lock(node)
             self.side.unlock(above)
             prefix = torch.cat([prefix, loaded])
         request = Request(rid, namespace, tokens, self.side.rows.free.pop())
         request.last_node, request.receipt, request.cache_protected_len = node, receipt, len(prefix)
+        request.prefix_indices = prefix
         self.side.rows.write((request.req_pool_idx, slice(0, len(prefix))), prefix)
         request.fill_ids = tokens[: len(prefix)]
         self._running[rid] = request
@@ -117,6 +122,8 @@ class Player:
         if request is None:
             return "none"
         done = len(request.fill_ids)
+        if done >= len(request.origin_input_ids):
+            return "done"
         if not self._extend(request, request.origin_input_ids[done : done + count]):
             return "refused"
         self._share(request)
@@ -139,12 +146,13 @@ class Player:
         request = self._running.pop(rid, None)
         if request is None:
             return "none"
-        if not is_insert:
-            self._look(request.extra_key, request.fill_ids)
         self._verify(request, len(request.fill_ids))
-        self.side.before_walk(request.extra_key, request.fill_ids)
+        if is_insert:
+            self.side.before_walk(request.extra_key, request.fill_ids)
         self.side.finish(request, is_insert)
         self.side.rows.free.append(request.req_pool_idx)
+        if not is_insert:
+            self._look(request.extra_key, request.fill_ids)
         return len(request.fill_ids)
 
     # -- parts --------------------------------------------------------------------------
@@ -153,22 +161,15 @@ class Player:
         self.side.before_walk(namespace, tokens)
         found = self.side.match(namespace, tokens)
         want = stamps(namespace, tokens[: len(found.slots)])
-        self._exact = self._exact and self.side.kv[found.slots].tolist() == want
+        self._exact = self._exact and self.side.holds(found.slots, want)
         return found
 
     def _lengths(self, found: Found) -> list[int]:
         return [len(found.slots), found.num_host]
 
-    def _room(self, num_tokens: int) -> None:
-        short = num_tokens - self.side.allocator.available_size()
-        if short > 0:
-            self._evict(short)
-            self.side.settle()
-
     def _alloc(self, num_tokens: int) -> torch.Tensor | None:
-        self._room(num_tokens)
-        slots: torch.Tensor | None = self.side.allocator.alloc(num_tokens)
-        return slots
+        self.side.make_room(num_tokens)
+        return self.side.alloc(num_tokens)
 
     def _extend(self, request: Request, tokens: list[int]) -> bool:
         """Compute `tokens`, which follow what the request has; False when there are no slots."""
@@ -181,16 +182,16 @@ class Player:
                 return False
             self.side.rows.write((request.req_pool_idx, slice(room, room + need)), slots)
         request.fill_ids = request.fill_ids + tokens
-        written = torch.tensor(stamps(request.extra_key, request.fill_ids)[start:], dtype=torch.int64)
-        self.side.kv[row[start:end].long()] = written
+        self.side.write(row[start:end].long(), stamps(request.extra_key, request.fill_ids)[start:])
         return True
 
     def _share(self, request: Request) -> None:
-        self.side.before_walk(request.extra_key, request.fill_ids)
-        self.side.share(request, chunked=len(request.fill_ids) < len(request.origin_input_ids))
+        if self.side.shares(request):
+            self.side.before_walk(request.extra_key, request.fill_ids)
+            self.side.share(request, chunked=len(request.fill_ids) < len(request.origin_input_ids))
         self._verify(request, len(request.fill_ids))
 
     def _verify(self, request: Request, count: int) -> None:
         slots = self.side.rows.req_to_token[request.req_pool_idx, :count].long()
         want = stamps(request.extra_key, request.fill_ids[:count])
-        self._exact = self._exact and self.side.kv[slots].tolist() == want
+        self._exact = self._exact and self.side.holds(slots, want)

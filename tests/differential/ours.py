@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 
 from hiradix.cache import HostTier
 from hiradix.config import ExtraConfig
-from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, SlotAllocator, make_transport
+from hiradix.memory import (
+    DevicePool,
+    HostPool,
+    HybridSlotAllocator,
+    KVShape,
+    PageAllocator,
+    SlotAllocator,
+    make_transport,
+)
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache import (
@@ -21,13 +30,17 @@ from hiradix.prefix_cache import (
     MatchPrefixParams,
     RadixCache,
     RadixKey,
+    SWARadixCache,
 )
 from hiradix.prefix_cache.hiradix import prefetch_limits
+from hiradix.prefix_cache.swa import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
-from hiradix.tree import AS_INSERTED, Tier
+from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
+from hiradix.tree.runs import walk
 from tests.differential.moves import Player
-from tests.differential.sides import Pages, RequestTable, Side, page_stamps
+from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
 from tests.differential.streams import Stream
+from tests.differential.windows import WindowSide
 
 SHAPE = KVShape(1, 1, 1, 1, torch.int64)
 RECORDS = types.SimpleNamespace(
@@ -44,10 +57,14 @@ class Manner:
 
     as_inserted: nodes are never merged, and leave whole however little is wanted.
     touch_rest: a walk that ends inside a node makes the rest of that node recently used.
+    touch_windows: a walk makes all windows of its path recently used, not only what a lock covers.
+    bare_leaves: a leaf leaves when its own window has, not as soon as no match can end there.
     """
 
     as_inserted: bool = False
     touch_rest: bool = False
+    touch_windows: bool = False
+    bare_leaves: bool = False
 
 
 AS_SHIPPED = Manner()
@@ -57,6 +74,7 @@ class OurSide(Side):
     """A side over `RadixCache`, or `HiRadixCache` where `host_ratio` is not 0."""
 
     records = RECORDS
+    rest: Node | None = None  # what the walk under way will leave of a node
 
     def __init__(self, stream: Stream, manner: Manner):
         setup = stream.setup
@@ -89,15 +107,13 @@ class OurSide(Side):
         return HostTier(self._host, controller, WritePolicy.from_name(write_policy), prefetch)
 
     def before_walk(self, namespace: str | None, tokens: list[int]) -> None:
-        if not self.manner.touch_rest or len(tokens) < self.page_size:
-            return
-        tree = self.cache.tree
-        num_nodes = sum(1 for _ in tree.nodes())
-        end = tree.match(self.key(namespace, tokens).page_aligned(self.page_size)).loadable_node
-        if sum(1 for _ in tree.nodes()) > num_nodes:
-            (rest,) = end.children.values()
-            if rest.resident(Tier.DEVICE):
-                tree.unlock(tree.lock(rest, Tier.DEVICE))
+        tree, key = self.cache.tree, self.key(namespace, tokens).page_aligned(self.page_size)
+        _, self.rest, _ = walk(tree.root, key, len(key) // self.page_size, self.page_size)
+        if self.rest is not None and self.manner.touch_rest:
+            tree.match(key)  # cuts it
+            if self.rest.resident(Tier.DEVICE):
+                tree._pins.pin(self.rest, Tier.DEVICE)
+                tree._pins.unpin(self.rest, Tier.DEVICE)
 
     def settle(self) -> None:
         if self._host is not None:
@@ -105,6 +121,10 @@ class OurSide(Side):
 
     def host_free(self) -> int:
         return self._host.available * self.page_size if self._host is not None else 0
+
+    def tiers(self, node: Node) -> str:
+        """Where the node's pages are."""
+        return "D" * node.resident(Tier.DEVICE) + "H" * node.resident(Tier.HOST)
 
     def pages(self) -> Pages:
         tree, size = self.cache.tree, self.page_size
@@ -115,7 +135,7 @@ class OurSide(Side):
         found: Pages = {}
         last = {id(tree.root): 0}
         for node in tree.nodes():
-            tiers = "D" * node.resident(Tier.DEVICE) + "H" * node.resident(Tier.HOST)
+            tiers = self.tiers(node)
             key, prior = tree.path_key(node), last[id(node.parent)]
             tokens = key.tokens[node.start * size : node.end * size].tolist()
             for name, stamp in page_stamps(key.extra_key, tokens, prior, size):
@@ -124,11 +144,79 @@ class OurSide(Side):
         return found
 
 
+class OurWindowSide(WindowSide, OurSide):
+    """A side over `SWARadixCache`."""
+
+    def __init__(self, stream: Stream, manner: Manner):
+        setup = stream.setup
+        self.page_size, self.manner, self.window = setup.page_size, manner, setup.window
+        num_full, num_window = setup.num_pages * self.page_size, setup.num_window_pages * self.page_size
+        self.allocator = HybridSlotAllocator(num_full, num_window, self.page_size)
+        self.kv = torch.zeros(num_full + self.page_size, dtype=torch.int64)
+        self.window_kv = torch.zeros(num_window + self.page_size, dtype=torch.int64)
+        self.rows = RequestTable()
+        self._host = self._taken = None
+        self.cache = SWARadixCache(
+            CacheInitParams(False, self.rows, self.allocator, self.page_size, sliding_window_size=self.window)
+        )
+        store = self.cache.tree._store
+        if manner.as_inserted:
+            store.grain = AS_INSERTED
+        if manner.bare_leaves:
+            store.dead_leaf = DeadLeaf.BARE
+
+    def tiers(self, node: Node) -> str:
+        return "D" * node.resident(Tier.DEVICE) + "W" * node.resident(Tier.DEVICE, WINDOW)
+
+    # -- the peer's manner: which windows a walk makes hot ----------------------------------
+
+    def match(self, namespace: str | None, tokens: list[int]) -> Found:
+        found = super().match(namespace, tokens)
+        path = list(self.cache.tree.path(found.node))[::-1]
+        cut = [] if self.rest is None else [self.rest.parent, self.rest]
+        self._touch([*cut, *path])
+        return found
+
+    def insert(self, namespace: str | None, tokens: list[int], slots: torch.Tensor) -> int:
+        num_present = super().insert(namespace, tokens, slots)
+        self._touch_inserted(namespace, tokens)
+        return num_present
+
+    def share(self, request: Request, chunked: bool) -> None:
+        super().share(request, chunked)
+        self._touch_inserted(request.extra_key, request.fill_ids)
+        self._touch(list(self.cache.tree.path(request.receipt[0]))[::-1])  # it matches once more
+
+    def finish(self, request: Request, is_insert: bool) -> None:
+        super().finish(request, is_insert)
+        if is_insert:
+            self._touch_inserted(request.extra_key, request.fill_ids)
+
+    def _touch_inserted(self, namespace: str | None, tokens: list[int]) -> None:
+        key, tree = self.key(namespace, tokens).page_aligned(self.page_size), self.cache.tree
+        path = list(tree.path(tree._walk(tree.root, key)))[::-1]
+        if self.rest is not None:
+            upper = next((i for i, node in enumerate(path) if node is self.rest.parent), len(path) - 1)
+            path.insert(upper + 1, self.rest)
+        self._touch(path)
+
+    def _touch(self, nodes: Sequence[Node | None]) -> None:
+        if not self.manner.touch_windows:
+            return
+        order = self.cache.tree._store.orders[WINDOW][Tier.DEVICE]
+        for node in nodes:
+            entry = node.residency(WINDOW, Tier.DEVICE) if node is not None else None
+            if entry is not None and entry.pages is not None and not entry.lock_ref:
+                order.remove((entry,))
+                order.push((entry,))
+
+
 def _no_storage(name: str, extra: object) -> Any:
     raise AssertionError("no storage in this comparison")
 
 
 def run(stream: Stream, manner: Manner = AS_SHIPPED) -> list[dict[str, Any]]:
     """What is seen after each move."""
-    player = Player(OurSide(stream, manner), stream.setup.page_size)
+    side = OurWindowSide if stream.setup.window else OurSide
+    player = Player(side(stream, manner), stream.setup.page_size)
     return [player.play(move) for move in stream.moves]

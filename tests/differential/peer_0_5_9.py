@@ -14,15 +14,23 @@ from tests.differential.wheels import share_drivers
 
 share_drivers()
 import sglang_0_5_9 as driver  # noqa: E402
-from sglang.srt.mem_cache import hiradix_cache, memory_pool_host, radix_cache  # noqa: E402
+import torch  # noqa: E402
+from sglang.srt.mem_cache import (  # noqa: E402
+    hiradix_cache,
+    memory_pool_host,
+    radix_cache,
+    swa_radix_cache,
+)
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InsertParams,
     MatchPrefixParams,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator  # noqa: E402
 
 from tests.differential.peer_main import copy, main  # noqa: E402
-from tests.differential.sides import Pages, RequestTable, Side, page_stamps  # noqa: E402
+from tests.differential.sides import Found, Pages, RequestTable, Side, page_stamps  # noqa: E402
+from tests.differential.windows import WindowSide  # noqa: E402
 
 RECORDS = types.SimpleNamespace(
     RadixKey=radix_cache.RadixKey,
@@ -83,8 +91,53 @@ class PeerSide(Side):
         return found
 
 
+class PeerWindowSide(WindowSide):
+    """A side over SWARadixCache."""
+
+    records = RECORDS
+
+    def __init__(self, setup: dict[str, Any]):
+        self.page_size, self.window = setup["page_size"], setup["window"]
+        num_full, num_window = (setup[name] * self.page_size for name in ("num_pages", "num_window_pages"))
+        pool = SWAKVPool(
+            size=num_full, size_swa=num_window, page_size=self.page_size, dtype=torch.int64, head_num=1,
+            head_dim=1, swa_attention_layer_ids=[1], full_attention_layer_ids=[0],
+            enable_kvcache_transpose=False, device="cpu",
+        )  # fmt: skip
+        self.allocator = SWATokenToKVPoolAllocator(
+            num_full, num_window, self.page_size, torch.int64, "cpu", pool, False
+        )
+        self.kv = pool.full_kv_pool.k_buffer[0].view(-1)
+        self.window_kv = pool.swa_kv_pool.k_buffer[0].view(-1)
+        self.rows = RequestTable()
+        params = driver.make_params(self.page_size, self.allocator, self.rows)
+        params.sliding_window_size = self.window
+        self.cache = swa_radix_cache.SWARadixCache(params)
+
+    def match(self, namespace: str | None, tokens: list[int]) -> Found:
+        found = self.cache.match_prefix(MatchPrefixParams(key=self.key(namespace, tokens)))
+        return Found(found.device_indices, found.last_device_node, None, 0)
+
+    def pages(self) -> Pages:
+        found: Pages = {}
+        stack = [(child, 0) for child in self.cache.root_node.children.values()]
+        while stack:
+            node, prior = stack.pop()
+            tiers = "D" if node.swa_tombstone else "DW"
+            tokens, namespace = list(node.key.token_ids), node.key.extra_key
+            for name, stamp in page_stamps(namespace, tokens, prior, self.page_size):
+                found[name], prior = tiers, stamp
+            stack.extend((child, prior) for child in node.children.values())
+        return found
+
+
+def make(setup: dict[str, Any]) -> Side:
+    """The side that a stream's setup asks for."""
+    return PeerWindowSide(setup) if setup["window"] else PeerSide(setup)
+
+
 if __name__ == "__main__":
     count_instead_of_time()
     driver.prepare_host()
     memory_pool_host.transfer_kv_direct = copy
-    main(PeerSide)
+    main(make)

@@ -49,8 +49,18 @@ class Request:
     receipt: Any = None
     cache_protected_len: int = 0
     cache_inserted_len: int = 0
+    swa_evicted_seqlen: int = 0
     priority: int = 0
     stalled: bool = False
+
+    @property
+    def swa_uuid_for_lock(self) -> Any:
+        """Where a cache with windows keeps what its lock gave."""
+        return self.receipt
+
+    @swa_uuid_for_lock.setter
+    def swa_uuid_for_lock(self, receipt: Any) -> None:
+        self.receipt = receipt
 
     def pop_committed_kv_cache(self) -> int:
         return len(self.fill_ids)
@@ -97,11 +107,37 @@ class Side:
     def settle(self) -> None:
         """Apply what is in flight."""
 
+    def write(self, slots: torch.Tensor, values: list[int]) -> None:
+        """What a forward pass does: put the data of tokens into their slots."""
+        self.kv[slots] = torch.tensor(values, dtype=torch.int64)
+
+    def holds(self, slots: torch.Tensor, values: list[int]) -> bool:
+        """Whether a forward pass that reads these slots would find this."""
+        return bool(self.kv[slots].tolist() == values)
+
+    def free_tokens(self) -> list[int]:
+        return [self.allocator.available_size(), self.host_free()]
+
+    def alloc(self, num_tokens: int) -> torch.Tensor | None:
+        slots: torch.Tensor | None = self.allocator.alloc(num_tokens)
+        return slots
+
+    def make_room(self, num_tokens: int) -> None:
+        """Evict what is missing, as a scheduler does before it allocates."""
+        short = num_tokens - self.allocator.available_size()
+        if short > 0:
+            self.evict(short)
+            self.settle()
+
     def pages(self) -> Pages:
         raise NotImplementedError
 
     def host_free(self) -> int:
-        raise NotImplementedError
+        return 0
+
+    def shares(self, request: Request) -> bool:
+        """Whether there is something to `share`."""
+        return True
 
     # -- the calls ------------------------------------------------------------------------
 
@@ -113,12 +149,12 @@ class Side:
         node, host_node = found.last_device_node, found.last_host_node
         return Found(found.device_indices, node, host_node, found.host_hit_length)
 
-    def lock(self, node: Any) -> tuple[Any, int]:
+    def lock(self, node: Any) -> tuple[Any, Any]:
         """(what `unlock` takes, tokens that stopped being evictable, negated)."""
         receipt = self.cache.inc_lock_ref(node)
         return node, int(getattr(receipt, "delta", receipt))
 
-    def unlock(self, receipt: Any) -> int:
+    def unlock(self, receipt: Any) -> Any:
         return int(self.cache.dec_lock_ref(receipt))
 
     def insert(self, namespace: str | None, tokens: list[int], slots: torch.Tensor) -> int:
@@ -135,9 +171,12 @@ class Side:
         slots, node = loaded
         return slots, node
 
-    def evict(self, num_tokens: int) -> int:
+    def evict(self, num_tokens: int) -> Any:
         params = self.records.EvictParams(num_tokens=num_tokens)
         return int(self.cache.evict(params).num_tokens_evicted)
+
+    def say(self, num_tokens: int, num_window_tokens: int) -> list[int]:
+        raise NotImplementedError
 
     def share(self, request: Request, chunked: bool) -> None:
         """Give the tree what a running request has computed."""

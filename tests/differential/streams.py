@@ -1,6 +1,6 @@
 """Random streams of moves, by seed. Moves name tokens only, so both sides can play them on their own.
 
-All of them release locks in access order: first in, first out, or right behind another look at the path.
+All of them release locks in access order: first in, first out, or right before another look at the path.
     turns      conversations behind system prompts: chunked prefill, decode, finish, abort, eviction
     held       prefixes of a few trees of segments, inserted, looked at, held and released first in, first out
     anywhere   prompts that part anywhere, so that walks end inside nodes (see docs/differences.md, 1)
@@ -27,7 +27,8 @@ class Setup:
     host_ratio: host pages per device page, 0 for no host tier; above 1, the peer insists.
     host_taken: host pages that somebody else has from the start (as prefetches in flight would).
     load_back_minimum: leave the peer its own.
-    chunked: prompts may be prefilled in chunks (docs/differences.md, 6).
+    chunked: prompts may be prefilled in chunks (docs/differences.md, 5).
+    window: tokens of a sliding window, 0 for none; its pool has `num_window_pages`.
     """
 
     page_size: int
@@ -37,6 +38,8 @@ class Setup:
     host_taken: int = 0
     load_back_minimum: bool = False
     chunked: bool = True
+    window: int = 0
+    num_window_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,8 @@ def turns(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
             moves.append(["finish", rid, rng.random() < 0.8])
             talk[2] = tail if len(tail) < 12 * page_size else []
         elif action < 0.96:
-            moves.append(["evict", rng.randint(1, 6) * page_size])
-    return moves + [["finish", rid, True] for rid in running] + _emptied(page_size)
+            moves.append(_eviction(rng, setup, 6))
+    return moves + [["finish", rid, True] for rid in running] + _emptied(setup)
 
 
 def held(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
@@ -135,11 +138,11 @@ def held(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
             moves.append(["evict", rng.randint(1, 8) * page_size])
         while queue and (len(queue) > 3 or rng.random() < 0.3):
             moves.append(["release", queue.pop(0)])
-    return moves + _release_all(queue) + _emptied(page_size)
+    return moves + _release_all(queue) + _emptied(setup)
 
 
 def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
-    """Prompts that share any number of tokens; every release comes right behind another look."""
+    """Prompts that share any number of tokens; another look comes right behind every release."""
     page_size, moves = setup.page_size, []
     prompts = _Prompts(rng, page_size)
     prompt = _branching(rng, prompts)
@@ -158,7 +161,7 @@ def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
             moves.append(["hold", name, namespace, tokens])
         elif action < 0.58 and holding:
             name = rng.choice(list(holding))
-            moves += [["look", *holding.pop(name)], ["release", name]]
+            moves += [["release", name], ["look", *holding.pop(name)]]
         elif action < 0.72 and len(running) < 3 and len(tokens) > 1:
             running.append(f"r{len(moves)}")
             moves.append(["start", running[-1], namespace, tokens, rng.choice(_chunks(setup))])
@@ -169,10 +172,10 @@ def anywhere(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
         elif action < 0.93 and running:
             moves.append(["finish", running.pop(rng.randrange(len(running))), rng.random() < 0.8])
         elif action >= 0.93:
-            moves.append(["evict", rng.randint(1, 6) * page_size])
+            moves.append(_eviction(rng, setup, 6))
     for name, what in holding.items():
-        moves += [["look", *what], ["release", name]]
-    return moves + [["finish", rid, True] for rid in running] + _emptied(page_size)
+        moves += [["release", name], ["look", *what]]
+    return moves + [["finish", rid, True] for rid in running] + _emptied(setup)
 
 
 def _branching(rng: random.Random, prompts: _Prompts) -> Callable[[], tuple[str | None, list[int]]]:
@@ -208,9 +211,20 @@ def _release_all(queue: list[str]) -> list[Move]:
     return moves
 
 
-def _emptied(page_size: int) -> list[Move]:
+def _eviction(rng: random.Random, setup: Setup, most: int) -> Move:
+    """Up to `most` pages; where there are windows, of those, of full data, or of both."""
+    num_tokens = rng.randint(1, most) * setup.page_size
+    if not setup.window:
+        return ["evict", num_tokens]
+    num_window_tokens = rng.randint(1, most) * setup.page_size
+    return ["evict", *rng.choice([(num_tokens, 0), (0, num_window_tokens), (num_tokens, num_window_tokens)])]
+
+
+def _emptied(setup: Setup) -> list[Move]:
     """Evict bit by bit until nothing is left: the whole order is seen."""
-    return [["evict", page_size] for _ in range(24)] + [["evict", 10_000 * page_size]]
+    page_size = setup.page_size
+    windows: list[Move] = [["evict", 0, page_size] for _ in range(12)] if setup.window else []
+    return [*windows, *(["evict", page_size] for _ in range(24)), ["evict", 10_000 * page_size]]
 
 
 KINDS = {"turns": turns, "held": held, "anywhere": anywhere, "inserted": inserted}

@@ -1,10 +1,11 @@
 """The named differences from SGLang 0.5.9, each pinned on both sides. The reasons: docs/differences.md.
 
-The numbers in the tests' names are those of the document.
+The numbers in the tests' names are those of the document; some have several tests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,31 @@ CASES: dict[str, tuple[Setup, list[Move]]] = {
         Setup(1, 20, 8.0, "write_back"),
         [insert(A[:1]), insert(A[:2]), insert(B[:3]), evict(1), evict(1)],
     ),
+    "upper window": (
+        Setup(1, 30, window=2, num_window_pages=30),
+        [insert(A[:2]), insert(A[:4]), insert(A[:6]), insert(B[:2]), look(A[:6]), ["evict", 0, 2]],
+    ),
+    "dead leaf": (
+        Setup(1, 30, window=3, num_window_pages=30),
+        [insert(A[:2]), insert(A[:4]), insert(A[:6]), ["evict", 0, 2], evict(2)],
+    ),
+    "own account": (
+        Setup(1, 30, window=2, num_window_pages=30),
+        [insert(A[:4]), insert(A[:8]), insert(B[:2]), ["evict", 0, 4], look(B[:2]), ["say", 0, 4]],
+    ),
+    "in use": (
+        Setup(1, 20, window=2, num_window_pages=20),
+        [
+            insert(A[:2]),
+            ["start", "r", None, A[:7], WHOLE],
+            ["evict", 0, 2],
+            insert(A[:2]),
+            insert(B[:11]),
+            insert(C[:6]),
+            ["decode", "r", [1]],
+            ["finish", "r", True],
+        ],
+    ),
     "host order": (
         Setup(1, 8, 1.5, host_taken=1),
         [insert(A[:4]), insert(B[:4]), look(A[:4]), evict(8), insert(C[:4])],
@@ -82,6 +108,10 @@ class Outcome:
     def answer(self, move: int) -> Any:
         return self.seen[move].get("answer", self.seen[move].get("error"))
 
+    def without_window(self, move: int) -> set[str]:
+        """Which prompts lost window pages and kept the full ones."""
+        return {NAMES[page] for page, tiers in self.seen[move]["pages"].items() if tiers == "D"}
+
     def left(self, move: int) -> set[str]:
         """Which prompts lost pages from the device."""
         return {NAMES[page] for page, tiers in self.seen[move]["pages"].items() if "D" not in tiers}
@@ -97,10 +127,14 @@ class Outcome:
         return int(self.seen[move]["free"][1])
 
 
+def play_on(peer: str, names: Iterable[str] = CASES) -> dict[str, Outcome]:
+    streams = [Stream(name, *CASES[name]) for name in names]
+    return {stream.name: Outcome(seen) for stream, seen in zip(streams, play_on_peer(streams, peer))}
+
+
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Outcome]:
-    streams = [Stream(name, setup, moves) for name, (setup, moves) in CASES.items()]
-    return {stream.name: Outcome(seen) for stream, seen in zip(streams, play_on_peer(streams))}
+    return play_on("0.5.9")
 
 
 def play(name: str, manner: Manner = AS_SHIPPED) -> Outcome:
@@ -114,49 +148,79 @@ def test_1_the_rest_of_a_node_that_was_not_asked_for_stays_cold(theirs: dict[str
     assert play("rest", Manner(touch_rest=True)).left(3) == {"C"}
 
 
-def test_2_a_match_that_nobody_locks_is_no_use(theirs: dict[str, Outcome]) -> None:
+def test_1_a_match_that_nobody_locks_is_no_use(theirs: dict[str, Outcome]) -> None:
     assert theirs["match alone"].left(3) == {"B"}
     assert play("match alone").left(3) == {"A"}
 
 
-def test_3_a_big_node_leaves_in_parts(theirs: dict[str, Outcome]) -> None:
+def test_1_windows_that_a_lock_does_not_reach_stay_cold(theirs: dict[str, Outcome]) -> None:
+    """A is looked at after B, but a window of 2 does not reach back to A's first 2."""
+    assert theirs["upper window"].left(5) == {"B"}
+    own = play("upper window")
+    assert own.left(5) == set() and own.without_window(5) == {"A"}
+    assert play("upper window", Manner(touch_windows=True)).left(5) == {"B"}
+
+
+def test_2_a_big_node_leaves_in_parts(theirs: dict[str, Outcome]) -> None:
     assert theirs["part of a node"].answer(1) == 32 and theirs["part of a node"].answer(2)[0] == 0
     own = play("part of a node")
     assert 1 <= own.answer(1) <= 4 and own.answer(2)[0] == 32 - own.answer(1)
 
 
-def test_4_short_host_hits_are_loaded_as_promised(theirs: dict[str, Outcome]) -> None:
+def test_3_short_host_hits_are_loaded_as_promised(theirs: dict[str, Outcome]) -> None:
     assert theirs["small load"].answer(2) == [0, 8, 0]
     assert play("small load").answer(2) == [0, 8, 8]
 
 
-def test_5_room_is_made_for_what_is_missing_only(theirs: dict[str, Outcome]) -> None:
+def test_4_room_is_made_for_what_is_missing_only(theirs: dict[str, Outcome]) -> None:
     """12 tokens to load, 10 free: they evict 12 (B, C and D), we evict 2 (from B)."""
     assert theirs["room"].answer(5) == [0, 12, 12] and theirs["room"].left(5) == {"B", "C", "D"}
     assert play("room").answer(5) == [0, 12, 12] and play("room").left(5) == {"B"}
 
 
-def test_6_a_chunk_is_written_at_once_and_a_request_counts_once(theirs: dict[str, Outcome]) -> None:
+def test_4_everything_that_left_is_reported(theirs: dict[str, Outcome]) -> None:
+    """The leaf's 4 full tokens, and the 4 above, whose window was gone, with them."""
+    for outcome, reported in ((theirs["own account"], [4, 4]), (play("own account"), [8, 4])):
+        assert outcome.answer(5) == reported
+        before, after = outcome.seen[4]["free"], outcome.seen[5]["free"]
+        assert [now - was for now, was in zip(after, before)] == [8, 4]
+
+
+def test_5_a_chunk_is_written_at_once_and_a_request_counts_once(theirs: dict[str, Outcome]) -> None:
     assert theirs["chunk"].on_host() == set() and play("chunk").on_host() == {"A"}
     assert theirs["one request"].on_host() == {"A"} and play("one request").on_host() == set()
 
 
-def test_7_a_full_host_gives_up_copies_of_what_the_device_has(theirs: dict[str, Outcome]) -> None:
+def test_6_a_full_host_gives_up_copies_of_what_the_device_has(theirs: dict[str, Outcome]) -> None:
     assert theirs["mirrors"].answer(3)[:2] == [0, 0]
     assert play("mirrors").answer(3)[:2] == [0, 4]
 
 
-def test_8_write_back_with_a_full_host_evicts(theirs: dict[str, Outcome]) -> None:
+def test_7_write_back_with_a_full_host_evicts(theirs: dict[str, Outcome]) -> None:
     assert str(theirs["full host"].answer(1)).startswith("AssertionError")
     own = play("full host")
     assert own.answer(1) > 0 and own.answer(2)[0] == 4 - own.answer(1)
 
 
-def test_9_no_copy_of_what_could_not_be_reached(theirs: dict[str, Outcome]) -> None:
+def test_8_no_copy_of_what_could_not_be_reached(theirs: dict[str, Outcome]) -> None:
     """Room on the host for the child, not for its parent. Theirs stays there, for nobody to find."""
     assert theirs["orphan"].answer(4)[:2] == [0, 0] and theirs["orphan"].host_free() == 0
     own = play("orphan")
     assert own.answer(4)[:2] == [0, 0] and own.host_free() == 2
+
+
+def test_9_what_a_running_request_reads_is_not_freed(theirs: dict[str, Outcome]) -> None:
+    """Another prompt computes anew what the request shares and lost the window of. Theirs takes the new pages
+    and frees the old ones, which B gets; the request goes on reading them."""
+    assert theirs["in use"].seen[6]["exact"] and not theirs["in use"].seen[7]["exact"]
+    assert play("in use").seen[7]["exact"]
+
+
+def test_10_a_leaf_where_no_match_can_end_leaves(theirs: dict[str, Outcome]) -> None:
+    """Of 2 + 2 + 2 tokens, the first two have lost their window of 3 and the last two leave."""
+    assert theirs["dead leaf"].answer(4) == [2, 2] and theirs["dead leaf"].seen[4]["sizes"][0] == 4
+    assert play("dead leaf").answer(4) == [6, 4] and play("dead leaf").seen[4]["sizes"][0] == 0
+    assert play("dead leaf", Manner(bare_leaves=True)).answer(4) == [2, 2]
 
 
 def test_writing_back_leaves_what_is_above_as_cold_as_it_was(theirs: dict[str, Outcome]) -> None:
@@ -169,3 +233,16 @@ def test_the_host_keeps_what_was_used_last(theirs: dict[str, Outcome]) -> None:
     """A and B are on the host only; A was used after B, on the device. C needs room for one."""
     assert theirs["host order"].on_host() == {"A", "C"}
     assert play("host order", Manner(as_inserted=True)).on_host() == {"A", "C"}
+
+
+@pytest.mark.parametrize("peer", ["0.5.23 python", "0.5.23 rust"])
+def test_which_differences_are_left_in_0_5_23(peer: str, theirs: dict[str, Outcome]) -> None:
+    plain = [name for name, (setup, _) in CASES.items() if not setup.window]
+    theirs_now = play_on(peer, plain)
+    for name in ("rest", "match alone", "part of a node", "small load", "mirrors"):  # 1, 2, 3, 6
+        assert theirs_now[name].seen == theirs[name].seen, name
+    assert theirs_now["room"].left(5) == {"B"}  # 4: B is one node there, so all of it
+    for name in ("chunk", "one request"):  # 5
+        assert theirs_now[name].on_host() == play(name).on_host() != theirs[name].on_host(), name
+    assert theirs_now["full host"].answer(1) == 4  # 7: the node goes, whole
+    assert theirs_now["orphan"].host_free() == play("orphan").host_free() == 2  # 8
