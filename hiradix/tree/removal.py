@@ -78,6 +78,15 @@ def _cut(node: Node, split: Split, wanted: int, waste: int, keep_front: bool) ->
     return node
 
 
+def drop_other(store: Store, node: Node, component: int, tier: Tier) -> list[Freed]:
+    """See `RadixTree.drop_other`."""
+    out = Dropped()
+    entry = node.residency(component, tier)
+    if entry.pages is not None and entry.lock_ref == 0:
+        store.drop(node, component, tier, out)
+    return out.freed()
+
+
 def demote(store: Store, node: Node) -> list[Freed]:
     """See `RadixTree.demote`."""
     out = Dropped()

@@ -32,7 +32,6 @@ from hiradix.tree.node import (
     BACKBONE,
     FULL,
     NO_PAGES,
-    UNBOUNDED,
     Component,
     DeadLeaf,
     Grain,
@@ -70,29 +69,12 @@ class RadixTree(TreeView):
         """Deepest usable boundaries of `key`'s whole pages. Splits the node it ends in, no more."""
         node = self._walk(self.root, key)
         if not self._is_plain:
-            return self._match_reaches(node)
+            return self.boundaries(node)
         device_node = node
         while device_node.device.pages is None:
             assert device_node.parent is not None
             device_node = device_node.parent
         return Match(device_node, node)
-
-    def _match_reaches(self, deepest: Node) -> Match:
-        """As `match`, where components other than the backbone have a say too."""
-        device_node = loadable_node = self.root
-        reaches = [component.reach for component in self.components]
-        device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
-        loadable_run = list(device_run)
-        for node in reversed(list(self.path(deepest))):
-            for c in range(len(reaches)):
-                on_device, on_host = node.resident(Tier.DEVICE, c), node.resident(Tier.HOST, c)
-                device_run[c] = _extended(device_run[c], node, on_device)
-                loadable_run[c] = _extended(loadable_run[c], node, on_device or on_host)
-            if all(run >= reach for run, reach in zip(device_run, reaches)):
-                device_node = node
-            if all(run >= reach for run, reach in zip(loadable_run, reaches)):
-                loadable_node = node
-        return Match(device_node, loadable_node)
 
     # -- locking ----------------------------------------------------------------------------
 
@@ -220,6 +202,10 @@ class RadixTree(TreeView):
         """The nodes that evicting `num_pages` would take, in that order. Splits the last if it is too big."""
         return removal.coldest(self._store, self._split, component, tier, num_pages)
 
+    def drop_other(self, node: Node, component: int, tier: Tier) -> list[Freed]:
+        """Drop a further component's data of `node` alone, if nothing locks it; else nothing."""
+        return removal.drop_other(self._store, self._in_tree(node), component, tier)
+
     def demote(self, node: Node) -> list[Freed]:
         """Drop `node`'s device copy if it has a host copy, no device children and no lock; else nothing."""
         return removal.demote(self._store, self._in_tree(node))
@@ -293,7 +279,3 @@ class RadixTree(TreeView):
         node.parent = upper
         self._store.link_split(node, upper)
         return upper
-
-
-def _extended(run: int, node: Node, present: bool) -> int:
-    return min(run + node.num_pages, UNBOUNDED) if present else 0

@@ -12,8 +12,9 @@ from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import revived
 from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, UNBOUNDED, Component, Node, Pages, Rules, Tier
 from hiradix.tree.order import OrderFactory
-from hiradix.tree.records import Segment
+from hiradix.tree.records import Match, Segment
 from hiradix.tree.render import render_tree
+from hiradix.tree.runs import walk
 from hiradix.tree.store import Store
 
 
@@ -59,8 +60,7 @@ class TreeView:
     def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
         """Nodes from `node` up that start at page `floor` or later, deepest first, without the root.
 
-        A node that reaches over `floor` because of a merge is split there first. A node that has left the
-        tree has no path.
+        A node that reaches over `floor` is split there first. A node that has left the tree has no path.
         """
         at = self.current(node)
         while at is not None and at.parent is not None and at.end > floor:
@@ -70,15 +70,33 @@ class TreeView:
             at = at.parent
 
     def floor(self, node: Node, component: int) -> int:
-        """The page from which on `component` is needed for a boundary at `node`; the start of a node."""
-        reach, floor = self.components[component].reach, node.end
-        if reach == UNBOUNDED:
+        """The page from which on `component` is needed for a boundary at `node`."""
+        kind = self.components[component]
+        if kind.reach == UNBOUNDED:
             return 0
-        for n in self.path(node):
-            if node.end - n.end >= reach:
-                break
-            floor = n.start
-        return floor
+        at = self._in_tree(node)
+        return max(0, at.end - kind.reach) if kind.per_page else at.start
+
+    def boundaries(self, deepest: Node) -> Match:
+        """The deepest boundaries at or above `deepest` that are usable. O(path)."""
+        device_node = loadable_node = self.root
+        reaches = [component.reach for component in self.components]
+        device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
+        loadable_run = list(device_run)
+        for node in reversed(list(self.path(deepest))):
+            for c in range(len(reaches)):
+                on_device, on_host = node.resident(Tier.DEVICE, c), node.resident(Tier.HOST, c)
+                device_run[c] = _extended(device_run[c], node, on_device)
+                loadable_run[c] = _extended(loadable_run[c], node, on_device or on_host)
+            if all(run >= reach for run, reach in zip(device_run, reaches)):
+                device_node = node
+            if all(run >= reach for run, reach in zip(loadable_run, reaches)):
+                loadable_node = node
+        return Match(device_node, loadable_node)
+
+    def find(self, key: RadixKey) -> Node:
+        """The deepest node that lies on `key` whole, whatever it holds and wherever."""
+        return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
 
     def pages(self, node: Node, tier: Tier, start: int = 0, component: int = BACKBONE) -> Pages:
         """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
@@ -166,3 +184,7 @@ class TreeView:
     def render(self) -> str:
         """The tree as text: a line per node with its pages, tiers, locks and hits."""
         return render_tree(self.root, self.components)
+
+
+def _extended(run: int, node: Node, present: bool) -> int:
+    return min(run + node.num_pages, UNBOUNDED) if present else 0

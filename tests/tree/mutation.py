@@ -126,10 +126,10 @@ FAULTS = [
         "lock: locked data stays evictable", PINS, "            orders[0].remove(device)", "            pass"
     ),
     Fault(
-        "lock: the floor of a window one node short",
+        "lock: the floor of a window one page short",
         VIEW,
-        "if node.end - n.end >= reach:",
-        "if node.end - n.end >= reach - 1:",
+        "max(0, at.end - kind.reach) if",
+        "max(0, at.end - kind.reach + 1) if",
     ),
     Fault(
         "lock: a host lock does not hold device-only data",

@@ -153,7 +153,7 @@ def test_a_window_may_go_anywhere_on_the_path(policy: str) -> None:
 @pytest.mark.parametrize("policy", KEYS)
 @pytest.mark.parametrize("component", [0, 1])
 def test_of_a_big_node_little_more_than_wanted_goes(policy: str, component: int) -> None:
-    components = (Component("full"), Component("window", reach=2))
+    components = (Component("full"), Component("window", reach=1000))
     tree = RadixTree(1, components, order=make_order(policy, CONFIG.get(policy)))
     pages = np.arange(1000)
     tree.unlock(tree.insert(RadixKey(pages), DEVICE, [pages, pages]).lock)
