@@ -117,8 +117,8 @@ class Agreement:
             result = self._held.get(ticket)
             if result is None:
                 break
-            num_pages = len(flight.owns) + len(flight.reads)
-            is_whole = kind is not JobKind.QUERY and result.error is None and result.num_pages == num_pages
+            is_done = result.error is None and result.num_pages == flight.num_pages
+            is_whole = kind is not JobKind.QUERY and is_done
             whole += is_whole and whole == ready
             if ready < AHEAD:
                 own[at + 2 + ready] = 2 * result.num_pages + (result.error is None)

@@ -17,13 +17,33 @@ from typing import NamedTuple
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, Counters, Pages, PageSupply
+from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, PagesOf, PageSupply, sizes
 from hiradix.policy.eviction import learner_of
 from hiradix.policy.write import WritePolicy
-from hiradix.transfer import JobKind, Result, Ticket, TransferController
-from hiradix.tree import Lock, Node, RadixTree, Tier
+from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
+from hiradix.tree import Lock, Node, RadixTree, Segment, Tier
 
 OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
+
+
+class Down(NamedTuple):
+    """What one copy takes down: the backbone's pages [start, node.end) of the path, and segments of others.
+
+    host: the pages they go to, per component; the segments' in their order.
+    """
+
+    node: Node
+    start: int
+    others: list[Segment]
+    host: PagesOf
+
+    def copies(self) -> list[Copy]:
+        """What the controller copies beside the backbone."""
+        return [
+            Copy(np.concatenate([s.pages for s in self.others if s.component == component]), pages, component)
+            for component, pages in self.host.items()
+            if component != BACKBONE
+        ]
 
 
 class WriteBack(NamedTuple):
@@ -47,11 +67,14 @@ class Backup:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
-        self._writing = np.zeros(supply.device.num_pages + 1, np.bool_)  # device pages being copied down
+        self._is_plain = len(supply.device_pools) == 1
+        # by component: device pages that are being copied down
+        self._writing = [np.zeros(pool.num_pages + 1, np.bool_) for pool in supply.device_pools]
 
     def clear(self) -> None:
         """Forget what is being copied (after a reset)."""
-        self._writing[:] = False
+        for writing in self._writing:
+            writing[:] = False
 
     def on_use(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
@@ -64,7 +87,9 @@ class Backup:
         """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
         if self.policy.writes_on_insert:
             for run in self._due(node):
-                self._submit_write(run)
+                self._submit(run[-1], run[0].start)
+            if not self._is_plain and (others := self._others(node, node.end)):
+                self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
         self.store(node)
 
     # -- device to host -----------------------------------------------------------------
@@ -74,7 +99,7 @@ class Backup:
 
         def lacks_host(n: Node) -> bool:
             assert n.device.pages is not None, f"{n} is above an inserted node but not on the device"
-            return n.host.pages is None and not self._writing[n.device.pages[0]]
+            return n.host.pages is None and not self._writing[BACKBONE][n.device.pages[0]]
 
         path = list(self._tree.path(node))
         path.reverse()
@@ -85,23 +110,34 @@ class Backup:
                 break
         return list(_runs(path, lacks_host))
 
-    def _submit_write(self, nodes: list[Node]) -> None:
-        """Start one copy for a root-first run of nodes; as many of them as the host pool can take.
+    def _submit(
+        self, node: Node, start: int, others: list[Segment] | None = None, is_new: bool = True
+    ) -> WriteBack | None:
+        """Start one copy of the path from page `start` to `node`, as far as the host pool can take it.
 
-        The path is locked in both tiers first, so that making room takes no host copy above `nodes`.
+        Along goes what else the boundary it ends in needs, or `others`. What is new, not about to leave the
+        device, must be worth its room; and its path is locked in both tiers first, so that making room takes
+        no host copy above it (see `write_back`).
         """
-        locks = self._locked(nodes[-1])
-        if self._learner is not None:
+        locks = self._locked(node) if is_new or not self._is_plain else []
+        nodes = list(self._tree.path(node, start))
+        nodes.reverse()
+        if nodes and is_new and self._learner is not None:
             nodes = self._admitted(nodes)
-        wanted = sum(n.num_pages for n in nodes)
         fitting = self._fitting(nodes)
-        num_pages = sum(n.num_pages for n in fitting)
-        host_pages = self._supply.alloc_host(num_pages) if fitting else None
-        self._counters.write_dropped += wanted - (0 if host_pages is None else num_pages)
-        if host_pages is None:
+        target = fitting[-1] if fitting else node
+        if locks and target is not node and not self._is_plain:  # its window is another one
+            longer, locks = locks, self._locked(target)
+            self._unlock(longer)
+        down = None
+        if fitting or start == node.end:
+            down = self._with_pages(target, start, self._others(target, start) if others is None else others)
+        wanted = nodes[-1].end if nodes else start
+        self._counters.write_dropped += wanted - (start if down is None else target.end)
+        if down is None:
             self._unlock(locks)
-        else:
-            self._write(fitting, host_pages, locks)
+            return None
+        return WriteBack(self._write(down, locks), target, locks)
 
     def _fitting(self, nodes: list[Node]) -> list[Node]:
         """The front of a root-first run that the host has room for.
@@ -136,28 +172,62 @@ class Backup:
             pass  # cuts the node that reaches over
         return [n for n in self._tree.path(last, start) if n.end <= end][::-1]
 
-    def _write(self, nodes: list[Node], host_pages: Pages, locks: list[Lock]) -> Ticket:
+    def _others(self, node: Node, start: int) -> list[Segment]:
+        """What a boundary at `node` lacks on the host of further components, where the backbone is there,
+        on its way, or goes down too: from page `start` on."""
+        if self._is_plain:
+            return []
+        found = []
+        for segment in self._tree.missing(node, Tier.DEVICE, Tier.HOST):
+            n, component = segment.node, segment.component
+            if component == BACKBONE or self._writing[component][segment.pages[0]]:
+                continue
+            assert n.device.pages is not None, f"{n} has component {component} on the device, no backbone"
+            if n.start >= start or n.host.pages is not None or self._writing[BACKBONE][n.device.pages[0]]:
+                found.append(segment)
+        return found
+
+    def _with_pages(self, node: Node, start: int, others: list[Segment]) -> Down | None:
+        """Host pages for it all; None if they cannot be had."""
+        host = self._supply.alloc_all_host({**sizes(others), BACKBONE: node.end - start})
+        return None if host is None else Down(node, start, others, host)
+
+    def _write(self, down: Down, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""
-        last = nodes[-1]
-        source = self._tree.pages(last, Tier.DEVICE, start=nodes[0].start)
-        self._writing[source] = True
-        ticket = self._controller.write(source, host_pages)
+        node, host_pages = down.node, down.host[BACKBONE]
+        source = self._tree.pages(node, Tier.DEVICE, start=down.start) if len(host_pages) else NO_PAGES
+        sources = [(BACKBONE, source), *((s.component, s.pages) for s in down.others)]
+        for component, pages in sources:
+            self._writing[component][pages] = True
+        ticket = self._controller.write(source, host_pages, down.copies())
 
         def done(result: Result) -> None:
-            self._writing[source] = False
-            ok = result.num_pages == len(source)
+            for component, pages in sources:
+                self._writing[component][pages] = False
+            ok = result.num_pages == sum(map(len, down.host.values()))
             if ok:
                 self._counters.written += len(source)
-                self._supply.free_host(self._tree.adopt(last, BACKBONE, Tier.HOST, host_pages))
+                self._adopt(down)
             else:
                 self._counters.write_failed += len(source)
-                self._supply.free_host(host_pages)
+                self._supply.free_all_host(down.host)
             self._unlock(locks)
             if ok:
-                self.store(last)
+                self.store(node)
 
-        self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=host_pages))
+        self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=down.host))
         return ticket
+
+    def _adopt(self, down: Down) -> None:
+        """Give the tree the host pages of a copy that is done."""
+        adopt, free = self._tree.adopt, self._supply.free_host
+        free(adopt(down.node, BACKBONE, Tier.HOST, down.host[BACKBONE]))
+        at = dict.fromkeys(down.host, 0)
+        for segment in down.others:
+            component, begin = segment.component, at[segment.component]
+            at[component] = begin + len(segment.pages)
+            pages = down.host[component][begin : at[component]]
+            free(adopt(segment.node, component, Tier.HOST, pages), component)
 
     def _locked(self, node: Node) -> list[Lock]:
         return [self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE)]
@@ -166,26 +236,43 @@ class Backup:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def write_back(self, num_pages: int) -> tuple[list[Node], list[WriteBack]]:
+    def write_back(self, num_pages: int, component: int = BACKBONE) -> tuple[list[Node], list[WriteBack]]:
         """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies).
 
-        The copies hold no lock, as giving one back is a use: what is above a victim would become the last to
-        go. So either they have ended when anything else happens to the tree, or they are `keep`ed.
+        With one component the copies hold no lock, as giving one back is a use: what is above a victim would
+        become the last to go. So either they have ended when anything else happens to the tree, or they are
+        `keep`ed. With several, making room for one may drop another, so they do.
         """
-        victims = self._tree.coldest(BACKBONE, Tier.DEVICE, num_pages)
+        victims = self._tree.coldest(component, Tier.DEVICE, num_pages)
         copies = []
         for node in victims:
-            if node.resident(Tier.HOST):
+            if self._tree.current(node) is None:
                 continue
-            wanted = node.num_pages
-            fitting = self._fitting([node])
-            part = fitting[0] if fitting else node
-            host_pages = self._supply.alloc_host(part.num_pages)
-            self._counters.write_dropped += wanted - (0 if host_pages is None else part.num_pages)
-            if host_pages is not None:
-                locks: list[Lock] = []
-                copies.append(WriteBack(self._write([part], host_pages, locks), part, locks))
+            start = node.end if node.resident(Tier.HOST) else node.start
+            others = self._lost_with(node) if component else None
+            if component and not others:
+                continue
+            if others is None and start == node.end and not self._others(node, start):
+                continue
+            copy = self._submit(node, start, others, is_new=False)
+            if copy is not None:
+                copies.append(copy)
         return victims, copies
+
+    def _lost_with(self, node: Node) -> list[Segment]:
+        """What boundaries at or below `node` lose with its further components on the device."""
+        found = []
+        for component in range(1, len(self._writing)):
+            pages = node.residency(component, Tier.DEVICE).pages
+            if pages is None or node.resident(Tier.HOST, component) or self._writing[component][pages[0]]:
+                continue
+            below, at, reach = 0, node, self._tree.components[component].reach
+            while len(at.children) == 1 and below < reach:
+                (at,) = at.children.values()
+                below += at.num_pages
+            if below < reach:
+                found.append(Segment(node, component, node.start, node.end, pages))
+        return found
 
     def keep(self, copies: Iterable[WriteBack]) -> None:
         """Lock what is being copied, until it is."""
@@ -227,7 +314,7 @@ class Backup:
             self._tree.unlock(lock)
 
         ticket = self._controller.store(rows, host_pages)
-        self._flights.add(ticket, Flight(JobKind.STORE, done, reads=host_pages))
+        self._flights.add(ticket, Flight(JobKind.STORE, done, reads={BACKBONE: host_pages}))
 
     def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
         for n in self._tree.path(node, start):

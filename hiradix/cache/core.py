@@ -26,9 +26,18 @@ from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.backup import Backup
 from hiradix.cache.flights import Flights
 from hiradix.cache.load_back import LoadBack
-from hiradix.cache.pages import BACKBONE, CappedPages, Counters, Pages, PageSource, PageSupply, Share
+from hiradix.cache.pages import (
+    BACKBONE,
+    CappedPages,
+    Counters,
+    Pages,
+    PageSupply,
+    Share,
+    Sources,
+    as_tuple,
+)
 from hiradix.cache.prefetch import Prefetcher
-from hiradix.errors import CacheError, StorageError
+from hiradix.errors import CacheError, ConfigError, StorageError
 from hiradix.policy.eviction import LearningPolicy, learner_of
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.uses import Finished
@@ -46,7 +55,7 @@ COPY_WAIT_S = 5.0  # longest the scheduler waits for device copies that free pag
 class HostTier:
     """What the cache needs below the device tier; without it the cache is device-only."""
 
-    pages: PageSource
+    pages: Sources  # host pages of each of the tree's components, or of its only one
     controller: TransferController
     write_policy: WritePolicy
     prefetch_policy: PrefetchPolicy
@@ -62,7 +71,7 @@ class HierarchicalCache:
     def __init__(
         self,
         tree: RadixTree,
-        device: PageSource | Sequence[PageSource],
+        device: Sources,
         host: HostTier | None = None,
         clock: Callable[[], float] | None = None,
         agree: Agree | None = None,
@@ -74,7 +83,7 @@ class HierarchicalCache:
         self.counters = Counters()
         self.learner = learner_of(tree.order_factory)  # of an eviction policy that learns, else None
         self.supply = PageSupply(tree, device, _common_pages(host, agree), self.counters)
-        self.flights = Flights(self.supply.free_host)
+        self.flights = Flights(self.supply.free_all_host)
         self.controller = host.controller if host else None
         self.backup: Backup | None = None
         self._load_back: LoadBack | None = None
@@ -124,12 +133,15 @@ class HierarchicalCache:
         return ok
 
     def _state(self) -> tuple[int, ...]:
-        """What is the same on all ranks, or they have diverged. O(1)."""
+        """What is the same on all ranks, or they have diverged. O(components)."""
         tree, supply = self.tree, self.supply
-        counts = [count(tier) for count in (tree.resident_pages, tree.evictable_pages) for tier in Tier]
-        host = supply.host.available if supply.host is not None else 0
+        kinds = range(len(tree.components))
+        counts = [
+            count(tier, c) for count in (tree.resident_pages, tree.evictable_pages) for tier in Tier for c in kinds
+        ]
+        free = [pool.available for pool in (*supply.device_pools, *supply.host_pools)]
         prefetches = len(self.prefetcher) if self.prefetcher is not None else 0
-        return *counts, supply.device.available, host, len(self.flights), prefetches
+        return *counts, *free, len(self.flights), prefetches
 
     def match(self, key: RadixKey) -> Match:
         """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
@@ -190,40 +202,40 @@ class HierarchicalCache:
         if self.backup is not None:
             self.backup.on_use(node)
 
-    def make_room(self, num_pages: int) -> int:
+    def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
-        short = num_pages - self.supply.device.available
+        short = num_pages - self.supply.device_pools[component].available
         if short <= 0:
             return 0
-        return self.evict(short)
+        return self.evict(short, component)
 
     def evict(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict `num_pages` from the device, copying first under write-back. Returns pages freed.
 
         When everything evictable is gone and running copies still hold pages, waits for those.
         """
-        freed = 0
-        if component == BACKBONE:
-            freed += 0 if self._load_back is None else self._load_back.drop_failed()
-            freed += self._write_back(num_pages - freed)
-        freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)
-        if freed < num_pages and self.wait_for_copies(COPY_WAIT_S):
-            freed += self.supply.evict(Tier.DEVICE, num_pages - freed, component)
-        return freed
+        dropped = self.supply.num_dropped
+        before, target = dropped[component], dropped[component] + num_pages
+        if self._load_back is not None:
+            self._load_back.drop_failed()
+        self._write_back(target - dropped[component], component)
+        self.supply.evict(target - dropped[component], component)
+        if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
+            self.supply.evict(target - dropped[component], component)
+        return dropped[component] - before
 
-    def _write_back(self, num_pages: int) -> int:
+    def _write_back(self, num_pages: int, component: int) -> int:
         """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
         if self.controller is None or self.backup is None or not self.backup.policy.writes_on_evict:
             return 0
         freed, ended = 0, True
         while freed < num_pages and ended:
-            victims, copies = self.backup.write_back(num_pages - freed)
+            victims, copies = self.backup.write_back(num_pages - freed, component)
             ended = self._all_ended([copy.ticket for copy in copies])
             if not ended:
                 self.backup.keep(copies)
             self.settle()
-            here = [node for node in victims if self.tree.current(node) is not None]
-            moved = sum(self.supply.release(self.tree.demote(node)) for node in here)
+            moved = self._demote(victims, component)
             if not moved:
                 break
             freed += moved
@@ -237,6 +249,17 @@ class HierarchicalCache:
             return ended
         (ended_everywhere,) = self._ranks.least(ended)
         return bool(ended_everywhere) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
+
+    def _demote(self, victims: Sequence[Node], component: int) -> int:
+        """Drop from the device what the host has too, or what no boundary needs. Returns pages freed."""
+        before = self.supply.num_dropped[component]
+        for node in victims:
+            if self.tree.current(node) is not None:
+                if component == BACKBONE:
+                    self.supply.release(self.tree.demote(node))
+                else:
+                    self.supply.release(self.tree.drop_other(node, component, Tier.DEVICE))
+        return self.supply.num_dropped[component] - before
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until running device copies are done and apply them. False if there were none.
@@ -262,6 +285,9 @@ class HierarchicalCache:
         """
         assert self.controller is not None, "storage needs a host tier"
         refusal = self.controller.attach_refusal
+        if len(self.tree.components) > 1:
+            names = ", ".join(component.name for component in self.tree.components)
+            raise ConfigError(f"--hicache-storage-backend: stores full attention only, not {names}")
         if storage is None:
             refusal = "there is none to attach"
         if not self.settle(refusal is None):
@@ -295,10 +321,11 @@ class HierarchicalCache:
         if self.controller is not None:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
-        kept = self.flights.orphan_all()
+        self.flights.orphan_all()
         for drop in reversed(self.tree.clear()):
             if drop.tier is Tier.HOST:
-                self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32))
+                kept = self.flights.owned(drop.component)
+                self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32), drop.component)
             else:
                 self.supply.device_pools[drop.component].free(drop.pages)
         for part in (self.backup, self._load_back, self.prefetcher):
@@ -330,21 +357,24 @@ class HierarchicalCache:
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
-        if self.supply.host is None:
-            return
-        owned = self.flights.owned()
-        resident = self.tree.all_pages(Tier.HOST)
-        taken = np.concatenate([owned, resident])
-        assert len(np.unique(taken)) == len(taken), "a host page is in two places"
-        total, free = self.supply.host.num_pages, self.supply.host.available
-        assert len(taken) + free == total, (
-            f"host pages: {len(resident)} tree + {len(owned)} in flight + {free} free != {total}"
-        )
+        for component, pool in enumerate(self.supply.host_pools):
+            owned = self.flights.owned(component)
+            resident = self.tree.all_pages(Tier.HOST, component)
+            taken = np.concatenate([owned, resident])
+            assert len(np.unique(taken)) == len(taken), f"component {component}: a host page is in two places"
+            assert len(taken) + pool.available == pool.num_pages, (
+                f"host pages of component {component}: {len(resident)} tree + {len(owned)} in flight + "
+                f"{pool.available} free != {pool.num_pages}"
+            )
 
 
-def _common_pages(host: HostTier | None, agree: Agree | None) -> PageSource | None:
-    """The host pool, cut to what the rank with the smallest one has."""
+def _common_pages(host: HostTier | None, agree: Agree | None) -> Sources | None:
+    """The host pools, each cut to what the rank with the smallest one has."""
     if host is None or agree is None:
         return host.pages if host is not None else None
-    (num_pages,) = least(agree, host.pages.num_pages)
-    return host.pages if num_pages == host.pages.num_pages else CappedPages(host.pages, num_pages)
+    pools = as_tuple(host.pages)
+    common = least(agree, *(pool.num_pages for pool in pools))
+    return tuple(
+        pool if count == pool.num_pages else CappedPages(pool, count)
+        for pool, count in zip(pools, common, strict=True)
+    )

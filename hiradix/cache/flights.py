@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hiradix.cache.pages import NO_PAGES, Pages
+from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
 from hiradix.transfer import JobKind, Result, Ticket
 
 
@@ -21,19 +21,25 @@ class Flight:
 
     owns: host pages that are this job's alone (a destination) until its result is applied.
     reads: host pages of the tree that the job reads; a lock protects them, except after a reset.
+    Both by component.
     """
 
     kind: JobKind
     on_result: Callable[[Result], None]
-    owns: Pages = field(default_factory=lambda: NO_PAGES)
-    reads: Pages = field(default_factory=lambda: NO_PAGES)
+    owns: PagesOf = field(default_factory=dict)
+    reads: PagesOf = field(default_factory=dict)
     orphaned: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """Host pages it uses; as long as it is no orphan, those of a result that is whole."""
+        return sum(map(len, self.owns.values())) + sum(map(len, self.reads.values()))
 
 
 class Flights:
     """The table of tickets. Scheduler thread only."""
 
-    def __init__(self, free_host: Callable[[Pages], None]):
+    def __init__(self, free_host: Callable[[PagesOf], None]):
         self._free_host = free_host
         self._lanes: dict[JobKind, dict[Ticket, Flight]] = {kind: {} for kind in JobKind}
 
@@ -59,18 +65,21 @@ class Flights:
         else:
             flight.on_result(result)
 
-    def orphan_all(self) -> Pages:
-        """Cut every present flight off from the tree. Returns the host pages they keep meanwhile."""
+    def orphan_all(self) -> None:
+        """Cut every present flight off from the tree. The host pages it used are its own meanwhile."""
         for flight in self._all():
             if not flight.orphaned:
-                flight.owns = np.union1d(flight.owns, flight.reads).astype(np.int32)
+                owns, reads = flight.owns, flight.reads
+                flight.owns = {
+                    c: np.union1d(owns.get(c, NO_PAGES), reads.get(c, NO_PAGES)).astype(np.int32)
+                    for c in {*owns, *reads}
+                }
                 flight.orphaned = True
-        return self.owned()
 
-    def owned(self) -> Pages:
+    def owned(self, component: int = BACKBONE) -> Pages:
         """Host pages owned by flights, for conservation: each is in no other place."""
-        pages = [flight.owns for flight in self._all()]
-        return np.concatenate(pages) if pages else NO_PAGES
+        pages = (flight.owns.get(component, NO_PAGES) for flight in self._all())
+        return np.concatenate([NO_PAGES, *pages])
 
     def tickets(self, *kinds: JobKind) -> list[Ticket]:
         """Tickets of these kinds, oldest first; of every kind when none is named."""

@@ -9,19 +9,29 @@ and no match may reach them in between.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import Counters, Pages, PageSupply, Share
-from hiradix.transfer import JobKind, Result, Ticket, TransferController
+from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PagesOf, PageSupply, Share, sizes
+from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
 
 
-class LoadBack:
-    """Brings host-only nodes back to the device. make_room(n): evict until n device pages are free.
+class Filled(NamedTuple):
+    """Pages of a further component from `start` to the end of `node`, which a load filled."""
 
+    node: Node
+    component: int
+    start: int
+
+
+class LoadBack:
+    """Brings host-only nodes back to the device.
+
+    make_room(n, component): evict until n device pages are free.
     share: turns a number of this rank into the ranks' common one (see `hiradix.cache.agreement`).
     """
 
@@ -30,7 +40,7 @@ class LoadBack:
         supply: PageSupply,
         controller: TransferController,
         flights: Flights,
-        make_room: Callable[[int], int],
+        make_room: Callable[[int, int], int],
         share: Share,
     ):
         self._tree: RadixTree = supply.tree
@@ -40,6 +50,7 @@ class LoadBack:
         self._flights = flights
         self._make_room = make_room
         self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
+        self._failed_others: list[Filled] = []  # of further components, not below those
         self._queued: list[Ticket] = []  # loads that wait for `start_loading`
         self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
         self._lost: set[Ticket] = set()  # tickets in `_started` whose results were failures
@@ -47,6 +58,7 @@ class LoadBack:
 
     def clear(self) -> None:
         self._failed.clear()
+        self._failed_others.clear()
         self._queued.clear()
         self._started.clear()
         self._lost.clear()
@@ -62,52 +74,83 @@ class LoadBack:
         copies start with the next `start_loading`; until they are done the path stays locked.
         """
         segments = self._tree.missing(node, Tier.HOST, Tier.DEVICE)
-        num_pages = sum(len(s.pages) for s in segments)
-        if num_pages == 0:
+        if not segments:
             return 0
+        num_pages = sizes(segments)
+        asked = num_pages[BACKBONE]
         is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
-        if is_full or (quota_pages is not None and num_pages > quota_pages):
-            self._counters.load_refused += num_pages
+        if is_full or (quota_pages is not None and asked > quota_pages):
+            self._counters.load_refused += asked
             return None
         locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))
-        device_pages = None
-        if num_pages <= self._supply.device_room():
-            self._make_room(num_pages)
-            device_pages = self._supply.device.alloc(num_pages)
-        if device_pages is None:
-            self._counters.load_refused += num_pages
+        pages = self._alloc(num_pages)
+        if pages is None:
+            self._counters.load_refused += asked
             self._unlock(locks)
-        else:  # making room may have applied results, which may have split nodes
-            self._submit(node, self._tree.missing(node, Tier.HOST, Tier.DEVICE), device_pages, locks)
-        return None if device_pages is None else num_pages
+            return None
+        # making room may have applied results, which may have split nodes
+        self._submit(node, self._tree.missing(node, Tier.HOST, Tier.DEVICE), pages, locks)
+        return sum(num_pages.values())
 
-    def _submit(self, node: Node, segments: list[Segment], pages: Pages, locks: tuple[Lock, Lock]) -> None:
+    def _alloc(self, num_pages: Mapping[int, int]) -> PagesOf | None:
+        """Device pages of each component, all or none."""
+        supply = self._supply
+        if any(count > supply.device_room(component) for component, count in num_pages.items()):
+            return None
+        found: dict[int, Pages] = {}
+        for component, count in num_pages.items():
+            if count:
+                self._make_room(count, component)
+            pages = supply.device_pools[component].alloc(count) if count else NO_PAGES
+            if pages is None:
+                for other, own in found.items():
+                    supply.device_pools[other].free(own)
+                return None
+            found[component] = pages
+        return found
+
+    def _submit(self, node: Node, segments: list[Segment], pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
         """Queue one copy for all segments; the tree has their device pages at once."""
-        host_pages = np.concatenate([s.pages for s in segments])
-        at, start = 0, segments[0].start
+        host = {
+            component: np.concatenate([NO_PAGES, *(s.pages for s in segments if s.component == component)])
+            for component in pages
+        }
+        at = dict.fromkeys(pages, 0)
         for s in segments:
-            duplicates = self._tree.adopt(s.node, s.component, Tier.DEVICE, pages[at : at + len(s.pages)])
-            assert not len(duplicates), f"load back of resident pages {duplicates}"
-            at += len(s.pages)
+            begin = at[s.component]
+            at[s.component] = begin + len(s.pages)
+            self._supply.take_beside(s, pages[s.component][begin : at[s.component]])
+        num_pages = sum(map(len, pages.values()))
 
         def done(result: Result) -> None:
-            if result.num_pages == len(pages):
-                self._counters.loaded += len(pages)
+            if result.num_pages == num_pages:
+                self._counters.loaded += len(pages[BACKBONE])
                 self._unlock(locks)
             else:
-                self._counters.load_failed += len(pages)
-                self._failed.append((locks[1], start))
-                self._tree.unlock(locks[0])
+                self._counters.load_failed += len(pages[BACKBONE])
+                self._fail(segments, locks)
                 if ticket not in self._queued:
                     self._lost.add(ticket)
 
-        ticket = self._controller.load(host_pages, pages)
+        others = [Copy(host[c], pages[c], c) for c in pages if c != BACKBONE]
+        ticket = self._controller.load(host[BACKBONE], pages[BACKBONE], others)
         self._queued.append(ticket)
-        self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host_pages))
+        self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host))
 
     def _unlock(self, locks: tuple[Lock, Lock]) -> None:
         for lock in reversed(locks):
             self._tree.unlock(lock)
+
+    def _fail(self, segments: list[Segment], locks: tuple[Lock, Lock]) -> None:
+        """Note what a copy that failed has filled. Where that is backbone, our device lock stays on it."""
+        backbone = [s.start for s in segments if s.component == BACKBONE]
+        others = [s for s in segments if s.component != BACKBONE]
+        self._failed_others += [Filled(s.node, s.component, s.start) for s in others]
+        if backbone:
+            self._failed.append((locks[1], backbone[0]))
+            self._tree.unlock(locks[0])
+        else:
+            self._unlock(locks)
 
     def start_loading(self) -> int:
         """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads.
@@ -124,7 +167,7 @@ class LoadBack:
         first = self._first_failed_slot()
         failed = [s for s, loads in self._started.items() if s == first or not self._lost.isdisjoint(loads)]
         for s, tickets in list(self._started.items()):
-            if not (self._failed and s in failed) and not any(t in self._flights for t in tickets):
+            if not (self._has_garbage and s in failed) and not any(t in self._flights for t in tickets):
                 del self._started[s]
                 self._lost.difference_update(tickets)
         return next((s for s in failed if s in self._started), max(self._started, default=-1))
@@ -136,37 +179,50 @@ class LoadBack:
 
     # -- failure ------------------------------------------------------------------------
 
+    @property
+    def _has_garbage(self) -> bool:
+        return bool(self._failed or self._failed_others)
+
     def _garbage(self) -> set[Node]:
         """Nodes that a failed load filled (a split may have added upper halves since)."""
-        return {n for lock, start in self._failed for n in self._tree.path(lock.node, start)}
+        ends = [(lock.node, start) for lock, start in self._failed]
+        ends += [(filled.node, filled.start) for filled in self._failed_others]
+        return {n for node, start in ends for n in self._tree.path(node, start)}
 
     def usable(self, match: Match) -> Match:
         """`match`, cut above any load that failed and has not left the tree yet."""
-        if not self._failed:
+        if not self._has_garbage:
             return match
-        garbage, cut = self._garbage(), None
-        for node in self._tree.path(match.device_node):
-            if node in garbage:
-                cut = node.parent
-        return match if cut is None else Match(cut, cut)
+        cut = self._topmost_garbage(match.loadable_node)
+        if cut is None:
+            return match
+        assert cut.parent is not None
+        device_node = self._tree.boundaries(cut.parent).device_node
+        return Match(device_node, device_node)
+
+    def _topmost_garbage(self, node: Node) -> Node | None:
+        garbage, found = self._garbage(), None
+        for n in self._tree.path(node):
+            if n in garbage:
+                found = n
+        return found
 
     def blocks(self, key: RadixKey) -> bool:
         """Whether the path of `key` leads over pages of a failed load that somebody still locks."""
         self.drop_failed()
-        if not self._failed:
+        if not self._has_garbage:
             return False
-        match = self._tree.match(key)
-        return self.usable(match) is not match
+        self._tree.match(key)  # splits the node it ends in
+        return self._topmost_garbage(self._tree.find(key)) is not None
 
-    def drop_failed(self) -> int:
-        """Take failed loads off the device as far as nobody else locks them. Returns the pages freed.
+    def drop_failed(self) -> None:
+        """Take failed loads off the device as far as nobody else locks them.
 
         Until then our own lock keeps them from leaving by another way, bit by bit, and out of sight.
         """
-        if not self._failed:
-            return 0
+        if not self._has_garbage:
+            return
         failed, self._failed = self._failed, []
-        num_freed = 0
         for lock, start in failed:
             self._tree.unlock(lock)
             for n in list(self._tree.path(lock.node, start)):
@@ -174,5 +230,11 @@ class LoadBack:
                 if freed is None:  # and so are all above it
                     self._failed.append((self._tree.lock(n, Tier.DEVICE), start))
                     break
-                num_freed += self._supply.release(freed)
-        return num_freed
+                self._supply.release(freed)
+        others, self._failed_others = self._failed_others, []
+        for node, component, start in others:
+            for n in list(self._tree.path(node, start)):  # none if it has left the tree
+                if n.residency(component, Tier.DEVICE).lock_ref:
+                    self._failed_others.append(Filled(n, component, n.start))
+                else:
+                    self._supply.release(self._tree.drop_other(n, component, Tier.DEVICE))

@@ -6,14 +6,14 @@ The tree hands back the pages it drops; everything that frees a page of either p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.tree import Freed, Lock, RadixKey, RadixTree, Tier
+from hiradix.tree import Freed, Lock, RadixKey, RadixTree, Segment, Tier
 
 Pages = npt.NDArray[np.int32]
 NO_PAGES: Pages = np.empty(0, np.int32)
@@ -81,6 +81,10 @@ class Counters:
             self.unfulfilled[reason] = self.unfulfilled.get(reason, 0) + num_pages
 
 
+Sources = PageSource | Sequence[PageSource]
+PagesOf = Mapping[int, Pages]  # by component
+
+
 class PairedSource(PageSource, Protocol):
     """A device pool whose pages a model finds beside the backbone's, such as a sliding window's."""
 
@@ -91,27 +95,23 @@ class PairedSource(PageSource, Protocol):
 class PageSupply:
     """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns.
 
-    device: a source per component; one with a `pair` method is told what its pages lie beside.
+    device, host: a source per component of the tree, or the only one's; no host source: no host tier. A
+        device source with a `pair` method is told what its pages lie beside.
     num_dropped: device pages that evictions freed since start, per component.
     """
 
-    def __init__(
-        self,
-        tree: RadixTree,
-        device: PageSource | Sequence[PageSource],
-        host: PageSource | None,
-        counters: Counters,
-    ):
-        device = device if isinstance(device, Sequence) else (device,)
-        assert len(device) == len(tree.components), f"{len(device)} device pools for {tree.components}"
+    def __init__(self, tree: RadixTree, device: Sources, host: Sources | None, counters: Counters):
         self.tree = tree
-        self.device_pools = tuple(device)
-        self.device = device[BACKBONE]
-        self.host = host
+        self.device_pools = as_tuple(device)
+        self.host_pools = () if host is None else as_tuple(host)
+        for pools in (self.device_pools, self.host_pools):
+            assert len(pools) in (0, len(tree.components)), f"{len(pools)} pools for {tree.components}"
+        self.device = self.device_pools[BACKBONE]
+        self.host = self.host_pools[BACKBONE] if self.host_pools else None
         self.counters = counters
-        self.num_dropped = [0] * len(device)
+        self.num_dropped = [0] * len(self.device_pools)
         self._pair: list[Callable[[Pages, Pages], None] | None] = [
-            getattr(pool, "pair", None) for pool in device
+            getattr(pool, "pair", None) for pool in self.device_pools
         ]
 
     def release(self, freed: Iterable[Freed]) -> int:
@@ -119,19 +119,19 @@ class PageSupply:
         before = self.num_dropped[BACKBONE]
         for component, tier, pages in sorted(freed, reverse=True):  # what lies beside the backbone first
             if tier is Tier.HOST:
-                self.free_host(pages)
-                self.counters.evicted_host += len(pages)
+                self.free_host(pages, component)
+                self.counters.evicted_host += len(pages) if component == BACKBONE else 0
             else:
                 self.device_pools[component].free(pages)
                 self.num_dropped[component] += len(pages)
-                self.counters.evicted_device += len(pages)
+                self.counters.evicted_device += len(pages) if component == BACKBONE else 0
         return self.num_dropped[BACKBONE] - before
 
-    def evict(self, tier: Tier, num_pages: int, component: int = BACKBONE) -> int:
-        """Evict at least `num_pages` pages of a tier, or all that is unlocked. Returns how many."""
+    def evict(self, num_pages: int, component: int = BACKBONE) -> int:
+        """Evict at least `num_pages` device pages, or all that is unlocked. Returns how many."""
         before = self.num_dropped[component]
-        num_device = self.release(self.tree.evict(component, tier, num_pages))
-        return self.num_dropped[component] - before if component else num_device
+        self.release(self.tree.evict(component, Tier.DEVICE, num_pages))
+        return self.num_dropped[component] - before
 
     def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
         """Insert device pages, one array per component, and free what the tree has already.
@@ -157,26 +157,65 @@ class PageSupply:
                 pool.free(refused)
         return done.lock
 
-    def free_host(self, pages: Pages) -> None:
+    def take_beside(self, segment: Segment, pages: Pages) -> None:
+        """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
+        refused = self.tree.adopt(segment.node, segment.component, Tier.DEVICE, pages)
+        assert not len(refused), f"device pages {refused} for what is resident"
+        pair = self._pair[segment.component]
+        if pair is not None:
+            pair(self.tree.pages(segment.node, Tier.DEVICE, segment.end - len(pages)), pages)
+
+    def free_host(self, pages: Pages, component: int = BACKBONE) -> None:
         if len(pages):
-            assert self.host is not None, "host pages without a host pool"
-            self.host.free(pages)
+            self.host_pools[component].free(pages)
 
-    def host_room(self) -> int:
+    def free_all_host(self, pages: PagesOf) -> None:
+        """Free host pages of several components."""
+        for component, own in pages.items():
+            self.free_host(own, component)
+
+    def host_room(self, component: int = BACKBONE) -> int:
         """Host pages that are free or can be made so."""
-        return 0 if self.host is None else self.host.available + self.tree.evictable_pages(Tier.HOST)
+        if not self.host_pools:
+            return 0
+        return self.host_pools[component].available + self.tree.evictable_pages(Tier.HOST, component)
 
-    def alloc_host(self, num_pages: int) -> Pages | None:
+    def alloc_host(self, num_pages: int, component: int = BACKBONE) -> Pages | None:
         """Host pages, evicting when short; None (and nothing evicted) if even that cannot give enough."""
-        if self.host is None:
+        if not self.host_pools:
             return None
-        short = num_pages - self.host.available
+        pool = self.host_pools[component]
+        short = num_pages - pool.available
         if short > 0:
-            if short > self.tree.evictable_pages(Tier.HOST):
+            if short > self.tree.evictable_pages(Tier.HOST, component):
                 return None
-            self.evict(Tier.HOST, short)
-        return self.host.alloc(num_pages)
+            self.release(self.tree.evict(component, Tier.HOST, short))
+        return pool.alloc(num_pages)
 
-    def device_room(self) -> int:
+    def alloc_all_host(self, num_pages: Mapping[int, int]) -> PagesOf | None:
+        """Host pages of several components, all or none."""
+        found: dict[int, Pages] = {}
+        for component, count in num_pages.items():
+            pages = self.alloc_host(count, component) if count else NO_PAGES
+            if pages is None:
+                self.free_all_host(found)
+                return None
+            found[component] = pages
+        return found
+
+    def device_room(self, component: int = BACKBONE) -> int:
         """Device pages that are free or can be made so."""
-        return self.device.available + self.tree.evictable_pages(Tier.DEVICE)
+        return self.device_pools[component].available + self.tree.evictable_pages(Tier.DEVICE, component)
+
+
+def as_tuple(sources: Sources) -> tuple[PageSource, ...]:
+    """The sources of all components."""
+    return tuple(sources) if isinstance(sources, Sequence) else (sources,)
+
+
+def sizes(segments: Iterable[Segment]) -> dict[int, int]:
+    """Pages of the segments per component; 0 for the backbone if it has none."""
+    found = {BACKBONE: 0}
+    for segment in segments:
+        found[segment.component] = found.get(segment.component, 0) + len(segment.pages)
+    return found

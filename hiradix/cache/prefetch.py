@@ -227,7 +227,7 @@ class Prefetcher:
         p.unread_pages += len(host_pages)
         ticket = self._controller.read(hashes, host_pages)
         p.tickets.add(ticket)
-        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns=host_pages))
+        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns={BACKBONE: host_pages}))
 
     def _adopt(self, p: Prefetch, start: int, host_pages: Pages, hashes: tuple[bytes, ...]) -> None:
         """Put pages [start, start + n) of the key into the host tier and move the anchor behind them."""

@@ -93,6 +93,8 @@ def demote(store: Store, node: Node) -> list[Freed]:
     evictable = node.parent is not None and node.device.pages is not None and node.device.lock_ref == 0
     if evictable and node.host.pages is not None and node.num_device_children == 0:
         store.drop(node, BACKBONE, Tier.DEVICE, out)
+        if store.dead_leaf is not DeadLeaf.KEEP:
+            _drop_dead(store, node, out)
     return out.freed()
 
 
