@@ -135,9 +135,11 @@ class HierarchicalCache:
     def _state(self) -> tuple[int, ...]:
         """What is the same on all ranks, or they have diverged. O(components)."""
         tree, supply = self.tree, self.supply
-        kinds = range(len(tree.components))
         counts = [
-            count(tier, c) for count in (tree.resident_pages, tree.evictable_pages) for tier in Tier for c in kinds
+            count(tier, component)
+            for count in (tree.resident_pages, tree.evictable_pages)
+            for tier in Tier
+            for component in range(len(tree.components))
         ]
         free = [pool.available for pool in (*supply.device_pools, *supply.host_pools)]
         prefetches = len(self.prefetcher) if self.prefetcher is not None else 0
@@ -219,9 +221,9 @@ class HierarchicalCache:
         if self._load_back is not None:
             self._load_back.drop_failed()
         self._write_back(target - dropped[component], component)
-        self.supply.evict(target - dropped[component], component)
+        self.supply.evict(Tier.DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
-            self.supply.evict(target - dropped[component], component)
+            self.supply.evict(Tier.DEVICE, target - dropped[component], component)
         return dropped[component] - before
 
     def _write_back(self, num_pages: int, component: int) -> int:

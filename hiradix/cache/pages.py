@@ -127,10 +127,10 @@ class PageSupply:
                 self.counters.evicted_device += len(pages) if component == BACKBONE else 0
         return self.num_dropped[BACKBONE] - before
 
-    def evict(self, num_pages: int, component: int = BACKBONE) -> int:
-        """Evict at least `num_pages` device pages, or all that is unlocked. Returns how many."""
+    def evict(self, tier: Tier, num_pages: int, component: int = BACKBONE) -> int:
+        """Evict at least `num_pages` pages, or all that is unlocked. Returns device pages freed."""
         before = self.num_dropped[component]
-        self.release(self.tree.evict(component, Tier.DEVICE, num_pages))
+        self.release(self.tree.evict(component, tier, num_pages))
         return self.num_dropped[component] - before
 
     def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
@@ -189,7 +189,7 @@ class PageSupply:
         if short > 0:
             if short > self.tree.evictable_pages(Tier.HOST, component):
                 return None
-            self.release(self.tree.evict(component, Tier.HOST, short))
+            self.evict(Tier.HOST, short, component)
         return pool.alloc(num_pages)
 
     def alloc_all_host(self, num_pages: Mapping[int, int]) -> PagesOf | None:

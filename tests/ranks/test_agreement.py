@@ -50,7 +50,7 @@ def make(other: Other, flights: Flights) -> Agreement:
 def launch(flights: Flights, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
     tickets = [Ticket(first + at) for at in range(count)]
     for ticket in tickets:
-        flights.add(ticket, Flight(kind, lambda result: None, owns=PAGES))
+        flights.add(ticket, Flight(kind, lambda result: None, owns={0: PAGES}))
     return tickets
 
 

@@ -38,10 +38,10 @@ RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree
 KEY, REMOVAL, HEAP, HASH = "tree/key.py", "tree/removal.py", "policy/eviction.py", "tree/hashing.py"
 
 FAULTS = [
-    Fault("match: a window's run is not reset by a gap", TREE, "if present else 0", "if present else run"),
+    Fault("match: a window's run is not reset by a gap", VIEW, "if present else 0", "if present else run"),
     Fault(
         "match: reach one page short",
-        TREE,
+        VIEW,
         "run >= reach for run, reach in zip(device",
         "run + 1 >= reach for run, reach in zip(device",
     ),
