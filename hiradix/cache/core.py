@@ -237,7 +237,7 @@ class HierarchicalCache:
             if not ended:
                 self.backup.keep(copies)
             self.settle()
-            moved = self._demote(victims, component)
+            moved = self.supply.demote(victims, component)
             if not moved:
                 break
             freed += moved
@@ -251,17 +251,6 @@ class HierarchicalCache:
             return ended
         (ended_everywhere,) = self._ranks.least(ended)
         return bool(ended_everywhere) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
-
-    def _demote(self, victims: Sequence[Node], component: int) -> int:
-        """Drop from the device what the host has too, or what no boundary needs. Returns pages freed."""
-        before = self.supply.num_dropped[component]
-        for node in victims:
-            if self.tree.current(node) is not None:
-                if component == BACKBONE:
-                    self.supply.release(self.tree.demote(node))
-                else:
-                    self.supply.release(self.tree.drop_other(node, component, Tier.DEVICE))
-        return self.supply.num_dropped[component] - before
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until running device copies are done and apply them. False if there were none.

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.tree import Freed, Lock, RadixKey, RadixTree, Segment, Tier
+from hiradix.tree import Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
 
 Pages = npt.NDArray[np.int32]
 NO_PAGES: Pages = np.empty(0, np.int32)
@@ -131,6 +131,18 @@ class PageSupply:
         """Evict at least `num_pages` pages, or all that is unlocked. Returns device pages freed."""
         before = self.num_dropped[component]
         self.release(self.tree.evict(component, tier, num_pages))
+        return self.num_dropped[component] - before
+
+    def demote(self, nodes: Iterable[Node], component: int = BACKBONE) -> int:
+        """Drop these nodes' device pages: of the backbone what the host has too. Returns pages freed."""
+        before = self.num_dropped[component]
+        for node in nodes:
+            if self.tree.current(node) is None:
+                continue
+            if component == BACKBONE:
+                self.release(self.tree.demote(node))
+            else:
+                self.release(self.tree.drop_other(node, component, Tier.DEVICE))
         return self.num_dropped[component] - before
 
     def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
