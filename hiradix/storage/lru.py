@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -50,6 +50,20 @@ class LruIndex:
     def coldest(self) -> str | None:
         """The name used longest ago."""
         return next(iter(self._entries), None)
+
+    def take(self, num_bytes: int, slack_bytes: int, keep: Collection[str]) -> dict[str, int]:
+        """Drop the coldest until `num_bytes` are gone, and up to `slack_bytes` more; nothing of `keep`.
+
+        What was dropped, with its bytes; less than `num_bytes` when the coldest is one to keep.
+        """
+        taken: dict[str, int] = {}
+        freed, target = 0, num_bytes + slack_bytes
+        while freed < target and (name := self.coldest()) is not None and name not in keep:
+            if freed >= num_bytes and freed + self.size(name) > target:
+                break
+            taken[name] = self.drop(name)
+            freed += taken[name]
+        return taken
 
     def replace_all(self, found: Mapping[str, Entry]) -> None:
         """Become `found`, but where a name was used later than its file says, that counts."""

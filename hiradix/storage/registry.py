@@ -35,10 +35,11 @@ _registered: dict[str, BackendSpec] = {
     "file": BackendSpec("hiradix.storage.sglang_files:FileByNaming"),
     "redis": _REDIS,
     "valkey": _REDIS,
+    "s3": BackendSpec("hiradix.storage.s3_backend:S3Backend", "pip install 'hiradix[s3]'"),
     "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
 } | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}
 # Names people will try. They get a plain answer instead of "unknown".
-_PLANNED = ("s3", "mooncake", "nixl")
+_PLANNED = ("mooncake", "nixl")
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:

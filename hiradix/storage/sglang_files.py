@@ -240,12 +240,9 @@ class SglangFileBackend(StorageBackend):
         if self._short(num_bytes) > 0 or self._written > self.config.max_bytes // _DRIFT_SHARE:
             self._scan()
         short = self._short(num_bytes)
-        target = short + self.config.max_bytes // _SLACK_SHARE if short > 0 else 0
-        freed = 0
-        while freed < target and (key := self._index.coldest()) is not None and key not in keep:
-            if freed >= short and freed + self._index.size(key) > target:
-                break
-            freed += self._index.drop(key)
+        if short <= 0:
+            return True
+        taken = self._index.take(short, self.config.max_bytes // _SLACK_SHARE, keep)
+        for key in taken:
             self._counts["evicted"] += remove(self._path(key))
-        return freed >= short
-
+        return sum(taken.values()) >= short

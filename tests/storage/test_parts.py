@@ -259,7 +259,7 @@ def test_planned_names_say_so_plainly(name: str) -> None:
         open_storage(name, CONTEXT)
 
 
-CLIENTS = {"redis": "redis", "valkey": "redis"}
+CLIENTS = {"redis": "redis", "valkey": "redis", "s3": "obstore"}
 
 
 @pytest.mark.parametrize("name", sorted(CLIENTS))

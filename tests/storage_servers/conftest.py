@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage_servers.servers import Server, redis_like
+from tests.storage_servers.servers import Server, rclone, redis_like, weed
 
 
 @pytest.fixture(scope="session", params=["redis-server", "valkey-server"])
@@ -16,6 +16,23 @@ def redis_server(
 ) -> Iterator[Server]:
     """One server of each kind for the whole session."""
     server = redis_like(request.param, tmp_path_factory.mktemp(request.param)).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session", params=["weed", "rclone"])
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """SeaweedFS and rclone, one of each for the whole session."""
+    make = {"weed": weed, "rclone": rclone}[request.param]
+    server = make(tmp_path_factory.mktemp(request.param)).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_s3(tmp_path: Path) -> Iterator[Server]:
+    """A server that the test may stall, kill and start again."""
+    server = rclone(tmp_path / "rclone").start()
     yield server
     server.kill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -10,8 +11,11 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 START_TIMEOUT_S = 60.0
@@ -102,3 +106,57 @@ def redis_like(program: str, folder: Path, *arguments: str, port: int | None = N
     port = free_port() if port is None else port
     quiet = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
     return Server([binary(program), "--port", str(port), *quiet, *arguments], port, folder)
+
+
+BUCKET = "pages"
+ACCESS = {"access_key_id": "testkey", "secret_access_key": "testsecret", "region": "us-east-1"}
+
+
+def weed(folder: Path) -> Server:
+    """SeaweedFS: master, volume, filer and S3 gateway in one process. No telemetry."""
+    master, volume, filer, s3 = (free_port() for _ in range(4))
+    grpc = [free_port() for _ in range(4)]
+    others = [f"-s3.port.{name}={free_port()}" for name in ("lance", "iceberg")]
+    folder.mkdir(parents=True, exist_ok=True)
+    names = {"accessKey": ACCESS["access_key_id"], "secretKey": ACCESS["secret_access_key"]}
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    config = {"identities": [{"name": "tests", "credentials": [names], "actions": actions}]}
+    (folder / "s3.json").write_text(json.dumps(config))
+    (folder / "data").mkdir(exist_ok=True)
+    command = [
+        binary("weed"), "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+        f"-master.port={master}", f"-master.port.grpc={grpc[0]}", f"-volume.port={volume}",
+        f"-volume.port.grpc={grpc[1]}", "-filer", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
+        "-s3", f"-s3.port={s3}", f"-s3.port.grpc={grpc[3]}", f"-s3.config={folder / 's3.json'}",
+        *others, "-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64",
+    ]  # fmt: skip
+    return Server(command, s3, folder, ready=lambda: can_connect(s3) and makes_bucket(s3))
+
+
+def rclone(folder: Path) -> Server:
+    """`rclone serve s3` on a folder."""
+    port = free_port()
+    data = folder / "data"
+    (data / BUCKET).mkdir(parents=True, exist_ok=True)
+    key = f"{ACCESS['access_key_id']},{ACCESS['secret_access_key']}"
+    address = f"127.0.0.1:{port}"
+    fresh = ("--dir-cache-time", "0s")  # tests change files behind its back
+    command = [binary("rclone"), "serve", "s3", "--auth-key", key, "--addr", address, *fresh, str(data)]
+    return Server(command, port, folder)
+
+
+def makes_bucket(port: int) -> bool:
+    """Make the tests' bucket, by a signed request; whether the server took it."""
+    import obstore
+    from obstore.store import S3Store
+
+    plain = {"allow_http": True}
+    store = S3Store(BUCKET, endpoint=f"http://127.0.0.1:{port}", client_options=plain, **ACCESS)
+    url = obstore.sign(store, "PUT", "", timedelta(seconds=60))
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5) as answer:
+            return bool(answer.status == 200)
+    except urllib.error.HTTPError as error:
+        return error.code == 409
+    except OSError:
+        return False

@@ -1,0 +1,245 @@
+"""The `s3` backend: one object per page in S3, Google Cloud Storage or Azure, through obstore.
+
+An object is `<url>/<fingerprint>/<page key>` and holds the page's bytes. It is put in one request, never in
+parts, so it is whole or not there. Room: `max_size` makes this process evict the least recently used objects
+of its fingerprint; without it the bucket's lifecycle rule has to.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import obstore
+from obstore.exceptions import BaseError
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.lanes import scatter
+from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.options import flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.s3_config import S3Config
+
+T = TypeVar("T")
+_SLACK_SHARE = 64
+
+
+class S3Backend(StorageBackend):
+    """See the module's docstring. Raises ConfigError when the bucket cannot be listed. Thread-safe."""
+
+    traits = Traits(namespaced=True)
+
+    def __init__(self, context: StorageContext):
+        self.config = config = S3Config.from_mapping(context.extra_config)
+        if config.max_bytes and context.page_bytes > config.max_bytes:
+            raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
+        self._folder = context.fingerprint.digest()[:32]
+        self._client = config.client()
+        self._threads = ThreadPoolExecutor(config.num_connections, thread_name_prefix="hiradix-s3")
+        self._index = LruIndex()
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._closed = False
+        try:
+            self._open()
+        except BaseError as error:
+            self.close()
+            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {error}") from error
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check([*keys, *prefix_keys])
+        step = self.config.num_connections
+        for start in range(0, len(keys), step):
+            sizes = self._sizes(keys[start : start + step])
+            for index, size in enumerate(sizes):
+                if size is None:
+                    return start + index
+        return len(keys)
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        ok = self._each(self._read, list(zip(keys, into, strict=True)), otherwise=False)
+        self._use([(key, page_bytes(page)) for key, page, good in zip(keys, into, ok) if good])
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        sizes = self._sizes(keys)
+        ok = [size == page_bytes(page) for size, page in zip(sizes, pages, strict=True)]
+        self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
+        todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
+        answers = self._each(self._write, [(keys[index], pages[index]) for index in todo], otherwise=False)
+        for index, stored in zip(todo, answers):
+            ok[index] = stored
+            if not stored:
+                self._forget([keys[index]])
+        self._use([(key, page_bytes(page)) for key, page, good in zip(keys, pages, ok) if good])
+        return ok
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check(keys)
+        self._delete([self._path(key) for key in keys])
+        self._forget(keys)
+
+    def clear(self) -> None:
+        self._check(())
+        found = self._ask(self._list)
+        self._delete([entry["path"] for entry in found])
+        self._forget([key_in(entry) for entry in found])
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def ping(self) -> None:
+        self._check(())
+        self._sizes(["ping"])
+
+    def stats(self) -> Mapping[str, float]:
+        with self._lock:
+            known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
+            return {"max_bytes": self.config.max_bytes, **known, **self._counts}
+
+    # -- requests -----------------------------------------------------------------------
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        for key in keys:
+            check_key(key)
+
+    def _path(self, key: str) -> str:
+        return f"{self._folder}/{key}"
+
+    def _ask(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (BaseError, RuntimeError) as error:  # RuntimeError: closed under our feet
+            raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
+
+    def _each(self, work: Callable[..., T], items: Sequence[tuple[Any, ...]], otherwise: T) -> list[T]:
+        """`work` on each item, several at once; a fault gives `otherwise`, faults alone StorageError."""
+        futures = self._ask(lambda: [self._threads.submit(work, *item) for item in items])
+        answers: list[T] = []
+        faults: list[BaseError] = []
+        for future in futures:
+            try:
+                answers.append(future.result())
+            except BaseError as error:
+                faults.append(error)
+                answers.append(otherwise)
+        if faults:
+            with self._lock:
+                self._counts["request_errors"] += len(faults)
+            if len(faults) == len(items):
+                self._ask(lambda: _throw(faults[0]))
+        return answers
+
+    def _sizes(self, keys: Sequence[str]) -> list[int | None]:
+        """Length of each object, None where there is none. Any fault raises: absence would be a guess."""
+        futures = self._ask(lambda: [self._threads.submit(self._size, key) for key in keys])
+        return [self._ask(future.result) for future in futures]
+
+    def _size(self, key: str) -> int | None:
+        try:
+            return int(obstore.head(self._client, self._path(key))["size"])
+        except FileNotFoundError:
+            return None
+
+    def _read(self, key: str, page: Page) -> bool:
+        try:
+            found = obstore.get(self._client, self._path(key))
+        except FileNotFoundError:
+            return False
+        if found.meta["size"] != page_bytes(page):
+            return False
+        data = memoryview(found.bytes())
+        if data.nbytes != page_bytes(page):
+            return False
+        scatter(data, page)
+        return True
+
+    def _write(self, key: str, page: Page) -> bool:
+        data = page[0] if len(page) == 1 else memoryview(b"".join(page))
+        obstore.put(self._client, self._path(key), data, use_multipart=False)
+        return True
+
+    def _list(self) -> list[Any]:
+        return [entry for part in obstore.list(self._client, self._folder + "/") for entry in part]
+
+    def _delete(self, paths: Sequence[str]) -> None:
+        futures = self._ask(lambda: [self._threads.submit(self._delete_one, path) for path in paths])
+        for future in futures:
+            self._ask(future.result)
+
+    def _delete_one(self, path: str) -> None:
+        try:
+            obstore.delete(self._client, path)
+        except FileNotFoundError:
+            return
+
+    # -- room ---------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        found = self._list() if self.config.max_bytes else obstore.list(self._client, self._folder + "/")
+        if not self.config.max_bytes:
+            next(iter(found), None)  # says whether bucket and credentials are right
+            return
+        entries = {
+            key_in(entry): Entry(int(entry["size"]), int(entry["last_modified"].timestamp() * 1e9))
+            for entry in found
+        }
+        with self._lock:
+            self._index.replace_all(entries)
+        self._reserve([], [], [])
+
+    def _use(self, used: Sequence[tuple[str, int]]) -> None:
+        """Tail first: the head of a batch stays longest."""
+        if self.config.max_bytes:
+            with self._lock:
+                for key, num_bytes in reversed(used):
+                    self._index.use(key, Entry(num_bytes, 0))
+
+    def _forget(self, keys: Collection[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._index.drop(key)
+
+    def _reserve(self, todo: list[int], keys: Sequence[str], pages: Sequence[Page]) -> list[int]:
+        """How much of `todo` fits under the cap, after evicting what is not in the batch."""
+        cap = self.config.max_bytes
+        if not cap:
+            return todo
+        victims: list[str] = []
+        fits: list[int] = []
+        keep = set(keys)
+        with self._lock:
+            over = self._index.num_bytes - cap
+            victims += self._index.take(over, 0, keep) if over > 0 else ()
+            for index in todo:
+                size = page_bytes(pages[index])
+                short = self._index.num_bytes + size - cap
+                if short > 0:
+                    victims += self._index.take(short, cap // _SLACK_SHARE, keep)
+                if self._index.num_bytes + size > cap:
+                    break
+                self._index.use(keys[index], Entry(size, 0))
+                fits.append(index)
+            self._counts["evicted"] += len(victims)
+        self._delete([self._path(key) for key in victims])
+        return fits
+
+
+def key_in(entry: Mapping[str, Any]) -> str:
+    """The page key of a listed object."""
+    return str(entry["path"]).rpartition("/")[2]
+
+
+def _throw(error: BaseException) -> Any:
+    raise error

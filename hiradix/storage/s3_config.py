@@ -1,0 +1,89 @@
+"""Keys of the `s3` backend, and the obstore client made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from hiradix.errors import ConfigError
+from hiradix.storage.options import Options, flag
+
+SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
+CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+
+
+@dataclass(frozen=True)
+class S3Config:
+    """Which bucket, how to get in, how long to wait. Secrets are in no repr.
+
+    settings: obstore's own settings of the store. max_bytes: cap on this fingerprint's objects, 0 for none.
+    timeout_s: of one request; a failed one is sent `retries` times more, all within `retry_timeout_s`.
+    """
+
+    url: str
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    max_bytes: int = 0
+    timeout_s: float = 5.0
+    connect_timeout_s: float = 1.0
+    retries: int = 1
+    retry_timeout_s: float = 5.0
+    num_connections: int = 16
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> S3Config:
+        """Reads and checks the keys; raises ConfigError naming the bad one."""
+        options = Options(values)
+        options.accept("checksum")
+        url = options.text("url", "")
+        if not url.startswith(SCHEMES):
+            raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x")
+        config = S3Config(
+            url=url,
+            settings=_settings(options, values.get("store_options")),
+            max_bytes=options.size("max_size", S3Config.max_bytes),
+            timeout_s=options.number("timeout_s", S3Config.timeout_s, 0.001),
+            connect_timeout_s=options.number("connect_timeout_s", S3Config.connect_timeout_s, 0.001),
+            retries=options.integer("request_retries", S3Config.retries),
+            retry_timeout_s=options.number("retry_timeout_s", S3Config.retry_timeout_s),
+            num_connections=options.integer("num_connections", S3Config.num_connections, 1),
+        )
+        options.finish("s3")
+        return config
+
+    def client(self) -> Any:
+        """An obstore store. Raises ConfigError; asks nobody."""
+        endpoint = str(self.settings.get("endpoint", ""))
+        try:
+            return from_url(
+                self.url,
+                config=dict(self.settings),
+                client_options={
+                    "timeout": timedelta(seconds=self.timeout_s),
+                    "connect_timeout": timedelta(seconds=self.connect_timeout_s),
+                    "allow_http": endpoint.startswith("http://"),
+                },
+                retry_config={
+                    "max_retries": self.retries,
+                    "retry_timeout": timedelta(seconds=self.retry_timeout_s),
+                    "backoff": {"init_backoff": timedelta(milliseconds=50),
+                                "max_backoff": timedelta(seconds=1), "base": 2},
+                },
+            )  # fmt: skip
+        except (BaseError, ValueError) as error:
+            raise ConfigError(f"{flag('url')}: {error}") from error
+
+
+def _settings(options: Options, more: object) -> dict[str, Any]:
+    names = ("endpoint", "region", *CREDENTIALS)
+    found = {name: options.text(name, "") for name in names}
+    options.accept("store_options")
+    if more is None:
+        more = {}
+    if not isinstance(more, Mapping):
+        raise ConfigError(f"{flag('store_options')} must be an object, got {type(more).__name__}")
+    return {**{name: value for name, value in found.items() if value}, **more}

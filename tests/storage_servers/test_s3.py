@@ -1,0 +1,216 @@
+"""The conformance suite on SeaweedFS and rclone's S3 server, and what happens when a server fails."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.s3_backend import S3Backend
+from tests.contracts.storage import (
+    FINGERPRINT,
+    OTHER,
+    PAGE_BYTES,
+    BoundedContract,
+    Make,
+    NamespaceContract,
+    PersistentContract,
+    SharedContract,
+    StorageContract,
+    bytes_of,
+    hits,
+    key_of,
+    keys_of,
+    page_of,
+    put,
+)
+from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port
+
+FOLDER = FINGERPRINT.digest()[:32]
+
+
+def context(
+    server: Server, prefix: str = "x", fingerprint: PageFingerprint = FINGERPRINT, **config: Any
+) -> StorageContext:
+    keys = {"url": f"s3://{BUCKET}/{prefix}", "endpoint": f"http://127.0.0.1:{server.port}", **ACCESS}
+    return StorageContext(fingerprint, keys | {"timeout_s": 30.0} | config, PAGE_BYTES)
+
+
+class OnServer:
+    """`place` becomes a prefix in the bucket: one server holds the stores of all tests."""
+
+    server: Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, s3_server: Server) -> None:
+        self.server = s3_server
+
+    def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
+        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        return context(self.server, prefix, fingerprint, **config)
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return S3Backend(self.context(place, fingerprint, config))
+
+
+class TestS3(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+    """No cap."""
+
+
+class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContract):
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return S3Backend(self.context(place, fingerprint, {"max_size": "1GiB"} | config))
+
+    def bounded(self, make: Make, pages: int) -> Any:
+        return make(max_size=pages * PAGE_BYTES)
+
+    def used_pages(self, place: Path) -> int:
+        return len(S3Backend(self.context(place, FINGERPRINT, {}))._list())
+
+
+class TestGuardedS3(OnServer, StorageContract, PersistentContract, NamespaceContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        return open_storage("s3", self.context(place, fingerprint, {"deadline_s": 30.0} | config))
+
+
+@pytest.fixture
+def backend(own_s3: Server) -> Iterator[S3Backend]:
+    store = S3Backend(context(own_s3))
+    yield store
+    store.close()
+
+
+def file_of(server: Server, key: str) -> Path:
+    return server.folder / "data" / BUCKET / "x" / FOLDER / key
+
+
+def test_objects_are_pages_under_prefix_and_fingerprint(own_s3: Server, backend: S3Backend) -> None:
+    put(backend, keys_of(1))
+    assert file_of(own_s3, key_of(0)).read_bytes() == bytes_of(key_of(0))
+
+
+def test_large_pages_go_in_one_request(own_s3: Server, backend: S3Backend) -> None:
+    data = bytes_of("big", 20_000_000)
+    assert backend.put(["big"], [[memoryview(data)]]) == [True]
+    into = [memoryview(bytearray(len(data)))]
+    assert backend.get(["big"], [into]) == [True] and bytes(into[0]) == data
+    assert file_of(own_s3, "big").stat().st_size == len(data)
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE_BYTES + 1])
+def test_object_of_another_length_is_a_miss_and_is_replaced(
+    own_s3: Server, backend: S3Backend, size: int
+) -> None:
+    put(backend, keys_of(2))
+    file_of(own_s3, key_of(0)).write_bytes(bytes(size))
+    assert hits(backend, keys_of(2)) == [False, True]
+    assert put(backend, keys_of(1)) == [True] and hits(backend, keys_of(1)) == [True]
+
+
+def test_flipped_and_swapped_objects_are_misses_behind_the_guard(own_s3: Server) -> None:
+    guard = open_storage("s3", context(own_s3))
+    put(guard, keys_of(4))
+    a, b, c = (file_of(own_s3, key_of(number)) for number in range(3))
+    a.write_bytes(bytes([a.read_bytes()[0] ^ 1]) + a.read_bytes()[1:])
+    one, two = b.read_bytes(), c.read_bytes()
+    b.write_bytes(two)
+    c.write_bytes(one)
+    assert hits(guard, keys_of(4)) == [False, False, False, True]
+    stats = guard.stats()
+    assert (stats["get_missed_damaged"], stats["get_missed_foreign"]) == (1, 2)
+    guard.close()
+
+
+def test_killed_server_is_an_error_and_keeps_its_pages(own_s3: Server) -> None:
+    store = S3Backend(context(own_s3, request_retries=0, timeout_s=5.0))
+    put(store, keys_of(6))
+    own_s3.kill()
+    for call in (lambda: hits(store, keys_of(6)), lambda: put(store, keys_of(6)),
+                 lambda: store.exists(keys_of(6)), lambda: store.delete(keys_of(1)), store.ping):  # fmt: skip
+        with pytest.raises(StorageError):
+            call()
+    own_s3.start()
+    assert all(hits(store, keys_of(6))) and store.exists(keys_of(6)) == 6
+    store.close()
+
+
+def test_stalled_server_times_out(own_s3: Server) -> None:
+    store = S3Backend(context(own_s3, request_retries=0, timeout_s=0.2, retry_timeout_s=0.2))
+    put(store, keys_of(2))
+    own_s3.stall()
+    with pytest.raises(StorageError):
+        hits(store, keys_of(2))
+    own_s3.go_on()
+    assert all(hits(store, keys_of(2)))
+    store.close()
+
+
+def test_guard_opens_while_the_server_is_gone_and_closes_when_it_is_back(own_s3: Server) -> None:
+    clock = [0.0]
+    keys = {"breaker_failures": 2, "deadline_s": 30.0, "breaker_retry_s": 5.0, "request_retries": 0}
+    guard = open_storage("s3", context(own_s3, **keys), clock=lambda: clock[0])
+    put(guard, keys_of(2))
+    own_s3.kill()
+    for _ in range(3):
+        assert hits(guard, keys_of(2)) == [False, False]
+    assert guard.state is BreakerState.OPEN
+    own_s3.start()
+    clock[0] += 6.0
+    assert all(hits(guard, keys_of(2))) and guard.state is BreakerState.CLOSED
+    guard.close()
+
+
+def test_cap_counts_what_is_there_at_start(own_s3: Server) -> None:
+    first = S3Backend(context(own_s3))
+    put(first, keys_of(10))
+    other = S3Backend(context(own_s3, fingerprint=OTHER))
+    put(other, keys_of(3))
+    capped = S3Backend(context(own_s3, max_size=4 * PAGE_BYTES))
+    assert len(capped._list()) == 4 and capped.stats()["used_bytes"] == 4 * PAGE_BYTES
+    assert all(hits(other, keys_of(3)))
+
+
+def test_request_that_fails_alone_is_one_miss(own_s3: Server, backend: S3Backend) -> None:
+    put(backend, keys_of(3))
+    path = file_of(own_s3, key_of(1))
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_bytes(b"x")
+    assert hits(backend, keys_of(3)) == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"url": "http://x"}, "url must begin"),
+        ({"url": ""}, "url must begin"),
+        ({"bucket": "x"}, "bucket is no key of storage backend s3"),
+        ({"store_options": 5}, "store_options must be an object"),
+        ({"store_options": {"nonsense": "1"}}, "url: .*nonsense"),
+        ({"secret_access_key": "wrong"}, "url: cannot use s3://pages/x"),
+        ({"url": "s3://other-bucket/x"}, "url: cannot use s3://other-bucket/x"),
+        ({"max_size": 100}, "max_size 100 is less than a page"),
+    ],
+)
+def test_bad_keys_are_named(own_s3: Server, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        S3Backend(context(own_s3, **keys))
+    assert ACCESS["secret_access_key"] not in str(raised.value)
+
+
+def test_unreachable_server_is_refused_at_start_within_its_timeouts(own_s3: Server) -> None:
+    with pytest.raises(ConfigError, match="url: cannot use"):
+        S3Backend(context(own_s3, endpoint=f"http://127.0.0.1:{free_port()}", retry_timeout_s=0.1))
+
+
+def test_read_only_page_of_pieces(backend: S3Backend) -> None:
+    page = page_of(key_of(0))
+    pieces = [page[0][:1000].toreadonly(), page[0][1000:].toreadonly()]
+    assert backend.put(keys_of(1), [pieces]) == [True] and hits(backend, keys_of(1)) == [True]
