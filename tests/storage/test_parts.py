@@ -321,8 +321,14 @@ class TestDocs:
     def test_guard_keys_are_in_the_table(self, key: str) -> None:
         assert f"| `{key}` |" in self.TEXT
 
+    def sections(self, *owners: str) -> str:
+        return "\n".join(
+            self.TEXT.partition(f"## Keys of {owner}\n")[2].partition("\n## ")[0] for owner in owners
+        )
+
     def test_file_keys_and_defaults_are_in_the_table(self) -> None:
-        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", self.TEXT, re.MULTILINE))
+        text = self.sections("every backend", "`file`")
+        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE))
         limits, config = GuardLimits(), FileConfig(Path())
         sizes = {"max_size": config.max_bytes, "min_free_space": config.min_free_bytes}
         for key, num_bytes in {**sizes, "staging_size": limits.staging_bytes}.items():
