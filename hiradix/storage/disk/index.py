@@ -158,8 +158,10 @@ class Index:
     def sort(self) -> None:
         """Put all shelves in order of use."""
         for shelf in self.shelves.values():
-            order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)
-            shelf.pages = OrderedDict(order)
+            times = [entry.used_ns for entry in shelf.pages.values()]
+            if any(before > after for before, after in zip(times, times[1:])):
+                order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)
+                shelf.pages = OrderedDict(order)
 
     def adopt(self, older: Index) -> None:
         """Keep what `older` knew of the same pages: that they were verified, and later uses."""
@@ -178,11 +180,11 @@ class Index:
         info = self.segments.get(record.segment)
         if info is None or record.slot >= info.num_slots or record.num_bytes > info.slot_bytes:
             return
-        place = (record.segment, record.slot)
         entry = Entry(record, unpacked_name(record.key, record.flags))
-        shelf = self.shelf(info.slot_bytes)
+        place, shelf = entry.place, self.shelf(info.slot_bytes)
         label = self.label(entry.namespace, entry.name)
-        self._free(place)
+        if place in self.by_place:
+            self._free(place)
         before = shelf.pages.get(label)
         if before is not None:
             self._free(before.place)

@@ -9,9 +9,11 @@ alive takes its place, and the old file is cut to nothing.
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hiradix.errors import StorageError
@@ -150,8 +152,9 @@ class Log:
         self.close()
         self._fd, self._number, self._length = fd, number, 0
         index, self.num_damaged, self._moved = Index(self._namespace), 0, False
-        self._apply(raw, index)
-        index.sort()
+        with _no_collection():
+            self._apply(raw, index)
+            index.sort()
         index.adopt(self.index)
         index.dropped += list(self.index.segments)
         self.index = index
@@ -199,6 +202,18 @@ class Log:
             os.ftruncate(self._fd, 0)
         self.close()
         self._fd, self._number, self._length, self.num_damaged = fd, number, 1 + len(records), 0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No search for cycles: none are made here, and many objects are, which is what starts one."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _read(fd: int, start: int, end: int) -> bytes:

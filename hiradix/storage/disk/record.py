@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
+from zlib import crc32
 
 from hiradix.storage.protocol import PAGE_HASH_CHARS, check_key
 
 _FORMAT = struct.Struct("<2sBBIQ16s32sIIQqI")
 _CRC = struct.Struct("<I")
+_WHOLE = struct.Struct("<2sBBIQ16s32sIIQqII")
+_BODY_BYTES, _MASK = _FORMAT.size, 0xFFFFFFFF
 RECORD_BYTES = _FORMAT.size + _CRC.size
 assert RECORD_BYTES == 96
 _MAGIC = b"HR"
@@ -85,25 +87,23 @@ def pack(records: Iterable[Record], log_number: int, position: int) -> bytes:
             _MAGIC, r.kind, r.algorithm, r.segment, r.version, r.namespace, r.key,
             r.slot, r.num_bytes, r.checksum, r.used_ns, r.flags,
         )  # fmt: skip
-        done.append(body + _CRC.pack(zlib.crc32(body, _seed(log_number, place))))
+        done.append(body + _CRC.pack(crc32(body, _seed(log_number, place))))
     return b"".join(done)
 
 
 def unpack(raw: bytes, log_number: int, position: int) -> Iterator[Record | None]:
     """The whole records in `raw`, which begins at `position`; None for a damaged one."""
-    body_bytes = _FORMAT.size
-    view = memoryview(raw)
-    for index in range(len(raw) // RECORD_BYTES):
-        start = index * RECORD_BYTES
-        body = view[start : start + body_bytes]
-        crc = zlib.crc32(body, _seed(log_number, position + index))
-        if crc != _CRC.unpack_from(raw, start + body_bytes)[0] or body[:2] != _MAGIC:
+    num_records, seed = len(raw) // RECORD_BYTES, log_number + position
+    whole = memoryview(raw)[: num_records * RECORD_BYTES]
+    starts = range(0, len(whole), RECORD_BYTES)
+    for index, start, fields in zip(range(num_records), starts, _WHOLE.iter_unpack(whole)):
+        mark, kind, method, segment, version, space, key, slot, length, total, used_ns, flags, crc = fields
+        if crc != crc32(whole[start : start + _BODY_BYTES], (seed + index) & _MASK) or mark != _MAGIC:
             yield None
-            continue
-        _, kind, algorithm, segment, version, space, key, slot, length, checksum, used_ns, flags = (
-            _FORMAT.unpack(body)
-        )
-        yield Record(kind, segment, slot, version, space, key, length, algorithm, checksum, used_ns, flags)
+        else:
+            yield Record(
+                kind, segment, slot, version, space, key, length, method, total, used_ns, flags
+            )
 
 
 def header_number(raw: bytes) -> int | None:
@@ -117,4 +117,4 @@ def header_number(raw: bytes) -> int | None:
 
 
 def _seed(log_number: int, position: int) -> int:
-    return (log_number + position) & 0xFFFFFFFF
+    return (log_number + position) & _MASK

@@ -1,0 +1,312 @@
+"""How fast is the disk backend, beside the disk itself, a copy in memory, and other stores?
+
+    make bench-storage                       unpacks the peers under build/peers, then runs it all
+    python benchmarks/bench_storage.py [--quick] [--peers NAME,...|none] [--only TEXT,...] [--folder DIR]
+
+One process for each store, all over the same number of bytes; the stores take turns, and each row is the
+median of its rounds. GB/s is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which
+cachestat confirms. raw: the same segment files, 2 MiB at a time by four threads with O_DIRECT. memcpy: one
+thread. `spin`: a thread of pure Python runs in the store's process and wants the interpreter lock. hiradix is
+the backend behind its guard, LRU and log on. Writes build/bench/storage.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import Row, machine, shown, write_json
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PEERS = ("sglang-file", "lmcache-disk")
+COLUMNS = ("raw", "memcpy", *PEERS)
+SPIN_PAGES = 256
+
+
+class Worker:
+    """A store's process. One order at a time."""
+
+    def __init__(self, name: str, folder: Path, log: Any):
+        self.name = name
+        self.folder = folder / name
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "storage_peers" / "worker.py"), name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        )  # fmt: skip
+
+    def do(self, what: str, **order: Any) -> Any:
+        """Send an order and wait for its answer; RuntimeError if it failed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"do": what, **order}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} ended: see the log")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{self.name}: {answer['error']}")
+        return answer["answer"]
+
+    def call(self, name: str, **how: Any) -> float:
+        """Seconds of one call."""
+        return float(self.do("call", call=name, **how))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+class Bench:
+    """All stores with pages of one size."""
+
+    def __init__(self, workers: dict[str, Worker], page_bytes: int, total_bytes: int, rounds: int):
+        self.stores = {name: worker for name, worker in workers.items() if name != "physical"}
+        self.ours, self.physical = workers["hiradix"], workers["physical"]
+        self.page_bytes, self.num_pages, self.rounds = page_bytes, total_bytes // page_bytes, rounds
+        self.total_bytes = total_bytes
+        self.size = f"{page_bytes >> 10}KiB" if page_bytes < 1 << 20 else f"{page_bytes >> 20}MiB"
+
+    def without_peers(self) -> Bench:
+        """The same of our store alone."""
+        workers = {"hiradix": self.ours, "physical": self.physical}
+        return Bench(workers, self.page_bytes, self.total_bytes, self.rounds)
+
+    def open(self, **options: Any) -> None:
+        """Begin with empty stores."""
+        how = {"num_pages": self.num_pages, "page_bytes": self.page_bytes}
+        for name, store in self.stores.items():
+            own = options if name == "hiradix" else {}
+            store.do("open", folder=str(store.folder), options=own, **how)
+        source = {"source": str(self.ours.folder)}
+        self.physical.do("open", folder=str(self.physical.folder), options=source, **how)
+
+    def rates(self, before: Callable[[Worker], None], limit: int, **how: Any) -> dict[str, float]:
+        """GB/s of each, the median over rounds in which all take turns."""
+        found: dict[str, list[float]] = {name: [] for name in (*self.stores, "raw", "memcpy")}
+        limit = min(limit, self.num_pages)
+        for _ in range(self.rounds):
+            for name, store in self.stores.items():
+                before(store)
+                found[name].append(limit * self.page_bytes / store.call("get", **how) / 1e9)
+                if name == "hiradix":
+                    for limit_name in ("raw", "memcpy"):
+                        seconds = self.physical.call(limit_name)
+                        found[limit_name].append(self.total_bytes / seconds / 1e9)
+        return {name: statistics.median(values) for name, values in found.items()}
+
+    def put(self) -> dict[str, float]:
+        found: dict[str, list[float]] = {name: [] for name in self.stores}
+        for number in range(max(3, self.rounds // 2)):
+            for name, store in self.stores.items():
+                if number:
+                    store.do("call", call="clear")
+                found[name].append(self.total_bytes / store.call("put") / 1e9)
+        for store in self.stores.values():
+            store.call("check")
+        return {name: statistics.median(values) for name, values in found.items()}
+
+    def exists(self) -> list[Row]:
+        """us for 128 keys."""
+        found = {
+            name: statistics.median(store.call("exists", repeat=20) * 1e6 for _ in range(self.rounds))
+            for name, store in self.stores.items()
+        }
+        bare = statistics.median(self.ours.call("bare_exists", repeat=20) * 1e6 for _ in range(self.rounds))
+        peers = {name: value for name, value in found.items() if name != "hiradix"}
+        return [
+            Row("disk exists of 128 keys, without guard", "time", "us", bare, peers),
+            Row("disk exists of 128 keys", "time", "us", found["hiradix"], peers),
+        ]
+
+    def row(self, case: str, found: dict[str, float]) -> Row:
+        peers = {name: value for name, value in found.items() if name != "hiradix"}
+        return Row(f"disk {case} {self.size}", "rate", "GB/s", found["hiradix"], peers)
+
+
+def cold(store: Worker) -> None:
+    """Take the files out of the page cache, or fail: a warm read must not pass for a cold one."""
+    for _ in range(3):
+        stayed = store.do("evict")
+        if stayed < 0.001:
+            return
+    raise RuntimeError(f"{store.name}: {stayed:.1%} of its files stay in the page cache")
+
+
+def warm(store: Worker) -> None:
+    store.do("warm")
+
+
+def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
+    """Names and what measures them, in an order in which each finds the pages stored."""
+
+    def read(
+        case: str, before: Callable[[Worker], None], scattered: bool, spin: bool
+    ) -> Callable[[], list[Row]]:
+        def measure() -> list[Row]:
+            limit = SPIN_PAGES if spin else bench.num_pages
+            for store in bench.stores.values():
+                store.do("choose", scattered=scattered, limit=limit)
+            return [bench.row(case, bench.rates(before, limit, spin=spin))]
+
+        return measure
+
+    def verified() -> list[Row]:
+        alone = bench.without_peers()
+        alone.open(verify="always")
+        alone.put()
+        return [alone.row("get cold, every page verified", alone.rates(cold, alone.num_pages))]
+
+    found = [
+        ("put", lambda: [bench.row("put", bench.put())]),
+        ("get cold", read("get cold", cold, False, False)),
+        ("get cold scattered", read("get cold, scattered", cold, True, False)),
+        ("get warm", read("get warm", warm, False, False)),
+        ("get cold spin", read("get cold, spin", cold, False, True)),
+        ("get warm spin", read("get warm, spin", warm, False, True)),
+        ("get cold verified", verified),
+    ]
+    return [*found[:-1], ("exists", bench.exists), found[-1]] if bench.num_pages >= 128 else found
+
+
+REOPENING = """
+import random, sys, time
+from hiradix.storage import PageFingerprint, StorageContext
+from hiradix.storage.disk import DiskBackend, size_for
+from hiradix.storage.disk.store import PageRecord
+
+count, rng = int(sys.argv[1]), random.Random(1)
+keys = {"disk_storage_path": sys.argv[2], "max_size": size_for(count, 4096), "min_free_space": 0}
+context = StorageContext(PageFingerprint("m"), keys, 4096)
+backend = DiskBackend(context)
+store = backend._store
+with store.locked(), store.mutex:
+    places = store.allocate(count, ())
+    store.publish([PageRecord(rng.randbytes(32).hex(), place, 4096, 1) for place in places])
+backend.close()
+begin = time.perf_counter()
+backend = DiskBackend(context)
+taken = time.perf_counter() - begin
+assert backend.stats()["pages_recovered"] == count
+print(taken)
+"""
+
+
+def reopening(num_pages: int) -> list[Row]:
+    """Seconds to open a store whose log names so many pages."""
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
+        command = [sys.executable, "-c", REOPENING, str(num_pages), folder]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return [Row(f"disk reopening, {num_pages:,} pages", "time", "s", float(done.stdout))]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line per row; beside each peer how many times its rate ours is."""
+    lines = [["case", "unit", "hiradix", *COLUMNS]]
+    for row in rows:
+        line = [row.case, row.unit, shown(row.ours)]
+        for name in COLUMNS:
+            value = row.peers.get(name)
+            if value is None:
+                line.append("-")
+                continue
+            times = row.ours / value if row.unit == "GB/s" else value / row.ours
+            line.append(f"{shown(value)} ({times:.2f}x)")
+        lines.append(line)
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="128 MiB and three rounds instead of 512 and five"
+    )
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--only", default="", help="cases whose name has one of these texts, comma separated")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "bench", help="where the stores are made"
+    )
+    return parser.parse_args()
+
+
+def start(names: Sequence[str], folder: Path, log: Any) -> dict[str, Worker]:
+    """Workers of the stores that can be opened here; the others are named on standard error."""
+    workers = {}
+    for name in ("hiradix", "physical", *names):
+        worker = Worker(name, folder, log)
+        try:
+            options = {"source": str(folder)} if name == "physical" else {}
+            where = {"folder": str(worker.folder), "num_pages": 1, "page_bytes": 1 << 16, "options": options}
+            worker.do("open", **where)
+            workers[name] = worker
+        except RuntimeError as error:
+            if name in ("hiradix", "physical"):
+                raise
+            print(f"left out: {error}", file=sys.stderr)
+            worker.close()
+    return workers
+
+
+def main() -> None:
+    """Run the cases, print and write their rows."""
+    options = arguments()
+    names = [name for name in options.peers.split(",") if name not in ("", "none")]
+    texts = [text for text in options.only.split(",") if text]
+    total, rounds = (128 << 20, 3) if options.quick else (512 << 20, 5)
+    begin, rows = time.monotonic(), []
+    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="stores-", dir=options.folder))
+    out = ROOT / "build" / "bench" / "storage.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_suffix(".log"), "w", encoding="utf-8") as log:
+        workers = start(names, folder, log)
+        for page_bytes in (256 << 10, 2 << 20):
+            bench = Bench(workers, page_bytes, total, rounds)
+            bench.open()
+            for name, measure in cases(bench):
+                if name != "put" and texts and not any(text in name for text in texts):
+                    continue
+                since = time.monotonic()
+                rows += measure()
+                print(f"{name} {bench.size}: {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
+                write_json(out, rows, machine() | {"peers": names})
+        for worker in workers.values():
+            worker.close()
+    shutil.rmtree(folder)
+    rows += reopening(100_000)
+    about = machine() | {
+        "seconds": round(time.monotonic() - begin),
+        "peers": names,
+        "disk": _disk(out.parent),
+    }
+    print(" ".join(f"{name}={value}" for name, value in about.items()))
+    print(table(rows))
+    write_json(out, rows, about)
+
+
+def _disk(folder: Path) -> str:
+    """The file system the stores are on."""
+    lines = Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+    mounts = [line.split()[:3] for line in lines if str(folder).startswith(line.split()[1])]
+    device, where, kind = max(mounts, key=lambda mount: len(mount[1]))
+    return f"{kind} on {Path(device).name}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""A process with one system in it, which does what it is told: a JSON order per line, an answer per line.
+
+python worker.py NAME
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from systems import SYSTEMS, System
+
+_spinning = False
+
+
+def spin() -> None:
+    """A scheduler that never waits: pure Python, so it wants the interpreter lock all the time."""
+    number = 0
+    while _spinning:
+        number += 1
+
+
+def evict(system: System) -> float:
+    """Take the system's files out of the page cache; the share of them that stayed."""
+    from hiradix.storage.disk.kernel import cached_share
+
+    stayed = total = 0.0
+    for path in system.files():
+        fd = os.open(path, os.O_RDONLY)
+        size = os.fstat(fd).st_size
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        stayed += cached_share(fd, 0, size) * size if size else 0.0
+        total += size
+        os.close(fd)
+    return stayed / total if total else 0.0
+
+
+def warm(system: System) -> None:
+    """Bring all files into the page cache."""
+    for path in system.files():
+        with open(path, "rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+
+
+def measured(system: System, order: dict[str, Any]) -> float:
+    """Seconds of one call, with a spinning thread beside it if asked for."""
+    global _spinning
+    call = getattr(system, order["call"])
+    thread = threading.Thread(target=spin)
+    if order.get("spin"):
+        _spinning = True
+        thread.start()
+    repeat = order.get("repeat", 1)
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        call()
+    taken = (time.perf_counter() - begin) / repeat
+    if order.get("spin"):
+        _spinning = False
+        thread.join()
+    return taken
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a peer prints goes to the log
+    system: System | None = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        answer: Any = None
+        try:
+            if order["do"] == "open":
+                if system is not None:
+                    system.close()
+                options = order.get("options", {})
+                made = SYSTEMS[sys.argv[1]]
+                system = made(Path(order["folder"]), order["num_pages"], order["page_bytes"], options)
+            elif order["do"] == "choose":
+                system.choose(order["scattered"], order["limit"])  # type: ignore[union-attr]
+            elif order["do"] == "evict":
+                answer = evict(system)  # type: ignore[arg-type]
+            elif order["do"] == "warm":
+                warm(system)  # type: ignore[arg-type]
+            else:
+                answer = measured(system, order)  # type: ignore[arg-type]
+            reply = {"answer": answer}
+        except Exception as error:  # the benchmark says which system failed, and how
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
