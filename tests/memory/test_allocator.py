@@ -44,7 +44,10 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free_wrong(self, data: st.DataObject) -> None:
-        """A bad id anywhere in the list is named, and nothing of the list is freed."""
+        """A bad id anywhere in the list is named, and nothing of the list is freed.
+
+        h13: elsewhere a page freed twice is handed out twice.
+        """
         free = [page for page in range(self.first - 1, self.first + 13) if page not in self.out]
         bad = data.draw(st.sampled_from(free))
         good = self.out[:2]
@@ -80,6 +83,7 @@ def test_fresh_pages_ascend_and_freed_ones_come_back_first() -> None:
 
 
 def test_returned_pages_are_the_callers_own() -> None:
+    """h9b: elsewhere they are views that keep each old free list alive."""
     allocator = PageAllocator(4)
     pages = allocator.alloc(4)
     assert pages is not None and pages.base is None
@@ -90,7 +94,7 @@ def test_returned_pages_are_the_callers_own() -> None:
 
 
 def test_cost_is_the_pages_not_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call but clear may make an array of the pool's size."""
+    """No call but clear may make an array of the pool's size. h18: elsewhere each free copies its list."""
     allocator = PageAllocator(1 << 20)
     sizes: list[int] = []
     for name in ("arange", "empty", "zeros", "asarray"):
