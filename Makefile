@@ -11,6 +11,7 @@
 # make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
 # make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
 # make test-compiled the tests of tree and cache on that form
+# make bench-policy  eviction policies on a real trace, beside models and the optimum (3 minutes; POLICY_FLAGS=--quick)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
@@ -104,6 +105,9 @@ bench-tree: $(READY)
 bench-storage: $(READY)
 	$(PY) benchmarks/storage_peers/install.py
 	$(PY) benchmarks/bench_storage.py $(BENCH_FLAGS)
+
+bench-policy: $(READY)
+	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)

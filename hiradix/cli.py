@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench} ...
+USAGE = """usage: hiradix {serve,bench,replay,size} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
   bench    play multi-turn conversations against a server and report cached tokens and latency
+  replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
+  size     what more host memory and disk would buy for the traffic of a trace
 
 `hiradix serve --help` and `hiradix bench --help` list their flags; `hiradix --version` says the version.
 """
@@ -28,6 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hiradix.bench import main as bench
 
         return bench(rest)
+    if command == "replay":
+        from hiradix.replay.main import main as replay
+
+        return replay(rest)
+    if command == "size":
+        from hiradix.replay.advice import main as size
+
+        return size(rest)
     if command in ("-h", "--help", "--version"):
         print(f"hiradix {hiradix.__version__}" if command == "--version" else USAGE, end="\n")
         return 0

@@ -1,0 +1,211 @@
+"""Reads traces. The format is told by the first line's fields.
+
+| format | fields | blocks are |
+|---|---|---|
+| Mooncake | timestamp (ms), input_length, output_length, hash_ids | its blocks of 512 tokens |
+| Bailian (Qwen) | the same and chat_id, timestamp in s | its blocks of 16 tokens, gathered to 64 |
+| recorded by the server | time_s, prompt_tokens, output_tokens, blocks, block_tokens | as recorded |
+| tokens | tokens or token_ids, of the whole prompt | 64 tokens each |
+| rounds (TraceLab) | session_id, input_tokens, output_tokens | assumed: a session's prompt grows |
+| Azure, BurstGPT (CSV) | time, token counts, Session ID or none | assumed likewise; else nothing is shared |
+
+Files may be compressed (.gz, .xz). A bad line is an error that names it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hiradix.errors import ConfigError
+from hiradix.replay.trace import Call, Namer, Trace
+
+MAX_BYTES = 4 << 30
+GATHERED, PLAIN_BLOCK, SESSION_BLOCK = 64, 64, 64
+Record = Mapping[str, Any]
+
+_SESSION = ("session_id", "Session ID", "conversation_id", "trace_id", "chat_id")
+_TIME = ("time_s", "timestamp", "Timestamp", "TIMESTAMP", "time", "start_time")
+_PROMPT = ("prompt_tokens", "input_tokens", "input_length", "ContextTokens", "Request tokens")
+_ANSWER = ("output_tokens", "output_length", "GeneratedTokens", "Response tokens", "completion_tokens")
+
+
+def read_trace(path: Path, limit: int | None = None) -> Trace:
+    """The trace in `path`, its first `limit` requests. ConfigError names the file and the line."""
+    data = _contents(path)
+    source = hashlib.sha256(data).hexdigest()
+    name = path.name.split(".")[0]
+    lines = io.StringIO(data.decode("utf-8", "replace"))
+    first = lines.readline()
+    lines.seek(0)
+    records = _json_lines(path, lines) if first.lstrip().startswith("{") else _csv_lines(path, lines)
+    found = list(_limited(records, limit))
+    if not found:
+        raise ConfigError(f"{path}: no requests")
+    block_tokens, read = _reader(path, found[0][1])
+    calls = []
+    for number, record in found:
+        try:
+            calls.append(read(record))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{path}:{number}: {type(error).__name__}: {error}") from error
+    return Trace(name, source, block_tokens, tuple(calls))
+
+
+def _contents(path: Path) -> bytes:
+    opened: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with opened.get(path.suffix, open)(path, "rb") as file:
+            data: bytes = file.read(MAX_BYTES + 1)
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
+    return data
+
+
+def _limited(records: Iterator[tuple[int, Record]], limit: int | None) -> Iterator[tuple[int, Record]]:
+    for count, record in enumerate(records):
+        if limit is not None and count >= limit:
+            return
+        yield record
+
+
+def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: not an object")
+        if "hiradix_trace" not in record:  # the heading of a recorded file
+            yield number, record
+
+
+def _csv_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
+    yield from enumerate(csv.DictReader(lines), 2)
+
+
+def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
+    """Tokens per block, and what reads one record."""
+    if "hash_ids" in first and "chat_id" in first:
+        return GATHERED, _gathering(GATHERED // 16)
+    if "hash_ids" in first:
+        return 512, _mooncake
+    if "blocks" in first:
+        size = _count(first, "block_tokens")
+        if size < 1:
+            raise ConfigError(f"{path}: block_tokens must be >= 1, got {size}")
+        return size, _recorded()
+    if "tokens" in first or "token_ids" in first:
+        return PLAIN_BLOCK, _plain()
+    if _field(first, _PROMPT) is not None:
+        return SESSION_BLOCK, _sessions()
+    raise ConfigError(f"{path}: unknown format: its first record has {', '.join(sorted(map(str, first)))}")
+
+
+def _field(record: Record, names: tuple[str, ...]) -> Any:
+    return next((record[name] for name in names if record.get(name) not in (None, "")), None)
+
+
+def _count(record: Record, *names: str) -> int:
+    value = _field(record, names)
+    if value is None:
+        raise KeyError(" or ".join(names))
+    count = int(value)
+    if not 0 <= count < 1 << 31:
+        raise ValueError(f"{names[0]} is {count}")
+    return count
+
+
+def _time(value: Any) -> float:
+    if value is None:
+        return 0.0
+    try:
+        return float(value)
+    except ValueError:
+        return datetime.fromisoformat(str(value)[:26]).timestamp()
+
+
+def _ids(record: Record, name: str) -> list[int]:
+    ids = record[name]
+    if not isinstance(ids, list) or not all(isinstance(x, int) and -(1 << 62) < x < 1 << 62 for x in ids):
+        raise ValueError(f"{name} is no list of whole numbers")
+    return ids
+
+
+def _mooncake(record: Record) -> Call:
+    tokens = _count(record, "input_length")
+    blocks = np.array(_ids(record, "hash_ids")[: tokens // 512], np.int64)
+    return Call(_time(record["timestamp"]) / 1000, tokens, _count(record, "output_length"), blocks)
+
+
+def _gathering(count: int) -> Callable[[Record], Call]:
+    """Small blocks by the handful: as many as make a block of ours, named by the last of them."""
+    namer = Namer()
+
+    def read(record: Record) -> Call:
+        tokens, ids = _count(record, "input_length"), _ids(record, "hash_ids")
+        whole = [tuple(ids[i : i + count]) for i in range(0, tokens // GATHERED * count, count)]
+        blocks = namer.blocks([group for group in whole if len(group) == count])
+        return Call(_time(record["timestamp"]), tokens, _count(record, "output_length"), blocks)
+
+    return read
+
+
+def _recorded() -> Callable[[Record], Call]:
+    namer = Namer()
+
+    def read(record: Record) -> Call:
+        blocks = namer.blocks([str(name) for name in record["blocks"]])
+        hint = record.get("hint")
+        return Call(
+            _time(record["time_s"]),
+            _count(record, "prompt_tokens"),
+            _count(record, "output_tokens"),
+            blocks,
+            None if hint is None else str(hint),
+        )
+
+    return read
+
+
+def _plain() -> Callable[[Record], Call]:
+    namer = Namer()
+
+    def read(record: Record) -> Call:
+        tokens = _ids(record, "tokens" if "tokens" in record else "token_ids")
+        size = PLAIN_BLOCK
+        contents = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) // size * size, size)]
+        answer = _field(record, _ANSWER)
+        return Call(_time(_field(record, _TIME)), len(tokens), int(answer or 1), namer.blocks(list(contents)))
+
+    return read
+
+
+def _sessions() -> Callable[[Record], Call]:
+    """Counts only: what a session sent before is taken for a prefix of what it sends now."""
+    namer = Namer()
+    serial = iter(range(1 << 62))
+
+    def read(record: Record) -> Call:
+        tokens = _count(record, *_PROMPT)
+        session = _field(record, _SESSION)
+        whose = ("alone", next(serial)) if session is None else ("session", str(session))
+        blocks = namer.blocks([(whose, i) for i in range(tokens // SESSION_BLOCK)])
+        return Call(_time(_field(record, _TIME)), tokens, int(_field(record, _ANSWER) or 1), blocks)
+
+    return read
