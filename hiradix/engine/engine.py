@@ -216,23 +216,26 @@ class Engine:
         prefetch_policy: str | None = None, write_policy: str | None = None,
     ) -> tuple[bool, str]:
         """Attach a storage backend while serving; (ok, message). Refused unless idle."""
-        if not self.is_idle():
-            return False, self._not_idle("attach")
+        if (refused := self.refusal("attach")) is not None:
+            return False, refused
         return self.cache.attach_storage_backend(
             name, extra_config_json, self.model_name, prefetch_policy, write_policy
         )
 
     def detach_storage(self) -> tuple[bool, str]:
         """Detach and close the storage backend; (ok, message). Refused unless idle; may be repeated."""
-        if not self.is_idle():
-            return False, self._not_idle("detach")
+        if (refused := self.refusal("detach")) is not None:
+            return False, refused
         return self.cache.detach_storage_backend()
 
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
         return self.cache.clear_storage_backend()
 
-    def _not_idle(self, verb: str) -> str:
+    def refusal(self, verb: str) -> str | None:
+        """Why an operation that asks for an idle engine is refused now, None if it is idle."""
+        if self.is_idle():
+            return None
         waiting, running = len(self._scheduler.waiting), len(self._scheduler.running)
         return f"Reject {verb}: scheduler is not idle. #queue-req={waiting} #running-req={running}"
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from hiradix.prefix_cache.build import ModelIdentity, build_prefix_cache
-from hiradix.prefix_cache.hiradix import HiRadixCache
+from hiradix.prefix_cache.hiradix import HiRadixCache, OpenedStorage
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
     CacheInitParams,
@@ -34,6 +34,7 @@ __all__ = [
     "MatchPrefixParams",
     "MatchResult",
     "ModelIdentity",
+    "OpenedStorage",
     "RadixCache",
     "RadixKey",
     "SWARadixCache",

@@ -7,7 +7,7 @@ storage that can be attached and detached while serving.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Sized
-from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -28,6 +28,15 @@ from hiradix.tree.key import as_tokens
 DETACH_TIMEOUT_S = 10.0
 
 StorageFactory = Callable[[str, ExtraConfig], GuardedStorage]  # backend name, its configuration
+
+
+@dataclass(frozen=True)
+class OpenedStorage:
+    """A backend that is open and not attached yet, and the configuration it came with."""
+
+    name: str
+    extra: ExtraConfig
+    storage: GuardedStorage
 
 
 class HiRadixCache(RadixCache):
@@ -161,32 +170,70 @@ class HiRadixCache(RadixCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """Attach a backend by name; (ok, message) in upstream's words. Nothing changes unless ok."""
+        """Attach a backend by name; (ok, message) in upstream's words. Nothing changes unless ok.
+
+        Opens the backend here, on the scheduler thread: while serving, use the three calls it is made of.
+        """
+        policies = hicache_storage_prefetch_policy, hicache_write_policy
+        answer = self.plan_attach(storage_backend, *policies)
+        if answer is not None:
+            return answer
+        try:
+            opened = self.open_storage(storage_backend, storage_backend_extra_config_json)
+        except CacheError as error:
+            self.attach_opened(None)
+            return False, str(error)
+        return self.attach_opened(opened, *policies)
+
+    def plan_attach(self, name: str, prefetch: str | None, write: str | None) -> tuple[bool, str] | None:
+        """The answer to an attach that has nothing to open (policies are changed then), else None."""
         for flag, value, known in (
-            ("hicache_storage_prefetch_policy", hicache_storage_prefetch_policy, PREFETCH_POLICIES),
-            ("hicache_write_policy", hicache_write_policy, WRITE_POLICIES),
+            ("hicache_storage_prefetch_policy", prefetch, PREFETCH_POLICIES),
+            ("hicache_write_policy", write, WRITE_POLICIES),
         ):
             if value is not None and value not in known:
                 return False, f"Invalid {flag}: {value!r}. Expected one of {sorted(known)}."
-        if self.enable_storage:
-            if storage_backend != self._storage_name:
-                return False, (
-                    f"HiCache storage backend is already enabled with backend '{self._storage_name}'. "
-                    f"Cannot attach different backend '{storage_backend}'. Detach first."
-                )
-            self._set_policies(hicache_storage_prefetch_policy, hicache_write_policy, None)
-            return True, "HiCache storage backend already enabled with same backend; policies updated."
+        if not self.enable_storage:
+            return None
+        if name != self._storage_name:
+            return False, (
+                f"HiCache storage backend is already enabled with backend '{self._storage_name}'. "
+                f"Cannot attach different backend '{name}'. Detach first."
+            )
+        self._set_policies(prefetch, write, None)
+        return True, "HiCache storage backend already enabled with same backend; policies updated."
+
+    def open_storage(self, name: str, extra_config_json: str | None) -> OpenedStorage:
+        """Open a backend to be attached; the caller's to close until it is. Any thread; may take its time.
+
+        Raises StorageError with the answer for whoever asked.
+        """
         try:
-            extra = parse_extra_config(storage_backend_extra_config_json)
+            extra = parse_extra_config(extra_config_json)
         except ConfigError as error:
-            with suppress(StorageError):
-                self.cache.attach_storage(None)  # other ranks may have read a good one from a file
-            return False, f"Failed to parse storage_backend_extra_config_json: {error}"
+            raise StorageError(f"Failed to parse storage_backend_extra_config_json: {error}") from error
         try:
-            self.attach(storage_backend, extra)
+            return OpenedStorage(name, extra, self._storage_factory(name, extra))
         except (CacheError, OSError) as error:
-            return False, f"Failed to attach storage backend '{storage_backend}': {error}"
-        self._set_policies(hicache_storage_prefetch_policy, hicache_write_policy, extra)
+            raise StorageError(f"Failed to attach storage backend '{name}': {error}") from error
+
+    def attach_opened(
+        self, opened: OpenedStorage | None, prefetch: str | None = None, write: str | None = None
+    ) -> tuple[bool, str]:
+        """Attach what `open_storage` gave, on all ranks or none; (ok, message). It is the cache's if ok.
+
+        None: this rank has nothing to attach, and the others are waiting to know.
+        """
+        try:
+            self.cache.attach_storage(None if opened is None else opened.storage)
+        except CacheError as error:
+            if opened is None:
+                return False, str(error)
+            opened.storage.close()
+            return False, f"Failed to attach storage backend '{opened.name}': {error}"
+        assert opened is not None
+        self._storage, self._storage_name = opened.storage, opened.name
+        self._set_policies(prefetch, write, opened.extra)
         return True, "Attached HiCache storage backend successfully."
 
     def attach(self, name: str, extra: ExtraConfig) -> None:
@@ -206,20 +253,43 @@ class HiRadixCache(RadixCache):
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Detach and close the backend. Idempotent; a hung worker leaves it attached, to be tried again."""
-        if self._storage is not None:
-            try:
-                self.cache.detach_storage(DETACH_TIMEOUT_S)
-            except CacheError as error:
-                return False, f"Failed to detach HiCache storage backend: {error}"
-            self._storage.close()
-            self._storage = self._storage_name = None
+        try:
+            storage = self.release_storage(DETACH_TIMEOUT_S)
+        except CacheError as error:
+            return False, f"Failed to detach HiCache storage backend: {error}"
+        if storage is not None:
+            storage.close()
         return True, "Detached HiCache storage backend successfully."
 
+    def release_storage(self, timeout_s: float = 0.0) -> GuardedStorage | None:
+        """Let go of the backend: the caller's to close, or None if there was none.
+
+        Raises StorageError while a job of it still runs after `timeout_s`; it takes no new ones, so call
+        again. With 0 this never waits.
+        """
+        storage = self._storage
+        if storage is not None:
+            self.cache.detach_storage(timeout_s)
+            self._storage = self._storage_name = None
+        return storage
+
+    @property
+    def storage(self) -> GuardedStorage | None:
+        """The attached backend, the cache's own; its methods may be called from any thread."""
+        return self._storage
+
     def clear_storage_backend(self) -> bool:
-        """Delete this model's pages from storage. False when there is no storage or it failed on any rank."""
+        """Delete this model's pages from storage. False when there is no storage or it failed on any rank.
+
+        Waits for the backend; a server calls `storage.clear()` elsewhere, then `cleared`.
+        """
         if self._storage is None:
             return False
-        ok = self.cache.settle(self._storage.clear())
+        return self.cleared(self._storage.clear())
+
+    def cleared(self, ok: bool) -> bool:
+        """Storage was cleared, `ok` without a fault: what is in use is offered again. `ok` of all ranks."""
+        ok = self.cache.settle(ok)
         self.tree.forget_stored()
         return ok
 

@@ -23,7 +23,8 @@ FLUSHED = (
 CLEARED = "Hierarchical cache storage backend cleared.\n"
 DEPRECATED = "Deprecated endpoint. Use POST /hicache/storage-backend/clear.\n"
 FLUSH_BUSY = "Another flush_cache is already in progress."
-MAX_FLUSH_TIMEOUT_S = 600.0
+MAX_WAIT_S = 600.0
+BAD_WAIT = f"wait must be a number in 0..{MAX_WAIT_S:g}.\n"
 
 
 class AttachBody(BaseModel):
@@ -120,13 +121,9 @@ class Admin:
 
     async def flush(self, request: Request) -> Response:
         """GET, POST /flush_cache?timeout=S: empty device and host tiers when idle; storage keeps all."""
-        text = request.query_params.get("timeout", "0")
-        try:
-            timeout_s = float(text)
-        except ValueError:
-            timeout_s = -1.0
-        if not (math.isfinite(timeout_s) and 0 <= timeout_s <= MAX_FLUSH_TIMEOUT_S):
-            return PlainTextResponse(f"timeout must be a number in 0..{MAX_FLUSH_TIMEOUT_S:g}.\n", 400)
+        timeout_s = _seconds(request.query_params.get("timeout", "0"))
+        if timeout_s is None:
+            return PlainTextResponse(f"timeout must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
         if self._flushing:
             return PlainTextResponse(FLUSH_BUSY, 400)
         self._flushing = True
@@ -143,7 +140,11 @@ class Admin:
         return JSONResponse(dataclasses.asdict(self.view))
 
     async def attach(self, request: Request) -> Response:
-        """PUT /hicache/storage-backend."""
+        """PUT /hicache/storage-backend?wait=S: with wait, while serving; without, only when idle."""
+        text = request.query_params.get("wait")
+        wait_s = None if text is None else _seconds(text)
+        if text is not None and wait_s is None:
+            return PlainTextResponse(BAD_WAIT, 400)
         try:
             body = AttachBody.model_validate(await read_json(request))
         except ApiError as error:
@@ -156,6 +157,7 @@ class Admin:
             body.hicache_storage_backend_extra_config_json,
             body.hicache_storage_prefetch_policy,
             body.hicache_write_policy,
+            wait_s,
         )
         async with self._storage_lock:
             outcome = await self._service.attach(wanted)
@@ -163,10 +165,14 @@ class Admin:
                 self.view = self.view.attached(wanted)
         return _storage_answer("attach", outcome)
 
-    async def detach(self) -> Response:
-        """DELETE /hicache/storage-backend; nothing attached is a success."""
+    async def detach(self, request: Request) -> Response:
+        """DELETE /hicache/storage-backend?wait=S, as for PUT; nothing attached is a success."""
+        text = request.query_params.get("wait")
+        wait_s = None if text is None else _seconds(text)
+        if text is not None and wait_s is None:
+            return PlainTextResponse(BAD_WAIT, 400)
         async with self._storage_lock:
-            outcome = await self._service.detach()
+            outcome = await self._service.detach(wait_s)
             if outcome.ok:
                 self.view = self.view.detached()
         return _storage_answer("detach", outcome)
@@ -204,6 +210,15 @@ class Admin:
             "hicache_object_layout": None,
             "reason": "storage objects are private to this server",
         }
+
+
+def _seconds(text: str) -> float | None:
+    """`text` as seconds in 0..MAX_WAIT_S, None if it is anything else."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return None
+    return seconds if math.isfinite(seconds) and 0 <= seconds <= MAX_WAIT_S else None
 
 
 def _storage_answer(verb: str, outcome: Outcome) -> Response:

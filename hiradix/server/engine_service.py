@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from hiradix.engine.api import EngineStopped, Output
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, StorageError
+from hiradix.prefix_cache import HiRadixCache, OpenedStorage
 from hiradix.server.service import (
     NO_HOST_TIER,
     AttachRequest,
@@ -23,10 +28,13 @@ from hiradix.server.service import (
 )
 from hiradix.transfer import TransferStats
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
 ADMIN_TIMEOUT_S = 60.0
+DETACH_TIMEOUT_S = 10.0  # without ?wait
+DETACH_POLL_S = 0.01
 NOT_IDLE = "Flush cache failed.\n"
 WAITED_FOR_IDLE = "Timed out waiting for idle state."
 
@@ -93,32 +101,76 @@ class EngineService:
         return Outcome(done, "" if done else NOT_IDLE)
 
     async def attach(self, request: AttachRequest) -> Outcome:
-        """Attach storage or change policies; refused unless idle."""
+        """Attach storage or change policies; see `Service`. The backend is opened on a thread of its own."""
+        policies = request.prefetch_policy, request.write_policy
 
-        def attach(engine: Engine) -> tuple[bool, str]:
+        def plan(engine: Engine) -> tuple[bool, str] | None:
             if not engine.config.cache.enable_hierarchical_cache:
                 return False, NO_HOST_TIER
-            return engine.attach_storage(
-                request.backend, request.extra_config_text, request.prefetch_policy, request.write_policy
+            if request.wait_s is None and (refused := engine.refusal("attach")) is not None:
+                return False, refused
+            answer: tuple[bool, str] | None = _hierarchy(engine).plan_attach(request.backend, *policies)
+            return answer
+
+        answer = await self._thread.acall(plan, ADMIN_TIMEOUT_S)
+        if answer is not None:
+            return Outcome(*answer)
+        try:
+            opened = await self._opened(request)
+        except CacheError as error:
+            await self._thread.acall(lambda engine: _hierarchy(engine).attach_opened(None), ADMIN_TIMEOUT_S)
+            return Outcome(False, str(error))
+        return Outcome(
+            *await self._thread.acall(
+                lambda engine: _hierarchy(engine).attach_opened(opened, *policies), ADMIN_TIMEOUT_S
             )
+        )
 
-        return Outcome(*await self._thread.acall(attach, ADMIN_TIMEOUT_S))
+    async def _opened(self, request: AttachRequest) -> OpenedStorage:
+        """A backend, opened within the deadline; one that comes later is closed again."""
+        cache = _hierarchy(self._engine)
+        timeout_s = ADMIN_TIMEOUT_S if request.wait_s is None else request.wait_s
+        opening = _off_loop(lambda: cache.open_storage(request.backend, request.extra_config_text))
+        done, _ = await asyncio.wait((opening,), timeout=timeout_s)
+        if done:
+            return opening.result()
+        opening.add_done_callback(_close_late)
+        raise StorageError(
+            f"Failed to attach storage backend '{request.backend}': not open within {timeout_s:g} s"
+        )
 
-    async def detach(self) -> Outcome:
-        """Detach storage; refused unless idle."""
+    async def detach(self, wait_s: float | None = None) -> Outcome:
+        """Detach storage; see `Service`. The engine's thread never waits for it."""
 
-        def detach(engine: Engine) -> tuple[bool, str]:
+        def refuse(engine: Engine) -> str | None:
             if not engine.config.cache.enable_hierarchical_cache:
-                return False, NO_HOST_TIER
-            return engine.detach_storage()
+                return NO_HOST_TIER
+            return engine.refusal("detach") if wait_s is None else None
 
-        return Outcome(*await self._thread.acall(detach, ADMIN_TIMEOUT_S))
+        if (refused := await self._thread.acall(refuse, ADMIN_TIMEOUT_S)) is not None:
+            return Outcome(False, refused)
+        deadline_s = time.monotonic() + (DETACH_TIMEOUT_S if wait_s is None else wait_s)
+        while True:
+            try:
+                storage = await self._thread.acall(
+                    lambda engine: _hierarchy(engine).release_storage(), ADMIN_TIMEOUT_S
+                )
+                break
+            except StorageError as error:
+                if time.monotonic() >= deadline_s:
+                    return Outcome(False, f"Failed to detach HiCache storage backend: {error}")
+            await asyncio.sleep(DETACH_POLL_S)
+        if storage is not None:
+            await _off_loop(storage.close)
+        return Outcome(True, "Detached HiCache storage backend successfully.")
 
     async def clear_storage(self) -> Outcome:
-        """Delete this model's pages in storage."""
+        """Delete this model's pages in storage. The engine's thread does not wait for it."""
         if not self._engine.config.cache.enable_hierarchical_cache:
             return Outcome(False, NO_HOST_TIER)
-        done = await self._thread.acall(lambda engine: engine.clear_storage(), ADMIN_TIMEOUT_S)
+        storage = _hierarchy(self._engine).storage
+        done = storage is not None and await _off_loop(storage.clear)
+        done = await self._thread.acall(lambda engine: _hierarchy(engine).cleared(done), ADMIN_TIMEOUT_S)
         return Outcome(done, "" if done else "No storage backend is attached, or it failed to clear.")
 
     def close(self, timeout_s: float) -> bool:
@@ -137,6 +189,33 @@ class EngineService:
             logger.warning("%s", error)
             drained = False
         return drained
+
+
+def _hierarchy(engine: Engine) -> HiRadixCache:
+    """The engine's cache, which has a host tier: that was asked before."""
+    assert isinstance(engine.cache, HiRadixCache), type(engine.cache).__name__
+    return engine.cache
+
+
+def _off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` gives, from a daemon thread of its own: one that hangs does not even delay the exit."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:  # it belongs to whoever asked
+            future.set_exception(error)
+        except BaseException as error:  # an exit is not a backend's to ask for
+            future.set_exception(StorageError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name="hiradix-admin", daemon=True).start()
+    return asyncio.wrap_future(future)
+
+
+def _close_late(opening: asyncio.Future[OpenedStorage]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().storage.close()
 
 
 def _drain(engine: Engine, timeout_s: float) -> bool:

@@ -23,12 +23,16 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class AttachRequest:
-    """Body of PUT /hicache/storage-backend: a backend's name, settings as text, policies to change."""
+    """Body of PUT /hicache/storage-backend: a backend's name, settings as text, policies to change.
+
+    wait_s: seconds the backend may take to open; None also asks for an idle engine, as upstream does.
+    """
 
     backend: str
     extra_config_text: str | None = None
     prefetch_policy: str | None = None
     write_policy: str | None = None
+    wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,13 @@ class Service(Protocol):
         """Empty device and host tiers once idle, waiting at most `timeout_s`."""
 
     async def attach(self, request: AttachRequest) -> Outcome:
-        """Attach a storage backend to the idle engine, or change the policies of the same one."""
+        """Attach a storage backend, or change the policies of the same one. Requests go on meanwhile."""
 
-    async def detach(self) -> Outcome:
-        """Detach the storage backend from the idle engine; nothing attached is a success."""
+    async def detach(self, wait_s: float | None = None) -> Outcome:
+        """Detach the storage backend; nothing attached is a success. Requests go on meanwhile.
+
+        wait_s: seconds that its running jobs may take to end; None asks for an idle engine.
+        """
 
     async def clear_storage(self) -> Outcome:
         """Delete every page in the attached storage."""

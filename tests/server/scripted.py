@@ -113,7 +113,7 @@ class ScriptedService:
         self.calls.append(request)
         return self.outcome
 
-    async def detach(self) -> Outcome:
+    async def detach(self, wait_s: float | None = None) -> Outcome:
         self.calls.append("detach")
         return self.outcome
 

@@ -141,7 +141,8 @@ BUGS = [
         "tests/prefix_cache/test_facade.py", "tests/cache", "tests/engine/test_tiers.py"),
     bug("28", "only the last node of a path is written through", BACKUP,
         "        return list(_runs(path, lacks_host))\n\n    def _submit",
-        "        return list(_runs(path[-1:], lacks_host))\n\n    def _submit"),
+        "        return list(_runs(path[-1:], lacks_host))\n\n    def _submit",
+        "tests/cache/test_lost_hits.py"),
     bug("29", "an eviction prunes the node with its host copy", "tree/removal.py",
         "        store.drop(node, component, tier, out)\n        if store.dead",
         "        store.drop(node, component, tier, out)\n"

@@ -202,7 +202,7 @@ class World:
         page = np.frombuffer(data[: self.host_pool.page_bytes], np.int64)
         link = int(page.reshape(-1, self.setup.page_size)[0, -1])
         if link not in self._names:  # the end of an answer that is being written
-            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            for request in [*self.scheduler.running, *self.scheduler.waiting, *self.engine.finished]:
                 self.note_request(request)
         if self._names.get(link) != name.rsplit("-", 1)[-1]:
             raise Broken(f"storage is given {name} for the page that ends with {link}")

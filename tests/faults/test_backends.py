@@ -1,0 +1,149 @@
+"""Storage that misbehaves in every way and phase, under a real engine: no request fails, none differs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hiradix.engine.api import SamplingParams
+from hiradix.server.engine_service import EngineService
+from hiradix.server.flags import parse_serve_args
+from hiradix.server.serve import build_service
+from hiradix.server.service import AttachRequest, Generation, Outcome
+from hiradix.storage import register_storage_backend
+from tests.e2e.load import flags
+from tests.faults.misbehaving import BEHAVIOUR, KINDS, PHASES
+
+PAGE = 16
+SEEN = [[(7 * n + i) % 500 + 5 for i in range(90 + 40 * n)] for n in range(4)]
+NEW = [[n, *SEEN[n][:70]] for n in range(4)]  # these share no page with the others
+WAIT_S = 5.0
+REQUEST_LIMIT_S = 30.0
+EXTRA = json.dumps({"prefetch_threshold": PAGE, "deadline_s": 0.3, "breaker_retry_s": 0.2})
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path) -> Iterator[EngineService]:
+    register_storage_backend("misbehaving", "tests.faults.misbehaving:Misbehaving")
+    more = ("--enable-hierarchical-cache", "--page-size", str(PAGE), "--max-total-tokens", "1024")
+    more += ("--hicache-ratio", "1.5", "--hicache-storage-prefetch-policy", "wait_complete")
+    built = build_service(parse_serve_args(flags(tiny_model, *more, "--check-invariants")))
+    yield built
+    BEHAVIOUR.set(None, None)
+    assert built.close(10.0)
+
+
+async def answer(service: EngineService, rid: str, prompt: list[int]) -> list[int]:
+    generation = Generation(rid, prompt, SamplingParams(max_new_tokens=5, ignore_eos=True))
+    tokens: list[int] = []
+    async with asyncio.timeout(REQUEST_LIMIT_S):
+        async for output in service.generate(generation):
+            tokens += output.token_ids
+            assert output.finish_reason in (None, "length"), output
+    return tokens
+
+
+Answers = list[list[int]]
+
+
+async def answers(service: EngineService, name: str, prompts: Answers = SEEN) -> Answers:
+    return list(await asyncio.gather(*(answer(service, f"{name}-{i}", p) for i, p in enumerate(prompts))))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path) -> dict[str, Answers]:
+    """What an engine without a cache answers."""
+    off = build_service(parse_serve_args(flags(tiny_model, "--disable-radix-cache")))
+    try:
+        return {
+            "seen": asyncio.run(answers(off, "off")),
+            "new": asyncio.run(answers(off, "off", NEW)),
+        }
+    finally:
+        assert off.close(10.0)
+
+
+async def attach(service: EngineService, place: str = "a") -> Outcome:
+    extra = json.dumps({**json.loads(EXTRA), "place": place})
+    return await service.attach(AttachRequest("misbehaving", extra, wait_s=WAIT_S / 5))
+
+
+async def emptied(service: EngineService) -> None:
+    outcome = await service.flush(30.0)
+    assert outcome.ok, outcome
+
+
+async def story(service: EngineService, phase: str, kind: str) -> list[tuple[str, Answers]]:
+    """A life with storage in which `phase` goes wrong, and all answers of it."""
+    told: list[tuple[str, Answers]] = []
+
+    async def ask(when: str, prompts: Answers = SEEN) -> None:
+        told.append(("seen" if prompts is SEEN else "new", await answers(service, when, prompts)))
+
+    place = f"{phase} {kind}"
+    assert (await attach(service, place)).ok
+    await ask("before")  # what is stored here is there to be queried and read
+    await emptied(service)
+    BEHAVIOUR.set(phase, kind)
+    if phase in ("attach", "detach"):
+        detaching = asyncio.ensure_future(service.detach(WAIT_S))
+        await ask("detaching")
+        await detaching
+        attaching = asyncio.ensure_future(attach(service, place))
+        await ask("attaching")
+        await attaching
+    await ask("during")
+    await ask("stored", NEW)
+    await emptied(service)
+    await ask("again")
+    assert BEHAVIOUR.num_faults > 0, "the fault never happened"
+    BEHAVIOUR.set(None, None)
+    assert (await service.detach(WAIT_S)).ok
+    assert (await attach(service, place)).ok, "it recovers without a restart"
+    await ask("after")
+    assert (await service.detach(WAIT_S)).ok
+    await emptied(service)
+    return told
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("phase", PHASES)
+def test_no_request_fails_or_differs(
+    service: EngineService, reference: dict[str, Answers], phase: str
+) -> None:
+    for kind in KINDS:
+        try:
+            told = asyncio.run(story(service, phase, kind))
+        finally:
+            BEHAVIOUR.set(None, None)
+        for which, answered in told:
+            assert answered == reference[which], (phase, kind)
+
+
+def test_an_attach_that_hangs_is_given_up_at_its_deadline(service: EngineService) -> None:
+    async def hang() -> Outcome:
+        BEHAVIOUR.set("attach", "hang")
+        try:
+            return await attach(service)
+        finally:
+            BEHAVIOUR.set(None, None)
+
+    outcome = asyncio.run(hang())
+    assert not outcome.ok and "not open within" in outcome.message
+
+
+def test_without_wait_a_busy_engine_refuses(service: EngineService) -> None:
+    async def busy() -> list[Outcome]:
+        running = asyncio.ensure_future(answers(service, "busy"))
+        while (await service.snapshot()).engine.num_running == 0:
+            await asyncio.sleep(0)
+        refused = [await service.attach(AttachRequest("misbehaving", EXTRA)), await service.detach()]
+        await running
+        return refused
+
+    for outcome in asyncio.run(busy()):
+        assert not outcome.ok and "scheduler is not idle" in outcome.message
