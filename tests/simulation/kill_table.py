@@ -168,7 +168,8 @@ BUGS = [
         "self._failures < self._limits.failures_to_open", "True",
         "tests/storage/test_guard.py", "tests/storage/test_parts.py"),
     bug("38", "a detach does not wait for the running job", CONTROLLER,
-        "        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):\n            return False\n", ""),
+        "        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):\n            return False\n", "",
+        "tests/transfer/test_lifecycle.py", "tests/transfer/test_simulation.py"),
     bug("h1", "a split between insert and copy: only the lower part goes to storage", BACKUP,
         "            if ok:\n                self.store(node)",
         "            if ok and self._controller.storage_attached and node.parent is not None:\n"
@@ -195,7 +196,7 @@ BUGS = [
         "            key = self._key(req.fill_ids, req)[:num_tokens]",
         "            key = RadixKey(req.fill_ids)[:num_tokens]"),
     bug("h16", "a detach with nothing attached fails", HIRADIX,
-        "        if self._storage is not None:\n            try:", "        if True:\n            try:"),
+        "        if storage is not None:\n            storage.close()", "        storage.close()"),
     bug("003-a", "one buffer for all pages of a batch", RUNNERS,
         "return [self._host.page_views(page) for page in pages.tolist()]",
         "return [self._host.page_views(int(pages[-1])) for page in pages.tolist()]"),
