@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
-from hiradix.memory.hybrid import HybridSlotAllocator
+from hiradix.memory.hybrid import HybridPools, HybridSlotAllocator
 from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import ArraySpec, CacheShape, KVShape, MLAShape, token_bytes
-from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool
+from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool, size_host_pools
 from hiradix.memory.transport import TorchTransport, Transport, make_transport
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "DevicePool",
     "HostPlan",
     "HostPool",
+    "HybridPools",
     "HybridSlotAllocator",
     "KVShape",
     "Layout",
@@ -33,5 +34,6 @@ __all__ = [
     "make_transport",
     "plan_host_pool",
     "size_host_pool",
+    "size_host_pools",
     "token_bytes",
 ]

@@ -6,11 +6,36 @@ A request's table has full slots only. A layer with a window finds its slot thro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from hiradix.errors import ConfigError
 from hiradix.memory.allocator import SlotAllocator
+from hiradix.memory.pools import DevicePool
+
+
+@dataclass(frozen=True)
+class HybridPools:
+    """The device pools of a model that mixes kinds of attention, and which of its layers each has."""
+
+    full: DevicePool
+    window: DevicePool
+    full_layers: Sequence[int]
+    window_layers: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for name, pool, layers in (
+            ("full", self.full, self.full_layers),
+            ("window", self.window, self.window_layers),
+        ):
+            if len(layers) != pool.shape.num_layers:
+                raise ConfigError(f"{name}_layers: {len(layers)} for a pool of {pool.shape.num_layers}")
+        both = sorted([*self.full_layers, *self.window_layers])
+        if both != list(range(len(both))):
+            raise ConfigError(f"full_layers and window_layers: {both} are not each layer once")
 
 
 class HybridSlotAllocator:

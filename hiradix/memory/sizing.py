@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +58,19 @@ def size_host_pool(
     """Pages of the host pool for one of `num_ranks` ranks on this machine now; see `plan_host_pool`."""
     page_bytes = page_size * token_bytes(shape)
     return plan_host_pool(page_bytes, device_pages, config, available_bytes(), num_ranks).num_pages
+
+
+def size_host_pools(
+    page_bytes: Sequence[int], device_pages: Sequence[int], config: HostSizing, num_ranks: int = 1
+) -> list[int]:
+    """Pages of several host pools that together are what `config` asks for, in the device pools' proportion.
+
+    page_bytes, device_pages: of each pool; the first, the backbone's, is what a ratio counts.
+    """
+    shares = [pages / device_pages[0] for pages in device_pages]
+    bytes_per_page = math.ceil(sum(own * share for own, share in zip(page_bytes, shares, strict=True)))
+    plan = plan_host_pool(bytes_per_page, device_pages[0], config, available_bytes(), num_ranks)
+    return [max(1, int(plan.num_pages * share)) for share in shares]
 
 
 def plan_host_pool(

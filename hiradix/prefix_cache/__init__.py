@@ -1,11 +1,12 @@
 """Drop-in prefix-cache classes for engines.
 
-`RadixCache` (device only), `HiRadixCache` (all tiers), `SWARadixCache` (full attention and sliding windows).
+`RadixCache` (device only) and `HiRadixCache` (all tiers); for models that mix full attention and sliding
+windows `SWARadixCache` and `SWAHiRadixCache` (device and host).
 """
 
 from __future__ import annotations
 
-from hiradix.prefix_cache.build import ModelIdentity, build_prefix_cache
+from hiradix.prefix_cache.build import ModelIdentity, build_hybrid_cache, build_prefix_cache
 from hiradix.prefix_cache.hiradix import HiRadixCache, OpenedStorage
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
@@ -19,7 +20,7 @@ from hiradix.prefix_cache.records import (
     MatchPrefixParams,
     MatchResult,
 )
-from hiradix.prefix_cache.swa import SWARadixCache
+from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.tree import RadixKey
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "OpenedStorage",
     "RadixCache",
     "RadixKey",
+    "SWAHiRadixCache",
     "SWARadixCache",
+    "build_hybrid_cache",
     "build_prefix_cache",
 ]

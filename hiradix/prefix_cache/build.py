@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hiradix.cache import HostTier
+from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import ConfigError
-from hiradix.memory import DevicePool, HostPool, MLAShape, PageAllocator, make_transport, size_host_pool
+from hiradix.memory import (
+    DevicePool,
+    HostPool,
+    HybridPools,
+    MLAShape,
+    PageAllocator,
+    make_transport,
+    size_host_pool,
+    size_host_pools,
+    token_bytes,
+)
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
+from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.transfer import TransferController
+from hiradix.transfer import PoolPair, TransferController
 
 
 @dataclass(frozen=True)
@@ -70,20 +82,57 @@ def build_prefix_cache(
     return cache
 
 
+def build_hybrid_cache(config: HiCacheConfig, params: CacheInitParams, pools: HybridPools) -> SWARadixCache:
+    """As `build_prefix_cache` for models with sliding windows: `SWAHiRadixCache`, or `SWARadixCache`.
+
+    pools: those behind `params.token_to_kv_pool_allocator`. Storage is refused with the flag's name.
+    """
+    config = config.normalised()
+    if params.page_size != config.page_size:
+        raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
+    if params.disable or not config.enable_hierarchical_cache:
+        return SWARadixCache(params)
+    if config.hicache_storage_backend is not None:
+        _no_storage(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
+    devices, layers_of = (pools.full, pools.window), (pools.full_layers, pools.window_layers)
+    page_bytes = [config.page_size * token_bytes(pool.shape) for pool in devices]
+    counts = size_host_pools(page_bytes, [pool.num_pages for pool in devices], config)
+    pairs = []
+    for pool, num_pages, layers in zip(devices, counts, layers_of, strict=True):
+        host_pool = HostPool(
+            pool.shape, num_pages, config.page_size, layout=config.hicache_mem_layout, device=pool.device
+        )
+        transport = make_transport(config.hicache_io_backend, pool.device)
+        pairs.append(PoolPair(pool, host_pool, transport, layers))
+    sources = tuple(PageAllocator(num_pages) for num_pages in counts)
+    host = _tier(config, sources, TransferController.over(pairs))
+    return SWAHiRadixCache(params, host, _no_storage)
+
+
+def _no_storage(name: str, extra: ExtraConfig) -> GuardedStorage:
+    raise ConfigError(f"--hicache-storage-backend {name}: stores full attention only, not sliding windows")
+
+
 def _is_replicated(pool: HostPool) -> bool:
     """Whether tensor parallel ranks have the same pages: one of them stores for all."""
     return isinstance(pool.shape, MLAShape)
 
 
 def _host_tier(config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool) -> HostTier:
-    limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
     controller = TransferController(
         device_pool,
         host_pool,
         transport=make_transport(config.hicache_io_backend, device_pool.device),
     )
+    return _tier(config, PageAllocator(host_pool.num_pages), controller)
+
+
+def _tier(
+    config: HiCacheConfig, pages: PageSource | Sequence[PageSource], controller: TransferController
+) -> HostTier:
+    limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
     return HostTier(
-        PageAllocator(host_pool.num_pages),
+        pages,
         controller,
         WritePolicy.from_name(config.hicache_write_policy),
         PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits),

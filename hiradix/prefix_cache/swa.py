@@ -16,6 +16,7 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
+from hiradix.prefix_cache.hiradix import HiRadixCache
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
     CacheInitParams,
@@ -29,7 +30,7 @@ from hiradix.prefix_cache.records import (
 )
 from hiradix.prefix_cache.slots import Pages, SlotPages, pages_of
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
-from hiradix.tree import FULL, Component, DeadLeaf, Lock, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree, Tier
 
 WINDOW = 1  # the window's component
 _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_allocator", "free_swa")
@@ -78,6 +79,10 @@ class SWARadixCache(RadixCache):
 
     def supports_swa(self) -> bool:
         return True
+
+    def split_match(self, node: Node) -> Match:
+        """`node` as a match: the deepest usable boundaries at or above it."""
+        return self.tree.boundaries(self.tree.current(node) or self.tree.root)
 
     def available_and_evictable_str(self) -> str:
         """Two lines for an out-of-memory message."""
@@ -168,3 +173,10 @@ class SWARadixCache(RadixCache):
                 lo, hi = max(n.start, start), min(n.end, start + len(window))
                 held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
         self._window_pages.free(window[(window > 0) & (window != held)])
+
+
+class SWAHiRadixCache(SWARadixCache, HiRadixCache):
+    """`SWARadixCache` with a host tier: what was evicted comes back, full and window pages at once.
+
+    Storage is refused: a page of it is full attention only.
+    """

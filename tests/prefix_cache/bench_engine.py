@@ -157,7 +157,7 @@ class Bench:
         counter = getattr(self.cache, "layer_done_counter", None)
         if counter is not None:
             counter.set_consumer(slot)
-            for layer in range(SHAPE.num_layers):
+            for layer in range(counter.num_layers):
                 counter.wait_until(layer)
         prefix = len(req.prefix_indices)
         self.verify(req, prefix)

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from hiradix.memory import DevicePool, HybridSlotAllocator, KVShape, ReqToTokenPool
-from hiradix.prefix_cache import CacheInitParams, EvictParams, SWARadixCache
+from hiradix.config import HiCacheConfig
+from hiradix.memory import DevicePool, HybridPools, HybridSlotAllocator, KVShape, ReqToTokenPool
+from hiradix.prefix_cache import CacheInitParams, EvictParams, SWARadixCache, build_hybrid_cache
 from tests.prefix_cache.bench_engine import SHAPE, Bench, ForeignAllocator, Request
 
 WINDOW_SHAPE = KVShape(1, 1, 4, 4, torch.float32)
+FULL_LAYERS, WINDOW_LAYERS = (0, 2), (1,)  # of the model
 
 
 class ForeignHybridAllocator:
@@ -60,11 +62,11 @@ class ForeignHybridAllocator:
 
 
 class SwaBench(Bench):
-    """Pools, cache and moves. window: in tokens; num_window_pages: of the window pool."""
+    """Pools, cache and moves. window: in tokens; config: of the host tier, None without one."""
 
     def __init__(
         self, num_pages: int, num_window_pages: int, page_size: int, window: int, *, foreign: bool = False,
-        **switches: Any,
+        config: dict[str, Any] | None = None, **switches: Any,
     ):  # fmt: skip
         self.page_size, self.num_pages, self.num_window_pages = page_size, num_pages, num_window_pages
         self.window = window
@@ -80,12 +82,12 @@ class SwaBench(Bench):
             req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=page_size,
             sliding_window_size=window, **{"disable": False, **switches},
         )  # fmt: skip
-        self.cache: Any = self.make_cache(params)
+        self.cache: Any = SWARadixCache(params)
+        if config is not None:
+            pools = HybridPools(self.pool, self.window_pool, FULL_LAYERS, WINDOW_LAYERS)
+            self.cache = build_hybrid_cache(HiCacheConfig(page_size=page_size, **config), params, pools)
         self.running: list[Request] = []
         self.counter = 0
-
-    def make_cache(self, params: CacheInitParams) -> Any:
-        return SWARadixCache(params)
 
     # -- stamps -------------------------------------------------------------------------
 

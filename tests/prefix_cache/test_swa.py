@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +25,19 @@ Make = Callable[..., SwaBench]
 
 
 @pytest.fixture(params=[False, True], ids=["own-pools", "foreign-pools"])
-def make(request: pytest.FixtureRequest) -> Make:
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    benches: list[SwaBench] = []
+
     def build(
         num_pages: int = 40, num_window_pages: int = 40, page_size: int = 1, window: int = 4, **switches: Any
     ) -> SwaBench:
-        return SwaBench(num_pages, num_window_pages, page_size, window, foreign=request.param, **switches)
+        bench = SwaBench(num_pages, num_window_pages, page_size, window, foreign=request.param, **switches)
+        benches.append(bench)
+        return bench
 
-    return build
+    yield build
+    for bench in benches:
+        bench.close()
 
 
 def prompt(n: int, start: int = 0) -> list[int]:
@@ -173,13 +179,80 @@ def test_disabled_cache_never_reuses_and_never_leaks(make: Make) -> None:
         assert bench.allocator.full_available_size() == bench.allocator.swa_available_size() == 160
 
 
+# -- with a host tier, and at random --------------------------------------------------------
+
+
+def host_tier(policy: str | None) -> dict[str, Any] | None:
+    if policy is None:
+        return None
+    return {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": policy}
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_was_evicted_comes_back_with_its_window(make: Make, policy: str) -> None:
+    bench = make(config=host_tier(policy), page_size=2, window=6)
+    bench.finish(bench.start(prompt(21)))
+    bench.settle()
+    bench.cache.evict(EvictParams(1000))
+    assert bench.cache.total_size() == (0, 0)
+    req = bench.start(prompt(21))  # verifies both pools
+    assert (req.device_tokens, req.host_tokens) == (0, 20)
+    assert bench.cache.total_size() == (20, 6), "full pages all, window pages as many as it takes"
+    bench.check()
+    bench.finish(req)
+    bench.settle()
+    bench.check()
+
+
+def test_a_window_that_left_alone_is_a_host_hit_behind_full_pages_that_stay(make: Make) -> None:
+    bench = make(config=host_tier("write_through"), page_size=2, window=6)
+    bench.finish(bench.start(prompt(21)))
+    bench.settle()
+    assert bench.cache.evict(EvictParams(0, 1000)).num_tokens_evicted == 0
+    match = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
+    assert (len(match.device_indices), match.host_hit_length) == (0, 20)
+    kept = bench.cache.all_values_flatten().sort().values
+    req = bench.start(prompt(21))
+    assert req.host_tokens == 20 and torch.equal(req.prefix_indices[:20].sort().values, kept)
+    bench.check()
+
+
+def test_load_back_needs_room_in_both_pools_or_does_nothing(make: Make) -> None:
+    bench = make(config=host_tier("write_through"), num_window_pages=12, window=8)
+    bench.finish(bench.start(prompt(12)))
+    bench.settle()
+    bench.cache.evict(EvictParams(1000))
+    blocker = bench.start(prompt(6, start=500))
+    match = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(12))))
+    assert match.host_hit_length == 12
+    before = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
+    indices, node = bench.cache.init_load_back(match.last_host_node, match.host_hit_length)
+    assert len(indices) == 0 and node is bench.cache.root_node
+    assert before == (bench.allocator.full_available_size(), bench.allocator.swa_available_size())
+    bench.finish(blocker, insert=False)
+    bench.settle()
+    assert len(bench.cache.init_load_back(match.last_host_node, 12)[0]) == 12
+    bench.settle()
+    bench.check()
+
+
+def test_storage_is_refused_by_its_flag(make: Make, tmp_path: object) -> None:
+    bench = make(config=host_tier("write_through"))
+    ok, message = bench.cache.attach_storage_backend("file", f'{{"file_storage_path": "{tmp_path}"}}')
+    assert not ok and "--hicache-storage-backend file: stores full attention only" in message
+    with pytest.raises(ConfigError, match="--hicache-storage-backend file"):
+        make(config={**(host_tier("write_through") or {}), "hicache_storage_backend": "file"})
+
+
 @pytest.mark.parametrize("page_size, window", [(1, 3), (1, 8), (4, 3), (4, 4), (4, 10), (16, 24)])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_serving_is_exact_in_both_pools(make: Make, page_size: int, window: int, seed: int) -> None:
+@pytest.mark.parametrize("policy", [None, "write_through", "write_through_selective", "write_back"])
+def test_random_serving_is_exact_in_both_pools(
+    make: Make, page_size: int, window: int, policy: str | None
+) -> None:
     num_pages = 64 // page_size + 6
-    bench = make(num_pages, num_pages * 3 // 4, page_size, window)
-    rng = random.Random(seed)
-    hits = 0
+    bench = make(num_pages, num_pages * 3 // 4, page_size, window, config=host_tier(policy))
+    rng = random.Random(page_size * window)
+    hits = host_hits = 0
     for _ in range(200):
         move = rng.random()
         if move < 0.45 and len(bench.running) < 3:
@@ -187,7 +260,8 @@ def test_random_serving_is_exact_in_both_pools(make: Make, page_size: int, windo
             req = bench.start(
                 base + [rng.randint(900, 901) for _ in range(rng.randint(1, 6))], share=rng.random() < 0.8
             )
-            hits += 0 if req is None else req.device_tokens
+            hits += 0 if req is None else req.device_tokens + req.host_tokens
+            host_hits += 0 if req is None else req.host_tokens
         elif move < 0.75 and bench.running:
             bench.decode(rng.choice(bench.running), rng.randint(900, 901))
         elif move < 0.93 and bench.running:
@@ -199,8 +273,9 @@ def test_random_serving_is_exact_in_both_pools(make: Make, page_size: int, windo
         bench.check()
     while bench.running:
         bench.finish(bench.running[0])
+    bench.settle()
     bench.check()
     assert bench.cache.full_protected_size() == bench.cache.swa_protected_size() == 0
-    assert hits > 30
+    assert hits > 30 and (host_hits > 0 or policy is None)
     bench.cache.evict(EvictParams(10_000))
     assert bench.cache.total_size() == (0, 0)
