@@ -7,9 +7,11 @@ same prompts in the same order. A case has a process of its own.
 from __future__ import annotations
 
 import gc
-import os
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import workloads
@@ -203,70 +205,29 @@ class Evict(Case):
         return {"us": [self._peer.timed_evict(EVICTED) * 1e6 for _ in range(REPEATS)]}
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 class Memory(Case):
-    """Growth of the process per token and per node. Prompts are fresh int objects that the caller drops.
+    """Growth of a process per token and per node: two sizes of node give two equations.
 
-    Two sizes of node give two equations. Each is measured in a forked child, which starts clean.
+    Each size is measured in a fresh process (`memory_point.py`): one that has done other work has free memory
+    to fill first.
     """
-
 
     def __init__(self, make: Callable[[], Any], page: int, ratio: float = 0.0) -> None:
         self._make, self._page, self._ratio = make, page, ratio
 
     def measure(self) -> Measured:
         small, large = self._page, 8 * LEAF
-        of_small = _in_child(lambda: self._growth(small, 5_000))
-        of_large = _in_child(lambda: self._growth(large, 1_500))
+        of_small, of_large = self._growth(small, 4_000), self._growth(large, 1_000)
         per_token = (of_large - of_small) / (large - small)
         return {"bytes/token": [per_token], "bytes/node": [of_small - per_token * small]}
 
     def _growth(self, size: int, count: int) -> float:
         """Bytes per node of `size` tokens."""
-        peer = self._make()
-        num_tokens = (count + 20) * size
-        if self._ratio:
-            peer.new(self._page, num_tokens, self._ratio)
-        else:
-            peer.new(self._page, num_tokens)
-        rows = workloads.leaves(count + 20, size)
-        for row in rows[:20]:
-            self._store(peer, row.tolist())
-        gc.collect()
-        before = resident_bytes()
-        for row in rows[20:]:
-            self._store(peer, row.tolist())
-        gc.collect()
-        return (resident_bytes() - before) / count
-
-    def _store(self, peer: Any, ids: list[int]) -> None:
-        if self._ratio:
-            peer.turn(ids, HostTurns())
-        else:
-            peer.store(ids)
-
-
-def _in_child(work: Callable[[], float]) -> float:
-    """`work()` in a forked child."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.write(writer, repr(work()).encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    with os.fdopen(reader) as answers:
-        answer = answers.read()
-    _, status = os.waitpid(child, 0)
-    assert status == 0, f"a memory measurement ended with status {status}"
-    return float(answer)
+        point = [str(value) for value in (self._page, size, count, self._ratio)]
+        adapter = [self._make.__module__, self._make.__name__]  # type: ignore[attr-defined]
+        command = [sys.executable, str(Path(__file__).with_name("memory_point.py")), *adapter, *point]
+        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+        return float(done.stdout.split()[-1])
 
 
 CASES: dict[str, tuple[str, type[Case]]] = {  # kind: (which adapter, case)

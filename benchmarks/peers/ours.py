@@ -28,6 +28,11 @@ SHAPE = KVShape(1, 1, 1, 1, torch.float32)
 COPY_DEADLINE_S = 30.0
 
 
+def touch(pages: PageAllocator) -> None:
+    """Hand out every page once: what is booked per page is in memory from then on."""
+    pages.free(pages.alloc(pages.available))
+
+
 class DropIn(TreePeer):
     """RadixCache over our own slot allocator."""
 
@@ -36,6 +41,9 @@ class DropIn(TreePeer):
         self.allocator = SlotAllocator(num_tokens, page_size)
         self.rows = ReqToTokenPool(2, 1 << 13)
         self.cache = RadixCache(CacheInitParams(False, self.rows, self.allocator, page_size))
+
+    def touch_pools(self) -> None:
+        touch(self.allocator.pages)
 
     def tokens(self, ids: Any) -> Any:
         return array("q", ids)
@@ -163,13 +171,18 @@ class DropInHost(HostPeer):
         self.allocator = SlotAllocator(num_pages * page_size, page_size, kvcache=pool)
         self._controller = TransferController(pool, host_pool, transport=NoCopies())
         prefetch = PrefetchPolicy.from_name("best_effort", PrefetchLimits(page_size))
+        self._host_pages = PageAllocator(host_pool.num_pages)
         host = HostTier(
-            PageAllocator(host_pool.num_pages),
+            self._host_pages,
             self._controller,
             WritePolicy.from_name("write_through"),
             prefetch,
         )
         self.cache = HiRadixCache(CacheInitParams(False, None, self.allocator, page_size), host, _no_storage)
+
+    def touch_pools(self) -> None:
+        touch(self.allocator.pages)
+        touch(self._host_pages)
 
     key = DropIn.key
     lock = DropIn.lock

@@ -49,6 +49,9 @@ class TreePeer:
         """A fresh, empty cache over a pool of `num_tokens`."""
         raise NotImplementedError
 
+    def touch_pools(self) -> None:
+        """Have in memory what pools book per page, so that it is not taken for what cached tokens cost."""
+
     def tokens(self, ids: Any) -> Any:
         """A prompt as this peer's request keeps it."""
         return ids
@@ -190,6 +193,9 @@ class HostPeer:
     def new(self, page_size: int, num_tokens: int, ratio: float) -> None:
         """A fresh cache; the host pool is `ratio` times the device pool of `num_tokens`."""
         raise NotImplementedError
+
+    def touch_pools(self) -> None:
+        """Have in memory what pools book per page, so that it is not taken for what cached tokens cost."""
 
     def key(self, ids: Any) -> Any:
         raise NotImplementedError

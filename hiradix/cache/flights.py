@@ -6,6 +6,7 @@ back, so work of an earlier epoch can never touch the tree of a later one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -37,11 +38,12 @@ class Flight:
 
 
 class Flights:
-    """The table of tickets. Scheduler thread only."""
+    """The table of tickets. Scheduler thread only. num_owned: host pages of flights, by component."""
 
     def __init__(self, free_host: Callable[[PagesOf], None]):
         self._free_host = free_host
         self._lanes: dict[JobKind, dict[Ticket, Flight]] = {kind: {} for kind in JobKind}
+        self.num_owned: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -52,6 +54,8 @@ class Flights:
     def add(self, ticket: Ticket, flight: Flight) -> None:
         assert ticket not in self, f"ticket {ticket} used twice"
         self._lanes[flight.kind][ticket] = flight
+        for component, pages in flight.owns.items():
+            self.num_owned[component] += len(pages)
 
     def lane(self, kind: JobKind) -> Mapping[Ticket, Flight]:
         """The flights of one kind, oldest first."""
@@ -60,6 +64,8 @@ class Flights:
     def apply(self, result: Result) -> None:
         """Run a result's one completion path. An unknown ticket is a bug."""
         flight = self._lanes[result.kind].pop(result.ticket)
+        for component, pages in flight.owns.items():
+            self.num_owned[component] -= len(pages)
         if flight.orphaned:
             self._free_host(flight.owns)
         else:
@@ -75,6 +81,8 @@ class Flights:
                     for c in {*owns, *reads}
                 }
                 flight.orphaned = True
+                more = {c: len(pages) - len(owns.get(c, NO_PAGES)) for c, pages in flight.owns.items()}
+                self.num_owned.update(more)
 
     def owned(self, component: int = BACKBONE) -> Pages:
         """Host pages owned by flights, for conservation: each is in no other place."""

@@ -163,6 +163,8 @@ class Engine:
             outputs += self._run(parts)
             self.num_steps += 1
         self.is_blocked = not parts and self.has_work
+        running = self._scheduler.running
+        self.cache.check_conservation(sum(r.num_allocated - r.cache_protected_len for r in running))
         if self._check:
             check_conservation(self.cache, self._pools.allocator, self._scheduler)
         return outputs

@@ -112,6 +112,14 @@ class Figures:
             **{name: count * size for name, count in total.items()},
         )
 
+    def check_conservation(self, num_held: int) -> None:
+        """Assert that no slot is lost or counted twice, in either tier; cheap enough for every step. O(1).
+
+        num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
+        from `cache_protected_len` on. Between steps.
+        """
+        self.cache.check_conservation(num_held // self.page_size)
+
     def check(self) -> None:
         """Assert all invariants, O(tree)."""
         self.cache.check()

@@ -27,7 +27,7 @@ from hiradix.prefix_cache.records import (
     MatchResult,
     RequestLike,
 )
-from hiradix.prefix_cache.slots import SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.slots import RowCopies, SlotPages, pages_of, slots_of
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
 
@@ -46,6 +46,7 @@ class RadixCache(NoLowerTiers, Figures):
         self._pages = self._make_pages(params)
         self.cache = self._make_cache(params, host)
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
+        self._copies = RowCopies()
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _make_pages(self, params: CacheInitParams) -> SlotPages:
@@ -146,7 +147,7 @@ class RadixCache(NoLowerTiers, Figures):
         )
         self._hold(req, lock)
         req.cache_protected_len = end * self.page_size
-        req.prefix_indices = row.to(torch.int64, copy=True)
+        req.prefix_indices = self._copies.copy(req.rid, row, req.prefix_indices, first)
 
     def cache_finished_req(self, req: RequestLike, is_insert: bool = True) -> None:
         """Take over (or free) the slots of a request that ended, and drop its lock.
@@ -168,6 +169,7 @@ class RadixCache(NoLowerTiers, Figures):
                 else:
                     self.cache.finished(key, self._held(req).node, _ended(req))
         self._counted.discard(req.rid)
+        self._copies.forget(req.rid)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
             self._pages.free(tail)
@@ -192,6 +194,7 @@ class RadixCache(NoLowerTiers, Figures):
     def reset(self) -> None:
         """Drop everything on the device (and host). No request may hold a lock."""
         self.cache.reset()
+        self._copies.clear()
 
     # -- keys ---------------------------------------------------------------------------
 

@@ -12,10 +12,14 @@ import torch
 from hiradix.prefix_cache.records import SlotAllocatorLike
 
 Pages = npt.NDArray[np.int32]
+MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
 
 
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
+    if len(pages) * page_size >= MANY_SLOTS and page_size > 1:
+        spread = torch.add(torch.arange(page_size), torch.from_numpy(pages)[:, None], alpha=page_size)
+        return spread.view(-1).to(device)  # type: ignore[call-overload,no-any-return]
     wide = pages.astype(np.int64)
     if page_size > 1:
         wide *= page_size
@@ -66,3 +70,35 @@ class SlotPages:
             self._free_pages(pages)
         else:
             self._allocator.free(slots_of(pages, self._page_size, self._allocator.device))
+
+
+class RowCopies:
+    """int64 copies of running requests' rows. A copy grows in place, so a next chunk costs what is new."""
+
+    def __init__(self) -> None:
+        self._grown: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # rid: (the copy given, its buffer)
+
+    def copy(self, rid: str, row: torch.Tensor, last: torch.Tensor | None, num_kept: int) -> torch.Tensor:
+        """int64 [len(row)]: a copy of `row`. What was returned before keeps its first `num_kept` slots.
+
+        last: what the request has as its copy. If that is the one given out last, `row` still has its first
+        `num_kept` slots, and only the rest is read.
+        """
+        given, buffer = self._grown.get(rid, (None, None))
+        length = len(row)
+        if given is None or given is not last or buffer is None:
+            buffer = row.to(torch.int64, copy=True)  # exactly as long: most requests never come back for more
+        else:
+            if len(buffer) < length:
+                buffer, num_kept = buffer.new_empty(2 * length), 0
+            buffer[num_kept:length] = row[num_kept:]
+        copied = buffer[:length]
+        self._grown[rid] = (copied, buffer)
+        return copied
+
+    def forget(self, rid: str) -> None:
+        """The request has ended, or runs on other slots."""
+        self._grown.pop(rid, None)
+
+    def clear(self) -> None:
+        self._grown.clear()

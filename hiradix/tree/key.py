@@ -171,6 +171,8 @@ class RadixKey:
     def packed(self, start: int, end: int) -> tuple[bytes, int]:
         """Tokens [start, end) as bytes, and the bytes per token: 4 if they fit, else 8."""
         if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
+            if start == self.run_start and end == self.run_end:
+                return self.run, NARROW  # no second copy of a prompt that is one node
             first = (start - self.run_start) * NARROW
             return self.run[first : first + (end - start) * NARROW], NARROW
         return packed(self.tokens[start:end])

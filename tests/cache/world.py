@@ -290,6 +290,7 @@ class World:
     def check(self) -> None:
         """Every invariant, and each device page in exactly one place."""
         self.cache.check()
+        self.cache.check_conservation(0)
         resident = self.cache.tree.all_pages(Tier.DEVICE)
         assert len(np.unique(resident)) == len(resident), "a device page is in two nodes"
         total = len(resident) + self.device.available

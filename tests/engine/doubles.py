@@ -98,6 +98,10 @@ class NoReuse:
 
     def close(self, timeout_s: float = 10.0) -> None: ...
 
+    def check_conservation(self, num_held: int) -> None:
+        out = self._allocator.size - self._allocator.available_size()
+        assert out == num_held, f"{out} slots are out, requests have {num_held}"
+
     def check(self) -> None:
         assert self.num_locks >= 0
 

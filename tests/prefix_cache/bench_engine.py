@@ -250,6 +250,7 @@ class Bench:
         tree = self.cache.total_size() // self.page_size
         own, free = self.own_pages(), self.allocator.available_size() // self.page_size
         assert tree + len(own) + free == self.num_pages, (tree, len(own), free)
+        self.cache.check_conservation(len(own) * self.page_size)
 
     def settle(self) -> None:
         assert self.cache.drain(30.0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
+from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, pages_of, slots_of
 from tests.prefix_cache.bench_engine import Bench
 
 Make = Callable[..., Bench]
@@ -295,3 +297,36 @@ def test_bigram_keys_reach_storage_from_any_node_with_or_without_the_request(
         cache.check_hicache_events()
     match = cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
     assert match.last_host_node.end == 5
+
+
+def test_a_growing_request_keeps_its_row_and_what_was_given_out_before() -> None:
+    copies, table = RowCopies(), torch.arange(500, dtype=torch.int32)
+    last, given = None, []
+    for length in range(20, 500, 24):
+        kept = max(0, length - 30)
+        table[kept:length] += 1000  # slots beyond what is kept may have been exchanged
+        last = copies.copy("r", table[:length], last, kept)
+        assert last.dtype == torch.int64 and torch.equal(last, table[:length].to(torch.int64))
+        given.append((last, kept, table[:kept].to(torch.int64)))
+    assert all(torch.equal(copy[:kept], want) for copy, kept, want in given)
+    assert len({copy.data_ptr() for copy, *_ in given}) < len(given) / 2, "copied anew for every chunk"
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_a_row_that_is_not_the_one_copied_last_is_copied_whole(forget: bool) -> None:
+    copies = RowCopies()
+    copies.copy("r", torch.arange(8, dtype=torch.int32), None, 0)
+    other = torch.arange(100, 112, dtype=torch.int32)  # the same request came back with other slots
+    last = other[:8].to(torch.int64)
+    if forget:
+        copies.forget("r")
+    assert torch.equal(copies.copy("r", other, last, 8), other.to(torch.int64))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_slots_of_many_pages_are_those_of_few(page_size: int) -> None:
+    pages = np.random.default_rng(5).permutation(20_000)[: 2 * MANY_SLOTS // page_size].astype(np.int32)
+    parts = [slots_of(part, page_size) for part in np.array_split(pages, 64)]
+    slots = slots_of(pages, page_size)
+    assert slots.dtype == torch.int64 and torch.equal(slots, torch.cat(parts))
+    assert np.array_equal(pages_of(slots, page_size), pages)
