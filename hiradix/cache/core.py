@@ -346,20 +346,8 @@ class HierarchicalCache:
     # -- checks -------------------------------------------------------------------------
 
     def check_conservation(self, num_held: int) -> None:
-        """Assert that each page is counted once: free, in the tree, a request's or a transfer's own. O(1).
-
-        num_held: device pages that requests have and the tree has not. Between steps; on the device of the
-        backbone alone.
-        """
-        books = [(Tier.DEVICE, BACKBONE, self.supply.device, num_held)]
-        for component, pool in enumerate(self.supply.host_pools):
-            books.append((Tier.HOST, component, pool, self.flights.num_owned[component]))
-        for tier, component, pool, own in books:
-            free, resident = pool.available, self.tree.resident_pages(tier, component)
-            assert free + resident + own == pool.num_pages, (
-                f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
-                f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
-            )
+        """Assert that each page is counted once, see `PageSupply.check_conservation`. O(1)."""
+        self.supply.check_conservation(num_held, self.flights.num_owned)
 
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""

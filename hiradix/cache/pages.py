@@ -177,6 +177,22 @@ class PageSupply:
         if pair is not None:
             pair(self.tree.pages(segment.node, Tier.DEVICE, segment.end - len(pages)), pages)
 
+    def check_conservation(self, num_held: int, in_flight: Mapping[int, int]) -> None:
+        """Assert that each page is counted once: free, in the tree, a request's or a transfer's own. O(1).
+
+        num_held: device pages that requests have and the tree has not; of the backbone, as all that is asked
+        of the device. in_flight: host pages of transfers, by component. Holds between steps.
+        """
+        books = [(Tier.DEVICE, BACKBONE, self.device, num_held)]
+        for component, pool in enumerate(self.host_pools):
+            books.append((Tier.HOST, component, pool, in_flight[component]))
+        for tier, component, pool, own in books:
+            free, resident = pool.available, self.tree.resident_pages(tier, component)
+            assert free + resident + own == pool.num_pages, (
+                f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
+                f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
+            )
+
     def free_host(self, pages: Pages, component: int = BACKBONE) -> None:
         if len(pages):
             self.host_pools[component].free(pages)
