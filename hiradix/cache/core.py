@@ -345,10 +345,6 @@ class HierarchicalCache:
 
     # -- checks -------------------------------------------------------------------------
 
-    def check_conservation(self, num_held: int) -> None:
-        """Assert that each page is counted once, see `PageSupply.check_conservation`. O(1)."""
-        self.supply.check_conservation(num_held, self.flights.num_owned)
-
     def check(self) -> None:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()

@@ -118,7 +118,7 @@ class Figures:
         num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
         from `cache_protected_len` on. Between steps.
         """
-        self.cache.check_conservation(num_held // self.page_size)
+        self.cache.supply.check_conservation(num_held // self.page_size, self.cache.flights.num_owned)
 
     def check(self) -> None:
         """Assert all invariants, O(tree)."""

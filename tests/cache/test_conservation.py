@@ -20,7 +20,7 @@ def busy() -> World:
         if running is not None:
             world.release(running)
     world.settle()
-    world.cache.check_conservation(0)
+    world.check_conservation(0)
     return world
 
 
@@ -54,18 +54,18 @@ def test_one_page_out_of_place_is_seen(fault: Callable[[World], None]) -> None:
     world = busy()
     fault(world)
     with pytest.raises(AssertionError, match="pages of component 0: .* free"):
-        world.cache.check_conservation(0)
+        world.check_conservation(0)
 
 
 def test_what_requests_hold_and_what_is_in_flight_counts() -> None:
     world = busy()
     world.cache.make_room(2)
     pages = world.device.alloc(2)
-    world.cache.check_conservation(2)
+    world.check_conservation(2)
     with pytest.raises(AssertionError, match="DEVICE pages of component 0"):
-        world.cache.check_conservation(1)
+        world.check_conservation(1)
     world.device.free(pages)
-    world.cache.check_conservation(0)
+    world.check_conservation(0)
 
 
 def test_a_copy_under_way_owns_its_host_pages() -> None:
@@ -75,7 +75,7 @@ def test_a_copy_under_way_owns_its_host_pages() -> None:
         running = world.run_request(key)
         if running is not None:
             world.release(running)
-        world.cache.check_conservation(0)
+        world.check_conservation(0)
         seen = max(seen, world.cache.flights.num_owned[0])
         assert world.cache.flights.num_owned[0] == len(world.cache.flights.owned())
     assert seen > 0, "no copy was under way at any time"

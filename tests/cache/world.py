@@ -290,11 +290,15 @@ class World:
     def check(self) -> None:
         """Every invariant, and each device page in exactly one place."""
         self.cache.check()
-        self.cache.check_conservation(0)
+        self.check_conservation(0)
         resident = self.cache.tree.all_pages(Tier.DEVICE)
         assert len(np.unique(resident)) == len(resident), "a device page is in two nodes"
         total = len(resident) + self.device.available
         assert total == self.setup.device_pages, (len(resident), self.device.available)
+
+    def check_conservation(self, num_held: int) -> None:
+        """What an engine asserts after every step."""
+        self.cache.supply.check_conservation(num_held, self.cache.flights.num_owned)
 
     def check_storage(self) -> None:
         """Every stored page holds, to the bit, what its name says. Uses pages of empty pools."""
