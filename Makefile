@@ -71,7 +71,7 @@ test-kernels: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
 
 test-faults: $(READY)
-	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) tests/simulation tests/faults $(PYTEST_FLAGS)
+	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 $(PY) -m pytest -q -n $(JOBS) tests/simulation tests/faults tests/ranks $(PYTEST_FLAGS)
 
 # The peer runs in a process of its own. HIRADIX_DIFFERENTIAL_SEEDS=200 for ten times as many streams.
 test-differential: $(READY)

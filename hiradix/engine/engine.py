@@ -9,9 +9,8 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,11 +32,12 @@ from hiradix.engine.packing import Work
 from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
+from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
-from hiradix.transfer import LoadFailed
+from hiradix.transfer.process_group import ProcessGroup
 
 BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,13 +56,21 @@ class Engine:
 
     `cache` is the prefix cache (a RadixCache or HiRadixCache), `tokenizer` None where the model directory
     has none. Building it loads the weights and allocates the pools; raises ConfigError naming the value.
+
+    group: the ranks of a tensor parallel model. All of them must make the same calls in the same order
+    (see `hiradix.engine.ranks`), and get the same outputs; RankLost when one is gone.
     """
 
-    def __init__(self, config: EngineConfig, build_cache: BuildCache = build_prefix_cache):
+    def __init__(
+        self,
+        config: EngineConfig,
+        build_cache: BuildCache = build_prefix_cache,
+        group: ProcessGroup | None = None,
+    ):
         self.config = config
         if config.num_threads is not None or config.device == "cpu":
             torch.set_num_threads(config.num_threads or 1)
-        self._model = PagedModel(config.model_path, _DTYPES[config.dtype], config.device)
+        self._model = PagedModel(config.model_path, _DTYPES[config.dtype], config.device, group)
         self.model_name = config.model_name or Path(config.model_path).resolve().name
         self.tokenizer = Tokenizer.find(config.model_path)
         self.context_length = self._context_length()
@@ -76,17 +84,17 @@ class Engine:
                 page_size=config.cache.page_size,
                 eviction_policy=config.cache.radix_eviction_policy,
                 eviction_policy_config=dict(config.cache.radix_eviction_policy_config),
+                agree=None if group is None else group.least,
             ),
             self._pools.device,
-            model_identity(config.model_path, self.model_name),
+            _share_of(model_identity(config.model_path, self.model_name), group),
         )
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, _limits(config))
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
-        self._gate: Any = getattr(self.cache, "layer_done_counter", None)
-        self._gates: tuple[int, ...] = ()  # loads that may be under way: the next pass waits for them
+        self._gates = LoadGates(getattr(self.cache, "layer_done_counter", None), group)
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
         self.num_steps = 0
@@ -153,11 +161,7 @@ class Engine:
         """
         self.cache.check_hicache_events()
         parts = self._scheduler.plan()
-        gate = self.cache.ready_to_load_host_cache()
-        if gate < 0:
-            self._gates = ()
-        elif gate not in self._gates:
-            self._gates += (gate,)
+        self._gates.add(self.cache.ready_to_load_host_cache())
         outputs, self._ended = self._ended, []
         if parts:
             outputs += self._run(parts)
@@ -180,17 +184,13 @@ class Engine:
 
     def _run(self, parts: list[Part]) -> list[Output]:
         """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
-        if self._gate is not None:
-            self._gate.set_consumer(*self._gates)
-        try:
-            logits = self._model.forward([self._work(part) for part in parts], self._pools.device)
-        except LoadFailed:
+        work = [self._work(part) for part in parts]
+        logits = self._gates.run(lambda pool: self._model.forward(work, pool), self._pools.device)
+        if logits is None:
             for part in reversed(parts):
                 if part.admitted:
                     self._scheduler.undo_admission(part.request)
-            self._gates = tuple(slot for slot in self._gates if self._gate.error(slot) is None)
             return []
-        self._gates = ()
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
         requests = [parts[row].request for row in rows]
         outputs = self._answers.extend(requests, logits[rows]) if rows else []
@@ -233,6 +233,10 @@ class Engine:
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
         return self.cache.clear_storage_backend()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Let transfers under way end; False if the deadline passed first."""
+        return self.cache.drain(timeout_s)
 
     def refusal(self, verb: str) -> str | None:
         """Why an operation that asks for an idle engine is refused now, None if it is idle."""
@@ -292,6 +296,10 @@ def _limits(config: EngineConfig) -> Limits:
 def _kv_bytes_per_token(shape: KVShape) -> int:
     per_head = (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
     return shape.num_layers * shape.num_kv_heads * per_head
+
+
+def _share_of(model: ModelIdentity, group: ProcessGroup | None) -> ModelIdentity:
+    return model if group is None else replace(model, tp_rank=group.rank, tp_size=group.size)
 
 
 def model_identity(path: str, name: str) -> ModelIdentity:

@@ -12,8 +12,10 @@ import torch
 
 from hiradix.engine.attention import ATTENTION_NAME, KVBuffers, paged_attention
 from hiradix.engine.packing import Work, pack
+from hiradix.engine.tensor_parallel import check_divisible, cut
 from hiradix.errors import ConfigError
 from hiradix.memory import KVShape
+from hiradix.transfer.process_group import ProcessGroup
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 
@@ -53,11 +55,11 @@ def load_config(path: str) -> Any:
     return config
 
 
-def kv_shape(config: Any, dtype: torch.dtype) -> KVShape:
-    """Shape of the model's KV cache per token."""
+def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape:
+    """Shape of the model's KV cache per token, on one of `tp_size` ranks."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KVShape(
-        num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads,
+        num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads // tp_size,
         head_dim=head_dim, v_head_dim=head_dim, dtype=dtype,
     )
 
@@ -77,16 +79,20 @@ def stop_token_ids(config: Any, path: str) -> frozenset[int]:
 class PagedModel:
     """A causal language model whose KV lives in a device pool's pages.
 
-    `shape` is the KV shape a pool must have; `context_length` the most tokens a sequence may have. Used by
-    one thread.
+    `shape` is the KV shape a pool must have; `context_length` the most tokens a sequence may have. With a
+    group, both weights and shape are this rank's share. Used by one thread.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, device: str) -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype, device: str, group: ProcessGroup | None = None
+    ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         config = load_config(path)
+        if group is not None:
+            check_divisible(config, group.size)
         load: Any = AutoModelForCausalLM.from_pretrained
         try:
             with _no_progress_bars():
@@ -96,10 +102,12 @@ class PagedModel:
                 ).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the weights: {error}") from error
+        if group is not None:
+            cut(self._model, group)
         self._model.to(device)
         self.config = config
         self.device = torch.device(device)
-        self.shape = kv_shape(config, dtype)
+        self.shape = kv_shape(config, dtype, 1 if group is None else group.size)
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         self.stop_token_ids = stop_token_ids(config, path)

@@ -178,7 +178,7 @@ class EngineService:
         drained = True
         try:
             drained = self._thread.call(
-                lambda engine: _drain(engine, timeout_s), 2 * timeout_s + ADMIN_TIMEOUT_S
+                lambda engine: engine.drain(timeout_s), 2 * timeout_s + ADMIN_TIMEOUT_S
             )
         except (EngineStopped, TimeoutError) as error:
             logger.warning("no drain before the stop: %s", error)
@@ -216,11 +216,6 @@ def _off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
 def _close_late(opening: asyncio.Future[OpenedStorage]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().storage.close()
-
-
-def _drain(engine: Engine, timeout_s: float) -> bool:
-    drain = getattr(engine.cache, "drain", None)
-    return True if drain is None else bool(drain(timeout_s))
 
 
 def _transfers(stats: TransferStats | None) -> dict[str, TransferFigures]:

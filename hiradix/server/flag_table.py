@@ -103,6 +103,20 @@ _ENGINE: tuple[Flag, ...] = (
         512,
     ),
     Flag("--num-threads", "CPU threads of the model.", int, default_text="1"),
+    Flag(
+        "--tp-size",
+        "Processes over which the model's heads are cut (tensor parallel, on the CPU); see docs/ranks.md.",
+        int,
+        1,
+        aliases=("--tensor-parallel-size", "--tp"),
+    ),
+    Flag(
+        "--dist-timeout",
+        "Longest wait of one rank for another; after that, or when a rank dies, the server ends.",
+        float,
+        90.0,
+        metavar="SECONDS",
+    ),
     Flag("--random-seed", "Seed of sampled requests that bring none.", int, 0),
     Flag(
         "--check-invariants",

@@ -31,7 +31,8 @@ MAX_SHUTDOWN_TIMEOUT_S = 3600.0
 class ServeConfig:
     """Everything `hiradix serve` starts from. `notes` are the lines start-up prints (defaults and rewrites).
 
-    Keys are in no repr. `extra_config_text` is what the flag said, kept for the admin view.
+    Keys are in no repr. `extra_config_text` is what the flag said, kept for the admin view. `tp_size` ranks
+    wait for each other for at most `rank_timeout_s`.
     """
 
     engine: EngineConfig
@@ -45,6 +46,8 @@ class ServeConfig:
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    tp_size: int = 1
+    rank_timeout_s: float = 90.0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,6 +113,10 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         raise ConfigError(
             f"--shutdown-timeout must be in 0..{MAX_SHUTDOWN_TIMEOUT_S:g}, got {args.shutdown_timeout}"
         )
+    if args.tp_size < 1 or not args.dist_timeout > 0:
+        raise ConfigError(
+            f"--tp-size must be >= 1 and --dist-timeout positive, got {args.tp_size}, {args.dist_timeout}"
+        )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
     if args.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
@@ -128,6 +135,8 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         extra_config_text=args.hicache_storage_backend_extra_config,
         metric_labels=_metric_labels(args.extra_metric_labels),
         notes=notes,
+        tp_size=args.tp_size,
+        rank_timeout_s=args.dist_timeout,
     )
 
 

@@ -70,7 +70,7 @@ def start_up_line(error: CacheError) -> str:
     if text.startswith("model path "):
         return "--" + text.replace(" ", "-", 1)
     match = _FIELD.match(text)
-    if match and match["name"] in {entry.name for entry in fields(EngineConfig)}:
+    if match and match["name"] in {"tp_size", *(entry.name for entry in fields(EngineConfig))}:
         name = match["name"]
         return f"{_FIELD_FLAGS.get(name, '--' + name.replace('_', '-'))} {match['rest']}"
     return text
@@ -112,19 +112,20 @@ def build_service(config: ServeConfig) -> EngineService:
     from safetensors import SafetensorError
 
     from hiradix.engine.async_engine import EngineThread
-    from hiradix.engine.engine import Engine
+    from hiradix.engine.ranks import build_engine
     from hiradix.server.engine_service import EngineService
+    from hiradix.server.ranked_service import RankedService
 
     _check_device(config.engine.device)
     try:
-        engine = Engine(config.engine)
+        engine = build_engine(config.engine, config.tp_size, config.rank_timeout_s)
     except (OSError, MemoryError, RuntimeError, SafetensorError) as error:  # bad weights, too large pools
         chosen = config.engine
         flags = f"--model-path {chosen.model_path} --max-total-tokens {chosen.max_total_tokens}"
         raise ConfigError(f"{flags}: cannot build the engine: {error}") from error
     thread = EngineThread(engine)
     thread.start()
-    return EngineService(engine, thread)
+    return EngineService(engine, thread) if config.tp_size == 1 else RankedService(engine, thread)
 
 
 def _check_device(name: str) -> None:
@@ -219,6 +220,8 @@ def start_line(service: EngineService, config: ServeConfig, listener: socket.soc
     shown = f"[{host}]" if ":" in host else host
     cache = config.engine.cache
     parts = [f"page size {cache.page_size}", f"device pool {config.engine.max_total_tokens} tokens"]
+    if config.tp_size > 1:
+        parts.append(f"tensor parallel size {config.tp_size}")
     if cache.disable_radix_cache:
         parts.append("prefix cache off")
     if cache.enable_hierarchical_cache:
