@@ -80,16 +80,20 @@ class ProcessGroup:
         least: Vector = shared.numpy()
         return least
 
+    def decide(self, vector: Vector) -> Vector:
+        """The same minimum, for pipeline parallel stages: rank 0 gets it first and hands it to the others."""
+        shared = torch.from_numpy(vector.copy())
+        options: Any = dist.ReduceOptions()
+        options.reduceOp, options.rootRank, options.rootTensor = dist.ReduceOp.MIN, 0, 0
+        self._guarded(lambda: self._group.reduce([shared], options).wait(), "a decision")
+        self._broadcast(shared)
+        decided: Vector = shared.numpy()
+        return decided
+
     def add(self, partial: torch.Tensor) -> torch.Tensor:
         """`partial` becomes the sum over all ranks, in place, the same bits on each of them."""
         self._guarded(lambda: self._group.allreduce([partial]).wait(), "a sum")
         return partial
-
-    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor of this shape, by rank."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._guarded(lambda: self._group.allgather([parts], [part.contiguous()]).wait(), "a gathering")
-        return parts
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, which is made of what JSON has; the other ranks' arguments are ignored.
