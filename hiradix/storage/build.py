@@ -12,6 +12,7 @@ from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.options import Options
 from hiradix.storage.protocol import StorageContext
 from hiradix.storage.registry import create_storage_backend
+from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, inner_context, wrap
 
 GUARD_KEYS = (
     "deadline_s",
@@ -46,7 +47,9 @@ def open_storage(
     name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
 ) -> GuardedStorage:
     """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
-    limits = guard_limits(context.extra_config)
-    rest = {key: value for key, value in context.extra_config.items() if key not in GUARD_KEYS}
-    backend = create_storage_backend(name, dataclasses.replace(context, extra_config=rest))
+    limits, wrappers = guard_limits(context.extra_config), WrapConfig.from_mapping(context.extra_config)
+    ours = (*GUARD_KEYS, *WRAP_KEYS)
+    rest = {key: value for key, value in context.extra_config.items() if key not in ours}
+    inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
+    backend = wrap(create_storage_backend(name, inside), inside, wrappers)
     return GuardedStorage(backend, context.fingerprint, limits, clock)

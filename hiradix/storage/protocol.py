@@ -52,6 +52,20 @@ def page_bytes(page: Page) -> int:
     return sum(view.nbytes for view in page)
 
 
+def fits(num_bytes: int, page: Page, ragged: bool) -> bool:
+    """Whether a stored value of that length may be read into `page`."""
+    return num_bytes == page_bytes(page) or (ragged and 0 < num_bytes < page_bytes(page))
+
+
+def fill_head(data: memoryview, page: Page) -> None:
+    """Copy `data`, no longer than the page, to the page's beginning."""
+    start = 0
+    for view in page:
+        part = data[start : start + view.nbytes]
+        view.cast("B")[: len(part)] = part
+        start += len(part)
+
+
 @dataclass(frozen=True)
 class Traits:
     """What a backend does itself, so that the guard need not.
@@ -60,12 +74,14 @@ class Traits:
     page. namespaced: keys of different fingerprints cannot meet. Otherwise the guard puts the fingerprint in
     the key. direct: `exists`, `get` and `put` run on the caller's thread with the caller's own buffers, which
     saves a copy and two changes of thread; for local stores that verify, whose calls the kernel ends. Such a
-    call is never abandoned: one that is past its deadline makes all others misses until it ends.
+    call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
+    backend does as it is told by `StorageContext.ragged`.
     """
 
     verifies: bool = False
     namespaced: bool = False
     direct: bool = False
+    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,11 +90,14 @@ class StorageContext:
 
     extra_config: the backend's keys of `--hicache-storage-backend-extra-config`.
     page_bytes: length of every page in bytes.
+    ragged: pages may be stored shorter than the buffers they are read into, and are then read into the head
+    of those. Only for backends with that trait.
     """
 
     fingerprint: PageFingerprint
     extra_config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     page_bytes: int = 0
+    ragged: bool = False
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0:

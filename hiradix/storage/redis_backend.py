@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import redis
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
 from hiradix.storage.redis_commands import ClientCommands, Commands, SocketCommands
 from hiradix.storage.redis_link import RedisConfig, connect, server_memory
 
@@ -28,7 +28,7 @@ _SCAN = 1000
 class RedisBackend(StorageBackend):
     """See the module's docstring. Raises ConfigError when the server cannot be used. Thread-safe."""
 
-    traits = Traits(namespaced=True)
+    traits = Traits(namespaced=True, ragged=True)
 
     def __init__(self, context: StorageContext):
         self.config = config = RedisConfig.from_mapping(context.extra_config)
@@ -36,10 +36,13 @@ class RedisBackend(StorageBackend):
         self._ttl_ms = int(config.ttl_s * 1000)
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
+        self._ragged = context.ragged
         self._closed = False
         self._client = connect(config)
         self._commands: Commands = (
-            SocketCommands(self._client) if config.zero_copy else ClientCommands(self._client)
+            SocketCommands(self._client, context.ragged)
+            if config.zero_copy
+            else ClientCommands(self._client, context.ragged)
         )
         self._max_bytes, policy = server_memory(self._client)
         if not self._max_bytes and not self._ttl_ms:
@@ -61,7 +64,7 @@ class RedisBackend(StorageBackend):
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         names = self._names(keys)
         lengths = self._ask(lambda: self._commands.lengths(names))
-        ok = [length == page_bytes(page) for length, page in zip(lengths, pages, strict=True)]
+        ok = [fits(length, page, self._ragged) for length, page in zip(lengths, pages, strict=True)]
         self._count("put_present", sum(ok))
         for index, stored in self._set(names, pages, [i for i, there in enumerate(ok) if not there]):
             ok[index] = stored

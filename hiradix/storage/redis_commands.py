@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import redis
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, page_bytes
+from hiradix.storage.protocol import Page, fill_head, fits, page_bytes
 from hiradix.storage.resp import ReplyError, RespStream, encode_around
 
 T = TypeVar("T")
@@ -18,7 +18,10 @@ _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
 
 class Commands(Protocol):
-    """One round trip each. Raises StorageError, OSError or redis.RedisError."""
+    """One round trip each. Raises StorageError, OSError or redis.RedisError.
+
+    ragged: values shorter than their page are read into its head.
+    """
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
         """Bytes stored under each name; 0 where there is nothing, or no string."""
@@ -39,10 +42,11 @@ class SocketCommands:
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
     """
 
-    def __init__(self, client: Any):
+    def __init__(self, client: Any, ragged: bool = False):
         self._client = client
+        self._ragged = ragged
         self._is_cluster = isinstance(client, redis.RedisCluster)
-        self._fallback = ClientCommands(client)
+        self._fallback = ClientCommands(client, ragged)
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
         def ask(stream: RespStream, which: Sequence[int]) -> list[int]:
@@ -54,7 +58,7 @@ class SocketCommands:
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             commands = [_get_command(names[index], ttl_ms) for index in which]
-            return stream.get_into(commands, [pages[index] for index in which])
+            return stream.get_into(commands, [pages[index] for index in which], self._ragged)
 
         return self._each_node(names, ask, lambda: self._fallback.get(names, pages, ttl_ms))
 
@@ -120,15 +124,16 @@ class SocketCommands:
 class ClientCommands:
     """The same through redis-py: for connections whose socket cannot be had, at the price of two copies."""
 
-    def __init__(self, client: Any):
+    def __init__(self, client: Any, ragged: bool = False):
         self._client = client
+        self._ragged = ragged
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
         return [_number(reply) for reply in self._run([(b"STRLEN", name) for name in names])]
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
         replies = self._run([_get_command(name, ttl_ms) for name in names])
-        return [_copied(reply, page) for reply, page in zip(replies, pages)]
+        return [_copied(reply, page, self._ragged) for reply, page in zip(replies, pages)]
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
@@ -175,15 +180,12 @@ def _stored(reply: Any) -> bool:
     raise ReplyError(text)
 
 
-def _copied(reply: Any, page: Page) -> bool:
+def _copied(reply: Any, page: Page, ragged: bool) -> bool:
     if isinstance(reply, Exception) and not _error_text(reply).startswith("WRONGTYPE"):
         raise ReplyError(_error_text(reply))
-    if not isinstance(reply, bytes) or len(reply) != page_bytes(page):
+    if not isinstance(reply, bytes) or not fits(len(reply), page, ragged):
         return False
-    start = 0
-    for view in page:
-        view.cast("B")[:] = reply[start : start + view.nbytes]
-        start += view.nbytes
+    fill_head(memoryview(reply), page)
     return True
 
 

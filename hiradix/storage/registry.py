@@ -36,6 +36,7 @@ _registered: dict[str, BackendSpec] = {
     "redis": _REDIS,
     "valkey": _REDIS,
     "s3": BackendSpec("hiradix.storage.s3_backend:S3Backend", "pip install 'hiradix[s3]'"),
+    "tier": BackendSpec("hiradix.storage.tier:TierBackend"),
     "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
 } | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}
 # Names people will try. They get a plain answer instead of "unknown".

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import Sequence
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, page_bytes
+from hiradix.storage.protocol import Page, fits
 
 _BUFFER_BYTES = 1 << 16
 _HEADER_BYTES = 64  # read ahead of a payload: more would be copied twice
@@ -52,8 +52,10 @@ class RespStream:
         self._sock.sendall(b"".join(encode(command) for command in commands))
         return [self._line(_BUFFER_BYTES) for _ in commands]
 
-    def get_into(self, commands: Sequence[Sequence[bytes]], pages: Sequence[Page]) -> list[bool]:
-        """Bulk replies into `pages`; True where a reply had exactly the page's length.
+    def get_into(
+        self, commands: Sequence[Sequence[bytes]], pages: Sequence[Page], ragged: bool = False
+    ) -> list[bool]:
+        """Bulk replies into `pages`; True where a reply had the page's length (`ragged`: or less).
 
         Raises ReplyError after the whole batch when a reply is an error other than WRONGTYPE.
         """
@@ -65,7 +67,7 @@ class RespStream:
                 self._sock.sendall(b"".join(requests[sent : sent + _WINDOW]))
                 sent = min(len(requests), sent + _WINDOW)
             try:
-                ok.append(self._bulk_into(page))
+                ok.append(self._bulk_into(page, ragged))
             except ReplyError as raised:
                 ok.append(False)
                 if raised.code != "WRONGTYPE":
@@ -131,7 +133,7 @@ class RespStream:
             raise ConnectionResetError("the server closed the connection")
         return received
 
-    def _bulk_into(self, page: Page) -> bool:
+    def _bulk_into(self, page: Page, ragged: bool) -> bool:
         line = self._line(_HEADER_BYTES)
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode("utf-8", "replace"))
@@ -140,11 +142,13 @@ class RespStream:
         length = int(line[1:])
         if length < 0:
             return False
-        if length != page_bytes(page):
+        if not fits(length, page, ragged):
             self._skip(length + 2)
             return False
         for view in page:
-            self._fill_view(view.cast("B"))
+            part = view.cast("B")[:length]
+            self._fill_view(part)
+            length -= len(part)
         self._skip(2)
         return True
 

@@ -17,10 +17,18 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.lanes import scatter
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.protocol import (
+    Page,
+    StorageBackend,
+    StorageContext,
+    Traits,
+    check_key,
+    fill_head,
+    fits,
+    page_bytes,
+)
 from hiradix.storage.s3_config import S3Config
 
 T = TypeVar("T")
@@ -30,7 +38,7 @@ _SLACK_SHARE = 64
 class S3Backend(StorageBackend):
     """See the module's docstring. Raises ConfigError when the bucket cannot be listed. Thread-safe."""
 
-    traits = Traits(namespaced=True)
+    traits = Traits(namespaced=True, ragged=True)
 
     def __init__(self, context: StorageContext):
         self.config = config = S3Config.from_mapping(context.extra_config)
@@ -42,6 +50,7 @@ class S3Backend(StorageBackend):
         self._index = LruIndex()
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._ragged = context.ragged
         self._closed = False
         try:
             self._open()
@@ -70,7 +79,7 @@ class S3Backend(StorageBackend):
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
         sizes = self._sizes(keys)
-        ok = [size == page_bytes(page) for size, page in zip(sizes, pages, strict=True)]
+        ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
         answers = self._each(self._write, [(keys[index], pages[index]) for index in todo], otherwise=False)
@@ -157,12 +166,12 @@ class S3Backend(StorageBackend):
             found = obstore.get(self._client, self._path(key))
         except FileNotFoundError:
             return False
-        if found.meta["size"] != page_bytes(page):
+        if not fits(found.meta["size"], page, self._ragged):
             return False
         data = memoryview(found.bytes())
-        if data.nbytes != page_bytes(page):
+        if data.nbytes != found.meta["size"]:
             return False
-        scatter(data, page)
+        fill_head(data, page)
         return True
 
     def _write(self, key: str, page: Page) -> bool:

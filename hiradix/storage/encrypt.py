@@ -1,0 +1,106 @@
+"""Encryption at rest: AES-256-GCM with a key of its own for each fingerprint.
+
+A stored page is `HRE1`, the length of the page (u32, little endian), a random nonce of 12 bytes, the
+ciphertext and its tag of 16 bytes. The key's name and the fingerprint are authenticated with it, so a page
+that was changed, swapped or written with another key is a miss. Names are not hidden: they are hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from hiradix.errors import ConfigError
+from hiradix.storage.lanes import gather
+from hiradix.storage.options import flag
+from hiradix.storage.protocol import Page, StorageBackend, fill_head, page_bytes
+from hiradix.storage.wrapper import Wrapper
+
+_HEAD = struct.Struct("<4sI12s")
+_MAGIC = b"HRE1"
+_TAG_BYTES = 16
+KEY_BYTES = 32
+OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
+
+
+def read_key(path: str) -> bytes:
+    """32 bytes from a file: raw, 64 hex digits, or base64. Raises ConfigError that does not show them."""
+    try:
+        raw = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{flag('encryption_key_file')}: cannot read {path}: {error}") from error
+    for decode in (bytes, lambda text: binascii.unhexlify(text.strip()), base64.b64decode):
+        try:
+            key = decode(raw)
+        except (ValueError, binascii.Error):
+            continue
+        if len(key) == KEY_BYTES:
+            return key
+    wanted = f"{KEY_BYTES} bytes, raw, hex or base64"
+    raise ConfigError(f"{flag('encryption_key_file')}: {path} must hold {wanted}")
+
+
+class EncryptedStorage(Wrapper):
+    """Pages are encrypted on their way in. It proves identity and content, so no seal is needed. Thread-safe.
+
+    master_key: 32 bytes, from which the fingerprint's key is derived (HKDF-SHA256).
+    """
+
+    def __init__(self, inner: StorageBackend, master_key: bytes, fingerprint: str):
+        super().__init__(inner)
+        self.traits = dataclasses.replace(self.traits, verifies=True)
+        self._context = b"hiradix-page-key-1\0" + fingerprint.encode("ascii")
+        self._cipher = AESGCM(HKDF(SHA256(), KEY_BYTES, salt=None, info=self._context).derive(master_key))
+        self._lock = threading.Lock()
+        self._num_refused = 0
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        stored = [memoryview(bytearray(page_bytes(page) + OVERHEAD_BYTES)) for page in into]
+        ok = self.inner.get(keys, [[view] for view in stored])
+        return [
+            good and self._open(key, view, page)
+            for good, key, view, page in zip(ok, keys, stored, into, strict=True)
+        ]
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        sealed = [[memoryview(self._seal(key, page))] for key, page in zip(keys, pages, strict=True)]
+        return self.inner.put(keys, sealed)
+
+    def own_stats(self) -> Mapping[str, float]:
+        return {"decrypt_refused": self._num_refused}
+
+    def _bound(self, key: str, length: int) -> bytes:
+        return b"%s\0%s\0%d" % (self._context, str(key).encode("utf-8"), length)
+
+    def _seal(self, key: str, page: Page) -> bytes:
+        plain = bytearray(page_bytes(page))
+        gather(page, memoryview(plain))
+        nonce = os.urandom(12)
+        body: bytes = self._cipher.encrypt(nonce, plain, self._bound(key, len(plain)))
+        return _HEAD.pack(_MAGIC, len(plain), nonce) + body
+
+    def _open(self, key: str, stored: memoryview, page: Page) -> bool:
+        magic, length, nonce = _HEAD.unpack_from(stored)
+        body = stored[_HEAD.size : _HEAD.size + length + _TAG_BYTES]
+        try:
+            if magic != _MAGIC or length > page_bytes(page):
+                raise InvalidTag
+            plain = self._cipher.decrypt(nonce, bytes(body), self._bound(key, length))
+        except InvalidTag:
+            with self._lock:
+                self._num_refused += 1
+            return False
+        fill_head(memoryview(plain), page)
+        return True
+

@@ -1,0 +1,79 @@
+"""Negative cache: a page that was not there is not asked for again for a while."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+from hiradix.storage.protocol import Page, StorageBackend
+from hiradix.storage.wrapper import Wrapper
+
+MAX_KEYS = 1 << 16
+
+
+class NegativeCache(Wrapper):
+    """Remembers absent keys for `ttl_s` seconds, at most `MAX_KEYS` of them, oldest out.
+
+    What another process stores meanwhile is found only after that time; what is stored here, at once.
+    """
+
+    def __init__(
+        self, inner: StorageBackend, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ):
+        super().__init__(inner)
+        self._ttl_s, self._clock = ttl_s, clock
+        self._absent: OrderedDict[str, float] = OrderedDict()  # key -> when it is asked for again
+        self._lock = threading.Lock()
+        self._num_saved = 0
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        asked = self._leading(keys)
+        found = self.inner.exists(keys[:asked], prefix_keys) if asked else 0
+        if found < asked:
+            self._remember(keys[found : found + 1])
+        return found
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        absent = self._known_absent(keys)
+        wanted = [index for index in range(len(keys)) if index not in absent]
+        ok = [False] * len(keys)
+        if wanted or not keys:
+            answers = self.inner.get([keys[i] for i in wanted], [into[i] for i in wanted])
+            for index, good in zip(wanted, answers, strict=True):
+                ok[index] = good
+            self._remember([keys[index] for index, good in zip(wanted, answers) if not good])
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._forget(keys)
+        return self.inner.put(keys, pages)
+
+    def own_stats(self) -> Mapping[str, float]:
+        return {"negative_keys": len(self._absent), "negative_hits": self._num_saved}
+
+    def _leading(self, keys: Sequence[str]) -> int:
+        absent = self._known_absent(keys)
+        return min(absent, default=len(keys))
+
+    def _known_absent(self, keys: Sequence[str]) -> set[int]:
+        now_s = self._clock()
+        with self._lock:
+            found = {index for index, key in enumerate(keys) if self._absent.get(key, -1.0) > now_s}
+            self._num_saved += len(found)
+            return found
+
+    def _remember(self, keys: Sequence[str]) -> None:
+        until_s = self._clock() + self._ttl_s
+        with self._lock:
+            for key in keys:
+                self._absent[key] = until_s
+                self._absent.move_to_end(key)
+            while len(self._absent) > MAX_KEYS:
+                self._absent.popitem(last=False)
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self._absent.pop(key, None)

@@ -1,0 +1,56 @@
+"""Bounded retry: a call that raised is made again, a few times, each wait twice the one before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, StorageBackend
+from hiradix.storage.wrapper import Wrapper
+
+T = TypeVar("T")
+
+
+class RetryingStorage(Wrapper):
+    """Asks `retries` times more when the inner backend raises StorageError or OSError.
+
+    Every call may be repeated: pages are named by their content. A miss is an answer and is not repeated. The
+    guard's deadline still holds for all attempts together.
+    """
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        retries: int,
+        wait_s: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        super().__init__(inner)
+        self._retries, self._wait_s, self._sleep = retries, wait_s, sleep
+        self._num_retried = 0
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        return self._again(lambda: self.inner.exists(keys, prefix_keys))
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        return self._again(lambda: self.inner.get(keys, into))
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        return self._again(lambda: self.inner.put(keys, pages))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._again(lambda: self.inner.delete(keys))
+
+    def own_stats(self) -> Mapping[str, float]:
+        return {"retried_calls": self._num_retried}
+
+    def _again(self, call: Callable[[], T]) -> T:
+        for attempt in range(self._retries):
+            try:
+                return call()
+            except (StorageError, OSError):
+                self._num_retried += 1
+                self._sleep(self._wait_s * 2**attempt)
+        return call()

@@ -1,0 +1,127 @@
+"""The `tier` backend: a near store over a far one, for example `disk` over `s3`.
+
+Both are whole stores of their own, each behind its own guard, so one that fails or stalls leaves the other's
+pages to be had. Pages go to both; what is found far only is put near on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.build import open_storage
+from hiradix.storage.guard import GuardedStorage
+from hiradix.storage.options import Options, flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key
+
+DEADLINES_S = {"upper": 0.5, "lower": 1.0}
+
+
+class TierBackend(StorageBackend):
+    """See the module's docstring. Keys: `upper`, `lower`: objects with `backend` and that backend's keys.
+
+    promote: put what was read from the lower store into the upper one. Thread-safe.
+    """
+
+    traits = Traits(verifies=True, namespaced=True)
+
+    def __init__(self, context: StorageContext):
+        options = Options(context.extra_config)
+        options.accept("upper", "lower", "checksum")
+        self._promote = options.boolean("promote", True)
+        options.finish("tier")
+        self._closed = False
+        self._num_promoted = 0
+        self.upper = _open("upper", context)
+        try:
+            self.lower = _open("lower", context)
+        except ConfigError:
+            self.upper.close()
+            raise
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check([*keys, *prefix_keys])
+        found = self.upper.exists(keys, prefix_keys)
+        while found < len(keys):
+            before = found
+            for store in (self.lower, self.upper):
+                if found < len(keys):
+                    found += store.exists(keys[found:], [*prefix_keys, *keys[:found]])
+            if found == before:
+                break
+        return found
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._check(keys)
+        ok = self.upper.get(keys, into)
+        missing = [index for index, good in enumerate(ok) if not good]
+        if not missing:
+            return ok
+        answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing])
+        found = [index for index, good in zip(missing, answers) if good]
+        for index in found:
+            ok[index] = True
+        if self._promote and found:
+            stored = self.upper.put([keys[i] for i in found], [into[i] for i in found])
+            self._num_promoted += sum(stored)
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        """True where at least one of the two took the page."""
+        self._check(keys)
+        near, far = self.upper.put(keys, pages), self.lower.put(keys, pages)
+        return [a or b for a, b in zip(near, far, strict=True)]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check(keys)
+        self._both("delete", lambda store: store.delete(keys))
+
+    def clear(self) -> None:
+        self._check(())
+        self._both("clear", lambda store: store.clear())
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.upper.close()
+            self.lower.close()
+
+    def ping(self) -> None:
+        """Raises when neither answers."""
+        self._check(())
+        if not self.upper.ping() and not self.lower.ping():
+            raise StorageError("tier: neither the upper nor the lower store answers")
+
+    def register(self, memory: memoryview) -> None:
+        self._both("register", lambda store: store.register(memory))
+
+    def stats(self) -> Mapping[str, float]:
+        found: dict[str, float] = {"promoted": self._num_promoted}
+        for name, store in (("upper", self.upper), ("lower", self.lower)):
+            found |= {f"{name}_{figure}": value for figure, value in store.stats().items()}
+        return found
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        for key in keys:
+            check_key(key)
+
+    def _both(self, what: str, call: Callable[[GuardedStorage], bool]) -> None:
+        done = {name: call(store) for name, store in (("upper", self.upper), ("lower", self.lower))}
+        if not all(done.values()):
+            failed = ", ".join(name for name, ok in done.items() if not ok)
+            raise StorageError(f"tier: {what} failed in {failed}")
+
+
+def _open(name: str, context: StorageContext) -> GuardedStorage:
+    value: Any = context.extra_config.get(name)
+    if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
+        raise ConfigError(f'{flag(name)} must be an object with "backend": the name of a storage backend')
+    keys = {"deadline_s": DEADLINES_S[name]} | {key: item for key, item in value.items() if key != "backend"}
+    try:
+        return open_storage(value["backend"], dataclasses.replace(context, extra_config=keys))
+    except ConfigError as error:
+        raise ConfigError(f"{flag(name)}: {error}") from error
