@@ -79,7 +79,7 @@ class CompressedStorage(Wrapper):
 
     def _compressor(self) -> zstandard.ZstdCompressor:
         if not hasattr(self._local, "compressor"):
-            self._local.compressor = zstandard.ZstdCompressor(level=self._level)
+            self._local.compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
         return self._local.compressor
 
     def _decompressor(self) -> zstandard.ZstdDecompressor:
