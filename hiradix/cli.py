@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench,replay,size} ...
+USAGE = """usage: hiradix {serve,bench,storage,replay,size} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
   bench    play multi-turn conversations against a server and report cached tokens and latency
+  storage  list, check, empty, copy or time a store of pages
   replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
   size     what more host memory and disk would buy for the traffic of a trace
 
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hiradix.replay.advice import main as size
 
         return size(rest)
+    if command == "storage":
+        from hiradix.storage_tools import main as storage
+
+        return storage(rest)
     if command in ("-h", "--help", "--version"):
         print(f"hiradix {hiradix.__version__}" if command == "--version" else USAGE, end="\n")
         return 0

@@ -73,7 +73,7 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
         if config.encryption_key_file:
             module = _encryption()
             key = module.read_key(config.encryption_key_file)
-            backend = module.EncryptedStorage(backend, key, context.fingerprint.digest())
+            backend = module.EncryptedStorage(backend, key, context.fingerprint.digest()[:32])
         if config.compression != "none":
             if not getattr(backend, "traits", Traits()).ragged:
                 raise ConfigError(

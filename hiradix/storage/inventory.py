@@ -1,0 +1,168 @@
+"""What is in a store, whoever wrote it: for tools. Reading a page needs its name, fingerprint and length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hiradix.errors import ConfigError
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.page_dir import SUFFIX
+from hiradix.storage.seal import SEAL_BYTES
+
+URL_FORMS = "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_BATCH = 500
+
+
+@dataclass(frozen=True)
+class StoredPage:
+    """One page. fingerprint: 32 hex digits. num_bytes: of the page, without what its backend adds."""
+
+    fingerprint: str
+    key: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    """A backend's name and its keys."""
+
+    backend: str
+    config: Mapping[str, Any]
+
+    @staticmethod
+    def parse(url: str, settings: Sequence[str] = ()) -> StoreAddress:
+        """From a URL and `key=value` settings, values being JSON or text. Raises ConfigError."""
+        scheme, _, rest = url.partition("://")
+        keys: dict[str, Any]
+        if scheme in ("file", "disk"):
+            keys = {f"{scheme}_storage_path": rest}
+            name = scheme
+        elif scheme in ("redis", "rediss", "unix"):
+            name, keys = "redis", {"url": url}
+        elif scheme in ("s3", "gs", "az", "abfs", "abfss"):
+            name, keys = "s3", {"url": url}
+        else:
+            raise ConfigError(f"{url!r} is no store; expected one of {URL_FORMS}")
+        if not rest:
+            raise ConfigError(f"{url!r}: nothing after {scheme}://")
+        return StoreAddress(name, keys | dict(_setting(text) for text in settings))
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: expected key=value")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+@dataclass(frozen=True)
+class StoredFingerprint(PageFingerprint):
+    """Stands for the fingerprint whose first 32 hex digits a store shows; all that backends use of it."""
+
+    known: str = ""
+
+    def digest(self) -> str:
+        return self.known + "0" * 32
+
+
+def stored_fingerprint(known: str) -> StoredFingerprint:
+    """Raises ConfigError unless `known` is 32 hex digits."""
+    if _FINGERPRINT.fullmatch(known) is None:
+        raise ConfigError(f"{known!r} is no fingerprint: expected 32 hex digits, as `storage stat` shows")
+    return StoredFingerprint("stored", known=known)
+
+
+def scan(address: StoreAddress) -> Iterator[StoredPage]:
+    """Every page in the store, in no order. Raises ConfigError where a backend cannot list."""
+    scanner = _SCANNERS.get(address.backend)
+    if scanner is None or address.config.get("naming") == "sglang":
+        why = "keeps only hashes of names" if address.backend == "disk" else "cannot list its pages"
+        raise ConfigError(f"the {address.backend} store {why}: only bench works on it")
+    encrypted = bool(address.config.get("encryption_key_file"))
+    for page in scanner(address.config):
+        extra = _encryption_bytes() if encrypted else 0
+        if encrypted and address.backend != "file":
+            extra -= SEAL_BYTES  # encrypted pages have no seal beside them
+        yield dataclasses.replace(page, num_bytes=page.num_bytes - extra)
+
+
+def _encryption_bytes() -> int:
+    from hiradix.storage.encrypt import OVERHEAD_BYTES
+
+    return OVERHEAD_BYTES
+
+
+def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
+    root = Path(str(config["file_storage_path"])).expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"{root} is no folder")
+    for folder in sorted(root.glob("v1-*")):
+        for path in folder.glob(f"*/*/*{SUFFIX}"):
+            size = os.lstat(path).st_size - SEAL_BYTES
+            yield StoredPage(folder.name.removeprefix("v1-"), path.name.removesuffix(SUFFIX), size)
+
+
+def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
+    from hiradix.storage.redis_link import RedisConfig, connect
+
+    options = RedisConfig.from_mapping(_own(config))
+    client = connect(options)
+    names: list[bytes] = []
+    try:
+        for name in client.scan_iter(f"{options.key_prefix}:*", count=_BATCH):
+            names.append(name)
+            if len(names) >= _BATCH:
+                yield from _redis_pages(client, names)
+                names = []
+        yield from _redis_pages(client, names)
+    finally:
+        client.close()
+
+
+def _redis_pages(client: Any, names: Sequence[bytes]) -> Iterator[StoredPage]:
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        pipeline.strlen(name)
+    for name, length in zip(names, pipeline.execute(raise_on_error=False)):
+        parts = name.decode("utf-8", "replace").rsplit(":", 2)
+        if len(parts) == 3 and _FINGERPRINT.fullmatch(parts[1]) and isinstance(length, int):
+            yield StoredPage(parts[1], parts[2], length - SEAL_BYTES)
+
+
+def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
+    import obstore
+
+    from hiradix.storage.s3_config import S3Config
+
+    for part in obstore.list(S3Config.from_mapping(_own(config)).client()):
+        for entry in part:
+            folder, _, key = str(entry["path"]).rpartition("/")
+            fingerprint = folder.rpartition("/")[2]
+            if _FINGERPRINT.fullmatch(fingerprint):
+                yield StoredPage(fingerprint, key, int(entry["size"]) - SEAL_BYTES)
+
+
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's own keys: what guard and wrappers read is left out."""
+    from hiradix.storage.build import GUARD_KEYS
+    from hiradix.storage.wrap import WRAP_KEYS
+
+    return {key: value for key, value in config.items() if key not in (*GUARD_KEYS, *WRAP_KEYS)}
+
+
+_SCANNERS: dict[str, Callable[[Mapping[str, Any]], Iterator[StoredPage]]] = {
+    "file": _scan_files,
+    "redis": _scan_redis,
+    "s3": _scan_objects,
+}

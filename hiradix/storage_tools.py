@@ -1,0 +1,241 @@
+"""`hiradix storage ls|stat|verify|clear|copy|bench`: look at a store, check, empty, copy or time it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hiradix.errors import CacheError, ConfigError
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
+from hiradix.storage.options import parse_size
+
+BATCH = 64
+PATIENT = {"deadline_s": 60.0, "admin_timeout_s": 3600.0}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one tool; the process's exit status. 1: something is wrong with the store, 2: with the question."""
+    args = _parser().parse_args(list(arguments))
+    logging.getLogger("hiradix").setLevel(logging.ERROR)
+    try:
+        status: int = args.run(args)
+    except CacheError as error:
+        print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("hiradix storage", epilog=f"URL: {URL_FORMS}")
+    tools = parser.add_subparsers(dest="tool", required=True)
+
+    def tool(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        made = tools.add_parser(name, help=text, description=text)
+        made.add_argument("url", help=URL_FORMS)
+        made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                          help="a key of the backend, its value JSON or text")  # fmt: skip
+        made.set_defaults(run=run)
+        return made
+
+    for made in (
+        tool("ls", list_pages, "fingerprint, length and name of each page"),
+        tool("stat", show_sums, "pages and bytes of each fingerprint"),
+        tool("verify", verify, "read every page and check it; file stores drop damaged ones"),
+    ):
+        made.add_argument("--fingerprint", help="only the pages of this one")
+    made = tool("clear", clear, "remove the pages of a fingerprint, or all")
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--fingerprint")
+    which.add_argument("--all", action="store_true")
+    made = tool("copy", copy, "copy every page into another store")
+    made.add_argument("to", help="where to, a URL")
+    made.add_argument("--set-to", action="append", default=[], metavar="KEY=VALUE")
+    made.add_argument("--fingerprint", help="only the pages of this one")
+    made = tool("bench", bench, "time put, get and exists with pages of its own, and remove them")
+    made.add_argument("--page-bytes", default="256KiB")
+    made.add_argument("--pages", type=int, default=256)
+    return parser
+
+
+def _pages(args: argparse.Namespace) -> Iterator[StoredPage]:
+    if args.fingerprint:
+        stored_fingerprint(args.fingerprint)
+    for page in scan(StoreAddress.parse(args.url, args.set)):
+        if args.fingerprint in (None, page.fingerprint):
+            yield page
+
+
+def list_pages(args: argparse.Namespace) -> int:
+    """One line per page."""
+    for page in _pages(args):
+        print(f"{page.fingerprint}  {page.num_bytes:>12}  {page.key}")
+    return 0
+
+
+def show_sums(args: argparse.Namespace) -> int:
+    """One line per fingerprint."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for page in _pages(args):
+        counts[page.fingerprint] += 1
+        sizes[page.fingerprint] += page.num_bytes
+    print(f"{'fingerprint':32}  {'pages':>10}  {'bytes':>16}")
+    for name, count in counts.most_common():
+        print(f"{name:32}  {count:>10}  {sizes[name]:>16}")
+    print(f"{'all':32}  {sum(counts.values()):>10}  {sum(sizes.values()):>16}")
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Counts pages that read back whole and those that do not; status 1 when there are any of these."""
+    address = StoreAddress.parse(args.url, args.set)
+    good = bad = 0
+    with _Stores(address) as stores:
+        for batch in _batches(_pages(args)):
+            answers = stores.of(batch[0]).get([page.key for page in batch], _buffers(batch))
+            for page in (page for page, ok in zip(batch, answers) if not ok):
+                print(f"damaged  {page.fingerprint}  {page.key}")
+            good, bad = good + sum(answers), bad + answers.count(False)
+    print(f"{good} pages are whole, {bad} are not")
+    return 1 if bad else 0
+
+
+def clear(args: argparse.Namespace) -> int:
+    """Removes pages; says how many were there."""
+    address = StoreAddress.parse(args.url, args.set)
+    if args.fingerprint:
+        stored_fingerprint(args.fingerprint)
+    found = (page.fingerprint for page in scan(address))
+    pages = Counter(name for name in found if args.all or name == args.fingerprint)
+    for fingerprint, count in pages.items():
+        with _Stores(StoreAddress(address.backend, _uncompressed(address.config))) as stores:
+            if not stores.of(StoredPage(fingerprint, "", 1)).clear():
+                print(f"could not clear {fingerprint}", file=sys.stderr)
+                return 1
+        print(f"removed {count} pages of {fingerprint}")
+    if not pages:
+        print("there were none")
+    return 0
+
+
+def copy(args: argparse.Namespace) -> int:
+    """Copies page by page, checked on the way; status 1 when a page could not be read or written."""
+    source, target = StoreAddress.parse(args.url, args.set), StoreAddress.parse(args.to, args.set_to)
+    copied = unread = unwritten = 0
+    with _Stores(source) as sources, _Stores(target) as targets:
+        for batch in _batches(_pages(args)):
+            buffers = _buffers(batch)
+            ok = sources.of(batch[0]).get([page.key for page in batch], buffers)
+            whole = [(page.key, buffer) for page, buffer, good in zip(batch, buffers, ok) if good]
+            stored = targets.of(batch[0]).put([key for key, _ in whole], [buffer for _, buffer in whole])
+            copied, unread = copied + sum(stored), unread + ok.count(False)
+            unwritten += stored.count(False)
+    print(f"copied {copied} pages; {unread} could not be read, {unwritten} could not be written")
+    return 1 if unread or unwritten else 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Prints GB/s of put and get, and milliseconds of exists for 128 keys, beside a copy in memory."""
+    address = StoreAddress.parse(args.url, args.set)
+    num_bytes, count = parse_size("--page-bytes", args.page_bytes), args.pages
+    if count < 1 or num_bytes < 1:
+        raise ConfigError("--pages and --page-bytes must be at least 1")
+    source = np.frombuffer(np.random.default_rng(1).bytes(num_bytes * count), np.uint8).copy()
+    target = np.zeros_like(source)
+    keys = [os.urandom(32).hex() for _ in range(count)]
+    rows: list[tuple[str, float]] = [("memory copy", _timed(lambda: np.copyto(target, source))[0])]
+    fingerprint = PageFingerprint("hiradix storage bench", revision=os.urandom(8).hex())
+    context = StorageContext(fingerprint, {**PATIENT, **address.config}, num_bytes)
+    store = open_storage(address.backend, context)
+    try:
+        seconds, stored = _timed(lambda: _in_batches(store.put, keys, _cut(source, num_bytes)))
+        rows.append(("put", seconds))
+        target[:] = 0
+        seconds, found = _timed(lambda: _in_batches(store.get, keys, _cut(target, num_bytes)))
+        rows.append(("get", seconds))
+        exists_s, _ = _timed(lambda: store.exists(keys[:128]))
+    finally:
+        store.clear()
+        store.close()
+    if not (all(stored) and all(found)) or not np.array_equal(source, target):
+        print(f"{stored.count(False)} pages were not stored, {found.count(False)} not read", file=sys.stderr)
+        return 1
+    for name, seconds in rows:
+        print(f"{name:12} {source.nbytes / seconds / 1e9:8.2f} GB/s")
+    print(f"{'exists':12} {1e3 * exists_s:8.2f} ms for {min(128, count)} pages of {num_bytes} bytes")
+    return 0
+
+
+class _Stores:
+    """Guarded stores of one address, one for each fingerprint and length, closed together."""
+
+    def __init__(self, address: StoreAddress):
+        if address.config.get("compression") not in (None, "none"):
+            raise ConfigError("compressed pages do not show their length: only ls, stat and bench work")
+        self._address = address
+        self._open: dict[tuple[str, int], GuardedStorage] = {}
+
+    def of(self, page: StoredPage) -> GuardedStorage:
+        """The store that holds pages like this one."""
+        kind = (page.fingerprint, page.num_bytes)
+        if kind not in self._open:
+            config = {**PATIENT, **self._address.config}
+            context = StorageContext(stored_fingerprint(page.fingerprint), config, max(1, page.num_bytes))
+            self._open[kind] = open_storage(self._address.backend, context)
+        return self._open[kind]
+
+    def __enter__(self) -> _Stores:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for store in self._open.values():
+            store.close()
+
+
+def _uncompressed(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if not key.startswith("compression")}
+
+
+def _batches(pages: Iterable[StoredPage]) -> Iterator[list[StoredPage]]:
+    """Pages of one fingerprint and length together; lists of at most BATCH of them wait in memory."""
+    waiting: dict[tuple[str, int], list[StoredPage]] = {}
+    for page in pages:
+        batch = waiting.setdefault((page.fingerprint, page.num_bytes), [])
+        batch.append(page)
+        if len(batch) == BATCH:
+            yield waiting.pop((page.fingerprint, page.num_bytes))
+    yield from waiting.values()
+
+
+def _buffers(batch: Sequence[StoredPage]) -> list[list[memoryview]]:
+    return [[memoryview(bytearray(max(0, page.num_bytes)))] for page in batch]
+
+
+def _cut(memory: Any, num_bytes: int) -> list[list[memoryview]]:
+    return [[memoryview(memory[start : start + num_bytes])] for start in range(0, len(memory), num_bytes)]
+
+
+def _in_batches(
+    call: Callable[[Sequence[str], Sequence[Any]], list[bool]], keys: Sequence[str], pages: Sequence[Any]
+) -> list[bool]:
+    pieces = [call(keys[i : i + 128], pages[i : i + 128]) for i in range(0, len(keys), 128)]
+    return list(itertools.chain.from_iterable(pieces))
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    value = work()
+    return max(time.perf_counter() - start, 1e-9), value

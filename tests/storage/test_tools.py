@@ -1,0 +1,140 @@
+"""`hiradix storage ...` on directories; `tests/storage_servers` has it on servers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.cli import main
+from hiradix.errors import ConfigError
+from hiradix.storage import PageFingerprint, StorageContext, open_storage
+from hiradix.storage.inventory import StoreAddress
+from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, put
+
+OURS, THEIRS = FINGERPRINT.digest()[:32], OTHER.digest()[:32]
+ROOM = ["--set", "min_free_space=0"]
+
+
+@pytest.fixture(autouse=True)
+def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", raising=False)
+
+
+def open_files(folder: Path, fingerprint: PageFingerprint = FINGERPRINT) -> Any:
+    keys = {"file_storage_path": str(folder), "min_free_space": 0}
+    return open_storage("file", StorageContext(fingerprint, keys, PAGE_BYTES))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five pages of ours, two of another model."""
+    for fingerprint, count in ((FINGERPRINT, 5), (OTHER, 2)):
+        store = open_files(tmp_path / "a", fingerprint)
+        put(store, keys_of(count))
+        store.close()
+    return tmp_path / "a"
+
+
+def run(capsys: Any, *arguments: str) -> tuple[int, str]:
+    status = main(["storage", *arguments])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+def test_ls_names_every_page(folder: Path, capsys: Any) -> None:
+    status, text = run(capsys, "ls", f"file://{folder}")
+    lines = sorted(line.split() for line in text.splitlines())
+    wanted = [[OURS, str(PAGE_BYTES), key] for key in keys_of(5)]
+    wanted += [[THEIRS, str(PAGE_BYTES), key] for key in keys_of(2)]
+    assert status == 0 and lines == sorted(wanted)
+    assert run(capsys, "ls", f"file://{folder}", "--fingerprint", THEIRS)[1].count("\n") == 2
+
+
+def test_stat_sums_up(folder: Path, capsys: Any) -> None:
+    status, text = run(capsys, "stat", f"file://{folder}")
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert status == 0 and rows == [
+        [OURS, "5", str(5 * PAGE_BYTES)],
+        [THEIRS, "2", str(2 * PAGE_BYTES)],
+        ["all", "7", str(7 * PAGE_BYTES)],
+    ]
+
+
+def test_verify_finds_damage(folder: Path, capsys: Any) -> None:
+    assert run(capsys, "verify", f"file://{folder}", *ROOM) == (0, "7 pages are whole, 0 are not\n")
+    path = next(folder.rglob(f"v1-{OURS}/*/*/{key_of(3)}.page"))
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    status, text = run(capsys, "verify", f"file://{folder}", *ROOM)
+    assert status == 1 and text == f"damaged  {OURS}  {key_of(3)}\n6 pages are whole, 1 are not\n"
+
+
+def test_clear_takes_one_fingerprint_or_all(folder: Path, capsys: Any) -> None:
+    url = f"file://{folder}"
+    assert run(capsys, "clear", url, *ROOM, "--fingerprint", OURS) == (0, f"removed 5 pages of {OURS}\n")
+    assert run(capsys, "clear", url, *ROOM, "--fingerprint", OURS) == (0, "there were none\n")
+    assert run(capsys, "stat", url)[1].splitlines()[-1].split() == ["all", "2", str(2 * PAGE_BYTES)]
+    assert run(capsys, "clear", url, *ROOM, "--all") == (0, f"removed 2 pages of {THEIRS}\n")
+    with pytest.raises(SystemExit):
+        run(capsys, "clear", url)
+
+
+def test_copied_pages_are_found_by_their_own_model(folder: Path, capsys: Any, tmp_path: Path) -> None:
+    target = tmp_path / "b"
+    status, text = run(
+        capsys, "copy", f"file://{folder}", f"file://{target}", *ROOM, "--set-to", "min_free_space=0"
+    )
+    assert (status, text) == (0, "copied 7 pages; 0 could not be read, 0 could not be written\n")
+    for fingerprint, count in ((FINGERPRINT, 5), (OTHER, 2)):
+        store = open_files(target, fingerprint)
+        assert hits(store, keys_of(6)) == [True] * count + [False] * (6 - count)
+        store.close()
+
+
+def test_copy_says_what_did_not_arrive(folder: Path, capsys: Any, tmp_path: Path) -> None:
+    next(folder.rglob(f"{key_of(4)}.page")).write_bytes(b"x" * (64 + PAGE_BYTES))
+    small = ["--set-to", "max_size=12288", "--set-to", "min_free_space=0"]
+    status, text = run(capsys, "copy", f"file://{folder}", f"file://{tmp_path / 'c'}", *ROOM, *small,
+                       "--fingerprint", OURS)  # fmt: skip
+    assert status == 1 and re.match(r"copied 1 pages; 1 could not be read, 3 could not be written\n", text)
+
+
+@pytest.mark.parametrize("scheme", ["file", "disk"])
+def test_bench_leaves_nothing_behind(tmp_path: Path, capsys: Any, scheme: str) -> None:
+    size = [] if scheme == "file" else ["--set", "max_size=64MiB"]
+    status, text = run(capsys, "bench", f"{scheme}://{tmp_path / 'd'}", *ROOM, *size, "--pages", "200",
+                       "--page-bytes", "16KiB")  # fmt: skip
+    assert status == 0, text
+    assert [line.split()[0] for line in text.splitlines()] == ["memory", "put", "get", "exists"]
+    assert not list((tmp_path / "d").rglob("*.page"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ls", "http://x"], "is no store; expected one of"),
+        (["ls", "file://"], "nothing after file://"),
+        (["ls", "disk:///x"], "keeps only hashes of names"),
+        (["ls", "file:///does/not/exist"], "is no folder"),
+        (["ls", "file:///x", "--fingerprint", "abc"], "is no fingerprint"),
+        (["ls", "file:///x", "--set", "novalue"], "expected key=value"),
+        (["bench", "file:///x", "--pages", "0"], "must be at least 1"),
+        (["verify", "file:///x", "--set", "compression=zstd"], "do not show their length"),
+    ],
+)
+def test_bad_questions_are_answered(capsys: Any, arguments: list[str], message: str) -> None:
+    status, text = run(capsys, *arguments)
+    assert status == 2 and message in text
+
+
+def test_settings_are_json_or_text() -> None:
+    address = StoreAddress.parse("redis://h:1/0", ["ttl_s=5", "key_prefix=abc", 'x="5"'])
+    assert address == StoreAddress(
+        "redis", {"url": "redis://h:1/0", "ttl_s": 5, "key_prefix": "abc", "x": "5"}
+    )
+    with pytest.raises(ConfigError):
+        StoreAddress.parse("nowhere")
