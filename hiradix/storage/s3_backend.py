@@ -72,7 +72,7 @@ class S3Backend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        ok = self._each(self._read, list(zip(keys, into, strict=True)), otherwise=False)
+        ok = self._each(self._read, list(zip(keys, into, strict=True)))
         self._use([(key, page_bytes(page)) for key, page, good in zip(keys, into, ok) if good])
         return ok
 
@@ -82,7 +82,7 @@ class S3Backend(StorageBackend):
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
-        answers = self._each(self._write, [(keys[index], pages[index]) for index in todo], otherwise=False)
+        answers = self._each(self._write, [(keys[index], pages[index]) for index in todo])
         for index, stored in zip(todo, answers):
             ok[index] = stored
             if not stored:
@@ -132,23 +132,37 @@ class S3Backend(StorageBackend):
         except (BaseError, RuntimeError) as error:  # RuntimeError: closed under our feet
             raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
 
-    def _each(self, work: Callable[..., T], items: Sequence[tuple[Any, ...]], otherwise: T) -> list[T]:
-        """`work` on each item, several at once; a fault gives `otherwise`, faults alone StorageError."""
+    def _each(self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]) -> list[bool]:
+        """`work` on each item, several at once; a fault is False, and StorageError when all items failed.
+
+        Where only some failed, those are tried once more: servers trip over their own new folders.
+        """
+        answers, faults = self._all(work, items)
+        if faults and len(faults) < len(items):
+            failed = list(faults)
+            again, faults = self._all(work, [items[index] for index in failed])
+            for index, answer in zip(failed, again):
+                answers[index] = answer
+        elif faults:
+            self._ask(lambda: _throw(faults[0]))
+        return answers
+
+    def _all(
+        self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]
+    ) -> tuple[list[bool], dict[int, BaseError]]:
         futures = self._ask(lambda: [self._threads.submit(work, *item) for item in items])
-        answers: list[T] = []
-        faults: list[BaseError] = []
-        for future in futures:
+        answers: list[bool] = []
+        faults: dict[int, BaseError] = {}
+        for index, future in enumerate(futures):
             try:
                 answers.append(future.result())
             except BaseError as error:
-                faults.append(error)
-                answers.append(otherwise)
+                faults[index] = error
+                answers.append(False)
         if faults:
             with self._lock:
                 self._counts["request_errors"] += len(faults)
-            if len(faults) == len(items):
-                self._ask(lambda: _throw(faults[0]))
-        return answers
+        return answers, faults
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Length of each object, None where there is none. Any fault raises: absence would be a guess."""

@@ -77,6 +77,11 @@ class Server:
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
 
+    def restart(self) -> None:
+        """Kill and start again, so that it looks at its files anew."""
+        self.kill()
+        self.start()
+
     def kill(self) -> None:
         """End it with no chance to tidy up. Idempotent."""
         if self.process is not None:
@@ -140,8 +145,7 @@ def rclone(folder: Path) -> Server:
     (data / BUCKET).mkdir(parents=True, exist_ok=True)
     key = f"{ACCESS['access_key_id']},{ACCESS['secret_access_key']}"
     address = f"127.0.0.1:{port}"
-    fresh = ("--dir-cache-time", "0s")  # tests change files behind its back
-    command = [binary("rclone"), "serve", "s3", "--auth-key", key, "--addr", address, *fresh, str(data)]
+    command = [binary("rclone"), "serve", "s3", "--auth-key", key, "--addr", address, str(data)]
     return Server(command, port, folder)
 
 

@@ -110,6 +110,7 @@ def test_object_of_another_length_is_a_miss_and_is_replaced(
 ) -> None:
     put(backend, keys_of(2))
     file_of(own_s3, key_of(0)).write_bytes(bytes(size))
+    own_s3.restart()
     assert hits(backend, keys_of(2)) == [False, True]
     assert put(backend, keys_of(1)) == [True] and hits(backend, keys_of(1)) == [True]
 
@@ -122,6 +123,7 @@ def test_flipped_and_swapped_objects_are_misses_behind_the_guard(own_s3: Server)
     one, two = b.read_bytes(), c.read_bytes()
     b.write_bytes(two)
     c.write_bytes(one)
+    own_s3.restart()
     assert hits(guard, keys_of(4)) == [False, False, False, True]
     stats = guard.stats()
     assert (stats["get_missed_damaged"], stats["get_missed_foreign"]) == (1, 2)
@@ -183,6 +185,7 @@ def test_request_that_fails_alone_is_one_miss(own_s3: Server, backend: S3Backend
     path.unlink()
     path.mkdir()
     (path / "inside").write_bytes(b"x")
+    own_s3.restart()
     assert hits(backend, keys_of(3)) == [True, False, True]
 
 
