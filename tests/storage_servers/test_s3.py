@@ -11,6 +11,7 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import S3Backend
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -55,7 +56,8 @@ class OnServer:
         return context(self.server, prefix, fingerprint, **config)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
-        return S3Backend(self.context(place, fingerprint, config))
+        """With the retry every backend has: rclone cuts a body short when its object is deleted meanwhile."""
+        return RetryingStorage(S3Backend(self.context(place, fingerprint, config)), 3, 0.01)
 
 
 class TestS3(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
@@ -64,7 +66,7 @@ class TestS3(OnServer, StorageContract, PersistentContract, NamespaceContract, S
 
 class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
-        return S3Backend(self.context(place, fingerprint, {"max_size": "1GiB"} | config))
+        return super().open(place, fingerprint, **{"max_size": "1GiB"} | config)
 
     def bounded(self, make: Make, pages: int) -> Any:
         return make(max_size=pages * PAGE_BYTES)
