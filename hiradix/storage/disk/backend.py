@@ -219,9 +219,12 @@ class DiskBackend(StorageBackend):
         return Move(segment, self._store.offset(place), page)
 
     def _all_there(self, names: Sequence[Name], uses: Uses) -> bool:
-        """Whether no page is missing; they count as used then."""
+        """Whether no page is missing; they count as used then. False if the log cannot tell just now."""
         with self._store.mutex:
-            self._store.refresh()
+            try:
+                self._store.refresh()
+            except (OSError, StorageError):
+                return False
             pages = self._store.shelf.pages
             if any(name not in pages for name in names):
                 return False

@@ -72,12 +72,13 @@ class DiskConfig:
         if not path:
             raise ConfigError(f"{flag(PATH_KEY)} is empty")
         direct = options.choice("direct_io", "auto", ("auto", "on", "off"))
+        verify = options.choice("verify", default.verify, VERIFY)
         config = DiskConfig(
             path=Path(path).expanduser().absolute(),
             max_bytes=options.size("max_size", default.max_bytes),
             min_free_bytes=options.size("min_free_space", default.min_free_bytes),
             max_segment_bytes=options.size("segment_size", default.max_segment_bytes),
-            verify=options.choice("verify", default.verify, VERIFY),
+            verify=verify if options.boolean("checksum", True) else "off",
             engine=options.choice("io_engine", default.engine, ENGINES),
             direct=None if direct == "auto" else direct == "on",
             direct_writes=options.boolean("direct_writes", default.direct_writes),

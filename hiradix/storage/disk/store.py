@@ -113,14 +113,13 @@ class Store:
 
         keep: names that are not evicted for it.
         """
-        places = self.shelf.take_free(count)
-        while len(places) < count and self._grow(count - len(places)):
-            places = self.shelf.take_free(count)
+        while len(places := self.shelf.take_free(count)) < count and self._add_slots(keep):
+            pass
         evicted: list[Entry] = []
         if len(places) < count:
-            evicted = self._victims(count - len(places), keep)
+            together = min(EVICT_TOGETHER, self.index.num_slots // EVICT_SHARE)
+            evicted = self.index.coldest(self.shelf, max(count - len(places), together), keep)
             self.counts["evicted"] += len(evicted)
-            places = self.shelf.take_free(count)  # more of them where a segment was exchanged
             places = sorted([*places, *(entry.place for entry in evicted)])[:count]
         free = {*places, *(entry.place for entry in evicted)}
         self._log.append([Record(Kind.FREE, *place) for place in sorted(free)])
@@ -212,7 +211,19 @@ class Store:
         index = self.index
         return OVERHEAD_BYTES + index.segment_bytes + SLOT_OVERHEAD_BYTES * index.num_slots
 
-    def _grow(self, wanted: int) -> bool:
+    def _add_slots(self, keep: Collection[Name]) -> bool:
+        """Add a segment, or exchange one of another slot size that is colder than our coldest page."""
+        if self._grow():
+            return True
+        coldest = self.index.coldest(self.shelf, 1, keep)
+        other = self._colder_segment(coldest[0].used_ns if coldest else None)
+        if other is None:
+            return False
+        self._drop([other])
+        self._grow()
+        return True
+
+    def _grow(self) -> bool:
         """Add a segment if cap and disk have room for one slot at least."""
         config, slot = self._config, self._slot_size
         status = os.statvfs(config.path)
@@ -226,20 +237,6 @@ class Store:
             return False
         self._log.append([Record(Kind.SEGMENT, number, num_slots, num_bytes=slot)])
         return True
-
-    def _victims(self, count: int, keep: Collection[Name]) -> list[Entry]:
-        """Pages to evict for `count` more; segments of other slot sizes go first where they are colder."""
-        shelf = self.shelf
-        together = min(EVICT_TOGETHER, self.index.num_slots // EVICT_SHARE)
-        victims = self.index.coldest(shelf, max(count, together), keep)
-        coldest_ns = victims[0].used_ns if victims else None
-        other = self._colder_segment(coldest_ns)
-        if other is None:
-            return victims
-        self._drop([other])
-        self._grow(count)
-        left = count - len(shelf.take_free(count))
-        return self._victims(left, keep) if left > 0 else []
 
     def _colder_segment(self, than_ns: int | None) -> int | None:
         """A segment of another slot size whose pages are not in use, or colder than `than_ns`."""

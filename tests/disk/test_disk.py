@@ -1,0 +1,481 @@
+"""The disk backend beyond the contract: buffers, page cache, room, other processes, faults, options."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage import StorageContext, open_storage
+from hiradix.storage.disk import DiskBackend
+from hiradix.storage.disk.record import RECORD_BYTES
+from tests.contracts.storage import (
+    FINGERPRINT,
+    OTHER,
+    PAGE_BYTES,
+    blank,
+    bytes_of,
+    hits,
+    key_of,
+    keys_of,
+    page_of,
+    put,
+    run_all,
+)
+from tests.disk.places import MODES, bytes_on_disk, cap_of, context, log_file, open_disk, segment_files
+
+ALIGNED = 8192
+Make = Callable[..., DiskBackend]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    opened: list[DiskBackend] = []
+
+    def make(*args: Any, **config: Any) -> DiskBackend:
+        opened.append(open_disk(tmp_path, *args, **config))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        store.close()
+
+
+class Pool:
+    """Page-aligned memory of `count` aligned pages, each of its key's bytes."""
+
+    def __init__(self, count: int, pieces: int = 1):
+        self.memory = memoryview(mmap.mmap(-1, count * ALIGNED))
+        self.keys = keys_of(count)
+        step = ALIGNED // pieces
+        self.pages = [
+            [self.memory[at : at + step] for at in range(i * ALIGNED, (i + 1) * ALIGNED, step)]
+            for i in range(count)
+        ]
+        self.fill()
+
+    def fill(self) -> None:
+        for number, key in enumerate(self.keys):
+            self.memory[number * ALIGNED : (number + 1) * ALIGNED] = bytes_of(key, ALIGNED)
+
+    def is_right(self) -> bool:
+        return bytes(self.memory) == b"".join(bytes_of(key, ALIGNED) for key in self.keys)
+
+    def round_trip(self, store: DiskBackend) -> None:
+        assert all(store.put(self.keys, self.pages))
+        self.memory[:] = bytes(len(self.memory))
+        assert all(store.get(self.keys, self.pages)) and self.is_right()
+
+
+# -- buffers and ways ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_aligned_pages_go_straight_past_the_page_cache(make: Make, engine: str, pieces: int) -> None:
+    store = make(page_bytes=ALIGNED, io_engine=engine, direct_io="on", direct_writes=True)
+    Pool(40, pieces).round_trip(store)
+    figures = store.stats()
+    assert (figures["written_direct"], figures["read_direct"]) == (40, 40)
+    assert figures["read_bounced"] == figures["written_bounced"] == figures["read_cached"] == 0
+
+
+def test_unaligned_pages_bounce(make: Make) -> None:
+    store = make(direct_io="on", direct_writes=True, use_page_cache=False)
+    assert all(put(store, keys_of(20))) and all(hits(store, keys_of(20)))
+    assert store.stats()["written_bounced"] == store.stats()["read_bounced"] == 20
+
+
+def test_more_than_a_bounce_buffer_bounces_in_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.storage.disk.moves.BOUNCE_BYTES", 3 * 8192)
+    store = make(direct_io="on", direct_writes=True, use_page_cache=False)
+    assert all(put(store, keys_of(20))) and all(hits(store, keys_of(20)))
+
+
+def test_what_is_in_the_page_cache_is_read_from_there(make: Make) -> None:
+    store = make(page_bytes=ALIGNED, direct_io="on")
+    if not store.stats()["cachestat"]:
+        pytest.skip("this kernel has no cachestat: nothing is ever taken for cached")
+    pool = Pool(32)
+    pool.round_trip(store)
+    assert store.stats()["read_cached"] == 32
+    for path in segment_files(Path(store.config.path).parent):
+        fd = os.open(path, os.O_RDONLY)
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+    assert all(store.get(pool.keys, pool.pages)) and pool.is_right()
+    assert store.stats()["read_direct"] == 32
+
+
+def test_batch_that_is_partly_cached(make: Make) -> None:
+    store = make(page_bytes=ALIGNED, direct_io="on")
+    pool = Pool(64)
+    assert all(store.put(pool.keys, pool.pages))
+    (path,) = segment_files(Path(store.config.path).parent)
+    fd = os.open(path, os.O_RDONLY)
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 8 * ALIGNED, 24 * ALIGNED, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    pool.memory[:] = bytes(len(pool.memory))
+    assert all(store.get(pool.keys, pool.pages)) and pool.is_right()
+    figures = store.stats()
+    assert figures["read_direct"] + figures["read_cached"] == 64
+
+
+def test_batches_longer_than_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.storage.disk.moves.DIRECT_OPERATION_BYTES", ALIGNED)
+    store = make(page_bytes=ALIGNED, io_engine="io_uring", direct_io="on", direct_writes=True)
+    Pool(600).round_trip(store)
+
+
+def test_several_threads_have_rings_of_their_own(make: Make) -> None:
+    store = make(page_bytes=ALIGNED, io_engine="io_uring", direct_io="on", use_page_cache=False)
+    pools = [Pool(48) for _ in range(4)]
+    assert all(store.put(pools[0].keys, pools[0].pages))
+    run_all([lambda p=p: [store.get(p.keys, p.pages) for _ in range(10)] for p in pools])  # type: ignore[misc]
+    assert all(pool.is_right() for pool in pools)
+
+
+def test_io_uring_that_is_forbidden_gives_threads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr("hiradix.storage.disk.kernel.io_uring_setup", forbidden)
+    store = make()
+    assert store.stats()["io_uring"] == 0
+    assert all(put(store, keys_of(5))) and all(hits(store, keys_of(5)))
+    with pytest.raises(ConfigError, match="io_engine"):
+        make(io_engine="io_uring")
+
+
+def test_directory_without_o_direct_is_used_buffered(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def open_buffered(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", open_buffered)
+    store = make()
+    assert store.stats()["direct_io"] == 0
+    assert all(put(store, keys_of(5))) and all(hits(store, keys_of(5)))
+    with pytest.raises(ConfigError, match="direct_io"):
+        make(direct_io="on")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_page_of_another_length_is_refused(make: Make, mode: str) -> None:
+    store = make(**MODES[mode])
+    with pytest.raises(StorageError, match="100 bytes"):
+        store.put(keys_of(1), [blank(100)])
+    with pytest.raises(StorageError, match="100 bytes"):
+        store.get(keys_of(1), [blank(100)])
+
+
+# -- faults of the disk -------------------------------------------------------------------
+
+
+def test_short_reads_are_completed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may stop in the middle of a read; the rest is fetched, and only a short file is a miss."""
+    store = make(page_bytes=ALIGNED, io_engine="io_uring", direct_io="on", use_page_cache=False)
+    pool = Pool(20)
+    assert all(store.put(pool.keys, pool.pages))
+    real = store._io._engine.run
+
+    def cut(*args: Any) -> Any:
+        for ended, results in real(*args):
+            yield ended, [result - 4096 for result in results]
+
+    monkeypatch.setattr(store._io._engine, "run", cut)
+    pool.memory[:] = bytes(len(pool.memory))
+    assert all(store.get(pool.keys, pool.pages)) and pool.is_right()
+
+
+def test_read_errors_raise_only_if_nothing_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(page_bytes=ALIGNED, io_engine="threads", direct_io="off")
+    pool = Pool(4)
+    assert all(store.put(pool.keys, pool.pages))
+    real, bad = os.preadv, {0}
+
+    def preadv(fd: int, buffers: Any, offset: int) -> int:
+        if any(offset <= slot * ALIGNED < offset + sum(map(len, buffers)) for slot in bad):
+            raise OSError(errno.EIO, "bad sector")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr("hiradix.storage.vectored.preadv", preadv)
+    assert store.get(pool.keys, pool.pages) == [False, True, True, True]
+    bad |= {1, 2, 3}
+    with pytest.raises(StorageError, match="bad sector"):
+        store.get(pool.keys, pool.pages)
+    bad.clear()
+    assert all(store.get(pool.keys, pool.pages)), "an error of the disk is no reason to forget a page"
+
+
+def test_failed_write_is_not_published(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(page_bytes=ALIGNED, io_engine="threads", direct_io="off")
+    pool = Pool(3)
+
+    def pwritev(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "bad sector")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hiradix.storage.disk.moves.write_from", lambda *_: pwritev(*_))
+        with pytest.raises(StorageError, match="bad sector"):
+            store.put(pool.keys, pool.pages)
+    assert store.exists(pool.keys) == 0 and not any(store.get(pool.keys, pool.pages))
+    pool.fill()
+    pool.round_trip(store)
+
+
+def test_full_disk_refuses_pages_and_keeps_what_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make(segment_size=4 * 8192)
+    assert all(put(store, keys_of(4)))
+
+    def no_room(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    assert put(store, keys_of(3, 10)) == [True] * 3, "older pages make room"
+    assert hits(store, keys_of(4)) == [True, False, False, False]
+    assert put(store, keys_of(6, 20)) == [True] * 4 + [False] * 2
+    assert len(segment_files(Path(store.config.path).parent)) == 1
+
+
+def test_free_space_is_left_to_others(make: Make) -> None:
+    store = make(min_free_space=1 << 60)
+    assert put(store, keys_of(3)) == [False] * 3
+    assert store.stats()["put_no_room"] == 3 and not segment_files(Path(store.config.path).parent)
+
+
+# -- room -----------------------------------------------------------------------------------
+
+
+def test_cap_counts_everything_in_the_directory(make: Make, tmp_path: Path) -> None:
+    store = make(max_size=cap_of(24))
+    for number in range(200):
+        assert all(put(store, keys_of(3, 3 * number)))
+        assert bytes_on_disk(tmp_path) <= cap_of(24)
+    assert store.stats()["log_rewrites"] >= 3 and store.stats()["pages"] <= 24
+
+
+def test_smaller_cap_at_the_next_start_takes_the_coldest(make: Make, tmp_path: Path) -> None:
+    now = [1_000_000_000_000]
+    store = make(max_size=cap_of(64), segment_size=4 * 8192, time_ns=lambda: now[0])
+    for number in range(64):
+        now[0] += 10_000_000_000
+        put(store, [key_of(number)])
+    store.close()
+    store = make(max_size=cap_of(20))
+    assert bytes_on_disk(tmp_path) <= cap_of(20)
+    answer = hits(store, keys_of(64))
+    assert answer == sorted(answer) and 16 <= sum(answer) <= 20
+
+
+def test_other_page_sizes_give_way_when_they_are_colder(make: Make, tmp_path: Path) -> None:
+    """An operator changes the page size: the cap is full of pages that nobody asks for any more."""
+    config = {"max_size": cap_of(32), "segment_size": 4 * 8192}
+    old = make(**config)
+    assert all(put(old, keys_of(32)))
+    new = make(OTHER, page_bytes=3 * 8192, **config)
+    pages = [page_of(key, 3 * 8192) for key in keys_of(6)]
+    assert all(new.put(keys_of(6), pages))
+    assert all(new.get(keys_of(6), [blank(3 * 8192) for _ in range(6)]))
+    assert bytes_on_disk(tmp_path) <= cap_of(32)
+    assert 0 < sum(hits(old, keys_of(32))) < 16
+    for number in range(10):
+        new.put(keys_of(6, 10 * number), pages)
+        assert bytes_on_disk(tmp_path) <= cap_of(32)
+
+
+def test_chain_of_several_calls_is_evicted_from_its_end(make: Make) -> None:
+    """128 pages per call, head first: without care the head would be the coldest."""
+    now = [10_000_000_000]
+    store = make(max_size=cap_of(100), time_ns=lambda: now[0])
+    chain = keys_of(80)
+    for start in range(0, 80, 20):
+        put(store, chain[start : start + 20])
+        now[0] += 1_000_000
+    now[0] += 60_000_000_000
+    for number in range(5):
+        put(store, keys_of(10, 1000 + 10 * number))
+        now[0] += 60_000_000_000
+        left = [store.exists([key]) == 1 for key in chain]
+        assert left == sorted(left, reverse=True), "a hole before the tail"
+    assert 40 <= sum(left) <= 50
+    for start in range(0, 40, 20):
+        hits(store, chain[start : start + 20])
+    now[0] += 60_000_000_000
+    put(store, keys_of(80, 2000))
+    left = [store.exists([key]) == 1 for key in chain]
+    assert left == sorted(left, reverse=True) and 0 < sum(left) < 40
+
+
+def test_order_of_use_survives_a_restart(make: Make) -> None:
+    now = [10_000_000_000]
+    config = {"max_size": cap_of(10), "touch_interval_s": 1.0, "time_ns": lambda: now[0]}
+    store = make(**config)
+    for number in range(10):
+        put(store, [key_of(number)])
+        now[0] += 5_000_000_000
+    hits(store, keys_of(3))
+    store.close()
+    now[0] += 5_000_000_000
+    store = make(**config)
+    put(store, keys_of(7, 100))
+    assert [store.exists([key]) for key in keys_of(10)] == [1] * 3 + [0] * 7
+
+
+# -- several handles ------------------------------------------------------------------------
+
+
+def test_reader_is_not_given_a_page_that_was_replaced_meanwhile(make: Make) -> None:
+    """Another process evicts the page and writes its slot between our look-up and the end of our read."""
+    ours, theirs = make(max_size=cap_of(2), verify="off"), make(max_size=cap_of(2), verify="off")
+    put(ours, keys_of(2))
+    assert all(hits(ours, keys_of(2)))
+    real = ours._io.read
+
+    def late(*args: Any) -> Any:
+        put(theirs, keys_of(2, 50))
+        return real(*args)
+
+    ours._io.read = late  # type: ignore[method-assign]
+    assert hits(ours, keys_of(2)) == [False, False]
+    ours._io.read = real  # type: ignore[method-assign]
+    assert all(hits(ours, keys_of(2, 50)))
+
+
+def test_log_rewritten_by_another_between_look_up_and_read(make: Make) -> None:
+    ours, theirs = make(), make()
+    put(ours, keys_of(5))
+    real = ours._io.read
+
+    def late(*args: Any) -> Any:
+        with theirs._store.locked(), theirs._store.mutex:
+            theirs._store._log.rewrite()
+        return real(*args)
+
+    ours._io.read = late  # type: ignore[method-assign]
+    assert all(hits(ours, keys_of(5))), "the pages are where they were"
+
+
+def test_new_log_that_never_came_stops_nobody(make: Make, tmp_path: Path) -> None:
+    """A process dies after it announced a new log, before it had one: readers miss until somebody writes."""
+    ours, theirs = make(), make()
+    put(ours, keys_of(5))
+    with theirs._store.locked(), theirs._store.mutex:
+        theirs._store._log._retire()
+    with pytest.raises(StorageError, match="being replaced"):
+        hits(ours, keys_of(5))
+    assert all(put(theirs, keys_of(2, 50)))
+    assert all(hits(ours, keys_of(5))) and all(hits(ours, keys_of(2, 50)))
+
+
+def test_half_a_record_is_cut_off(make: Make, tmp_path: Path) -> None:
+    ours, theirs = make(), make()
+    put(ours, keys_of(5))
+    with open(log_file(tmp_path), "ab") as file:
+        file.write(b"HR" + bytes(50))
+    assert all(hits(theirs, keys_of(5)))
+    assert all(put(theirs, keys_of(3, 10)))
+    assert log_file(tmp_path).stat().st_size % RECORD_BYTES == 0
+    assert all(hits(ours, keys_of(3, 10)))
+
+
+@pytest.mark.parametrize("remake", [False, True])
+def test_directory_removed_behind_our_back(make: Make, tmp_path: Path, remake: bool) -> None:
+    import shutil
+
+    store = make()
+    put(store, keys_of(5))
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(StorageError):
+        store.ping()
+    other = make() if remake else None
+    assert all(put(store, keys_of(3, 10))) and all(hits(store, keys_of(3, 10)))
+    assert not any(hits(store, keys_of(5)))
+    store.ping()
+    if other is not None:
+        assert all(hits(other, keys_of(3, 10)))
+
+
+def test_lock_held_by_another_fails_puts_and_not_reads(make: Make) -> None:
+    ours, theirs = make(lock_timeout_s=0.01), make()
+    put(ours, keys_of(3))
+    holding, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with theirs._store.locked():
+            holding.set()
+            assert release.wait(60)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert holding.wait(60)
+    assert all(hits(ours, keys_of(3))) and ours.exists(keys_of(3)) == 3
+    assert put(ours, keys_of(3)) == [True] * 3, "nothing to write"
+    with pytest.raises(StorageError, match="directory lock"):
+        put(ours, keys_of(1, 9))
+    release.set()
+    holder.join(60)
+    assert all(put(ours, keys_of(1, 9)))
+
+
+# -- options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("verify", "sometimes"), ("io_engine", "aio"), ("direct_io", True), ("max_size", 1000),
+        ("io_threads", 0), ("fsync", 1), ("disk_storage_path", ""), ("disk_storage_path", 7),
+        ("segment_size", "x"), ("unknown", 1), ("file_storage_path", "/x"),
+    ],
+)  # fmt: skip
+def test_bad_option_names_its_key(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        open_disk(tmp_path, **{key: value})
+
+
+def test_no_checksum_is_no_verification(tmp_path: Path) -> None:
+    store = open_disk(tmp_path, checksum=False)
+    assert store.config.verify == "off"
+    store.close()
+
+
+def test_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file")
+    with pytest.raises(ConfigError, match="disk_storage_path"):
+        open_disk(tmp_path)
+
+
+def test_guarded_by_name_reads_into_the_callers_pages(tmp_path: Path) -> None:
+    keys = dict(context(tmp_path).extra_config) | {"direct_io": "on", "use_page_cache": False}
+    storage = open_storage("disk", StorageContext(FINGERPRINT, keys, ALIGNED))
+    pool = Pool(16)
+    assert all(storage.put(pool.keys, pool.pages))
+    pool.memory[:] = bytes(len(pool.memory))
+    assert all(storage.get(pool.keys, pool.pages)) and pool.is_right()
+    assert storage.stats()["backend_read_direct"] == 16
+    storage.close()
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for mode in MODES.values():
+        store = open_disk(tmp_path, **mode)
+        put(store, keys_of(5, 100))
+        hits(store, keys_of(5, 100))
+        store.close()
+        store.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert PAGE_BYTES == 6000
