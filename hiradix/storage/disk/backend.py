@@ -25,7 +25,7 @@ from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, page_bytes
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 
-OPEN_TIMEOUT_S = 30.0
+OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
 MAX_UNLOGGED_USES = 4096
 
@@ -130,13 +130,13 @@ class DiskBackend(StorageBackend):
     def delete(self, keys: Sequence[str]) -> None:
         self._check_open()
         names = [name_of(key) for key in keys]
-        with self._store.locked(), self._store.mutex:
+        with self._store.locked(ADMIN_TIMEOUT_S), self._store.mutex:
             pages = self._store.shelf.pages
             self._store.free([pages[name] for name in dict.fromkeys(names) if name in pages])
 
     def clear(self) -> None:
         self._check_open()
-        with self._store.locked(), self._store.mutex:
+        with self._store.locked(ADMIN_TIMEOUT_S), self._store.mutex:
             self._store.clear()
 
     def close(self) -> None:

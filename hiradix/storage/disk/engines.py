@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,12 +28,15 @@ Landed = tuple[list[int], list[int]]
 """Which operations of a batch have ended, and how each: bytes moved, or less than 0."""
 
 
+Landings = Generator[Landed, None, None]
+
+
 class Engine(Protocol):
     """Runs batches; from several threads at once."""
 
     name: str
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Iterator[Landed]:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
         """Results as they come, at least `wave` at a time where possible.
 
         When the iterator ends or is closed, nothing is under way any more.
@@ -53,7 +56,7 @@ class UringEngine:
     def __init__(self) -> None:
         self._rings = RingPool()
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Iterator[Landed]:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
         prepared = np.zeros(len(operations), OPERATION)
         keep = _fill(prepared, operations, write)
         yield from self._rings.run(prepared, wave)
@@ -92,7 +95,7 @@ class ThreadEngine:
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, "hiradix-disk")
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Iterator[Landed]:
+    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
         share = max(1, -(-len(operations) // self._num_threads))
         parts = [range(at, min(at + share, len(operations))) for at in range(0, len(operations), share)]
         futures = [self._executor.submit(_move_all, operations, part, write) for part in parts]

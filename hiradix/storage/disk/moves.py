@@ -14,6 +14,7 @@ import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 from hiradix.storage.disk import kernel
@@ -128,9 +129,11 @@ class PageIO:
                 batch.plainly(run)
         operations = [batch.operation(run) for run in whole]
         wave = max(1, len(operations) // NUM_WAVES) if batch.check is not None else len(operations)
-        for ended, results in self._engine.run(operations, batch.write, wave) if operations else ():
-            for i, result in zip(ended, results):
-                batch.landed(whole[i], result)
+        if operations:
+            with closing(self._engine.run(operations, batch.write, wave)) as landings:
+                for ended, results in landings:
+                    for i, result in zip(ended, results):
+                        batch.landed(whole[i], result)
 
     def _through_bounce(self, batch: _Batch, indices: Sequence[int]) -> None:
         size = -(-batch.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -151,8 +154,8 @@ class PageIO:
                 gather(move.page, view[:num_bytes])
             spans = [(kernel.address_of(view), len(view))]
             operations.append(Operation(move.segment.direct_fd, move.offset, [view], spans))
-        for ended, results in self._engine.run(operations, batch.write, len(operations)):
-            for i, result in zip(ended, results):
+        with closing(self._engine.run(operations, batch.write, len(operations))) as landings:
+            for i, result in ((i, result) for landing in landings for i, result in zip(*landing)):
                 if result < num_bytes:
                     batch.again(group[i])
                     continue

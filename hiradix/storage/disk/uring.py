@@ -12,7 +12,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ _SQES_OFFSET = 0x10000000
 _SINGLE_MMAP = 1
 _BUSY = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 _Array = npt.NDArray[Any]
+Landings = Generator[tuple[list[int], list[int]], None, None]
 
 
 class _Offsets(ctypes.Structure):
@@ -73,7 +74,7 @@ class Ring:
         words[sq.g // 4 :][: self.num_entries] = np.arange(self.num_entries)
         self._fence = threading.Lock()
 
-    def run(self, operations: _Array, wave: int) -> Iterator[tuple[list[int], list[int]]]:
+    def run(self, operations: _Array, wave: int) -> Landings:
         """Do all `operations` and give (indices, results) as they end, at least `wave` at a time.
 
         A result is a byte count, or a negative errno. When this generator ends or is closed, the kernel has
@@ -142,7 +143,7 @@ class RingPool:
         self._idle = [Ring(num_entries)]
         self._closed = False
 
-    def run(self, operations: _Array, wave: int) -> Iterator[tuple[list[int], list[int]]]:
+    def run(self, operations: _Array, wave: int) -> Landings:
         """`Ring.run` on a ring that is free, or new."""
         try:
             ring = self._idle.pop()

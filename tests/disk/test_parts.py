@@ -1,0 +1,219 @@
+"""The parts of the disk backend by themselves: records, recency, io_uring, batches that end early."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiradix.errors import StorageError
+from hiradix.storage.disk import kernel
+from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.disk.moves import Move, PageIO
+from hiradix.storage.disk.recency import MOMENT_NS, Recency
+from hiradix.storage.disk.record import (
+    RECORD_BYTES,
+    Kind,
+    Record,
+    header_number,
+    name_of,
+    pack,
+    packed_name,
+    unpack,
+    unpacked_name,
+)
+from hiradix.storage.disk.segments import Segment
+from hiradix.storage.disk.uring import OPERATION, READ, Ring
+from tests.contracts.storage import HOSTILE_KEYS, key_of, keys_of
+
+PAGE = 4096
+
+
+def memory(num_pages: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_pages * PAGE))
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    path = tmp_path / "pages"
+    path.write_bytes(b"".join(bytes([number]) * PAGE for number in range(100)))
+    return path
+
+
+# -- records --------------------------------------------------------------------------------
+
+
+def records(count: int, seed: int) -> list[Record]:
+    rng = random.Random(seed)
+    return [
+        Record(
+            rng.choice([Kind.PUT, Kind.FREE, Kind.TOUCH]), rng.randrange(1 << 32), rng.randrange(1 << 32),
+            rng.randrange(1 << 64), rng.randbytes(16), rng.randbytes(32), rng.randrange(1 << 32),
+            rng.randrange(3), rng.randrange(1 << 64), rng.randrange(1 << 62), rng.randrange(2),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_records_come_back_from_their_own_place_in_their_own_log(seed: int) -> None:
+    made = records(20, seed)
+    raw = pack(made, 7 * seed, 100)
+    assert len(raw) == 20 * RECORD_BYTES and list(unpack(raw, 7 * seed, 100)) == made
+    assert list(unpack(raw, 7 * seed + 1, 100)) == [None] * 20, "another log's"
+    assert list(unpack(raw, 7 * seed, 101)) == [None] * 20, "moved by one"
+    swapped = raw[RECORD_BYTES : 2 * RECORD_BYTES] + raw[:RECORD_BYTES]
+    assert list(unpack(swapped, 7 * seed, 100)) == [None] * 2
+
+
+def test_every_flipped_bit_of_a_record_is_seen() -> None:
+    (raw,) = [pack(records(1, 3), 5, 9)]
+    for bit in range(8 * RECORD_BYTES):
+        bad = bytearray(raw)
+        bad[bit // 8] ^= 1 << bit % 8
+        assert list(unpack(bytes(bad), 5, 9)) == [None]
+
+
+def test_half_a_record_is_none() -> None:
+    raw = pack(records(3, 1), 5, 0)
+    assert len(list(unpack(raw[:-1], 5, 0))) == 2 and list(unpack(raw[:50], 5, 0)) == []
+
+
+@pytest.mark.parametrize("raw", [b"", b"x" * 95, bytes(96), b"HR" + bytes(94), bytes(1000)])
+def test_what_is_no_log_has_no_number(raw: bytes) -> None:
+    assert header_number(raw) is None
+
+
+def test_names_of_keys_never_meet() -> None:
+    plain = key_of(1)
+    others = ["a", "A" * 64, plain.upper(), plain[:-1], plain + "0", "g" * 64]
+    names = [name_of(key) for key in (plain, *others)]
+    assert names[0] == plain and len(set(names)) == len(names)
+    assert all(isinstance(name, bytes) for name in names[1:])
+    assert all(unpacked_name(*packed_name(name)) == name for name in names)
+    for key in HOSTILE_KEYS:
+        with pytest.raises(StorageError):
+            name_of(key)
+
+
+# -- recency --------------------------------------------------------------------------------
+
+
+def test_a_call_counts_from_its_tail_to_its_head() -> None:
+    uses = Recency().used("get", ["a", "b", "c"], 1000)
+    assert uses == [("c", 998), ("b", 999), ("a", 1000)]
+
+
+def test_calls_that_follow_are_one_chain_and_others_are_not() -> None:
+    long, recency = keys_of(20), Recency()
+    recency.used("get", long, 1000)
+    assert [name for name, _ in recency.used("get", ["x"], 2000)] == ["x", *reversed(long)]
+    assert [name for name, _ in recency.used("get", ["y"], 3000)] == ["y"], "a short call ends a chain"
+    recency.used("get", long, 4000)
+    assert len(recency.used("put", ["x"], 4000)) == 1, "another kind of call"
+    assert len(recency.used("get", ["x"], 4001 + MOMENT_NS)) == 1, "too late"
+
+
+def test_a_chain_has_an_end_and_its_times_go_down() -> None:
+    recency = Recency()
+    for number in range(32):
+        uses = recency.used("get", keys_of(20, 20 * number), 5_000_000 + number)
+        times = [used_ns for _, used_ns in uses]
+        assert len(uses) == 20 * (number + 1) and times == sorted(times) and times[-1] == 5_000_000
+    assert len(recency.used("get", keys_of(20, 9999), 5_000_040)) == 20
+
+
+# -- io_uring and threads ---------------------------------------------------------------------
+
+
+def reads(fd: int, into: memoryview, numbers: list[int]) -> Any:
+    operations = np.zeros(len(numbers), OPERATION)
+    operations["opcode"], operations["fd"], operations["length"] = READ, fd, PAGE
+    operations["offset"] = [number * PAGE for number in numbers]
+    operations["address"] = [kernel.address_of(into[i * PAGE :]) for i in range(len(numbers))]
+    return operations
+
+
+@pytest.mark.parametrize("wave", [1, 3, 90])
+def test_ring_smaller_than_its_batch(pages: Path, wave: int) -> None:
+    ring, into, fd = Ring(8), memory(90), os.open(pages, os.O_RDONLY)
+    seen: list[int] = []
+    for ended, results in ring.run(reads(fd, into, list(range(89, -1, -1))), wave):
+        assert results == [PAGE] * len(ended)
+        assert all(into[i * PAGE] == 89 - i for i in ended)
+        seen += ended
+    assert sorted(seen) == list(range(90))
+    ring.close()
+    ring.close()
+    os.close(fd)
+
+
+def test_ring_goes_round_its_counters(pages: Path) -> None:
+    ring, into, fd = Ring(4), memory(3), os.open(pages, os.O_RDONLY)
+    for turn in range(200):
+        numbers = [turn % 90, (turn + 1) % 90, (turn + 2) % 90]
+        assert sum(len(ended) for ended, _ in ring.run(reads(fd, into, numbers), 3)) == 3
+        assert [into[i * PAGE] for i in range(3)] == numbers
+    ring.close()
+    os.close(fd)
+
+
+def test_ring_that_is_left_early_has_ended_everything(pages: Path) -> None:
+    ring, into, fd = Ring(32), memory(64), os.open(pages, os.O_RDONLY)
+    running = ring.run(reads(fd, into, list(range(64))), 1)
+    next(running)
+    running.close()
+    into[:] = bytes(len(into))
+    assert sum(len(ended) for ended, _ in ring.run(reads(fd, into, [5]), 1)) == 1
+    assert into[0] == 5 and not any(into[PAGE:]), "a read that nobody waited for"
+    ring.close()
+    os.close(fd)
+
+
+@pytest.mark.parametrize("make", [UringEngine, lambda: ThreadEngine(2)])
+def test_engines_tell_errors_and_short_reads(pages: Path, make: Any) -> None:
+    engine: Engine = make()
+    fd, into = os.open(pages, os.O_RDONLY), memory(3)
+    operations = [
+        Operation(where, offset, [into[at : at + PAGE]], [(kernel.address_of(into[at:]), PAGE)])
+        for at, where, offset in ((0, fd, 0), (PAGE, fd, 100 * PAGE - 10), (2 * PAGE, 10_000, 0))
+    ]
+    found = dict(pair for landing in engine.run(operations, False, 3) for pair in zip(*landing))
+    assert found == {0: PAGE, 1: 10, 2: -errno.EBADF}
+    engine.close()
+    os.close(fd)
+
+
+def test_a_check_that_raises_leaves_no_read_behind(pages: Path) -> None:
+    into = memory(64)
+    io = PageIO(UringEngine(), use_cache=False, write_direct=False)
+    segment = Segment(str(pages), direct=True)
+    moves = [Move(segment, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in range(0, 64, 2)]
+
+    def fail(index: int) -> bool:
+        raise MemoryError
+
+    try:
+        io.read(moves, PAGE, fail)
+    except MemoryError as error:
+        into[:] = bytes(len(into))  # the traceback is alive, the reads are not
+        assert error.__traceback__ is not None and not any(into)
+    assert all(io.read(moves, PAGE)[0]) and into[62 * PAGE] == 62
+    io.close()
+
+
+def test_file_size_and_cache_share(pages: Path) -> None:
+    fd = os.open(pages, os.O_RDWR)
+    assert kernel.file_size(fd) == 100 * PAGE
+    if kernel.has_cachestat(fd):
+        assert kernel.cached_share(fd, 0, 100 * PAGE) == 1.0
+    os.close(fd)
+    with pytest.raises(OSError):
+        kernel.file_size(fd)
+    assert not kernel.has_cachestat(fd)
