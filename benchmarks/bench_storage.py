@@ -4,10 +4,11 @@
     python benchmarks/bench_storage.py [--quick] [--peers NAME,...|none] [--only TEXT,...]
 
 One process for each store, all over the same number of bytes; the stores take turns, and each row is the
-median of its rounds, `best` the best of them. GB/s is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which
-cachestat confirms. raw: the same segment files, 2 MiB at a time by four threads with O_DIRECT. memcpy: one
-thread. `spin`: a thread of pure Python runs in the store's process and wants the interpreter lock. hiradix is
-the backend behind its guard, LRU and log on. Writes build/bench/storage.json.
+median of its rounds; rows named `best` have each one's best round, which is nearest to an idle machine. GB/s
+is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. raw: the
+same segment files, 2 MiB at a time by four threads with O_DIRECT. memcpy: one thread. `spin`: a thread of
+pure Python runs in the store's process and wants the interpreter lock. hiradix is the backend behind its
+guard, LRU and log on. Writes build/bench/storage.json.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Bench:
         ]
 
     def rows(self, case: str, found: dict[str, list[float]]) -> list[Row]:
-        """The median over the rounds, and each one's best round: what it does when nobody else has the CPU."""
+        """The median over the rounds, and each one's best round."""
         made = []
         for what, pick in (("", statistics.median), (", best", max)):
             rates = {name: float(pick(values)) for name, values in found.items()}
