@@ -27,30 +27,6 @@ def spin() -> None:
         number += 1
 
 
-def evict(system: System) -> float:
-    """Take the system's files out of the page cache; the share of them that stayed."""
-    from hiradix.storage.disk.kernel import cached_share
-
-    stayed = total = 0.0
-    for path in system.files():
-        fd = os.open(path, os.O_RDONLY)
-        size = os.fstat(fd).st_size
-        os.fdatasync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        stayed += cached_share(fd, 0, size) * size if size else 0.0
-        total += size
-        os.close(fd)
-    return stayed / total if total else 0.0
-
-
-def warm(system: System) -> None:
-    """Bring all files into the page cache."""
-    for path in system.files():
-        with open(path, "rb", buffering=0) as file:
-            while file.read(1 << 24):
-                pass
-
-
 def measured(system: System, order: dict[str, Any]) -> float:
     """Seconds of one call, with a spinning thread beside it if asked for."""
     global _spinning
@@ -86,10 +62,8 @@ def main() -> None:
                 system = made(Path(order["folder"]), order["num_pages"], order["page_bytes"], options)
             elif order["do"] == "choose":
                 system.choose(order["scattered"], order["limit"])  # type: ignore[union-attr]
-            elif order["do"] == "evict":
-                answer = evict(system)  # type: ignore[arg-type]
-            elif order["do"] == "warm":
-                warm(system)  # type: ignore[arg-type]
+            elif order["do"] == "files":
+                answer = [str(path) for path in system.files()]  # type: ignore[union-attr]
             else:
                 answer = measured(system, order)  # type: ignore[arg-type]
             reply = {"answer": answer}
