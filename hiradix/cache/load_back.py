@@ -155,8 +155,8 @@ class LoadBack:
     def start_loading(self) -> int:
         """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads.
 
-        Loads run first in, first out, so waiting on the newest covers all under way. But as long as a
-        request may still read what a failed one promised, the failed one's slot is returned: it raises.
+        Who waits on it waits for every load whose pages may be matched. As long as a request may still read
+        what a failed one promised, the failed one's slot is returned: it raises.
         """
         self.drop_failed()
         slot = self._controller.start_loading()
@@ -170,6 +170,7 @@ class LoadBack:
             if not (self._has_garbage and s in failed) and not any(t in self._flights for t in tickets):
                 del self._started[s]
                 self._lost.difference_update(tickets)
+        self._controller.layer_done_counter.set_readable(self._started)
         return next((s for s in failed if s in self._started), max(self._started, default=-1))
 
     def _find_failed_slot(self) -> float:

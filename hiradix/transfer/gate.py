@@ -10,7 +10,7 @@ event that is not recorded yet is a no-op, and then makes its CUDA stream wait f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from hiradix.errors import CacheError
@@ -64,6 +64,7 @@ class LayerDoneCounter:
         self._failures: OrderedDict[int, str] = OrderedDict()
         self._next = 0
         self._consumers: tuple[int, ...] = ()
+        self._readable: tuple[int, ...] = ()
 
     # -- producer -----------------------------------------------------------------------
 
@@ -107,9 +108,14 @@ class LayerDoneCounter:
 
     # -- consumer -----------------------------------------------------------------------
 
+    def set_readable(self, indices: Iterable[int]) -> None:
+        """The batches whose pages a reader may come upon: consumers of any batch wait for all of these."""
+        self._readable = tuple(indices)
+
     def set_consumer(self, *indices: int) -> None:
         """The batches that reads from now on belong to; a negative index means none."""
-        self._consumers = tuple(index for index in indices if index >= 0)
+        given = [index for index in indices if index >= 0]
+        self._consumers = tuple(sorted({*given, *self._readable})) if given else ()
 
     def wait_until(self, layer: int) -> None:
         """Return when `layer` may be read for every consumer batch.
@@ -125,7 +131,7 @@ class LayerDoneCounter:
 
     def reset(self) -> None:
         """Forget consumers and old failures. Batches under way keep their slots until they end."""
-        self._consumers = ()
+        self._consumers = self._readable = ()
         self._failures.clear()
 
     def view(self, layers: Sequence[int]) -> GateView:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hiradix.transfer import LoadFailed
 from hiradix.tree import Tier
 from tests.cache.test_lost_hits import key, serve
-from tests.cache.world import Setup, World
+from tests.cache.world import LAYERS, Setup, World
 
 
 def failed_load(num_pages: int, split_at: int) -> tuple[World, object]:
@@ -44,4 +47,40 @@ def test_a_failed_load_frees_its_pages_once_its_reader_is_gone() -> None:
     cache.evict(20)
     assert world.device.available == 20 and tree.protected_pages(Tier.DEVICE) == 0
     assert cache.match(key(6)).loadable_node.end == 6
+    world.assert_drained()
+
+
+def test_a_reader_waits_for_every_load_it_may_read_from() -> None:
+    """A load that fails only after a newer one was started is not hidden by the newer one's success."""
+    world = World(Setup(device_pages=8, host_pages=20), 1)
+    first, second, third = key(2, tail=1), key(2, tail=2), key(2, tail=3)
+    for one in (first, second, third):
+        serve(world, one)
+    world.cache.evict(8)
+    copy, failing = world.transport.copy_pages, [True]
+
+    def fail_sometimes(*args: object) -> None:
+        if failing[0]:
+            raise RuntimeError("copy")
+        copy(*args)
+
+    world.transport.copy_pages = fail_sometimes
+    assert world.cache.load_back(world.cache.match(first))
+    slot = world.cache.start_loading()
+    world.driver.run()
+    assert world.cache.load_back(world.cache.match(second))
+    assert world.cache.start_loading() == slot, "the failed one is what readers are told to wait for"
+    world.cache.tick()
+    assert world.cache.match(second).device_node.end == 2, "under way"
+    assert world.cache.load_back(world.cache.match(third))
+    newest = world.cache.start_loading()
+    assert newest > slot + 1
+    gate = world.controller.layer_done_counter
+    while gate.error(slot + 1) is None:
+        world.driver.step()
+    failing[0] = False
+    gate.set_consumer(newest)
+    with pytest.raises(LoadFailed):
+        for layer in range(LAYERS):
+            gate.wait_until(layer)
     world.assert_drained()
