@@ -337,6 +337,8 @@ class Rank:
         for handle in list(self.handles):
             self.cache.prefetcher.abort(handle)
         assert self.cache.drain(1000.0)
+        for _ in range(3):  # pages of failed loads that locked each other leave one after the other
+            self.cache.tick()
         assert len(self.cache.prefetcher) == 0 and self.controller.is_idle
         self.cache.check()
         assert all(self.cache.tree.protected_pages(tier) == 0 for tier in Tier)
