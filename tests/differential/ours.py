@@ -35,7 +35,7 @@ from hiradix.prefix_cache import (
 from hiradix.prefix_cache.hiradix import prefetch_limits
 from hiradix.prefix_cache.swa import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
-from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
+from hiradix.tree import AS_INSERTED, DeadLeaf, Node, RadixTree, Tier
 from hiradix.tree.runs import walk
 from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
@@ -55,7 +55,8 @@ RECORDS = types.SimpleNamespace(
 class Manner:
     """What of the peer's manner is put on, to show that a difference is that and nothing else.
 
-    as_inserted: nodes are never merged, and leave whole however little is wanted.
+    as_inserted: nodes are never merged; they leave whole however little is wanted, and a lock covers the
+        windows of whole nodes.
     touch_rest: a walk that ends inside a node makes the rest of that node recently used.
     touch_windows: a walk makes all windows of its path recently used, not only what a lock covers.
     bare_leaves: a leaf leaves when its own window has, not as soon as no match can end there.
@@ -159,9 +160,11 @@ class OurWindowSide(WindowSide, OurSide):
         self.cache = SWARadixCache(
             CacheInitParams(False, self.rows, self.allocator, self.page_size, sliding_window_size=self.window)
         )
-        store = self.cache.tree._store
+        tree = self.cache.tree
+        store, exact = tree._store, tree.floor
         if manner.as_inserted:
             store.grain = AS_INSERTED
+            tree.floor = lambda node, component: _whole(tree, node, exact(node, component))
         if manner.bare_leaves:
             store.dead_leaf = DeadLeaf.BARE
 
@@ -209,6 +212,11 @@ class OurWindowSide(WindowSide, OurSide):
             if entry is not None and entry.pages is not None and not entry.lock_ref:
                 order.remove((entry,))
                 order.push((entry,))
+
+
+def _whole(tree: RadixTree, node: Node, floor: int) -> int:
+    """Where the node starts that page `floor` of the path to `node` is in."""
+    return min((n.start for n in tree.path(node) if n.end > floor), default=floor)
 
 
 def _no_storage(name: str, extra: object) -> Any:

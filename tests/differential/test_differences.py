@@ -71,6 +71,10 @@ CASES: dict[str, tuple[Setup, list[Move]]] = {
         Setup(1, 30, window=2, num_window_pages=30),
         [insert(A[:2]), insert(A[:4]), insert(A[:6]), insert(B[:2]), look(A[:6]), ["evict", 0, 2]],
     ),
+    "window lock": (
+        Setup(1, 30, window=2, num_window_pages=30),
+        [insert(A[:8]), ["hold", "h", None, A[:8]], ["evict", 0, 8], ["release", "h"]],
+    ),
     "dead leaf": (
         Setup(1, 30, window=3, num_window_pages=30),
         [insert(A[:2]), insert(A[:4]), insert(A[:6]), ["evict", 0, 2], evict(2)],
@@ -165,6 +169,12 @@ def test_2_a_big_node_leaves_in_parts(theirs: dict[str, Outcome]) -> None:
     assert theirs["part of a node"].answer(1) == 32 and theirs["part of a node"].answer(2)[0] == 0
     own = play("part of a node")
     assert 1 <= own.answer(1) <= 4 and own.answer(2)[0] == 32 - own.answer(1)
+
+
+def test_2_a_lock_covers_its_window_and_no_more(theirs: dict[str, Outcome]) -> None:
+    """8 full tokens, and of the window 2: theirs locks that of the whole node."""
+    assert theirs["window lock"].answer(1) == [8, 0, [-8, -8]] and theirs["window lock"].answer(2) == [0, 0]
+    assert play("window lock").answer(1) == [8, 0, [-8, -2]] and play("window lock").answer(2) == [0, 6]
 
 
 def test_3_short_host_hits_are_loaded_as_promised(theirs: dict[str, Outcome]) -> None:
