@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 from typing import Any
 
@@ -26,6 +27,7 @@ from hiradix.tree import Lock, RadixTree, Tier
 
 SHAPE = KVShape(1, 1, 1, 1, torch.float32)
 COPY_DEADLINE_S = 30.0
+POLICY = os.environ.get("HIRADIX_BENCH_POLICY", "lru")  # of the drop-in classes
 
 
 def touch(pages: PageAllocator) -> None:
@@ -40,7 +42,8 @@ class DropIn(TreePeer):
         self.page_size = page_size
         self.allocator = SlotAllocator(num_tokens, page_size)
         self.rows = ReqToTokenPool(2, 1 << 13)
-        self.cache = RadixCache(CacheInitParams(False, self.rows, self.allocator, page_size))
+        params = CacheInitParams(False, self.rows, self.allocator, page_size, eviction_policy=POLICY)
+        self.cache = RadixCache(params)
 
     def touch_pools(self) -> None:
         touch(self.allocator.pages)
@@ -178,7 +181,8 @@ class DropInHost(HostPeer):
             WritePolicy.from_name("write_through"),
             prefetch,
         )
-        self.cache = HiRadixCache(CacheInitParams(False, None, self.allocator, page_size), host, _no_storage)
+        params = CacheInitParams(False, None, self.allocator, page_size, eviction_policy=POLICY)
+        self.cache = HiRadixCache(params, host, _no_storage)
 
     def touch_pools(self) -> None:
         touch(self.allocator.pages)

@@ -61,11 +61,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter."""
+    """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
+
+    hint: what the client knows of its conversation, `end_of_session` or `keep_alive`.
+    """
 
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
 from hiradix.transfer.process_group import ProcessGroup
+from hiradix.tree import RadixKey
 
 BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -233,6 +234,11 @@ class Engine:
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
         return self.cache.clear_storage_backend()
+
+    def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
+        """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
+        key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
+        return self.cache.hint(key, scope.hint or "end_of_session")
 
     def drain(self, timeout_s: float) -> bool:
         """Let transfers under way end; False if the deadline passed first."""

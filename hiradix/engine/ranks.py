@@ -76,6 +76,10 @@ class LeadingEngine(Engine):
         self._tell("clear_storage")
         return super().clear_storage()
 
+    def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
+        self._tell("hint", list(prompt_ids), asdict(scope))
+        return super().hint(prompt_ids, scope)
+
     def drain(self, timeout_s: float) -> bool:
         self._tell("drain", timeout_s)
         return super().drain(timeout_s)
@@ -99,6 +103,7 @@ def follow(engine: Engine, group: ProcessGroup) -> None:
         "abort": engine.abort, "step": engine.step, "flush": engine.flush,
         "attach_storage": engine.attach_storage, "detach_storage": engine.detach_storage,
         "clear_storage": engine.clear_storage, "drain": engine.drain,
+        "hint": lambda ids, scope: engine.hint(ids, Scope(**scope)),
     }  # fmt: skip
     while True:
         name, *arguments = group.share(None)

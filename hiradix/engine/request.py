@@ -31,6 +31,7 @@ class Request:
         self.extra_key = scope.extra_key
         self.cache_salt = scope.cache_salt
         self.priority = scope.priority
+        self.session_hint = scope.hint
         self.origin_input_ids = array("q", prompt_ids)
         self.output_ids = array("q")
         self.generator: torch.Generator | None = None

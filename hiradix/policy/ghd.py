@@ -56,6 +56,13 @@ class GhdLearner(UseLog):
         if visits >= 2:
             recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
             return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
+        own = seen.use.class_id
+        if own < 0:
+            own = seen.use.class_id = self._own_class(seen, key)
+        return own
+
+    def _own_class(self, seen: Seen, key: RadixKey) -> int:
+        """Of what a conversation alone uses: the same for all pages of a request."""
         request = seen.finished
         if request.hint is not None:
             return self._hinted(request.hint, key)
@@ -95,7 +102,7 @@ class GhdLearner(UseLog):
             self.tables.decay(_DECAY)
         if self._requests >= self._next_count:
             self.recompute()
-            self._next_count = self._requests + min(max(_COUNT_FIRST, self._requests // 8), _COUNT_LAST)
+            self._next_count = self._requests + min(max(_COUNT_FIRST, self._requests // 4), _COUNT_LAST)
 
     def recompute(self) -> None:
         """Bring the tables and every order up to date."""

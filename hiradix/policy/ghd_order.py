@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,131 +23,127 @@ if TYPE_CHECKING:
     from hiradix.policy.ghd import GhdLearner
 
 Cell = tuple[int, int]  # class, bucket
-_NOWHERE: Cell = (-1, -1)
+_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class _Place:
-    """An entry's place. In no cell: it is no leaf. entry None: void, to be skipped where it is met."""
+    """A leaf's place in a cell. entry None: void, to be skipped where it is met."""
 
-    __slots__ = ("entry", "note", "cell", "number")
+    __slots__ = ("entry", "note", "cell")
 
-    def __init__(self, entry: Residency, note: Note):
+    def __init__(self, entry: Residency, note: Note, cell: Cell):
         self.entry: Residency | None = entry
         self.note = note
-        self.cell = _NOWHERE
-        self.number = 0
+        self.cell = cell
 
 
 class CellOrder:
-    """See the module's docstring. O(log n) per change; a victim costs a pass over classes x 64 numbers."""
+    """See the module's docstring. O(log n) per change; a victim costs a pass over classes x 64 numbers.
+
+    An entry's rank is its place, None if its node is no leaf.
+    """
 
     def __init__(self, context: OrderContext, learner: GhdLearner):
         self.num_pages = 0
         self._context = context
         self.tier = context.tier
         self._learner = learner
-        self._places: dict[int, _Place] = {}
+        self._live: dict[int, Residency] = {}
         self._cells: dict[Cell, list[tuple[int, int, int, _Place]]] = {}
         self._due: list[tuple[int, int, _Place]] = []
         self._count = np.zeros((MAX_CLASSES, BUCKETS), np.int64)
         self._rank = np.full((MAX_CLASSES, BUCKETS), np.inf)  # index of each cell that has a leaf
-        self._numbers = 0
+        self._number = 0
 
     def __iter__(self) -> Iterator[Residency]:
-        return iter([place.entry for place in self._places.values() if place.entry is not None])
+        return iter(list(self._live.values()))
 
     def push(self, entries: Iterable[Residency]) -> None:
+        live, count, is_plain = self._live, 0, self._context.backbone and self.tier == Tier.DEVICE
         for entry in entries:
-            assert entry.node is not None and entry.pages is not None
-            self._add(entry)
-            self.num_pages += len(entry.pages)
+            live[id(entry)] = entry
+            count += len(entry.pages)  # type: ignore[arg-type]
+            if is_plain and entry.node.num_device_children:  # type: ignore[union-attr]
+                continue
+            if not self._is_blocked(entry, _NOTHING):
+                self._seat(entry)
+        self.num_pages += count
         self._learner.grow(self.num_pages)
 
-    def _add(self, entry: Residency) -> None:
-        assert entry.node is not None
-        note = entry.node.note or self._learner.newborn
-        entry.rank = self._places[id(entry)] = place = _Place(entry, note)
-        if not self._is_blocked(entry, {}):
-            self._seat(place)
-
     def remove(self, entries: Iterable[Residency]) -> None:
+        live, count = self._live, 0
         for entry in entries:
-            assert entry.pages is not None
-            self._take_out(entry)
-            self.num_pages -= len(entry.pages)
+            del live[id(entry)]
+            count += len(entry.pages)  # type: ignore[arg-type]
+            if entry.rank is not None:
+                self._unseat(entry)
+        self.num_pages -= count
 
     def dropped(self, entry: Residency) -> None:
         self.remove((entry,))
         if self._context.backbone:
             self._learner.left(entry)
 
-    def _take_out(self, entry: Residency) -> None:
-        place = self._places.pop(id(entry))
-        self._unseat(place)
-        place.entry = entry.rank = None
-
     # -- cells ------------------------------------------------------------------------------
 
-    def _seat(self, place: _Place) -> None:
+    def _seat(self, entry: Residency, known: Note | None = None) -> None:
         """Put a leaf into the cell of its age now, and note when it is due for the next."""
-        note, entry = place.note, place.entry
-        assert entry is not None and entry.node is not None
+        node = entry.node
+        assert node is not None
+        note = node.note or known or self._learner.newborn
         age = self._learner.clock - note.clock
         bucket = min(bisect_right(EDGE_LIST, age) - 1, BUCKETS - 1) if age > 0 else 0
-        cell = place.cell = (note.class_id, bucket)
-        self._numbers += 1
-        place.number = self._numbers
-        depth = -entry.node.start if self._context.backbone else entry.node.start
+        cell = (note.class_id, bucket)
+        entry.rank = place = _Place(entry, note, cell)
+        self._number += 1
+        depth = -node.start if self._context.backbone else node.start
         heap = self._cells.get(cell)
         if heap is None:
             heap = self._cells[cell] = []
-        heapq.heappush(heap, (note.clock, depth, place.number, place))
-        self._count[cell] += 1
-        if self._count[cell] == 1:
+        heapq.heappush(heap, (note.clock, depth, self._number, place))
+        self._count[cell] = count = self._count[cell] + 1
+        if count == 1:
             self._rank[cell] = self._learner.tables.index[cell]
         if bucket < BUCKETS - 1:
-            heapq.heappush(self._due, (note.clock + EDGE_LIST[bucket + 1], place.number, place))
-            if len(self._due) > 2 * len(self._places) + 64:
+            heapq.heappush(self._due, (note.clock + EDGE_LIST[bucket + 1], self._number, place))
+            if len(self._due) > 2 * len(self._live) + 64:
                 self._drop_void()
 
-    def _unseat(self, place: _Place) -> None:
+    def _unseat(self, entry: Residency) -> None:
+        place: _Place = entry.rank
+        entry.rank = place.entry = None
         cell = place.cell
-        if cell is _NOWHERE:
-            return
-        place.cell = _NOWHERE
-        self._count[cell] -= 1
-        if not self._count[cell]:
+        self._count[cell] = count = self._count[cell] - 1
+        if not count:
             self._rank[cell] = np.inf
             self._cells[cell].clear()
 
     def _drop_void(self) -> None:
-        """Forget entries of what has left or moved. O(all), each time it has doubled."""
-        self._due = [due for due in self._due if due[2].number == due[1] and due[2].cell is not _NOWHERE]
+        """Forget places of what has left or moved. O(all), each time it has doubled."""
+        self._due[:] = [due for due in self._due if due[2].entry is not None]
         heapq.heapify(self._due)
         for heap in self._cells.values():
-            heap[:] = [item for item in heap if item[3].number == item[2] and item[3].cell is not _NOWHERE]
+            heap[:] = [item for item in heap if item[3].entry is not None]
             heapq.heapify(heap)
 
     def _age(self) -> None:
         """Move what is due. A leaf whose node was used since (in another tier) moves to where it belongs."""
         due, clock = self._due, self._learner.clock
         while due and due[0][0] <= clock:
-            _, number, place = heapq.heappop(due)
-            if place.number == number and place.cell is not _NOWHERE:
-                self._reseat(place)
+            place = heapq.heappop(due)[2]
+            if place.entry is not None:
+                self._reseat(place.entry)
 
-    def _reseat(self, place: _Place) -> None:
-        entry = place.entry
-        assert entry is not None and entry.node is not None
-        place.note = entry.node.note or place.note
-        self._unseat(place)
-        self._seat(place)
+    def _reseat(self, entry: Residency) -> None:
+        note = entry.rank.note
+        self._unseat(entry)
+        self._seat(entry, note)
 
     def renoted(self, node: Node) -> None:
         """The note of `node` has changed without its being used."""
-        place = node.residency(0, self._context.tier).rank if self._context.backbone else None
-        if place is not None and place.cell is not _NOWHERE:
-            self._reseat(place)
+        entry = node.residency(0, self.tier)
+        if self._context.backbone and entry.rank is not None:
+            self._reseat(entry)
 
     def reindex(self) -> None:
         """The index has changed."""
@@ -157,32 +154,28 @@ class CellOrder:
 
     def coldest(self) -> Residency | None:
         self._age()
-        place = self._best({})
-        return None if place is None else place.entry
+        return self._best(_NOTHING)
 
-    def _best(self, gone: Mapping[int, int]) -> _Place | None:
+    def _best(self, gone: Mapping[int, int]) -> Residency | None:
         """The leaf to go next; leaves that are none any more lose their seat on the way."""
-        classes = len(self._learner.tables)
-        rank = self._rank[:classes]
+        rank = self._rank[: len(self._learner.tables)]
         while True:
-            at = int(rank.argmin())
-            cell = divmod(at, BUCKETS)
+            cell = divmod(int(rank.argmin()), BUCKETS)
             if not self._count[cell]:
                 return None
             heap = self._cells[cell]
             while heap:
-                place, number = heap[0][3], heap[0][2]
+                place = heap[0][3]
                 entry = place.entry
-                if entry is None or place.number != number or place.cell is _NOWHERE:
+                if entry is None:
                     heapq.heappop(heap)
                 elif self._is_blocked(entry, gone):
-                    self._unseat(place)
+                    self._unseat(entry)
                 elif entry.node is not None and (entry.node.note or place.note) is not place.note:
-                    heapq.heappop(heap)
-                    self._reseat(place)
+                    self._reseat(entry)
                     break  # its cell may be another
                 else:
-                    return place
+                    return entry
 
     def victims(self, num_pages: int) -> list[Residency]:
         return self._foretell(num_pages, np.inf)
@@ -197,21 +190,21 @@ class CellOrder:
         """Evicts as it would, up to an index of `limit`, exposing parents, and puts everything back."""
         self._age()
         gone: dict[int, int] = {}
-        found: dict[int, _Place] = {}  # by id of their entry
-        while num_pages > 0 and (place := self._best(gone)) is not None:
-            entry = place.entry
-            assert entry is not None and entry.node is not None and entry.pages is not None
+        found: dict[int, tuple[Residency, Note]] = {}
+        while num_pages > 0 and (entry := self._best(gone)) is not None:
+            place: _Place = entry.rank
+            assert entry.node is not None and entry.pages is not None
             if self._rank[place.cell] >= limit:
                 break
-            self._unseat(place)
-            found[id(entry)] = place
+            self._unseat(entry)
+            found[id(entry)] = (entry, place.note)
             num_pages -= len(entry.pages)
             above = self._exposed(entry.node, gone)
             if above is not None and id(above) not in found:  # a mirror goes before what is below it
                 self.expose(above)
-        for place in found.values():
-            self._seat(place)
-        return [place.entry for place in found.values() if place.entry is not None]
+        for entry, note in found.values():
+            self._seat(entry, note)
+        return [entry for entry, _ in found.values()]
 
     def _exposed(self, node: Node, gone: dict[int, int]) -> Residency | None:
         """The parent's entry, if it would be a leaf with `node` gone too."""
@@ -235,12 +228,12 @@ class CellOrder:
     # -- the tree changes -------------------------------------------------------------------
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        self._take_out(entry)
-        for half in (entry, upper):
-            self._add(half)
+        self._live[id(upper)] = upper
+        if entry.rank is not None:
+            self._reseat(entry)  # it begins deeper
+        if not self._is_blocked(upper, _NOTHING):
+            self._seat(upper)
 
     def expose(self, entry: Residency) -> None:
-        place: _Place | None = entry.rank
-        if place is not None and place.cell is _NOWHERE:
-            place.note = (entry.node.note if entry.node is not None else None) or place.note
-            self._seat(place)
+        if entry.rank is None and id(entry) in self._live:
+            self._seat(entry)

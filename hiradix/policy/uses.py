@@ -28,12 +28,16 @@ class Finished(NamedTuple):
 
 
 class Use:
-    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
+    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path.
 
-    __slots__ = ("turn", "pages", "trail")
+    class_id: of what it alone uses, once the policy has said so.
+    """
+
+    __slots__ = ("turn", "pages", "trail", "class_id")
 
     def __init__(self, turn: int, pages: int, trail: Trail):
         self.turn, self.pages, self.trail = turn, pages, trail
+        self.class_id = -1
 
 
 class Note:
@@ -102,7 +106,9 @@ class UseLog:
         O(nodes of the path) + about 3 us per 512 tokens that were not on it. May split nodes.
         """
         self.clock += request.prompt_tokens + request.output_tokens
-        known, ghosts, trail = self._stretches(tree, node, key)
+        nodes = list(tree.path(node))
+        known = _known(nodes)
+        ghosts, trail = self._ghosts(node, key, known)
         stretches = known + ghosts
         owner = stretches[-1].note if stretches else None
         num_known = stretches[-1].end if stretches else 0
@@ -111,69 +117,57 @@ class UseLog:
         turn = owner.use.turn + 1 if continues and owner is not None else 0
         seen = Seen(Use(turn, pages, trail), num_known, continues, request)
         if num_known < node.end:
-            stretches = [*stretches, Stretch(node.end, None)]
-        self._use(stretches)
-        self._write(tree, node, self._noted(seen, stretches, key), known[-1].end if known else 0)
+            stretches.append(Stretch(node.end, None))
+        noted = self._noted(seen, stretches, key)
+        ends = {n.end for n in nodes}
+        for end, _ in noted:
+            if end not in ends:
+                nodes = _cut(tree, node, end)
+        _write(nodes, noted)
 
-    def _stretches(
-        self, tree: RadixTree, node: Node, key: RadixKey
-    ) -> tuple[list[Stretch], list[Stretch], Trail]:
-        """What is known of the path, root first: noted nodes, then ghosts; and its trail."""
-        known = [Stretch(n.end, n.note) for n in tree.path(node) if n.note is not None]
-        known.reverse()
+    def _ghosts(self, node: Node, key: RadixKey, known: list[Stretch]) -> tuple[list[Stretch], Trail]:
+        """What follows of the path of `node` that is a ghost; and its trail."""
         size = self.pages_per_block
-        end = known[-1].end if known else 0
-        trail = known[-1].note.use.trail.head(end // size) if known and known[-1].note else EMPTY
-        trail = extend(trail, key, node.end // size, self.page_size, size)
+        first, last, trail = 0, node.end // size, EMPTY
+        if known and (note := known[-1].note) is not None:
+            first = known[-1].end // size
+            trail = note.use.trail.head(first)
+        trail = extend(trail, key, last, self.page_size, size)
         ghosts: list[Stretch] = []
-        for block, name in enumerate(trail.names(end // size, node.end // size), end // size):
+        for block, name in enumerate(trail.names(first, last), first + 1):
             note = self.ghosts.pop(name)
             if note is None:
                 break
             if ghosts and ghosts[-1].note is note:
                 ghosts.pop()
-            ghosts.append(Stretch((block + 1) * size, note))
-        return known, ghosts, trail
-
-    def _use(self, stretches: list[Stretch]) -> None:
-        start = 0
-        for stretch in stretches:
-            if stretch.note is not None:
-                self.was_used(stretch.note, stretch.end - start)
-            start = stretch.end
+            ghosts.append(Stretch(block * size, note))
+        return ghosts, trail
 
     def _noted(self, seen: Seen, stretches: list[Stretch], key: RadixKey) -> list[Stretch]:
-        """The path's new notes; alike neighbours are one."""
+        """The path's new notes, counting the uses of the old; alike neighbours are one."""
         step = int(not seen.is_continuation)
         made: dict[tuple[int, int], Note] = {}
         pages: dict[tuple[int, int], int] = {}
         noted: list[Stretch] = []
         start = 0
         for end, old in stretches:
-            visits = step if old is None else old.visits + step
-            class_id = self.class_of(seen, visits, None if old is None else self.clock - old.clock, key)
+            if old is None:
+                visits, gap = step, None
+            else:
+                visits, gap = old.visits + step, self.clock - old.clock
+                self.was_used(old, end - start)
+            class_id = self.class_of(seen, visits, gap, key)
             kind = (class_id, visits)
-            if kind not in made:
-                made[kind] = Note(seen.use, self.clock, class_id, visits)
-            if noted and noted[-1].note is made[kind]:
+            note = made.get(kind)
+            if note is None:
+                note = made[kind] = Note(seen.use, self.clock, class_id, visits)
+            if noted and noted[-1].note is note:
                 noted.pop()
-            noted.append(Stretch(end, made[kind]))
+            noted.append(Stretch(end, note))
             pages[kind] = pages.get(kind, 0) + end - start
             start = end
         self.was_noted([(note, pages[kind]) for kind, note in made.items()])
         return noted
-
-    def _write(self, tree: RadixTree, node: Node, noted: list[Stretch], known_end: int) -> None:
-        """Put the notes on the nodes, cutting new ones where a note ends inside."""
-        for end, _ in noted[:-1]:
-            if end > known_end:
-                for _n in tree.path(node, end):
-                    pass  # cuts the node that reaches over `end`
-        at = len(noted) - 1
-        for n in tree.path(node):
-            while at and noted[at - 1].end >= n.end:
-                at -= 1
-            n.note = noted[at].note
 
     # -- data leaves ------------------------------------------------------------------------
 
@@ -202,8 +196,42 @@ class UseLog:
             self.ghosts.limit = limit
 
     def hint(self, nodes: Iterator[Node], hint: str) -> None:
-        """A conversation that has ended here is `hint`; the nodes of its path, none locked."""
+        """A client says `hint` of the conversation whose path these are."""
+
+    def hint_prefix(self, tree: RadixTree, key: RadixKey, hint: str) -> int:
+        """The same of what the cache has of `key`: its pages."""
+        node = tree.match(key).loadable_node
+        self.hint(tree.path(node), hint)
+        return node.end
 
     def forget(self) -> None:
         """The cache was emptied."""
         self.ghosts.clear()
+
+
+def _known(nodes: list[Node]) -> list[Stretch]:
+    """The noted nodes of a path, which come deepest first, as stretches, root first."""
+    found: list[Stretch] = []
+    last = None
+    for node in nodes:
+        if node.note is not None and node.note is not last:
+            last = node.note
+            found.append(Stretch(node.end, last))
+    found.reverse()
+    return found
+
+
+def _cut(tree: RadixTree, node: Node, end: int) -> list[Node]:
+    """Cut the node of the path that reaches over page `end`; the path, deepest first."""
+    for _ in tree.path(node, end):
+        pass
+    return list(tree.path(node))
+
+
+def _write(nodes: list[Node], noted: list[Stretch]) -> None:
+    """Put the notes on the nodes, which come deepest first."""
+    at = len(noted) - 1
+    for node in nodes:
+        while at and noted[at - 1].end >= node.end:
+            at -= 1
+        node.note = noted[at].note

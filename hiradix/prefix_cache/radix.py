@@ -112,6 +112,8 @@ class RadixCache(NoLowerTiers, Figures):
         self.tree.hit(live)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
         done = self.tree.insert(key, Tier.DEVICE, [pages], at=self._lock_on(live))
+        if not params.chunked:
+            self.cache.finished(key, done.lock.node, Finished(len(key), 0))
         self.cache.inserted(done.lock.node)
         self.tree.unlock(done.lock)
         return InsertResult(num_live)
@@ -175,6 +177,13 @@ class RadixCache(NoLowerTiers, Figures):
             self._pages.free(tail)
         if not self.disable:
             self.tree.unlock(self._held(req))
+
+    def hint(self, key: RadixKey, hint: str) -> int:
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens. For `ghd`, else 0."""
+        learner = self.cache.learner
+        if self.disable or learner is None:
+            return 0
+        return learner.hint_prefix(self.tree, self._view(key), hint) * self.page_size
 
     def _count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""

@@ -123,7 +123,8 @@ class SWARadixCache(RadixCache):
         num_before = self.tree.resident_pages(Tier.DEVICE)
         start = params.prev_prefix_len // self.page_size * self.page_size
         pages = pages_of(params.value, self.page_size, start, len(key))
-        self.tree.unlock(self._insert_pages(key, pages, None))
+        ended = None if params.chunked else Finished(len(key), 0)
+        self.tree.unlock(self._insert_pages(key, pages, None, ended))
         num_new = (self.tree.resident_pages(Tier.DEVICE) - num_before) * self.page_size
         return InsertResult(len(key) - num_new)
 

@@ -80,6 +80,7 @@ class Player:
             node = match.loadable_node
             cache.start_loading()
         lock = tree.lock(node, Tier.DEVICE)
+        cache.count_use(node)
         stage.settle()
         fit = min(len(key), node.end + stage.cache.supply.device_room())
         if fit < len(key):

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from hiradix.engine.api import EngineStopped, Output
+from hiradix.engine.api import EngineStopped, Output, Scope
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
 from hiradix.errors import CacheError, StorageError
 from hiradix.prefix_cache import HiRadixCache, OpenedStorage
+from hiradix.server.recorder import TraceRecorder
 from hiradix.server.service import (
     NO_HOST_TIER,
     AttachRequest,
@@ -42,8 +43,9 @@ WAITED_FOR_IDLE = "Timed out waiting for idle state."
 class EngineService:
     """A started `EngineThread` over `engine`. `close` ends both; it is the server's last call."""
 
-    def __init__(self, engine: Engine, thread: EngineThread):
+    def __init__(self, engine: Engine, thread: EngineThread, recorder: TraceRecorder | None = None):
         self._engine = engine
+        self._recorder = recorder
         self._thread = thread
         self._open: set[str] = set()
 
@@ -70,6 +72,9 @@ class EngineService:
                 generation.rid, generation.prompt_ids, generation.params, generation.scope
             )
             async for output in outputs:
+                if self._recorder is not None and output.finish_reason is not None:
+                    record, num_done = self._recorder.record, output.usage.completion_tokens
+                    await asyncio.to_thread(record, generation.prompt_ids, num_done, generation.scope)
                 yield output
         finally:
             self._open.discard(generation.rid)
@@ -82,6 +87,10 @@ class EngineService:
         """Stop every request of this service."""
         for rid in tuple(self._open):
             self._thread.abort(rid)
+
+    async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
+        """Tell the eviction policy what a client knows of a conversation; its cached tokens."""
+        return await self._thread.acall(lambda engine: engine.hint(prompt_ids, scope), ADMIN_TIMEOUT_S)
 
     async def snapshot(self) -> Snapshot:
         """Figures between two steps; TimeoutError when a step takes longer than SNAPSHOT_TIMEOUT_S."""
@@ -175,6 +184,8 @@ class EngineService:
 
     def close(self, timeout_s: float) -> bool:
         """Let backups end within `timeout_s`, then stop the engine; False when something was cut off."""
+        if self._recorder is not None:
+            self._recorder.close()
         drained = True
         try:
             drained = self._thread.call(

@@ -82,6 +82,13 @@ _SERVER: tuple[Flag, ...] = (
         10.0,
         metavar="SECONDS",
     ),
+    Flag(
+        "--record-trace",
+        "New file for the shape of the traffic, for `hiradix replay` and `hiradix size`: times, lengths and "
+        "salted hashes of blocks, no content; at most 256 MiB.",
+        str,
+        metavar="FILE",
+    ),
     Flag("--enable-metrics", "GET /metrics is always on.", status="accepted"),
     Flag("--extra-metric-labels", "JSON object of labels added to every metric.", str, metavar="JSON"),
     Flag(

@@ -48,6 +48,7 @@ class ServeConfig:
     notes: tuple[str, ...] = ()
     tp_size: int = 1
     rank_timeout_s: float = 90.0
+    record_trace: Path | None = None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,6 +131,7 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         port=args.port,
         log_level=args.log_level,
         shutdown_timeout_s=args.shutdown_timeout,
+        record_trace=None if args.record_trace is None else Path(args.record_trace).expanduser(),
         api_key=_key("--api-key", args.api_key),
         admin_api_key=_key("--admin-api-key", args.admin_api_key),
         extra_config_text=args.hicache_storage_backend_extra_config,

@@ -33,6 +33,7 @@ from hiradix.server.schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    SessionBody,
     read_body,
 )
 from hiradix.server.service import Generation, Service, Tokenizer
@@ -60,6 +61,8 @@ class OpenAI:
         self.router = APIRouter(prefix="/v1")
         self.router.add_api_route("/completions", self.completions, methods=["POST"])
         self.router.add_api_route("/chat/completions", self.chat, methods=["POST"])
+        self.router.add_api_route("/end_of_session", self.end_of_session, methods=["POST"])
+        self.router.add_api_route("/keep_alive", self.keep_alive, methods=["POST"])
         self.router.add_api_route("/models", self.models, methods=["GET"])
         self.router.add_api_route("/models/{name:path}", self.model, methods=["GET"])
 
@@ -103,6 +106,28 @@ class OpenAI:
         return await self._answer(
             request, _Job(generation, body, ChatRenderer(envelope), envelope, "messages")
         )
+
+    async def end_of_session(self, request: Request) -> dict[str, Any]:
+        """POST /v1/end_of_session: no more turns of this conversation will come."""
+        return await self._hint(request, "end_of_session")
+
+    async def keep_alive(self, request: Request) -> dict[str, Any]:
+        """POST /v1/keep_alive: more turns of this conversation will come."""
+        return await self._hint(request, "keep_alive")
+
+    async def _hint(self, request: Request, hint: str) -> dict[str, Any]:
+        body = await read_body(request, SessionBody)
+        self._check_model(body.model)
+        scope, prompt = body.scope(hint), body.prompt
+        if body.messages is not None:
+            messages = [message.plain() for message in body.messages]
+            prompt = list(await self._encode(lambda tokenizer: tokenizer.apply_chat(messages), "messages"))
+        elif isinstance(prompt, str):
+            text = prompt
+            prompt = list(await self._encode(lambda tokenizer: tokenizer.encode(text), "prompt"))
+        if prompt and not all(0 <= token < 1 << 31 for token in prompt):
+            raise ApiError("prompt: token ids must be in [0, 2**31)", param="prompt")
+        return {"object": hint, "cached_tokens": await self._service.hint(prompt or [], scope)}
 
     def _model_card(self) -> dict[str, Any]:
         return {

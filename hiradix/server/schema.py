@@ -76,6 +76,8 @@ class GenerationBody(_Strict):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     extra_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    end_of_session: bool = False
+    keep_alive: bool = False
 
     def sampling(self, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
         """The engine's parameters; temperature and top_p default to 1 as in the OpenAI API."""
@@ -93,7 +95,10 @@ class GenerationBody(_Strict):
 
     def scope(self) -> Scope:
         """Whose cache the request may share."""
-        return Scope(extra_key=self.extra_key, cache_salt=self.cache_salt, priority=self.priority)
+        if self.end_of_session and self.keep_alive:
+            raise ApiError("end_of_session and keep_alive exclude each other", param="end_of_session")
+        hint = "end_of_session" if self.end_of_session else "keep_alive" if self.keep_alive else None
+        return Scope(self.extra_key, self.cache_salt, self.priority, hint)
 
     @property
     def include_usage(self) -> bool:
@@ -139,6 +144,22 @@ class MessageBody(_Strict):
         """The message as the chat template takes it."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class SessionBody(_Strict):
+    """POST /v1/end_of_session and /v1/keep_alive: the conversation as it was sent last."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)] | None = None
+    prompt: str | list[int] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    extra_key: Annotated[str, Field(max_length=256)] | None = None
+
+    def scope(self, hint: str) -> Scope:
+        """Whose conversation it is, and what is said of it."""
+        if (self.messages is None) == (self.prompt is None):
+            raise ApiError("send either messages or prompt", param="messages")
+        return Scope(self.extra_key, self.cache_salt, hint=hint)
 
 
 class ChatBody(GenerationBody):

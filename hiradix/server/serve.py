@@ -115,8 +115,10 @@ def build_service(config: ServeConfig) -> EngineService:
     from hiradix.engine.ranks import build_engine
     from hiradix.server.engine_service import EngineService
     from hiradix.server.ranked_service import RankedService
+    from hiradix.server.recorder import TraceRecorder
 
     _check_device(config.engine.device)
+    recorder = None if config.record_trace is None else TraceRecorder(config.record_trace)
     try:
         engine = build_engine(config.engine, config.tp_size, config.rank_timeout_s)
     except (OSError, MemoryError, RuntimeError, SafetensorError) as error:  # bad weights, too large pools
@@ -125,7 +127,8 @@ def build_service(config: ServeConfig) -> EngineService:
         raise ConfigError(f"{flags}: cannot build the engine: {error}") from error
     thread = EngineThread(engine)
     thread.start()
-    return EngineService(engine, thread) if config.tp_size == 1 else RankedService(engine, thread)
+    make = EngineService if config.tp_size == 1 else RankedService
+    return make(engine, thread, recorder)
 
 
 def _check_device(name: str) -> None:

@@ -132,6 +132,9 @@ class Service(Protocol):
     def abort(self, rid: str) -> None:
         """Stop the request soon, if it still runs; its iterator then ends with finish_reason abort."""
 
+    async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
+        """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
+
     async def snapshot(self) -> Snapshot:
         """The current figures; TimeoutError when the engine does not answer in time."""
 

@@ -14,6 +14,7 @@ from hiradix.engine.api import (
     EngineInfo,
     Output,
     RequestError,
+    Scope,
     TokenLogprob,
     Usage,
 )
@@ -101,6 +102,10 @@ class ScriptedService:
     def abort(self, rid: str) -> None:
         self.aborted.append(rid)
         self.stopped.set()
+
+    async def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
+        self.calls.append((list(prompt_ids), scope))
+        return len(prompt_ids)
 
     async def snapshot(self) -> Snapshot:
         return self.state

@@ -1,0 +1,264 @@
+"""GHD in a tree: what it keeps, what it forgets, and who may mislead it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.cache import HierarchicalCache
+from hiradix.errors import ConfigError
+from hiradix.memory import PageAllocator
+from hiradix.policy.eviction import GhdPolicy, make_order
+from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, extend
+from hiradix.policy.uses import Finished, UseLog
+from hiradix.replay.generate import generate
+from hiradix.replay.play import Player
+from hiradix.replay.stage import Tiers
+from hiradix.replay.trace import Trace
+from hiradix.tree import RadixKey, RadixTree, Tier
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+class Small:
+    """A cache of `num_pages` pages, one token each standing for 512."""
+
+    def __init__(self, num_pages: int, policy: str = "ghd"):
+        config = {} if policy == "lru" else {"page_tokens": 512}
+        self.tree = RadixTree(1, order=make_order(policy, config))
+        self.pages = PageAllocator(num_pages)
+        self.cache = HierarchicalCache(self.tree, self.pages)
+
+    @property
+    def learner(self) -> UseLog:
+        assert self.cache.learner is not None
+        return self.cache.learner
+
+    def request(self, tokens: list[int], hint: str | None = None, salt: str | None = None) -> int:
+        """Pages it found."""
+        key = RadixKey(tokens, cache_salt=salt)
+        match = self.cache.match(key)
+        lock = self.tree.lock(match.device_node, DEVICE)
+        short = len(key) - match.device_node.end
+        self.cache.make_room(short)
+        pages = self.pages.alloc(short) if short else np.empty(0, np.int32)
+        assert pages is not None
+        done = self.cache.insert(key, pages, at=lock, ended=Finished(512 * len(key), 100, hint))
+        self.tree.unlock(lock)
+        self.tree.unlock(done)
+        return match.device_node.end
+
+    def leaves(self) -> list[object]:
+        return [n for n in self.tree.nodes() if n.device.pages is not None and not n.num_device_children]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from(["ghd", "2q"]))
+def test_only_unlocked_leaves_leave_and_what_is_foretold_does(seed: int, policy: str) -> None:
+    rng, small = random.Random(seed), Small(60, policy)
+    held = []
+    for _ in range(40):
+        small.request([rng.randint(0, 2) for _ in range(rng.randint(1, 12))])
+        if held and rng.random() < 0.4:
+            small.tree.unlock(held.pop())
+        if len(held) < 3 and rng.random() < 0.3:
+            held.append(small.tree.lock(rng.choice(list(small.tree.nodes())), DEVICE))
+        wanted = rng.randint(1, 4)
+        foretold = small.tree.coldest(0, DEVICE, wanted)
+        locked = [n for lock in held for n in small.tree.path(lock.node)]
+        assert not set(foretold) & set(locked)
+        first = foretold[0] if foretold else None
+        assert first is None or first in small.leaves()
+        small.cache.evict(wanted)
+        assert all(n.device.pages is None for n in foretold)
+        assert all(n.device.pages is not None for n in locked)
+        small.cache.check()
+
+
+def talks_that_come_back(policy: str) -> int:
+    """Short talks return after three times what the cache holds has passed; long prompts never do."""
+    small, hits, waiting = Small(150, policy), 0, []
+    for i in range(500):
+        talk = [1, *(i * 10 + k for k in range(5))]
+        small.request(talk)
+        waiting.append(talk)
+        small.request([2, *(10**6 + i * 100 + k for k in range(24))])
+        if len(waiting) > 15:
+            hits += small.request(waiting.pop(0)) == 6
+    return hits
+
+
+def test_what_comes_back_is_kept_over_what_does_not() -> None:
+    assert talks_that_come_back("lru") == 0 and talks_that_come_back("ghd") > 400
+
+
+def decisions(trace: Trace, **config: object) -> str:
+    return Player(trace, "ghd", Tiers(120_000, 300_000), config).play().decisions
+
+
+def test_two_runs_decide_the_same() -> None:
+    trace = generate("chat", 2, 400)
+    assert decisions(trace) == decisions(trace)
+
+
+@pytest.mark.parametrize(
+    "warp", [lambda t: t * 0.1, lambda t: t * 10, lambda t: -t, lambda t: (t * 7919) % 60]
+)
+def test_no_clock_decides_anything(warp) -> None:
+    """Time stamps scaled, running backwards or jumping: the same decisions."""
+    trace = generate("chat", 2, 400)
+    warped = Trace(
+        trace.name, trace.source, 512, tuple(c._replace(time_s=warp(c.time_s)) for c in trace.calls)
+    )
+    assert decisions(trace) == decisions(warped)
+
+
+def test_ghosts_and_what_they_keep_alive_are_bounded() -> None:
+    small = Small(50)
+    learner = small.cache.learner
+    assert learner is not None
+    learner.ghosts.limit = 100
+    for i in range(400):
+        small.request([1, *(i * 100 + k for k in range(20))])
+    assert len(learner.ghosts) == learner.ghosts.limit <= 4 * 50
+    small.cache.reset()
+    assert len(learner.ghosts) == 0 and small.pages.available == 50
+    small.request([1, 2, 3])
+    small.cache.check()
+
+
+def test_a_ghost_tells_that_a_conversation_goes_on() -> None:
+    small = Small(30)
+    small.request([1, 2, 3, 4, 5])
+    small.cache.evict(30)
+    small.request([1, 2, 3, 4, 5, 6, 7])
+    (node,) = list(small.tree.nodes())[-1:]
+    assert node.note.use.turn == 1 and len(small.cache.learner.ghosts) == 0  # type: ignore[union-attr]
+
+
+def test_the_oldest_ghost_goes_first() -> None:
+    ghosts: Ghosts[str] = Ghosts(2)
+    assert ghosts.add(b"a", "a") is None and ghosts.add(b"b", "b") is None
+    assert ghosts.add(b"c", "c") == "a" and ghosts.pop(b"a") is None and ghosts.pop(b"b") == "b"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 60))
+def test_a_trail_names_each_prefix_alike_however_it_was_built(steps: list[int], cut: int) -> None:
+    tokens = np.arange(sum(steps) * 4)
+    key, grown, at = RadixKey(tokens), EMPTY, 0
+    for step in steps:
+        at += step
+        grown = extend(grown, key, at, 2, 2)
+    whole = extend(EMPTY, key, at, 2, 2)
+    names = list(whole.names(0, at))
+    assert list(grown.names(0, at)) == names and len(set(names)) == at == grown.num_blocks
+    assert list(grown.head(cut).names(0, at)) == names[:cut]
+    assert list(grown.names(cut, at + 5)) == names[cut:] and all(len(n) == NAME_BYTES for n in names)
+
+
+def test_trails_of_other_namespaces_and_images_have_other_names() -> None:
+    tokens = list(range(8))
+    keys = [RadixKey(tokens), RadixKey(tokens, cache_salt="a"), RadixKey(tokens, page_extras=[b"i"])]
+    assert len({extend(EMPTY, key, 2, 2, 2).last for key in keys}) == 3
+
+
+def test_tables_survive_a_restart(tmp_path: Path) -> None:
+    path = str(tmp_path / "tables.npz")
+    trace = generate("chat", 2, 600)
+    first = Player(trace, "ghd", Tiers(120_000), {"tables": path})
+    first.play()
+    first.stage.cache.close()
+    again = Player(trace, "ghd", Tiers(120_000), {"tables": path})
+    learned = first.stage.cache.learner.tables  # type: ignore[union-attr]
+    read = again.stage.cache.learner.tables  # type: ignore[union-attr]
+    assert len(read) == len(learned) > 20 and np.array_equal(read.index, learned.index)
+
+
+def test_a_damaged_table_is_a_cold_start(tmp_path: Path) -> None:
+    (tmp_path / "tables.npz").write_bytes(b"junk")
+    policy = make_order("ghd", {"tables": str(tmp_path / "tables.npz")})
+    RadixTree(1, order=policy)
+    assert isinstance(policy, GhdPolicy) and len(policy.learner.tables) == 3
+
+
+@pytest.mark.parametrize("config", [{"page_tokens": 0}, {"page_tokens": True}, {"tables": 3}, {"nosuch": 1}])
+def test_a_bad_setting_is_named(config: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(config))):
+        make_order("ghd", config)
+
+
+# -- hints ------------------------------------------------------------------------------------
+
+
+BEHAVIOURS: dict[str, Callable[[bool], str | None]] = {  # by whether the conversation ends here
+    "says nothing": lambda ends: None,
+    "tells the truth": lambda ends: "end_of_session" if ends else None,
+    "says end where it goes on": lambda ends: None if ends else "end_of_session",
+    "keeps what ends": lambda ends: "keep_alive" if ends else None,
+    "keeps everything": lambda ends: "keep_alive",
+}
+
+
+def hits_by_tenant(fair: str, foul: str) -> dict[str, int]:
+    """Hit blocks of two tenants with equal traffic, half of whose conversations end after one turn."""
+    rng, going, small = random.Random(5), [], Small(260)
+    does = {"fair": BEHAVIOURS[fair], "foul": BEHAVIOURS[foul]}
+    found = {"fair": 0, "foul": 0}
+    for i in range(3000):
+        if going and rng.random() < 0.3:
+            tenant, path = going.pop(0)
+            found[tenant] += small.request([*path, 1], None, tenant)
+            continue
+        tenant = rng.choice(["fair", "foul"])
+        path = [i * 10 + k for k in range(7)]
+        ends = rng.random() < 0.6
+        small.request(path, does[tenant](ends), tenant)
+        if not ends:
+            going.append((tenant, path))
+    return found
+
+
+def test_true_hints_pay() -> None:
+    silent = hits_by_tenant("says nothing", "says nothing")
+    assert hits_by_tenant("tells the truth", "says nothing")["fair"] > 1.1 * silent["fair"]
+
+
+@pytest.mark.parametrize(
+    "lie", [name for name in BEHAVIOURS if name not in ("says nothing", "tells the truth")]
+)
+def test_false_hints_cost_their_sender(lie: str) -> None:
+    honest = hits_by_tenant("tells the truth", "tells the truth")
+    quiet = hits_by_tenant("tells the truth", "says nothing")
+    attacked = hits_by_tenant("tells the truth", lie)
+    assert attacked["fair"] > 0.95 * quiet["fair"], "the liar took from the honest"
+    assert attacked["foul"] < 1.05 * honest["foul"], "lying paid better than the truth"
+
+
+def test_a_closed_conversation_goes_first_and_one_kept_alive_last() -> None:
+    small = Small(1000)
+    for i in range(300):  # hints that come true
+        talk = [1, *(i * 100 + k for k in range(4))]
+        small.request(talk, "end_of_session" if i % 2 else "keep_alive")
+        if i % 2 == 0:
+            small.request([*talk, i * 100 + 50])
+    small.cache.evict(1000)
+    talks = {name: [7, n, n + 1, n + 2] for n, name in ((900, "kept"), (910, "closed"), (920, "plain"))}
+    for talk in talks.values():
+        small.request(talk)
+    assert small.learner.hint_prefix(small.tree, RadixKey(talks["closed"]), "end_of_session") == 4
+    assert small.learner.hint_prefix(small.tree, RadixKey(talks["kept"]), "keep_alive") == 4
+    gone = [small.tree.coldest(0, DEVICE, 1)[0]]
+    small.cache.evict(3)
+    assert gone[0].tokens.tolist()[0] == 910
+    assert small.cache.match(RadixKey(talks["kept"])).device_node.end == 4
+    small.cache.check()
+
+
+def test_a_policy_without_memory_has_no_learner() -> None:
+    assert Small(4, "lru").cache.learner is None

@@ -1,0 +1,107 @@
+"""end_of_session and keep_alive from the request to the tree; --record-trace from the server to the lab."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from hiradix.engine.api import Scope
+from hiradix.errors import ConfigError
+from hiradix.replay.readers import read_trace
+from hiradix.server.recorder import BLOCK_TOKENS, TraceRecorder
+from tests.e2e.tiny_model import write_tiny_model
+from tests.server.scripted import ScriptedService, application
+from tests.server.test_real_engine import flags, real_application
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("hint", ["end_of_session", "keep_alive"])
+@pytest.mark.parametrize(
+    "path, body", [("chat/completions", {"messages": USER}), ("completions", {"prompt": "x"})]
+)
+def test_a_request_carries_its_hint(hint: str, path: str, body: dict) -> None:
+    service = ScriptedService()
+    with TestClient(application(service)) as client:
+        assert client.post(f"/v1/{path}", json={**body, hint: True}).status_code == 200
+        assert client.post(f"/v1/{path}", json={**body, hint: False}).status_code == 200
+    assert [generation.scope.hint for generation in service.requests] == [hint, None]
+
+
+def test_both_hints_at_once_are_refused() -> None:
+    body = {"messages": USER, "end_of_session": True, "keep_alive": True}
+    reply = TestClient(application(ScriptedService())).post("/v1/chat/completions", json=body)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "end_of_session"
+
+
+@pytest.mark.parametrize("hint", ["end_of_session", "keep_alive"])
+def test_a_call_names_the_conversation(hint: str) -> None:
+    service = ScriptedService()
+    client = TestClient(application(service))
+    reply = client.post(f"/v1/{hint}", json={"prompt": [1, 2, 3], "cache_salt": "a"})
+    assert reply.json() == {"object": hint, "cached_tokens": 3}
+    assert client.post(f"/v1/{hint}", json={"prompt": "ab"}).json()["cached_tokens"] == 2
+    assert service.calls[0] == ([1, 2, 3], Scope(cache_salt="a", hint=hint))
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": "x", "messages": USER}, {"prompt": [-1]}, {"prompt": [1 << 40]}]
+)
+def test_a_call_that_names_none_is_refused(body: dict) -> None:
+    service = ScriptedService()
+    reply = TestClient(application(service)).post("/v1/end_of_session", json=body)
+    assert reply.status_code == 400 and not service.calls
+
+
+def test_hints_and_records_of_a_real_engine(tmp_path: Path) -> None:
+    recorded = tmp_path / "trace.jsonl"
+    tables = json.dumps({"tables": str(tmp_path / "tables.npz")})
+    more = ["--radix-eviction-policy", "ghd", "--radix-eviction-policy-config", tables]
+    model = write_tiny_model(tmp_path / "model")
+    with (
+        real_application(flags(model, *more, "--record-trace", str(recorded))) as app,
+        TestClient(app) as client,
+    ):
+        prompt = list(range(5, 205))
+        for body in ({}, {"end_of_session": True}, {"cache_salt": "other"}):
+            asked = {"prompt": prompt, "max_tokens": 3, **body}
+            assert client.post("/v1/completions", json=asked).status_code == 200
+        told = client.post("/v1/keep_alive", json={"prompt": prompt}).json()
+        assert told == {"object": "keep_alive", "cached_tokens": 192}
+    assert (tmp_path / "tables.npz").exists()
+    trace = read_trace(recorded)
+    first, second, other = (call.blocks.tolist() for call in trace.calls)
+    assert first == second and len(first) == 200 // BLOCK_TOKENS and not set(first) & set(other)
+    assert [call.hint for call in trace.calls] == [None, "end_of_session", None]
+    assert [call.prompt_tokens for call in trace.calls] == [200] * 3
+    assert recorded.stat().st_mode & 0o077 == 0
+
+
+def test_no_content_and_no_key_is_in_the_file(tmp_path: Path) -> None:
+    one, two = (TraceRecorder(tmp_path / name) for name in ("one", "two"))
+    prompt = list(range(BLOCK_TOKENS))
+    assert one.names(prompt, Scope()) != two.names(prompt, Scope()), "names of two files can be compared"
+    one.record(prompt, 3, Scope(cache_salt="secret", extra_key="adapter"))
+    one.close()
+    text = (tmp_path / "one").read_text()
+    assert "secret" not in text and "adapter" not in text and one._key.hex() not in text
+    (line,) = [json.loads(line) for line in text.splitlines()[1:]]
+    assert set(line) == {"time_s", "prompt_tokens", "output_tokens", "block_tokens", "blocks"}
+
+
+def test_a_full_file_ends_the_recording_and_not_the_server(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "trace", max_bytes=2000)
+    for _ in range(100):
+        recorder.record(list(range(200)), 1, Scope())
+    assert (tmp_path / "trace").stat().st_size <= 2000
+    assert len(read_trace(tmp_path / "trace").calls) > 5
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("mine")
+    with pytest.raises(ConfigError, match="--record-trace"):
+        TraceRecorder(tmp_path / "trace")
+    assert (tmp_path / "trace").read_text() == "mine"
