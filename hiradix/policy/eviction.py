@@ -248,12 +248,53 @@ class TwoQueuePolicy:
     def __call__(self, context: OrderContext) -> EvictionOrder:
         if self._log is None:
             self._log = _SecondUse(context.page_size, self._page_tokens or context.page_size)
-        elif context.backbone and context.tier == Tier.DEVICE:
-            self._log.forget()
+        self._log.order_made(context)
         return _GhostHeapOrder(context, self._log)
 
     def close(self) -> None:
         pass
+
+
+class _PerTier:
+    """One policy on the device, another on the host; at most one of them learns."""
+
+    def __init__(self, device: OrderFactory, host: OrderFactory):
+        self._of = (device, host)
+
+    def __call__(self, context: OrderContext) -> EvictionOrder:
+        return self._of[context.tier](context)
+
+
+class _LearningPerTier(_PerTier):
+    """The same, where one does."""
+
+    def __init__(self, device: OrderFactory, host: OrderFactory, learning: LearningPolicy):
+        super().__init__(device, host)
+        self._learning = learning
+
+    @property
+    def learner(self) -> UseLog:
+        return self._learning.learner
+
+    def close(self) -> None:
+        self._learning.close()
+
+
+def _per_tier(name: str, config: Mapping[str, Any]) -> OrderFactory:
+    names = name.split(",")
+    if len(names) != 2:
+        raise ConfigError(
+            f"--radix-eviction-policy {name!r}: give one policy, or one for device and host: a,b"
+        )
+    learning = [part for part in names if part in _LEARNING]
+    if len(learning) == 2 or (config and not learning):
+        raise ConfigError(f"--radix-eviction-policy {name!r}: of two policies one at most may learn, and it "
+                          f"alone may have a {_FLAG}")  # fmt: skip
+    device, host = (make_order(part, config if part in learning else None) for part in names)
+    for factory in (device, host):
+        if isinstance(factory, GhdPolicy | TwoQueuePolicy):
+            return _LearningPerTier(device, host, factory)
+    return _PerTier(device, host)
 
 
 _LEARNING: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], LearningPolicy]]] = {
@@ -299,6 +340,8 @@ def eviction_policies() -> list[str]:
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
     """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value."""
     config = dict(config or {})
+    if "," in name:
+        return _per_tier(name, config)
     if name in _REGISTERED:
         return _REGISTERED[name](config)
     if name not in eviction_policies():

@@ -112,8 +112,10 @@ class GhdLearner(UseLog):
             order.reindex()
 
     def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
-        order = next(order for order in self.orders if order.tier == tier)
-        return min(order.colder_pages(node.note, num_pages), num_pages)
+        for order in self.orders:
+            if order.tier == tier:
+                return min(order.colder_pages(node.note, num_pages), num_pages)
+        return num_pages
 
     def hint(self, nodes: Iterator[Node], hint: str) -> None:
         """Move what a conversation alone uses to the class of its sender's hint."""
@@ -170,8 +172,7 @@ class GhdPolicy:
         if self._learner is None:
             self._learner = GhdLearner(context.page_size, self._page_tokens or context.page_size)
             self._load()
-        elif context.backbone and context.tier == Tier.DEVICE:
-            self._learner.forget()  # the tree was cleared, and asks for all orders anew
+        self._learner.order_made(context)
         order = CellOrder(context, self._learner)
         self._learner.orders.append(order)
         return order

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
-from hiradix.tree import Node, RadixKey, RadixTree, Tier
+from hiradix.tree import Node, OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.node import Residency
 
 HINTS = ("end_of_session", "keep_alive")
@@ -78,6 +78,7 @@ class UseLog:
         self.pages_per_block = max(1, BLOCK_TOKENS // page_tokens)
         self.clock = 0
         self.ghosts: Ghosts[Note] = Ghosts(MIN_GHOSTS)
+        self._made: set[tuple[str, Tier]] = set()
 
     # -- what subclasses say ----------------------------------------------------------------
 
@@ -203,6 +204,14 @@ class UseLog:
         node = tree.match(key).loadable_node
         self.hint(tree.path(node), hint)
         return node.end
+
+    def order_made(self, context: OrderContext) -> None:
+        """An order is being made; one that was there already means that the tree was cleared."""
+        what = (context.component.name, context.tier)
+        if what in self._made:
+            self._made.clear()
+            self.forget()
+        self._made.add(what)
 
     def forget(self) -> None:
         """The cache was emptied."""

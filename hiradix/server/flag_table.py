@@ -214,7 +214,13 @@ _CACHE: tuple[Flag, ...] = (
         str,
         metavar="DIR",
     ),
-    Flag("--radix-eviction-policy", "Order in which pages are evicted.", str, "lru", metavar="NAME"),
+    Flag(
+        "--radix-eviction-policy",
+        "Order in which pages are evicted; two with a comma between: device, host.",
+        str,
+        "lru",
+        metavar="NAME",
+    ),
     Flag(
         "--radix-eviction-policy-config",
         "JSON object of the eviction policy's parameters.",

@@ -262,3 +262,22 @@ def test_a_closed_conversation_goes_first_and_one_kept_alive_last() -> None:
 
 def test_a_policy_without_memory_has_no_learner() -> None:
     assert Small(4, "lru").cache.learner is None
+
+
+@pytest.mark.parametrize("pair", ["lru,ghd", "ghd,lru", "lfu,2q", "2q,lru", "lru,lfu"])
+def test_a_policy_per_tier(pair: str) -> None:
+    player = Player(generate("chat", 3, 250), pair, Tiers(60_000, 200_000))
+    played = player.play()
+    player.stage.cache.check()
+    assert played.hits["host"].sum() > 0
+    learner = player.stage.cache.learner
+    assert (learner is None) == (pair == "lru,lfu")
+    player.stage.cache.reset()
+    assert learner is None or len(learner.ghosts) == 0
+    player.stage.cache.check()
+
+
+@pytest.mark.parametrize("name", ["lru,lfu,mru", "ghd,2q", "ghd,ghd", "lru,", "nosuch,lru"])
+def test_a_bad_pair_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match="--radix-eviction-policy"):
+        make_order(name)
