@@ -28,9 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--work-dir", type=Path, help="where pages, server log and result go (default: temporary)"
     )
-    parser.add_argument(
-        "--storage-backend", choices=("disk", "file"), default="disk", help="third tier (default: disk)"
-    )
+    parser.add_argument("--storage-backend", default="disk", help="third tier (default: disk)")
+    parser.add_argument("--storage-config", help="its keys, as JSON (default: a directory of the demo's own)")
     parser.add_argument("--num-threads", type=int, default=2, help="CPU threads of the model (default: 2)")
     return parser
 
@@ -55,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         workload = make_workload()
         model_path = _model(view, args.model_path)
         config = DemoConfig(
-            model_path, work_dir, num_threads=args.num_threads, storage_backend=args.storage_backend
+            model_path,
+            work_dir,
+            num_threads=args.num_threads,
+            storage_backend=args.storage_backend,
+            storage_config=args.storage_config,
         )
         num_conversations = len(workload.conversations)
         view.say(f"{num_conversations} conversations, {workload.num_requests} requests, work in {work_dir}")

@@ -27,7 +27,10 @@ MIN_TIER_SHARE = 0.10
 
 @dataclass(frozen=True, slots=True)
 class DemoConfig:
-    """Sizes that make prefixes spill: the device pool holds about three long prompts, the host about five."""
+    """Sizes that make prefixes spill: the device pool holds about three long prompts, the host about five.
+
+    storage_config: the storage backend's keys as JSON; without them it gets a directory of the demo's own.
+    """
 
     model_path: Path
     work_dir: Path
@@ -36,6 +39,7 @@ class DemoConfig:
     page_size: int = 64
     num_threads: int = 2
     storage_backend: str = "disk"
+    storage_config: str | None = None
     limits: Limits = Limits()
 
     def common_flags(self) -> list[str]:
@@ -47,12 +51,13 @@ class DemoConfig:
         ]
 
     def cache_flags(self, storage: str) -> list[str]:
-        """Flags of the server with three tiers, the third below the directory `storage`."""
+        """Flags of the server with three tiers, the third below the directory `storage` if not elsewhere."""
+        where = ["--file-storage-path", storage] if self.storage_config is None else []
         return [
             *("--enable-hierarchical-cache", "--page-size", str(self.page_size)),
             *("--hicache-ratio", str(self.host_ratio)),
-            *("--hicache-storage-backend", self.storage_backend, "--file-storage-path", storage),
-            *("--hicache-storage-backend-extra-config", '{"max_size": "4GiB"}'),
+            *("--hicache-storage-backend", self.storage_backend, *where),
+            *("--hicache-storage-backend-extra-config", self.storage_config or '{"max_size": "4GiB"}'),
             *("--hicache-storage-prefetch-policy", "wait_complete"),
         ]
 
