@@ -106,6 +106,11 @@ class GuardedStorage:
         """
         return self._move(Op.PUT, keys, pages, self._put_chunk if self._direct is None else self._put_direct)
 
+    @property
+    def wants_prefix_keys(self) -> bool:
+        """Whether the backend asked for the keys before those of a lookup."""
+        return self._traits.chained
+
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed."""
         names = self._names(keys)

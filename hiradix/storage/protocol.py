@@ -75,13 +75,15 @@ class Traits:
     the key. direct: `exists`, `get` and `put` run on the caller's thread with the caller's own buffers, which
     saves a copy and two changes of thread; for local stores that verify, whose calls the kernel ends. Such a
     call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
-    backend does as it is told by `StorageContext.ragged`.
+    backend does as it is told by `StorageContext.ragged`. chained: lookups get `prefix_keys` where the chain
+    is known from its start.
     """
 
     verifies: bool = False
     namespaced: bool = False
     direct: bool = False
     ragged: bool = False
+    chained: bool = False
 
 
 @dataclass(frozen=True)

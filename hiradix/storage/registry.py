@@ -28,6 +28,7 @@ class BackendSpec:
 
 _SGLANG = (
     "hf3fs", "aibrix", "eic", "simm", "mori", "tensorcast", "npu_memcache", "seaweedfs", "infinistore",
+    "mooncake", "nixl",
 )  # fmt: skip
 _REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
@@ -39,8 +40,6 @@ _registered: dict[str, BackendSpec] = {
     "tier": BackendSpec("hiradix.storage.tier:TierBackend"),
     "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
 } | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}
-# Names people will try. They get a plain answer instead of "unknown".
-_PLANNED = ("mooncake", "nixl")
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:
@@ -69,8 +68,6 @@ def _spec(name: str) -> BackendSpec:
         if entry.name == name:
             return BackendSpec(entry.value)
     known = ", ".join(storage_backend_names())
-    if name in _PLANNED:
-        raise ConfigError(f"{FLAG} {name}: not available in this version; available: {known}")
     raise ConfigError(f"{FLAG} {name}: unknown storage backend; available: {known}")
 
 

@@ -48,8 +48,6 @@ class SglangBackend(StorageBackend):
     build: makes the object from SGLang's config and a pool. v1: call the zero-copy forms.
     """
 
-    traits = Traits()
-
     def __init__(self, context: StorageContext, build: Callable[[Any, ArenaPool], Any], v1: bool):
         slot_bytes = context.page_bytes + SEAL_BYTES
         self._pool = ArenaPool(ARENA_PAGES if v1 else 1, slot_bytes, context.fingerprint.page_size)
@@ -61,6 +59,7 @@ class SglangBackend(StorageBackend):
         self._store.register_mem_pool_host(self._pool)
         getattr(self._store, "on_host_pools_registered", lambda: None)()
         self._wants_info = _takes(self._store.batch_exists, "extra_info")
+        self.traits = Traits(chained=self._wants_info)
 
     # -- the protocol -------------------------------------------------------------------
 

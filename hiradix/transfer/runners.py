@@ -110,7 +110,9 @@ class StorageRunner:
         for start in range(0, len(keys), self._batch_pages):
             task.check()
             batch = keys[start : start + self._batch_pages]
-            num_hits = checked_count(storage.exists(batch), len(batch))
+            before = self._keys_before(task, query.rows, len(keys) - start)
+            answer = storage.exists(batch) if before is None else storage.exists(batch, before)
+            num_hits = checked_count(answer, len(batch))
             task.num_pages += num_hits
             if num_hits < len(batch):
                 return
@@ -144,6 +146,12 @@ class StorageRunner:
             if not add_leading(task, storage.put(batch, views), len(batch)):
                 return
             yield
+
+    def _keys_before(self, task: Task, rows: PageRows, num_left: int) -> list[str] | None:
+        """The chain before the last `num_left` pages, for storage that asked and rows that begin it."""
+        if rows.start or not getattr(self.storage, "wants_prefix_keys", False):
+            return None
+        return [digest.hex() for digest in task.hashes[: len(task.hashes) - num_left]]
 
     def _attached(self) -> StorageLike:
         assert self.storage is not None, "a storage job is running with no storage attached"

@@ -253,12 +253,6 @@ def test_unknown_name_lists_what_there_is() -> None:
         open_storage("flie", CONTEXT)
 
 
-@pytest.mark.parametrize("name", sorted(registry._PLANNED))
-def test_planned_names_say_so_plainly(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: not available in this version; available: .*file"):
-        open_storage(name, CONTEXT)
-
-
 CLIENTS = {"redis": "redis", "valkey": "redis", "s3": "obstore"}
 
 

@@ -108,6 +108,16 @@ def test_prefix_keys_arrive(tmp_path: Path) -> None:
     assert store._store.seen == [keys[:2], keys[:2]]
 
 
+def test_prefix_keys_are_asked_for_through_the_guard(tmp_path: Path) -> None:
+    store = open_storage("dynamic", context(tmp_path, "TensorStore"))
+    mark = FINGERPRINT.digest()[:32]
+    keys = keys_of(3)
+    assert store.wants_prefix_keys and store.exists(keys[2:], keys[:2]) == 0
+    hosted = store.backend.inner._store  # type: ignore[attr-defined]
+    assert hosted.seen == [[f"{mark}-{key}" for key in keys[:2]]]
+    store.close()
+
+
 def test_longer_batches_than_the_arena_go_in_pieces_with_their_prefix(tmp_path: Path) -> None:
     store = DynamicBackend(context(tmp_path, "ZeroCopyStore", interface_v1=True))
     keys = keys_of(300)
