@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.node import TIERS, Component, Node
+from hiradix.tree.node import TIERS, Node
 from hiradix.tree.store import Store
 
 RATIO = 2
@@ -29,7 +29,7 @@ def merge_path(store: Store, node: Node) -> None:
     group, num_pages = [node], node.num_pages
     while (parent := group[-1].parent) is not None and parent.parent is not None:
         small = parent.num_pages <= RATIO * num_pages
-        if small and _is_alike(parent, group[-1], store.components):
+        if small and _is_alike(parent, group[-1], store):
             group.append(parent)
             num_pages += parent.num_pages
             continue
@@ -40,19 +40,21 @@ def merge_path(store: Store, node: Node) -> None:
         _merge(store, group)
 
 
-def _is_alike(parent: Node, child: Node, components: Sequence[Component]) -> bool:
+def _is_alike(parent: Node, child: Node, store: Store) -> bool:
     """Whether nothing tells the two apart: one child, unlocked, resident in the same places."""
     if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
         return False
     if parent.note is not child.note:
         return False
-    for c, component in enumerate(components):
+    for c, component in enumerate(store.components):
         for tier in TIERS:
             up, low = parent.residency(c, tier), child.residency(c, tier)
             if up.lock_ref or low.lock_ref:
                 return False
             if component.per_page:
                 if (up.pages is None) != (low.pages is None):
+                    return False
+                if c and store.is_spare(up, c, tier) != store.is_spare(low, c, tier):
                     return False
             elif up.pages is not None:
                 return False  # a record at the parent's end would lose its place

@@ -34,14 +34,16 @@ TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(frozen=True)
 class Grain:
-    """How coarse nodes may be.
+    """How coarse nodes may be, and what leaves without asking the policy.
 
     long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
     waste: an eviction takes a node whole unless it holds more than this many times what is still wanted.
+    spare_first: of a further component, what no boundary needs leaves before what the policy would choose.
     """
 
     long_path: int = 16
     waste: int = 4
+    spare_first: bool = True
 
 
 class DeadLeaf(Enum):
@@ -56,7 +58,7 @@ class DeadLeaf(Enum):
     UNUSABLE = "unusable"
 
 
-AS_INSERTED = Grain(sys.maxsize, sys.maxsize)  # nodes are never merged, and leave whole
+AS_INSERTED = Grain(sys.maxsize, sys.maxsize, False)  # never merged, and leave whole, as the policy says
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hiradix.tree.node import (
 from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
+from hiradix.tree.spare import SpareFirst, is_needed
 
 
 class Dropped:
@@ -61,11 +62,12 @@ class Store:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.orders[:] = [
-            [self._make_order(OrderContext(component, tier, self.page_size, c == BACKBONE)) for tier in TIERS]
-            for c, component in enumerate(self.components)
-        ]
+        self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
+
+    def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
+        context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
+        return self._make_order(context) if context.backbone else SpareFirst(context, self._make_order)
 
     # -- giving -----------------------------------------------------------------------------
 
@@ -95,7 +97,8 @@ class Store:
         """Put what `take` returned, deepest first along one path, into the order.
 
         In a backbone their unlocked ancestors follow, so that they stay hotter (invariant 5).
-        Others serve deep boundaries better, so there the ancestors go first.
+        Others serve deep boundaries better, so there the ancestors go first; and before anything else, what
+        is spare.
         """
         order = self.orders[component][tier]
         if component == BACKBONE:
@@ -104,11 +107,20 @@ class Store:
             order.remove([entry for entry in path if id(entry) not in fresh])
             order.push(path)
             return
-        order.push(reversed(entries))
+        assert isinstance(order, SpareFirst)
+        if self.grain.spare_first:
+            reach = self.components[component].reach
+            order.push_spare(entry for entry in reversed(entries) if not is_needed(entry.node, reach))
+        order.push([entry for entry in reversed(entries) if not order.is_spare(entry)])
         for entry in entries:
             assert entry.node is not None
             if held(entry.node, component, tier):
                 self.pins.hold(entry.node, component, tier)
+
+    def is_spare(self, entry: Residency, component: int, tier: int) -> bool:
+        """Whether an evictable entry leaves before what the policy would choose."""
+        order = self.orders[component][tier]
+        return isinstance(order, SpareFirst) and order.is_spare(entry)
 
     def split(self, node: Node, upper: Node, at: int) -> None:
         """Hand the first `at` pages of each residency of `node` to `upper`. Both get arrays of their own."""

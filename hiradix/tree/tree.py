@@ -199,7 +199,10 @@ class RadixTree(TreeView):
         return removal.evict(self._store, self._split, component, tier, num_pages)
 
     def coldest(self, component: int, tier: Tier, num_pages: int) -> list[Node]:
-        """The nodes that evicting `num_pages` would take, in that order. Splits the last if it is too big."""
+        """The nodes that evicting `num_pages` would take, in that order, but for dead leaves along with them.
+
+        Splits the last if it is too big.
+        """
         return removal.coldest(self._store, self._split, component, tier, num_pages)
 
     def drop_other(self, node: Node, component: int, tier: Tier) -> list[Freed]:

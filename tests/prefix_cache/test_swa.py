@@ -19,6 +19,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     SWARadixCache,
 )
+from hiradix.tree import AS_INSERTED
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., SwaBench]
@@ -52,6 +53,11 @@ def insert(bench: SwaBench, tokens: list[int], shared: int = 0) -> int:
     return bench.cache.insert(InsertParams(RadixKey(tokens), slots, prev_prefix_len=shared)).prefix_len
 
 
+def in_policy_order(bench: SwaBench) -> None:
+    """Evict windows strictly by last use, spare ones too."""
+    bench.cache.tree._store.grain = AS_INSERTED
+
+
 def matched(bench: SwaBench, tokens: list[int]) -> torch.Tensor:
     return bench.cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).device_indices
 
@@ -59,6 +65,7 @@ def matched(bench: SwaBench, tokens: list[int]) -> torch.Tensor:
 def test_a_prefix_that_lost_its_window_is_matched_only_where_a_window_is_whole(make: Make) -> None:
     """Upstream's test_swa_radix_cache_1 in our words: evict the window of the front, keep the full data."""
     bench = make(window=4)
+    in_policy_order(bench)
     insert(bench, prompt(5))
     insert(bench, prompt(12), shared=5)
     done = bench.cache.evict(EvictParams(0, 5))
@@ -68,6 +75,32 @@ def test_a_prefix_that_lost_its_window_is_matched_only_where_a_window_is_whole(m
     assert len(matched(bench, prompt(8))) == 0, "three window tokens behind it"
     assert len(matched(bench, prompt(9))) == 9
     assert len(matched(bench, prompt(12))) == 12
+    bench.check()
+
+
+def test_window_pages_that_no_boundary_needs_go_first(make: Make) -> None:
+    bench = make(window=4, num_pages=60, num_window_pages=60)
+    insert(bench, prompt(10))
+    insert(bench, prompt(30, 100))
+    insert(bench, prompt(10) + prompt(8, 500), shared=10)
+    spare = 6 + 26 + 4
+    assert bench.cache.evict(EvictParams(0, spare)) == (0, spare)
+    ends = (prompt(10), prompt(30, 100), prompt(10) + prompt(8, 500))
+    assert [len(matched(bench, tokens)) for tokens in ends] == [10, 30, 18], "every end can still be matched"
+    bench.cache.evict(EvictParams(0, 4))
+    assert [len(matched(bench, tokens)) for tokens in ends] == [0, 30, 18], "then the least recently used"
+    bench.check()
+
+
+def test_where_prompts_part_the_window_is_no_spare(make: Make) -> None:
+    bench = make(window=4, num_pages=80, num_window_pages=80)
+    system = prompt(12)
+    insert(bench, system + prompt(10, 100))
+    bench.cache.evict(EvictParams(0, 18))
+    assert len(matched(bench, system + [7])) == 0, "nobody knew that prompts part here"
+    insert(bench, system + prompt(10, 200))  # computes the system prompt again, and parts
+    bench.cache.evict(EvictParams(0, 6))
+    assert len(matched(bench, system + [7])) == 12
     bench.check()
 
 
@@ -87,6 +120,7 @@ def test_a_recomputed_prefix_gives_its_window_to_the_full_pages_that_are_there(m
 
 def test_s1_full_pages_that_a_request_reads_are_kept_when_their_window_is_recomputed(make: Make) -> None:
     bench = make(num_pages=200, num_window_pages=200, window=16)
+    in_policy_order(bench)
     insert(bench, prompt(32))
     insert(bench, prompt(32) + prompt(32, 100), shared=32)
     reading = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(32) + prompt(32, 100))))
@@ -145,6 +179,7 @@ def test_the_window_a_request_gave_up_is_a_gap_in_what_it_inserts(make: Make) ->
 
 def test_texts_and_sizes_speak_of_both_pools(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     bench = make(window=4)
+    in_policy_order(bench)
     insert(bench, prompt(5))
     insert(bench, prompt(12), shared=5)
     bench.cache.evict(EvictParams(0, 5))

@@ -28,6 +28,7 @@ VALUES = {
     "is_bigram": [False, True],
     "long_path": [0, 2, 16],
     "waste": [1, 4],
+    "dead_leaf": ["keep", "bare", "unusable"],
 }
 CONFIGS = [Config(*values) for values in itertools.product(*VALUES.values())]
 random.Random(7).shuffle(CONFIGS)

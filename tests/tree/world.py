@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 POOL = 150
@@ -35,6 +35,7 @@ class Config:
     is_bigram: bool = False
     long_path: int = 16  # 0: merge whenever something is unlocked
     waste: int = 4
+    dead_leaf: str = "keep"
 
     def components(self) -> tuple[Component, ...]:
         found = [Component("full")]
@@ -76,7 +77,8 @@ class World:
         self.components = config.components()
         order = make_order(config.policy, POLICY_CONFIG.get(config.policy))
         grain = Grain(config.long_path, config.waste)
-        self.tree = RadixTree(config.page_size, self.components, order=order, grain=grain)
+        rule = DeadLeaf(config.dead_leaf)
+        self.tree = RadixTree(config.page_size, self.components, order=order, grain=grain, dead_leaf=rule)
         self.names: dict[
             tuple, int
         ] = {}  # (name of the page before, row) -> name of a page and all before it
@@ -262,7 +264,8 @@ class World:
             page for drop in freed if (drop.component, drop.tier) == (c, t) for page in drop.pages.tolist()
         ]
         assert len(got) >= min(n, before)
-        if t is DEVICE and self.config.policy not in LEARNING:
+        foretold = self.config.policy not in LEARNING and self.config.dead_leaf == "keep"
+        if t is DEVICE and foretold:
             assert sorted(got) == sorted(expected), "coldest() foretold other victims"
         self.forget(freed)
         self.check_promises()
@@ -272,12 +275,15 @@ class World:
         if not self.has_room():
             return
         for node in self.tree.coldest(0, DEVICE, 1 + draw(4)):
+            if self.tree.current(node) is None:
+                continue  # a dead leaf, which left with one before
             if not node.resident(HOST):
                 pages = self.alloc(0, HOST, node.num_pages)
                 names = self.names_of(self.tree.path_key(node))[node.start :]
                 self.learn(names, 0, HOST, pages, self.tree.adopt(node, 0, HOST, pages))
             freed = self.tree.demote(node)
-            assert freed and not node.resident(DEVICE) and node.resident(HOST)
+            kept = node.resident(HOST) or self.config.dead_leaf != "keep"
+            assert freed and not node.resident(DEVICE) and kept
             self.forget(freed)
         self.check_promises()
 
