@@ -6,7 +6,7 @@ Conversations over a few shared system prompts, returning by popularity, in a ca
 with a window pool of several sizes. One line per case and rules: prompt tokens found, on the device and in
 all, and the full pages that no match could reach, on average over the run. keep, bare, unusable: what becomes
 of dead leaves (`DeadLeaf`), with windows in the order of last use. spare: windows that no boundary needs go
-first (`Grain.spare_first`). `unlimited` has no windows: what full attention alone finds. Nothing is timed.
+first (`Grain.by_need`). `unlimited` has no windows: what full attention alone finds. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def prompts(num_turns: int, seed: int) -> Iterator[list[int]]:
 
 def make_cache(rules: Rules, window_pages: int, host_pages: int) -> HierarchicalCache:
     """A cache of full and window pages; without window pages, of full pages alone."""
-    rule, spare_first = rules
+    rule, by_need = rules
     counts = [FULL_PAGES, window_pages] if window_pages else [FULL_PAGES]
     components = (FULL, Component("window", REACH))[: len(counts)]
-    tree = RadixTree(PAGE, components, grain=Grain(spare_first=spare_first), dead_leaf=rule)
+    tree = RadixTree(PAGE, components, grain=Grain(by_need=by_need), dead_leaf=rule)
     device = [PageAllocator(count, 1) for count in counts]
     if not host_pages:
         return HierarchicalCache(tree, device)

@@ -38,12 +38,13 @@ class Grain:
 
     long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
     waste: an eviction takes a node whole unless it holds more than this many times what is still wanted.
-    spare_first: of a further component, what no boundary needs leaves before what the policy would choose.
+    by_need: of a further component, a lock covers what its boundary needs, to the page and not to the node,
+        and what no boundary needs leaves before what the policy would choose.
     """
 
     long_path: int = 16
     waste: int = 4
-    spare_first: bool = True
+    by_need: bool = True
 
 
 class DeadLeaf(Enum):

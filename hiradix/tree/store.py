@@ -108,7 +108,7 @@ class Store:
             order.push(path)
             return
         assert isinstance(order, SpareFirst)
-        if self.grain.spare_first:
+        if self.grain.by_need:
             reach = self.components[component].reach
             order.push_spare(entry for entry in reversed(entries) if not is_needed(entry.node, reach))
         order.push([entry for entry in reversed(entries) if not order.is_spare(entry)])

@@ -75,7 +75,14 @@ class TreeView:
         if kind.reach == UNBOUNDED:
             return 0
         at = self._in_tree(node)
-        return max(0, at.end - kind.reach) if kind.per_page else at.start
+        if not kind.per_page:
+            return at.start
+        if self._store.grain.by_need:
+            return max(0, at.end - kind.reach)
+        while at.start > 0 and node.end - at.start < kind.reach:
+            assert at.parent is not None
+            at = at.parent
+        return at.start
 
     def boundaries(self, deepest: Node) -> Match:
         """The deepest boundaries at or above `deepest` that are usable. O(path)."""

@@ -134,8 +134,8 @@ FAULTS = [
     Fault(
         "lock: the floor of a window one page short",
         VIEW,
-        "max(0, at.end - kind.reach) if",
-        "max(0, at.end - kind.reach + 1) if",
+        "return max(0, at.end - kind.reach)",
+        "return max(0, at.end - kind.reach + 1)",
     ),
     Fault(
         "lock: a host lock does not hold device-only data",
