@@ -304,6 +304,7 @@ class TestDocs:
     def test_example_backend_works(self) -> None:
         lines = self.TEXT.partition("## Your own backend")[2].splitlines()
         code = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
+        assert len([line for line in code.partition("[project")[0].splitlines() if line]) <= 50
         module = types.ModuleType("shelf")
         exec(code.partition("[project")[0], module.__dict__)  # noqa: S102
         storage = GuardedStorage(module.Shelf(CONTEXT), FINGERPRINT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,7 @@ def test_server_killed_within_a_batch(own_redis: Server, backend: RedisBackend) 
     connection = pool.get_connection()
     sock = socket_of(connection)
     sock.sendall(b"*2\r\n$3\r\nGET\r\n$1\r\nx\r\n")  # an answer nobody waits for
+    assert select.select([sock], [], [], 30)[0]
     pool.release(connection)
     assert all(hits_big(backend, keys, big)), "a connection with a stray answer was used"
     own_redis.kill()
