@@ -8,7 +8,7 @@
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
-# make test-differential   our classes beside SGLang 0.5.9's, move by move (unpacks its wheel under build/peers)
+# make test-differential   our classes beside SGLang's of two versions, move by move (unpacks wheels under build/peers)
 # make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
 # make test-compiled the tests of tree and cache on that form
 # make bench-policy  eviction policies on a real trace, beside models and the optimum (3 minutes; POLICY_FLAGS=--quick)
