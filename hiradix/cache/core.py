@@ -39,6 +39,7 @@ from hiradix.cache.pages import (
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import CacheError, ConfigError, StorageError
 from hiradix.policy.eviction import LearningPolicy, learner_of
+from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.uses import Finished
 from hiradix.policy.write import WritePolicy
@@ -59,6 +60,7 @@ class HostTier:
     controller: TransferController
     write_policy: WritePolicy
     prefetch_policy: PrefetchPolicy
+    no_regret: bool = True  # transfers predicted slower than computing again are not taken
 
 
 class HierarchicalCache:
@@ -89,6 +91,7 @@ class HierarchicalCache:
         self._load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
+        self.no_regret = NoRegret(False)
         if host is not None:
             self._build_lower_tiers(host, agree)
 
@@ -99,10 +102,13 @@ class HierarchicalCache:
             share = self._ranks.share
         self._clock = share(self._clock)
         self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
+        self.no_regret = NoRegret(host.no_regret, share)
         self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room, share)
+        self._load_back.no_regret = self.no_regret
         self.prefetcher = Prefetcher(
             self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
         )
+        self.prefetcher.no_regret = self.no_regret
         self._apply(True)
 
     # -- one request's life -------------------------------------------------------------

@@ -16,6 +16,7 @@ import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PagesOf, PageSupply, Share, sizes
+from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
 
@@ -54,6 +55,8 @@ class LoadBack:
         self._queued: list[Ticket] = []  # loads that wait for `start_loading`
         self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
         self._lost: set[Ticket] = set()  # tickets in `_started` whose results were failures
+        self._batch_pages: dict[Ticket, int] = {}  # of loads under way: pages of the whole batch
+        self.no_regret = NoRegret(False)
         self._first_failed_slot = share(self._find_failed_slot)
 
     def clear(self) -> None:
@@ -62,6 +65,7 @@ class LoadBack:
         self._queued.clear()
         self._started.clear()
         self._lost.clear()
+        self._batch_pages.clear()
 
     def running(self) -> list[Ticket]:
         """Loads that were started and whose results are not applied yet."""
@@ -81,6 +85,9 @@ class LoadBack:
         is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
+            return None
+        if not self.no_regret.takes(Move.LOAD, sum(num_pages.values())):
+            self._counters.load_too_slow += asked
             return None
         locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))
         pages = self._alloc(num_pages)
@@ -123,7 +130,9 @@ class LoadBack:
         num_pages = sum(map(len, pages.values()))
 
         def done(result: Result) -> None:
+            batch_pages = self._batch_pages.pop(result.ticket, 0)
             if result.num_pages == num_pages:
+                self.no_regret.moved(Move.LOAD, batch_pages, result.duration_s)
                 self._counters.loaded += len(pages[BACKBONE])
                 self._unlock(locks)
             else:
@@ -135,6 +144,7 @@ class LoadBack:
         others = [Copy(host[c], pages[c], c) for c in pages if c != BACKBONE]
         ticket = self._controller.load(host[BACKBONE], pages[BACKBONE], others)
         self._queued.append(ticket)
+        self._batch_pages[ticket] = num_pages
         self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host))
 
     def _unlock(self, locks: tuple[Lock, Lock]) -> None:
@@ -162,6 +172,8 @@ class LoadBack:
         slot = self._controller.start_loading()
         if slot >= 0:
             self._started[slot], self._queued = tuple(self._queued), []
+            total = sum(self._batch_pages.get(t, 0) for t in self._started[slot])
+            self._batch_pages.update((t, total) for t in self._started[slot] if t in self._batch_pages)
         elif not self._started:
             return -1
         first = self._first_failed_slot()

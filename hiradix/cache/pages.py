@@ -70,6 +70,7 @@ class Counters:
     loaded: int = 0  # host to device
     load_failed: int = 0
     load_refused: int = 0  # no device page could be had
+    load_too_slow: int = 0  # computing again was predicted to be faster
     backed_up: int = 0  # host to storage
     backup_failed: int = 0
     prefetched: int = 0  # storage to host

@@ -16,6 +16,7 @@ from enum import Enum
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, Pages, PageSupply
+from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixKey, RadixTree, Tier
@@ -66,6 +67,7 @@ class Prefetcher:
         self._controller = controller
         self._flights = flights
         self._clock = clock
+        self.no_regret = NoRegret(False)
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, int] = {}
@@ -195,6 +197,9 @@ class Prefetcher:
         if p.stopped or not self.policy.worth_reading(len(hashes)):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
             return self._finish(p)
+        if not self.no_regret.takes(Move.FETCH, len(hashes)):
+            self._supply.counters.miss("slower_than_compute", len(hashes))
+            return self._finish(p)
         p.phase = Phase.READ
         batch_pages = self._controller.runtime.limits.batch_pages
         at = 0
@@ -213,6 +218,7 @@ class Prefetcher:
         def arrived(result: Result) -> None:
             p.tickets.discard(ticket)
             p.unread_pages -= len(host_pages)
+            self.no_regret.moved(Move.FETCH, result.num_pages, result.duration_s)
             usable = result.num_pages if start < p.end_page else 0
             if usable:
                 self._adopt(p, start, host_pages[:usable], hashes[:usable])

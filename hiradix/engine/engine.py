@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,6 +96,7 @@ class Engine:
         self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, _limits(config))
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
+        self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
         self._gates = LoadGates(getattr(self.cache, "layer_done_counter", None), group)
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
@@ -186,6 +188,7 @@ class Engine:
     def _run(self, parts: list[Part]) -> list[Output]:
         """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
         work = [self._work(part) for part in parts]
+        waits, start_s = self._gates.is_waiting, time.perf_counter()
         logits = self._gates.run(lambda pool: self._model.forward(work, pool), self._pools.device)
         if logits is None:
             for part in reversed(parts):
@@ -195,6 +198,9 @@ class Engine:
         rows = [row for row, part in enumerate(parts) if self._scheduler.computed(part)]
         requests = [parts[row].request for row in rows]
         outputs = self._answers.extend(requests, logits[rows]) if rows else []
+        num_tokens = sum(part.num_tokens for part in parts)
+        if self._note_prefill is not None and not waits and rows and num_tokens >= 2 * len(parts):
+            self._note_prefill(num_tokens, time.perf_counter() - start_s)
         for request, output in zip(requests, outputs, strict=True):
             if output.finish_reason is not None:
                 self._scheduler.finish(request)

@@ -87,6 +87,11 @@ class LoadGates:
         elif slot not in self._slots:
             self._slots += (slot,)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the next pass waits for a load."""
+        return bool(self._slots)
+
     def run(self, forward: Callable[[KVBuffers], torch.Tensor], pool: DevicePool) -> torch.Tensor | None:
         """What `forward` gives once its loads are there; None if one failed, on any rank."""
         if self._gate is not None:

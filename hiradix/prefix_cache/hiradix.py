@@ -107,6 +107,11 @@ class HiRadixCache(RadixCache):
         pages = self.tree.pages(last_host_node, Tier.DEVICE, start=match.device_node.end)
         return slots_of(pages, self.page_size, self.device), last_host_node
 
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with.
+        """
+        self.cache.no_regret.computed(num_tokens / self.page_size, seconds)
+
     # -- prefetch -----------------------------------------------------------------------
 
     def prefetch_from_storage(

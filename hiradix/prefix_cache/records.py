@@ -160,6 +160,7 @@ class CacheStats:
     loaded: int
     load_failed: int
     load_refused: int
+    load_too_slow: int
     backed_up: int
     backup_failed: int
     prefetched: int

@@ -202,6 +202,13 @@ _CACHE: tuple[Flag, ...] = (
         PREFETCH_POLICIES,
     ),
     Flag(
+        "--hicache-no-regret",
+        "Do not load or fetch what is predicted to take longer than computing it again.",
+        str,
+        "on",
+        ("on", "off"),
+    ),
+    Flag(
         "--hicache-storage-backend-extra-config",
         "JSON object, or @path to a .json, .toml "
         "or .yaml file, with prefetch settings and the backend's keys.",

@@ -60,6 +60,11 @@ CACHE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:load_back_bytes", "Bytes copied from host to device.", lambda s: _num_bytes(s, "load")),
     ("sglang:hicache_backup_tokens", "Tokens copied from device to host.", lambda s: s.cache.written),
     ("sglang:hicache_backup_bytes", "Bytes copied from device to host.", lambda s: _num_bytes(s, "write")),
+    (
+        "hiradix:load_too_slow_tokens",
+        "Host hits computed again because that was predicted to be faster.",
+        lambda s: s.cache.load_too_slow,
+    ),
     ("hiradix:host_evicted_tokens", "Tokens evicted from the host.", lambda s: s.cache.evicted_host),
 )
 STORAGE_COUNTERS: tuple[Figure, ...] = (

@@ -61,6 +61,7 @@ class CacheFigures:
     written: int = 0
     write_dropped: int = 0
     loaded: int = 0
+    load_too_slow: int = 0
     backed_up: int = 0
     backup_failed: int = 0
     prefetched: int = 0

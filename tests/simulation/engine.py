@@ -119,6 +119,9 @@ class SimEngine:
                     self.scheduler.undo_admission(part.request)
             self._gates = tuple(slot for slot in self._gates if counter.error(slot) is None)
             return
+        num_tokens = sum(part.num_tokens for part in parts)
+        if not self._gates:
+            self.cache.note_prefill(num_tokens, FORWARD_S + TOKEN_S * num_tokens)
         self._gates = ()
         for part in parts:
             request = part.request

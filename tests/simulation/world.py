@@ -57,6 +57,7 @@ class Setup:
     host_pages: int
     write_policy: str
     prefetch_policy: str
+    no_regret: bool
     order: str
     two_workers: bool
     late: bool
@@ -79,6 +80,7 @@ class Setup:
             host_pages=max(2, int(device_pages * rng.choice([0.3, 0.7, 1.0, 1.5, 2.0, 4.0]))),
             write_policy=rng.choice(WRITE_POLICIES),
             prefetch_policy=rng.choice(PREFETCH_POLICIES),
+            no_regret=rng.random() < 0.3,
             order=rng.choice(eviction_policies()),
             two_workers=rng.random() < 0.3,
             late=rng.random() < 0.3,
@@ -142,6 +144,7 @@ class World:
             self.controller,
             WritePolicy.from_name(setup.write_policy),
             PrefetchPolicy.from_name(setup.prefetch_policy, self._prefetch_limits()),
+            no_regret=setup.no_regret,
         )
         self.cache = HiRadixCache(params, host, self._open_storage)
         scheduler = Scheduler(
@@ -364,7 +367,7 @@ class World:
     def tally(self, totals: Counter[str]) -> None:
         """Add what this process did to the counts of the whole run."""
         counters = self.cache.cache.counters
-        for name in ("loaded", "prefetched", "backed_up", "written", "load_failed"):
+        for name in ("loaded", "prefetched", "backed_up", "written", "load_failed", "load_too_slow"):
             totals[name] += getattr(counters, name)
         totals["moves"] += self.num_moves - totals["moves"]
         totals["retracted"] += self.scheduler.num_retractions

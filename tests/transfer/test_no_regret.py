@@ -1,0 +1,76 @@
+"""The gate: what is predicted slower than computing is not moved, and it finds out when that changes."""
+
+from __future__ import annotations
+
+import random
+
+from hiradix.policy.no_regret import PROBE_EVERY, Move, NoRegret
+
+
+def measured(computing: float, loading: float) -> NoRegret:
+    """A gate that has measured these rates, in pages per second."""
+    gate = NoRegret()
+    for _ in range(100):
+        gate.computed(computing, 1.0)
+        gate.moved(Move.LOAD, 100, 100 / loading)
+    return gate
+
+
+def test_cold_it_takes_every_transfer() -> None:
+    gate = NoRegret()
+    assert gate.takes(Move.LOAD, 10) and gate.takes(Move.FETCH, 10)
+    gate.computed(100, 1.0)
+    assert gate.takes(Move.LOAD, 10), "nothing was loaded yet"
+    gate.moved(Move.LOAD, 10, 1.0)
+    assert not gate.takes(Move.LOAD, 10) and gate.takes(Move.FETCH, 10)
+
+
+def test_the_faster_of_both_is_taken() -> None:
+    assert measured(100, 200).takes(Move.LOAD, 1000)
+    gate = measured(200, 100)
+    assert not gate.takes(Move.LOAD, 1000)
+    assert gate.num_refused == {Move.LOAD: 1000, Move.FETCH: 0}
+
+
+def test_off_it_takes_everything() -> None:
+    gate = measured(200, 100)
+    gate.enabled = False
+    assert gate.takes(Move.LOAD, 1000) and not gate.num_refused[Move.LOAD]
+
+
+def test_a_tier_that_became_fast_is_found_out() -> None:
+    gate = measured(200, 100)
+    taken = [gate.takes(Move.LOAD, 1) for _ in range(PROBE_EVERY)]
+    assert taken.count(True) == 1
+    for _ in range(50):
+        gate.moved(Move.LOAD, 1000, 1.0)
+    assert gate.takes(Move.LOAD, 1)
+
+
+def test_measurements_without_length_or_duration_say_nothing() -> None:
+    gate = measured(200, 100)
+    gate.moved(Move.LOAD, 0, 5.0)
+    gate.moved(Move.LOAD, 5, 0.0)
+    assert abs(gate.rates()["load"] - 100) < 1e-6
+
+
+def test_promise_seven_on_virtual_time() -> None:
+    """Whatever a tier does, all requests together take at most 2 % longer than computing everything again."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        gate, spent, recomputed = NoRegret(), 0.0, 0.0
+        computing = 1000.0
+        gate.computed(1000, 1.0)
+        loading = rng.uniform(5, 5000)
+        for request in range(20_000):
+            if request % 7000 == 6999:
+                loading = rng.uniform(500, 20_000)
+            num_pages = rng.randint(1, 200)
+            recomputed += num_pages / computing
+            if gate.takes(Move.LOAD, num_pages):
+                spent += num_pages / loading
+                gate.moved(Move.LOAD, num_pages, num_pages / loading)
+            else:
+                spent += num_pages / computing
+            gate.computed(num_pages, num_pages / computing)
+        assert spent <= recomputed * 1.02, (seed, spent / recomputed)
