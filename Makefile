@@ -7,6 +7,7 @@
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
+# make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang's of two versions, move by move (unpacks wheels under build/peers)
 # make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
@@ -38,7 +39,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-storage bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-transfer bench-storage bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -97,6 +98,9 @@ test-compiled: compiled
 	  tests/tree tests/cache tests/prefix_cache $(PYTEST_FLAGS)
 
 # Both forms of the tree where there is a C compiler, else the Python one alone.
+bench-transfer: $(READY)
+	$(PY) benchmarks/bench_transfer.py $(BENCH_FLAGS)
+
 bench-tree: $(READY)
 	@if command -v gcc >/dev/null; then $(MAKE) compiled; else rm -rf build/compiled; fi
 	$(PY) benchmarks/peers/install.py

@@ -104,11 +104,10 @@ class HierarchicalCache:
         self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
         self.no_regret = NoRegret(host.no_regret, share)
         self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room, share)
-        self._load_back.no_regret = self.no_regret
         self.prefetcher = Prefetcher(
             self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
         )
-        self.prefetcher.no_regret = self.no_regret
+        self._load_back.no_regret = self.prefetcher.no_regret = self.no_regret
         self._apply(True)
 
     # -- one request's life -------------------------------------------------------------

@@ -423,3 +423,15 @@ def test_what_is_longer_than_the_host_with_its_prefix_is_copied_as_far_as_it_fit
     world.cache.evict(12)
     assert world.cache.match(key(8)).loadable_node.end == 6
     world.assert_drained()
+
+
+def test_a_node_that_was_split_before_its_copy_ended_is_stored_whole() -> None:
+    world = attached(device_pages=20, host_pages=20)
+    first = world.run_request(key(6))
+    second = world.run_request(key(5, tail=1, shared=3))  # cuts what is still being copied
+    assert first is not None and second is not None
+    world.release(first)
+    world.release(second)
+    world.settle()
+    assert len(world.storage.pages) == 6 + 2
+    world.assert_drained()
