@@ -31,6 +31,8 @@ class Ours:
 DROP_IN, BARE = Ours(), Ours(", bare tree", bare=True)
 BARE_MATCH = Ours(", page ids (bare tree)", bare=True)
 CONTINUED = Ours(", continued", kind="continued")
+LOGGED = Ours(", append-only log", kind="logged")
+BARE_LOGGED = Ours(", append-only log, bare tree", bare=True, kind="logged")
 BARE_CONTINUED = Ours(", continued, bare tree", bare=True, kind="continued")
 
 
@@ -100,7 +102,8 @@ def _turn_at(quick: bool, full: bool) -> Iterator[Planned]:
         options: dict[str, object] = {"page": 64, "prefix": prefix, "rounds": ROUNDS}
         peers = (SEED, RUST, VLLM) if full or prefix < 1 << 20 else (RUST, VLLM)
         name = f"turn-at {prefix}, page 64"
-        yield Planned(name, "turn-at", options, peers, (DROP_IN, BARE, CONTINUED, BARE_CONTINUED))
+        ways = (DROP_IN, BARE, LOGGED, BARE_LOGGED, CONTINUED, BARE_CONTINUED)
+        yield Planned(name, "turn-at", options, peers, ways)
 
 
 def _match(quick: bool, full: bool) -> Iterator[Planned]:

@@ -141,6 +141,14 @@ class TurnAt(Case):
         return seconds
 
 
+class Logged(TurnAt):
+    """The same from a `TokenLog`, which knows where its tokens were found last."""
+
+    def __init__(self, make: Callable[[], Any], page: int, prefix: int, rounds: int) -> None:
+        super().__init__(make, page, prefix, rounds)
+        self._peer.keep_log()
+
+
 class Continued(TurnAt):
     """The same by a request that holds its prefix locked."""
 
@@ -235,6 +243,7 @@ CASES: dict[str, tuple[str, type[Case]]] = {  # kind: (which adapter, case)
     "requests": ("REQUESTS", Requests),
     "host-tier": ("HOST", HostTier),
     "turn-at": ("TREE", TurnAt),
+    "logged": ("TREE", Logged),
     "continued": ("TREE", Continued),
     "match": ("TREE", Match),
     "insert": ("TREE", Insert),

@@ -23,7 +23,7 @@ from hiradix.prefix_cache import (
     RadixKey,
 )
 from hiradix.transfer import JobKind, TransferController
-from hiradix.tree import Lock, RadixTree, Tier
+from hiradix.tree import Lock, RadixTree, Tier, TokenLog
 
 SHAPE = KVShape(1, 1, 1, 1, torch.float32)
 COPY_DEADLINE_S = 30.0
@@ -35,7 +35,23 @@ def touch(pages: PageAllocator) -> None:
     pages.free(pages.alloc(pages.available))
 
 
-class DropIn(TreePeer):
+class Keys:
+    """How ours makes keys: of their own, or of one log, if all prompts continue each other."""
+
+    _log: TokenLog | None = None
+
+    def keep_log(self) -> None:
+        """From here on prompts are prefixes of one conversation."""
+        self._log = TokenLog()
+
+    def key(self, ids: Any) -> RadixKey:
+        if self._log is None:
+            return RadixKey(array("q", ids))
+        self._log.extend(ids[len(self._log) :])
+        return self._log.key(len(ids))
+
+
+class DropIn(Keys, TreePeer):
     """RadixCache over our own slot allocator."""
 
     def new(self, page_size: int, num_tokens: int) -> None:
@@ -50,9 +66,6 @@ class DropIn(TreePeer):
 
     def tokens(self, ids: Any) -> Any:
         return array("q", ids)
-
-    def key(self, ids: Any) -> RadixKey:
-        return RadixKey(array("q", ids))
 
     def match(self, key: Any) -> tuple[int, Any, Any]:
         found = self.cache.match_prefix(MatchPrefixParams(key))
@@ -99,16 +112,13 @@ class DropIn(TreePeer):
         return now() - begin
 
 
-class BareTree(TreePeer):
+class BareTree(Keys, TreePeer):
     """RadixTree in page ids; inserts continue from the node that the turn has locked."""
 
     def new(self, page_size: int, num_tokens: int) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_tokens // page_size)
         self.tree = RadixTree(page_size)
-
-    def key(self, ids: Any) -> RadixKey:
-        return RadixKey(array("q", ids))
 
     def alloc(self, num_tokens: int) -> Any:
         return self.allocator.alloc(num_tokens // self.page_size)
@@ -188,7 +198,9 @@ class DropInHost(HostPeer):
         touch(self.allocator.pages)
         touch(self._host_pages)
 
-    key = DropIn.key
+    def key(self, ids: Any) -> RadixKey:
+        return RadixKey(array("q", ids))
+
     lock = DropIn.lock
     unlock = DropIn.unlock
     insert = DropIn.insert

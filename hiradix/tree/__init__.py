@@ -3,6 +3,7 @@
 from hiradix.tree import node
 from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from hiradix.tree.key import Namespace, RadixKey
+from hiradix.tree.log import TokenLog
 from hiradix.tree.node import (
     AS_INSERTED,
     BACKBONE,
@@ -24,6 +25,6 @@ IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, fa
 __all__ = [
     "AS_INSERTED", "BACKBONE", "FULL", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf", "EvictionOrder",
     "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext",
-    "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "hash_pages",
+    "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "TokenLog", "hash_pages",
     "namespace_seed",
 ]  # fmt: skip

@@ -67,6 +67,15 @@ def as_tokens(token_ids: Any) -> Tokens:
     return tokens
 
 
+class Bookmark:
+    """Where in a tree the keys of one growing sequence were found last. The tree's to read and write."""
+
+    __slots__ = ("node",)
+
+    def __init__(self) -> None:
+        self.node: Any = None
+
+
 class RadixKey:
     """Tokens int64 [N] in a namespace. `len()` counts tokens, or the N - 1 bigrams if `is_bigram`.
 
@@ -74,9 +83,10 @@ class RadixKey:
         caller must not change tokens it has put into a key.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None. Pages beyond its end have none. It counts pages from the key's start.
+    bookmark: shared by the keys of a `TokenLog`, None for others.
     """
 
-    __slots__ = ("tokens", "space", "extras", "_len", "run", "run_start", "run_end", "run_width")
+    __slots__ = ("tokens", "space", "extras", "bookmark", "_len", "run", "run_start", "run_end", "run_width")
 
     def __init__(
         self,
@@ -90,6 +100,7 @@ class RadixKey:
         plain = extra_key is None and cache_salt is None and not is_bigram
         self.space = PLAIN if plain else Namespace(extra_key, cache_salt, is_bigram)
         self.tokens = as_tokens(token_ids)
+        self.bookmark: Bookmark | None = None
         self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
         self._len = max(len(self.tokens) - 1, 0) if is_bigram else len(self.tokens)
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
@@ -135,7 +146,10 @@ class RadixKey:
             raise ValueError(f"only key[:n] is a key, got {part}")
         if stop <= start:
             return self._like(self.tokens[:0], self.space)
-        return self._like(self.tokens[start : stop + self.space.lookahead], self.space)
+        head = self._like(self.tokens[start : stop + self.space.lookahead], self.space)
+        if start == 0:
+            head.bookmark = self.bookmark
+        return head
 
     def page_aligned(self, page_size: int) -> RadixKey:
         """The key's whole pages."""

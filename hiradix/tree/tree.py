@@ -250,8 +250,29 @@ class RadixTree(TreeView):
 
     def _walk(self, node: Node, key: RadixKey) -> Node:
         """The deepest node below `node` that lies on `key`, cut to the part that does."""
+        mark = key.bookmark
+        if mark is not None and node is self.root and mark.node is not None:
+            node = self._resumed(mark.node, key)
         node, child, matched = walk(node, key, len(key) // self.page_size, self.page_size)
-        return node if child is None else self._split(child, matched)
+        if child is not None:
+            node = self._split(child, matched)
+        if mark is not None:
+            mark.node = node
+        return node
+
+    def _resumed(self, marked: Node, key: RadixKey) -> Node:
+        """Where a bookmark lets a walk start: the root, if what it marked is not in this tree."""
+        at = self.current(marked) if self._is_ours(marked) else None
+        while at is not None and at.end > len(key) // self.page_size:
+            at = at.parent
+        return self.root if at is None else at
+
+    def _is_ours(self, node: Node) -> bool:
+        """Whether `node` is in this tree or what became of it is. O(path)."""
+        above = node.parent or node.heir
+        while above is not None:
+            node, above = above, above.parent or above.heir
+        return node is self.root
 
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
         start, size = parent.end, self.page_size

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
     *(
         f"tests/tree/test_{name}.py"
-        for name in ("key", "regressions", "dead_leaves", "merge", "orders", "fuzz")
+        for name in ("key", "regressions", "dead_leaves", "merge", "orders", "log", "fuzz")
     ),
     "tests/cache/test_components.py",
 ]
@@ -44,6 +44,19 @@ RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree
 KEY, REMOVAL, HEAP, HASH = "tree/key.py", "tree/removal.py", "policy/eviction.py", "tree/hashing.py"
 
 FAULTS = [
+    Fault("log: another tree's bookmark is followed", TREE, "if self._is_ours(marked) else", "if True else"),
+    Fault(
+        "log: a walk starts behind the end of a shorter key",
+        TREE,
+        "while at is not None and at.end >",
+        "while False and at.end >",
+    ),
+    Fault(
+        "log: a part that is no head keeps the bookmark",
+        KEY,
+        "if start == 0:\n            head",
+        "if True:\n            head",
+    ),
     Fault("match: a window's run is not reset by a gap", VIEW, "if present else 0", "if present else run"),
     Fault(
         "match: reach one page short",

@@ -1,0 +1,61 @@
+"""A conversation's tokens, which only grow: looking them up again costs what is new.
+
+The keys of a log share a bookmark, the node in which the tree found the last of them. As nobody but the log
+writes its buffer, and it only appends, what led there leads there still: the next walk starts at the
+bookmark. Whether that is still in the tree, and in which, the tree checks. Where a bookmark is of no use, the
+walk is a whole one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens
+
+
+class TokenLog:
+    """Append-only tokens int64 in a namespace. Keys of it are read-only views, good for as long as they live.
+
+    Remembers a node, so it keeps that node's tokens alive. One tree at a time is looked up well; others work.
+    """
+
+    __slots__ = ("_buffer", "_length", "_space", "_bookmark")
+
+    def __init__(
+        self,
+        token_ids: Any = (),
+        extra_key: str | None = None,
+        is_bigram: bool = False,
+        *,
+        cache_salt: str | None = None,
+    ):
+        self._buffer: Tokens = np.empty(0, np.int64)
+        self._length = 0
+        self._space = RadixKey(self._buffer, extra_key, is_bigram, cache_salt=cache_salt).space
+        self._bookmark = Bookmark()
+        self.extend(token_ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, token_ids: Any) -> None:
+        """Append tokens. Copies them; amortised O(new)."""
+        new = as_tokens(token_ids) if len(token_ids) else self._buffer[:0]
+        end = self._length + len(new)
+        if end > len(self._buffer):
+            grown = np.empty(max(2 * len(self._buffer), end), np.int64)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+        self._buffer[self._length : end] = new
+        self._length = end
+
+    def key(self, num_tokens: int | None = None) -> RadixKey:
+        """The key of the first `num_tokens` tokens, or of all. O(1)."""
+        tokens = self._buffer[: self._length if num_tokens is None else min(num_tokens, self._length)]
+        tokens.flags.writeable = False
+        space = self._space
+        key = RadixKey(tokens, space.extra_key, space.is_bigram, cache_salt=space.cache_salt)
+        key.bookmark = self._bookmark
+        return key
