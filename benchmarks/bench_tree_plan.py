@@ -55,6 +55,7 @@ def plan(quick: bool, full: bool, compiled: bool) -> list[Planned]:
     """
     turns = [*_multi_turn(quick), *_host_tier(quick, full), *_turn_at(quick, full)]
     cases = [*_memory(quick), *turns, *_match(quick, full), *_insert(quick), *_evict(quick, full)]
+    cases += _conservation()
     if compiled:
         cases = [replace(case, ours=(*case.ours, *map(_compiled, case.ours))) for case in cases]
     if not quick:
@@ -87,6 +88,10 @@ def _multi_turn(quick: bool) -> Iterator[Planned]:
         fewer = options | {"count": 20 if quick else 200}
         name = f"multi-turn {fewer['count']} x 8, page {page}, request calls"
         yield Planned(name, "requests", fewer)
+
+
+def _conservation() -> Iterator[Planned]:
+    yield Planned("conservation check of a step, page 64", "conservation", {"page": 64}, peers=())
 
 
 def _host_tier(quick: bool, full: bool) -> Iterator[Planned]:

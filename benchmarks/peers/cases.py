@@ -119,6 +119,22 @@ def grow_chain(peer: Any, ids: array, node_tokens: int) -> None:
             peer.cut(ids[:end])
 
 
+class Conservation(Case):
+    """The check of every step that no page is lost, in a cache of 200 conversations; many calls, for one."""
+
+    def __init__(self, make: Callable[[], Any], page: int) -> None:
+        self._peer = make()
+        prompts = [told[-1] for told in workloads.conversations(200, 8)]
+        prompts = [prompt[: len(prompt) // page * page] for prompt in prompts]
+        self._peer.new(page, sum(map(len, prompts)))
+        for prompt in prompts:
+            self._peer.store(prompt)
+        settled()
+
+    def measure(self) -> Measured:
+        return {"us": [self._peer.timed_conservation(1000) * 1e3]}
+
+
 class TurnAt(Case):
     """One more turn of a conversation whose prompt is cached as a chain of its turns; each round adds one."""
 
@@ -243,6 +259,7 @@ CASES: dict[str, tuple[str, type[Case]]] = {  # kind: (which adapter, case)
     "requests": ("REQUESTS", Requests),
     "host-tier": ("HOST", HostTier),
     "turn-at": ("TREE", TurnAt),
+    "conservation": ("TREE", Conservation),
     "logged": ("TREE", Logged),
     "continued": ("TREE", Continued),
     "match": ("TREE", Match),

@@ -89,6 +89,13 @@ class DropIn(Keys, TreePeer):
     def finish(self, request: Request) -> None:
         self.cache.cache_finished_req(request)
 
+    def timed_conservation(self, count: int) -> float:
+        """`count` calls of the check that an engine makes after every step."""
+        begin = now()
+        for _ in range(count):
+            self.cache.check_conservation(0)
+        return now() - begin
+
     def begin_chunks(self, ids: Any) -> None:
         """A request that has got as far as `ids`, which are cached, and holds its lock."""
         whole = self.tokens(ids)

@@ -44,6 +44,9 @@ class Blocks:
         )  # fmt: skip
         self._hasher = get_request_block_hasher(page_size, self._hash)
 
+    def touch_pools(self) -> None:
+        """Its blocks are objects that exist from the start."""
+
     def _request(self, ids: Any) -> Request:
         self._count += 1
         return Request(str(self._count), ids, SAMPLING, None, block_hasher=self._hasher)

@@ -48,8 +48,8 @@ FAULTS = [
     Fault(
         "log: a walk starts behind the end of a shorter key",
         TREE,
-        "while at is not None and at.end >",
-        "while False and at.end >",
+        "at.end > len(key) // self.page_size",
+        "False",
     ),
     Fault(
         "log: a part that is no head keeps the bookmark",
