@@ -83,6 +83,9 @@ class S3Backend(StorageBackend):
         self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
         answers = self._each(self._write, [(keys[index], pages[index]) for index in todo])
+        failed = [place for place, stored in enumerate(answers) if not stored]
+        for place, size in zip(failed, self._sizes([keys[todo[place]] for place in failed])):
+            answers[place] = fits(size or 0, pages[todo[place]], self._ragged)  # another writer's
         for index, stored in zip(todo, answers):
             ok[index] = stored
             if not stored:

@@ -79,7 +79,8 @@ class TestGuardedS3(OnServer, StorageContract, PersistentContract, NamespaceCont
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
-        return open_storage("s3", self.context(place, fingerprint, {"deadline_s": 30.0} | config))
+        keys = {"deadline_s": 30.0, "retries": 5, "retry_wait_s": 0.01}  # rclone refuses writers that meet
+        return open_storage("s3", self.context(place, fingerprint, keys | config))
 
 
 @pytest.fixture
