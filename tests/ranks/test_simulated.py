@@ -99,12 +99,12 @@ def _only_with_news(self: Any, ok: bool) -> bool:
     return _APPLY(self, ok)
 
 
-def _own_share(number: int) -> Any:
-    """One shared number is read from this rank instead: 1 the clock, 2 the oldest failed load."""
+def _own_share(name: str) -> Any:
+    """One shared number, given by the function it comes from, is read from this rank instead."""
 
     def share(self: Agreement, source: Any) -> Any:
         shared = _SHARE(self, source)
-        return source if len(self._sources) == number else shared
+        return source if source.__name__ == name else shared
 
     return share
 
@@ -127,8 +127,8 @@ PLANTED: dict[str, tuple[str, Any]] = {
     "arrival order": ("hiradix.cache.agreement.Agreement.exchange", _arrival_order),
     "own outcome of a wait": ("hiradix.cache.agreement.Agreement.exchange", _own_ok),
     "own page counts": ("hiradix.cache.agreement._cut", lambda own, outcome: own),
-    "own clock": ("hiradix.cache.agreement.Agreement.share", _own_share(1)),
-    "own load failures": ("hiradix.cache.agreement.Agreement.share", _own_share(2)),
+    "own clock": ("hiradix.cache.agreement.Agreement.share", _own_share("own_clock")),
+    "own load failures": ("hiradix.cache.agreement.Agreement.share", _own_share("_find_failed_slot")),
     "own host pool": ("hiradix.cache.core._common_pages", lambda host, agree: host.pages),
     "exchange only with news": ("hiradix.cache.core.HierarchicalCache._apply", _only_with_news),
     "attach alone": ("hiradix.cache.core.HierarchicalCache.attach_storage", _attach_alone),

@@ -94,7 +94,11 @@ class Rank:
         self.driver = StepDriver(own.getrandbits(30), max_step_s=own.choice([0.001, 0.01, 0.05]))
         self.speed = own.choice([1, 2, 6])
         offset = own.uniform(0, 1000)
-        self.clock = lambda: self.driver.now() + offset
+
+        def own_clock() -> float:
+            return self.driver.now() + offset
+
+        self.clock = own_clock
         host_pages = setup.host_pages + own.randint(0, 5)
         self.device_pool, self.host_pool = Pool(setup.device_pages), Pool(host_pages)
         self.faults = 0.0
