@@ -236,9 +236,12 @@ class LoadBack:
         if not self._has_garbage:
             return
         failed, self._failed = self._failed, []
-        for lock, start in failed:
-            self._tree.unlock(lock)
-            for n in list(self._tree.path(lock.node, start)):
+        for lock, _ in failed:
+            self._tree.unlock(lock)  # all of them first: failed loads of one path would keep each other there
+        for _ in ("cut nodes where a load began", "see the cuts of all"):
+            paths = [(list(self._tree.path(lock.node, start)), start) for lock, start in failed]
+        for nodes, start in paths:
+            for n in nodes:
                 freed = self._tree.drop_device(n)
                 if freed is None:  # and so are all above it
                     self._failed.append((self._tree.lock(n, Tier.DEVICE), start))

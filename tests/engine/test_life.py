@@ -87,7 +87,8 @@ class Life:
 def test_life(seed: int, llama: Reference, make_engine: MakeEngine, tmp_path: Path) -> None:
     rng = random.Random(seed)
     cache = HiCacheConfig(
-        page_size=16, enable_hierarchical_cache=True, hicache_ratio=rng.choice([0.5, 1.0, 3.0]),
+        page_size=16, enable_hierarchical_cache=True, hicache_no_regret=False,
+        hicache_ratio=rng.choice([0.5, 1.0, 3.0]),
         hicache_write_policy=POLICIES[seed % 3], hicache_mem_layout=rng.choice(["page_first", "layer_first"]),
     )
     engine = make_engine(

@@ -24,7 +24,9 @@ from tests.identity import Identity
 GREEDY = SamplingParams(max_new_tokens=10)
 DEVICE_ONLY = HiCacheConfig(page_size=16)
 OFF = replace(DEVICE_ONLY, disable_radix_cache=True)
-TIERED = HiCacheConfig(page_size=16, enable_hierarchical_cache=True, hicache_ratio=2.0)
+TIERED = HiCacheConfig(
+    page_size=16, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0
+)
 
 Configure = Callable[[str], HiCacheConfig]
 

@@ -38,7 +38,7 @@ class Plan:
 def cache_config(folder: Path) -> HiCacheConfig:
     keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder / "pages")}
     return HiCacheConfig(
-        page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_ratio=2.0,
+        page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,
         hicache_storage_backend="file",
         hicache_storage_backend_extra_config=parse_extra_config(json.dumps(keys)),
         hicache_storage_prefetch_policy="wait_complete",

@@ -30,7 +30,7 @@ HEADS = KVShape(2, 1, 8, 8, torch.float32)
 def build(shape: MLAShape | KVShape, rank: int, folder: Path) -> HiRadixCache:
     keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder)}
     config = HiCacheConfig(
-        page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_ratio=2.0,
+        page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,
         hicache_storage_backend="file",
         hicache_storage_backend_extra_config=parse_extra_config(json.dumps(keys)),
         hicache_storage_prefetch_policy="wait_complete",

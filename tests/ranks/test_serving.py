@@ -58,13 +58,13 @@ def test_two_ranks_serve_administer_and_end_together(model: Path, tmp_path: Path
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
     server = ServerProcess(flags(model, "--tp-size", "2"), tmp_path / "server.log")
     with server, httpx.Client(base_url=server.url, trust_env=False, timeout=DEADLINE_S) as http:
-        assert "tensor parallel size 2" in server.tail(50)
         assert http.put(STORAGE, json=body, headers=ADMIN).status_code == 200
         assert tokens(ask(http, PROMPT)) == expected
         again = ask(http, PROMPT)
         assert tokens(again) == expected and cached(again)["device"] > 0
         assert ask_badly(http) == 400
         (other,) = followers(server)
+    assert "tensor parallel size 2" in server.tail(50)
     assert gone(other)
     log = (tmp_path / "server.log").read_text()
     assert "Traceback" not in log, log

@@ -39,7 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def flags(model: Path, *more: str) -> list[str]:
     return [
         *("--model-path", str(model), "--served-model-name", "tiny", "--admin-api-key", "admin"),
-        *("--enable-hierarchical-cache", "--page-size", str(PAGE), "--max-total-tokens", "1024"),
+        *("--enable-hierarchical-cache", "--hicache-no-regret", "off"),
+        *("--page-size", str(PAGE), "--max-total-tokens", "1024"),
         *("--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete", "--check-invariants"),
         *more,
     ]
