@@ -84,3 +84,22 @@ def test_a_reader_waits_for_every_load_it_may_read_from() -> None:
         for layer in range(LAYERS):
             gate.wait_until(layer)
     world.assert_drained()
+
+
+@pytest.mark.parametrize("ends", [(2, 4, 6), (2, 6), (4, 6)])
+def test_failed_loads_of_one_path_leave_together(ends: tuple[int, ...]) -> None:
+    """An engine that finds no room counts on it: nothing is under way that could give some later."""
+    world = World(Setup(device_pages=20, host_pages=20), 1)
+    cache = world.cache
+    serve(world, key(6))
+    cache.evict(20)
+    for end in ends:
+        assert cache.load_back(cache.match(key(end)))
+    world.transport.faults = 1.0
+    cache.start_loading()
+    world.driver.run()
+    world.transport.faults = 0.0
+    cache.tick()
+    assert cache.counters.load_failed == 6
+    assert world.device.available == 20 and cache.tree.protected_pages(Tier.DEVICE) == 0
+    world.assert_drained()
