@@ -21,13 +21,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    """How much of the tree's state space was walked, and how big a tree was."""
+    """How much was tried: what tests tell by `record_property("told", ...)`, and the tree's random lives."""
     runs, moves, drawn = 0, 0, Counter()
     for report in terminalreporter.getreports("passed"):
         properties = dict(report.user_properties)
         runs += properties.get("tree_runs", 0)
         moves += properties.get("tree_moves", 0)
         drawn.update(properties.get("tree_drawn", {}))
+        if "told" in properties:
+            terminalreporter.write_line(properties["told"])
         for line in properties.get("tree_scale", "").splitlines():
             terminalreporter.write_line(f"a big tree: {line}")
     if runs:

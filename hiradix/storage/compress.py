@@ -78,11 +78,13 @@ class CompressedStorage(Wrapper):
         return True
 
     def _compressor(self) -> zstandard.ZstdCompressor:
-        if not hasattr(self._local, "compressor"):
-            self._local.compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
-        return self._local.compressor
+        own: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)
+        if own is None:
+            own = self._local.compressor = zstandard.ZstdCompressor(level=self._level, write_checksum=True)
+        return own
 
     def _decompressor(self) -> zstandard.ZstdDecompressor:
-        if not hasattr(self._local, "decompressor"):
-            self._local.decompressor = zstandard.ZstdDecompressor()
-        return self._local.decompressor
+        own: zstandard.ZstdDecompressor | None = getattr(self._local, "decompressor", None)
+        if own is None:
+            own = self._local.decompressor = zstandard.ZstdDecompressor()
+        return own

@@ -11,7 +11,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -112,7 +112,9 @@ def wrong(model: Model, found: dict[int, bytes]) -> list[int]:
     ]
 
 
-def test_acknowledged_pages_come_back(start: type[Writer], tmp_path: Path) -> None:
+def test_acknowledged_pages_come_back(
+    start: type[Writer], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """A store with room for everything: all that was put and not deleted is there, all deleted is not."""
     num_keys = 400
     writer = start(cap_of(2 * num_keys, PAGE_BYTES), num_keys)  # type: ignore[call-arg, arg-type]
@@ -132,11 +134,14 @@ def test_acknowledged_pages_come_back(start: type[Writer], tmp_path: Path) -> No
             versions = [v for v in states if v is not None and data == bytes_of_version(number, v)]
             writer.model[number] = {versions[0]} if versions else {None}
         assert bytes_on_disk(tmp_path) <= writer.max_size
-    print(f"{NUM_RUNS} kills: {back} of {acknowledged} pages back, slowest opening {slowest_s:.3f} s")
+    told = f"{NUM_RUNS} kills: {back} of {acknowledged} pages back, slowest opening {slowest_s:.3f} s"
+    record_property("told", told)
     assert acknowledged > 10 * NUM_RUNS and back >= 0.99 * acknowledged
 
 
-def test_killed_while_evicting(start: type[Writer], tmp_path: Path) -> None:
+def test_killed_while_evicting(
+    start: type[Writer], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     """A full store: the latest pages are there, nothing is wrong, and the cap holds all the time."""
     num_keys, cap_pages = 1000, 200
     writer = start(cap_of(cap_pages, PAGE_BYTES), num_keys)  # type: ignore[call-arg, arg-type]
@@ -155,5 +160,5 @@ def test_killed_while_evicting(start: type[Writer], tmp_path: Path) -> None:
             writer.model[number] = {None}
         writer.order = [number for number in writer.order if number in found]
         assert len(found) <= cap_pages and bytes_on_disk(tmp_path) <= writer.max_size
-    print(f"{NUM_RUNS} kills while evicting: {back} of the latest {expected} pages back")
+    record_property("told", f"{NUM_RUNS} kills while evicting: {back} of the latest {expected} pages back")
     assert expected > 10 * NUM_RUNS and back >= 0.99 * expected

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,9 @@ def wrong(lab: Lab, served: dict[str, bytes]) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("verify", ["recovered", "always"])
-def test_no_damaged_page_is_served(tmp_path: Path, verify: str, seed: int) -> None:
+def test_no_damaged_page_is_served(
+    tmp_path: Path, verify: str, seed: int, record_property: Callable[[str, object], None]
+) -> None:
     """A quarter of all faults in each of the four: restart, then read everything."""
     lab = Lab(tmp_path, seed + 2 * (verify == "always"))
     done: Counter[str] = Counter()
@@ -149,7 +152,7 @@ def test_no_damaged_page_is_served(tmp_path: Path, verify: str, seed: int) -> No
         assert len(served) == (0 if is_cut else NUM_PAGES - len(faults))
         done.update(faults.values())
     assert set(done) == set(PAGE_FAULTS) and min(done.values()) > NUM_FAULTS // 200
-    print(f"{done.total()} faults, none served: {dict(done)}")
+    record_property("told", f"{done.total()} faults, none served: {dict(done)}")
 
 
 def test_damage_under_a_running_store_is_seen_if_it_always_verifies(tmp_path: Path) -> None:

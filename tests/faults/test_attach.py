@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -60,7 +61,7 @@ def resident_bytes(server: ServerProcess) -> int:
 
 @pytest.mark.timeout(0 if NUM_CYCLES > 50 else 600)
 def test_storage_is_swapped_under_load(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     log = tmp_path / "server.log"
     reference = reference_answers(tiny_model, REQUESTS, tmp_path / "off.log")
@@ -91,11 +92,11 @@ def test_storage_is_swapped_under_load(
     num_answers = sum(len(answers) for answers in load.rounds)
     from_storage = sum(tokens_by_source(answers)["storage"] for answers in load.rounds)
     growth = sizes[-1] - sizes[min(WARM_CYCLES, NUM_CYCLES - 1)]
-    with capsys.disabled():
-        print(
-            f"\n{NUM_CYCLES} swaps beside {num_answers} answers, {from_storage} tokens from storage; "
-            f"memory {growth / 2**20:+.1f} MiB after the first {WARM_CYCLES}"
-        )
+    record_property(
+        "told",
+        f"{NUM_CYCLES} swaps beside {num_answers} answers, {from_storage} tokens from storage; "
+        f"memory {growth / 2**20:+.1f} MiB after the first {WARM_CYCLES}",
+    )
     for answers in load.rounds:
         assert compare(answers, reference).holds
     assert from_storage > 0 and num_answers >= NUM_CYCLES

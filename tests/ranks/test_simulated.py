@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -43,7 +44,7 @@ def counts(ranks: Ranks) -> Counter[str]:
 
 
 @pytest.mark.timeout(600)
-def test_ranks_keep_identical_trees(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_keep_identical_trees(record_property: Callable[[str, object], None]) -> None:
     """As many seeds as the budget allows, at least MIN_SEEDS; HIRADIX_RANKS_BUDGET_S=3600 for a long run."""
     seed, rank_ticks, done, begin = 0, 0, Counter[str](), time.monotonic()
     while seed < MIN_SEEDS or time.monotonic() < begin + BUDGET_S:
@@ -51,9 +52,10 @@ def test_ranks_keep_identical_trees(capsys: pytest.CaptureFixture[str]) -> None:
         rank_ticks += ranks.num_rank_ticks
         done += counts(ranks)
         seed += 1
-    with capsys.disabled():
-        spent_s = time.monotonic() - begin
-        print(f"\nsimulated ranks: {seed} seeds, {rank_ticks:,} rank-ticks in {spent_s:.0f} s, {dict(done)}")
+    spent_s = time.monotonic() - begin
+    record_property(
+        "told", f"simulated ranks: {seed} seeds, {rank_ticks:,} rank-ticks in {spent_s:.0f} s, {dict(done)}"
+    )
     assert rank_ticks > 50_000
     assert all(done[name] > 50 for name in COUNTED), done
 

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,7 +53,9 @@ class Memory:
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
-def test_every_promise_holds_under_every_fault(shard: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_promise_holds_under_every_fault(
+    shard: int, record_property: Callable[[str, object], None]
+) -> None:
     logging.getLogger("hiradix").setLevel(logging.CRITICAL)
     totals: Counter[str] = Counter()
     memory, seed = Memory(), FIRST_SEED + shard
@@ -63,11 +66,11 @@ def test_every_promise_holds_under_every_fault(shard: int, capsys: pytest.Captur
         seed += NUM_SHARDS
         if totals["seeds"] % WARM_SEEDS == 0:
             memory.note(totals["moves"])
-    with capsys.disabled():
-        print(
-            f"\nsimulation shard {shard}: {dict(totals)} in {time.monotonic() - start_s:.0f} s; "
-            f"resident memory {memory.mib_per_million:+.2f} MiB per million moves"
-        )
+    record_property(
+        "told",
+        f"simulation shard {shard}: {dict(totals)} in {time.monotonic() - start_s:.0f} s; "
+        f"resident memory {memory.mib_per_million:+.2f} MiB per million moves",
+    )
     for what in ("loaded", "prefetched", "backed_up", "written", "load_failed", "retracted"):
         assert totals[what] > 0, f"no page was ever {what}: {totals}"
 
