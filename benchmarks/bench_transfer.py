@@ -124,7 +124,7 @@ def tick_row() -> Row:
 def drained(wait: Callable[[Tiers], None], seed: int) -> float:
     """Pages a second from the device through the host into storage."""
     with tempfile.TemporaryDirectory() as folder:
-        tiers = Tiers("file", {"file_storage_path": folder, "max_size": "4GiB"})
+        tiers = Tiers("file", {"file_storage_path": folder, "max_size": "4GiB", "deadline_s": 30})
         start_s = time.perf_counter()
         num_pages = tiers.fill(seed)
         while len(tiers.cache.flights):

@@ -143,6 +143,8 @@ class Desk:
         """The oldest `limit` results."""
         outbox = self._outbox
         if not outbox:
+            if self._open:
+                self._driver.let_run()
             return []
         count = len(outbox) if limit is None else min(limit, len(outbox))
         results = [outbox.popleft() for _ in range(count)]

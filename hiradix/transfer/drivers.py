@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
+BREATH_S = 50e-6  # what it then leaves to the workers: they need the interpreter between their system calls
 IDLE_CHECK_S = 5.0  # how often an idle thread looks whether its controller still exists
 
 
@@ -34,6 +36,8 @@ class Driver(Protocol):
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float, /) -> bool: ...
 
     def notify(self) -> None: ...
+
+    def let_run(self) -> None: ...
 
 
 class _WorkerThread:
@@ -83,6 +87,7 @@ class ThreadDriver:
         self._threads: weakref.WeakKeyDictionary[Steppable, _WorkerThread] = weakref.WeakKeyDictionary()
         self._changed = threading.Condition()
         self._num_waiting = 0
+        self._asked_s = 0.0
 
     @property
     def num_loop_errors(self) -> int:
@@ -117,6 +122,12 @@ class ThreadDriver:
         if self._num_waiting:
             with self._changed:
                 self._changed.notify_all()
+
+    def let_run(self) -> None:
+        """The scheduler found no result of jobs under way: if it does nothing but ask, let workers go on."""
+        if time.monotonic() - self._asked_s < BUSY_POLL_S:
+            time.sleep(BREATH_S)
+        self._asked_s = time.monotonic()
 
 
 class StepDriver:
@@ -177,6 +188,9 @@ class StepDriver:
 
     def notify(self) -> None:
         """Nobody sleeps in a simulation."""
+
+    def let_run(self) -> None:
+        """Workers run when the simulation says so."""
 
 
 def monotonic() -> float:
