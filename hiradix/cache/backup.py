@@ -17,7 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, PagesOf, PageSupply, sizes
+from hiradix.cache.pages import (
+    BACKBONE,
+    NO_PAGES,
+    Counters,
+    PagesOf,
+    PageSupply,
+    gathered,
+    shared_out,
+    sizes,
+)
 from hiradix.policy.eviction import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
@@ -39,11 +48,8 @@ class Down(NamedTuple):
 
     def copies(self) -> list[Copy]:
         """What the controller copies beside the backbone."""
-        return [
-            Copy(np.concatenate([s.pages for s in self.others if s.component == component]), pages, component)
-            for component, pages in self.host.items()
-            if component != BACKBONE
-        ]
+        source = gathered(self.others, (c for c in self.host if c != BACKBONE))
+        return [Copy(pages, self.host[c], c) for c, pages in source.items()]
 
 
 class WriteBack(NamedTuple):
@@ -149,8 +155,7 @@ class Backup:
             if n.num_pages > room:
                 if room == 0 or host is None or n.end <= host.num_pages:
                     return nodes[:i]
-                for _ in self._tree.path(n, n.start + room):  # cuts it there
-                    pass
+                self._tree.cut(n, n.start + room)
                 assert n.parent is not None
                 return [*nodes[:i], n.parent]
             room -= n.num_pages
@@ -168,8 +173,7 @@ class Backup:
             return nodes
         self._counters.write_refused += refused
         end = last.end - refused
-        for _ in self._tree.path(last, end):
-            pass  # cuts the node that reaches over
+        self._tree.cut(last, end)
         return [n for n in self._tree.path(last, start) if n.end <= end][::-1]
 
     def _others(self, node: Node, start: int) -> list[Segment]:
@@ -222,12 +226,8 @@ class Backup:
         """Give the tree the host pages of a copy that is done."""
         adopt, free = self._tree.adopt, self._supply.free_host
         free(adopt(down.node, BACKBONE, Tier.HOST, down.host[BACKBONE]))
-        at = dict.fromkeys(down.host, 0)
-        for segment in down.others:
-            component, begin = segment.component, at[segment.component]
-            at[component] = begin + len(segment.pages)
-            pages = down.host[component][begin : at[component]]
-            free(adopt(segment.node, component, Tier.HOST, pages), component)
+        for segment, pages in shared_out(down.host, down.others):
+            free(adopt(segment.node, segment.component, Tier.HOST, pages), segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
         return [self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE)]

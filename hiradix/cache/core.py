@@ -318,7 +318,7 @@ class HierarchicalCache:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
         self.flights.orphan_all()
-        for drop in reversed(self.tree.clear()):
+        for drop in self.tree.clear():
             if drop.tier is Tier.HOST:
                 kept = self.flights.owned(drop.component)
                 self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32), drop.component)

@@ -12,10 +12,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PagesOf, PageSupply, Share, sizes
+from hiradix.cache.pages import (
+    BACKBONE,
+    NO_PAGES,
+    Counters,
+    Pages,
+    PagesOf,
+    PageSupply,
+    Share,
+    gathered,
+    shared_out,
+    sizes,
+)
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
@@ -118,15 +127,9 @@ class LoadBack:
 
     def _submit(self, node: Node, segments: list[Segment], pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
         """Queue one copy for all segments; the tree has their device pages at once."""
-        host = {
-            component: np.concatenate([NO_PAGES, *(s.pages for s in segments if s.component == component)])
-            for component in pages
-        }
-        at = dict.fromkeys(pages, 0)
-        for s in segments:
-            begin = at[s.component]
-            at[s.component] = begin + len(s.pages)
-            self._supply.take_beside(s, pages[s.component][begin : at[s.component]])
+        host = gathered(segments, pages)
+        for segment, own in shared_out(pages, segments):
+            self._supply.take_beside(segment, own)
         num_pages = sum(map(len, pages.values()))
 
         def done(result: Result) -> None:
@@ -238,9 +241,9 @@ class LoadBack:
         failed, self._failed = self._failed, []
         for lock, _ in failed:
             self._tree.unlock(lock)  # all of them first: failed loads of one path would keep each other there
-        for _ in ("cut nodes where a load began", "see the cuts of all"):
-            paths = [(list(self._tree.path(lock.node, start)), start) for lock, start in failed]
-        for nodes, start in paths:
+        for lock, start in failed:
+            self._tree.cut(lock.node, start)
+        for nodes, start in [(list(self._tree.path(lock.node, start)), start) for lock, start in failed]:
             for n in nodes:
                 freed = self._tree.drop_device(n)
                 if freed is None:  # and so are all above it

@@ -6,7 +6,7 @@ The tree hands back the pages it drops; everything that frees a page of either p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,7 +118,7 @@ class PageSupply:
     def release(self, freed: Iterable[Freed]) -> int:
         """Free pages the tree dropped. Returns how many of them were device backbone pages."""
         before = self.num_dropped[BACKBONE]
-        for component, tier, pages in sorted(freed, reverse=True):  # what lies beside the backbone first
+        for component, tier, pages in freed:
             if tier is Tier.HOST:
                 self.free_host(pages, component)
                 self.counters.evicted_host += len(pages) if component == BACKBONE else 0
@@ -240,6 +240,23 @@ class PageSupply:
 def as_tuple(sources: Sources) -> tuple[PageSource, ...]:
     """The sources of all components."""
     return tuple(sources) if isinstance(sources, Sequence) else (sources,)
+
+
+def gathered(segments: Sequence[Segment], components: Iterable[int]) -> dict[int, Pages]:
+    """The segments' pages per component, in their order."""
+    return {
+        component: np.concatenate([NO_PAGES, *(s.pages for s in segments if s.component == component)])
+        for component in components
+    }
+
+
+def shared_out(pages: PagesOf, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Pages]]:
+    """Each segment with its part of `pages`, which are as many as `sizes` says, in the segments' order."""
+    at = dict.fromkeys(pages, 0)
+    for segment in segments:
+        begin = at[segment.component]
+        at[segment.component] = begin + len(segment.pages)
+        yield segment, pages[segment.component][begin : at[segment.component]]
 
 
 def sizes(segments: Iterable[Segment]) -> dict[int, int]:

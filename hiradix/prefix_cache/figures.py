@@ -47,10 +47,10 @@ class Figures:
         return self.tree.resident_pages(Tier.DEVICE) * self.page_size
 
     def full_evictable_size(self) -> int:
-        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
+        return self.evictable_size()
 
     def full_protected_size(self) -> int:
-        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
+        return self.protected_size()
 
     def swa_evictable_size(self) -> int:
         return 0

@@ -54,7 +54,7 @@ class Insertion(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """Page ids the tree gave up; the caller's to free in `tier`, exactly once."""
+    """Page ids the tree gave up; the caller's to free in `tier`, exactly once, in the records' order."""
 
     component: int
     tier: Tier

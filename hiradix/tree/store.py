@@ -39,9 +39,10 @@ class Dropped:
         self._pages.setdefault((component, tier), []).append(pages)
 
     def freed(self) -> list[Freed]:
+        """One record per component and tier; what lies beside the backbone comes before the backbone."""
         return [
             Freed(component, Tier(tier), parts[0] if len(parts) == 1 else np.concatenate(parts))
-            for (component, tier), parts in self._pages.items()
+            for (component, tier), parts in sorted(self._pages.items(), reverse=True)
         ]
 
 

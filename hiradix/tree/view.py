@@ -69,6 +69,11 @@ class TreeView:
             yield at
             at = at.parent
 
+    def cut(self, node: Node, page: int) -> None:
+        """Have a node of the path of `node` begin at `page`."""
+        for _ in self.path(node, page):
+            pass
+
     def floor(self, node: Node, component: int) -> int:
         """The page from which on `component` is needed for a boundary at `node`."""
         kind = self.components[component]
