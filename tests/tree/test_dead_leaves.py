@@ -87,3 +87,13 @@ def test_a_leaf_that_goes_down_without_its_window(rule: DeadLeaf) -> None:
     assert gone(freed, 0, HOST) == ([] if stays else [50, 51])
     assert (leaf.parent is nodes[1]) == stays
     tree.check([])
+
+
+def test_what_lies_beside_the_backbone_is_given_back_before_it() -> None:
+    """An allocator that finds window slots through full slots must not lose the full ones first."""
+    by_backbone, _ = grown(DeadLeaf.KEEP)
+    by_window, _ = grown(DeadLeaf.BARE, reach=1)
+    by_window.evict(WINDOW, DEVICE, 4)
+    whole, _ = grown(DeadLeaf.KEEP)
+    for freed in (by_backbone.evict(0, DEVICE, 2), by_window.evict(WINDOW, DEVICE, 2), whole.clear()):
+        assert [drop.component for drop in freed] == [WINDOW, 0]
