@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.tree.mutation import Fault, copied, planted
+from tests.tree.mutation import Fault, copied, planted, refuse_stale
 
 SEEDS = "200"
 TIMEOUT_S = 900
@@ -215,16 +215,15 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def killer(copy: Path, bug: Bug) -> str | None:
     """What sees the bug planted in the copy: a seed of the simulation or a test; None if nothing does."""
-    tests = bug.tests
     if bug.fault.file not in NOT_SIMULATED and (
         done := run(copy, "tests.simulation.run", "hunt", SEEDS)
     ).returncode:
         found = re.search(r"(.*) of \[python -m tests\.simulation\.run (\d+) \d+\]: (.*)", done.stdout)
         assert found is not None, done.stdout + done.stderr
         return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
-    if not tests:
+    if not bug.tests:
         return None
-    done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *tests)
+    done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *bug.tests)
     if done.returncode == 0:
         return None
     found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
@@ -233,6 +232,7 @@ def killer(copy: Path, bug: Bug) -> str | None:
 
 def main(rows: list[str]) -> int:
     chosen = [b for b in BUGS if not rows or set(rows) & set(b.rows.split())]
+    refuse_stale(b.fault for b in BUGS)
     survivors = 0
     print("| row | bug | caught by |\n|---|---|---|")
     for b in chosen:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -440,6 +441,12 @@ def is_current(fault: Fault) -> bool:
     return (ROOT / "hiradix" / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
 
 
+def refuse_stale(faults: Iterable[Fault]) -> None:
+    """Stop the program if one of them would change nothing, or more than it says."""
+    if stale := [fault.name for fault in faults if not is_current(fault)]:
+        raise SystemExit(f"bring these up to date, their text does not occur once: {'; '.join(stale)}")
+
+
 def planted(fault: Fault, copy: Path) -> None:
     file = copy / "hiradix" / fault.file
     file.write_text(file.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
@@ -468,8 +475,7 @@ def copied(to: Path) -> Path:
 
 def main(words: list[str]) -> int:
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
-    if stale := [fault.name for fault in FAULTS if not is_current(fault)]:
-        raise SystemExit(f"bring these up to date, their text does not occur once: {'; '.join(stale)}")
+    refuse_stale(FAULTS)
     survivors = 0
     print("| fault | seen by |\n|---|---|")
     for fault in chosen:
