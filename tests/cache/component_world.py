@@ -18,9 +18,9 @@ from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
-from hiradix.transfer import JobKind, LoadFailed, PoolPair, Runtime, StepDriver, TransferController
+from hiradix.transfer import JobKind, PoolPair, Runtime, StepDriver, TransferController
 from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier
-from tests.transfer.doubles import Pool, Transport
+from tests.transfer.doubles import Pool, Transport, loads_came
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 Draw = Callable[[int], int]  # n -> 0 .. n - 1
@@ -267,12 +267,7 @@ class ComponentWorld:
         self.gates = () if slot < 0 else (*self.gates, slot)
         if not batch:
             return []
-        gate = self.controller.layer_done_counter
-        gate.set_consumer(*self.gates)
-        try:
-            for layer in range(gate.num_layers):
-                gate.wait_until(layer)
-        except LoadFailed:
+        if not loads_came(self.controller.layer_done_counter, self.gates):
             self.undo(batch)
             return []
         self.gates = ()

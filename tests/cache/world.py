@@ -19,9 +19,10 @@ from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_tr
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
-from hiradix.transfer import LoadFailed, Runtime, StepDriver, TransferController
+from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import hash_pages
+from tests.transfer.doubles import loads_came
 
 PAGE_SIZE = 2
 LAYERS = 2
@@ -251,12 +252,7 @@ class World:
         self.gates = () if slot < 0 else (*self.gates, slot)
         if not batch:
             return []
-        gate = self.controller.layer_done_counter
-        gate.set_consumer(*self.gates)
-        try:
-            for layer in range(LAYERS):
-                gate.wait_until(layer)
-        except LoadFailed:
+        if not loads_came(self.controller.layer_done_counter, self.gates):
             self.undo(batch)
             return []
         self.gates = ()

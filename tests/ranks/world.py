@@ -23,7 +23,6 @@ from hiradix.transfer import (
     FOUR_WORKERS,
     TWO_WORKERS,
     JobKind,
-    LoadFailed,
     Runtime,
     StepDriver,
     TransferController,
@@ -31,7 +30,7 @@ from hiradix.transfer import (
 )
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from tests.ranks.lockstep import Lockstep
-from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport
+from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, loads_came
 
 PAGE_SIZE = 1
 POISON = -7
@@ -247,13 +246,7 @@ class Rank:
     def _pass_failed(self) -> bool:
         """Wait for the loads as a forward pass does; True on every rank if they failed on one."""
         gate = self.controller.layer_done_counter
-        gate.set_consumer(*self.gates)
-        ok = True
-        try:
-            for layer in range(NUM_LAYERS):
-                gate.wait_until(layer)
-        except LoadFailed:
-            ok = False
+        ok = loads_came(gate, self.gates)
         usable = [int(gate.error(slot) is None) for slot in self.gates[:8]]
         agreed, *usable_everywhere = least(self.agree, int(ok), *usable)
         if not agreed:

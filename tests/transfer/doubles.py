@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.transfer import JobKind
+from hiradix.transfer import JobKind, LayerDoneCounter, LoadFailed
 from hiradix.tree.hashing import PageRows
 
 NUM_LAYERS = 4
@@ -158,6 +158,17 @@ class MemoryStorage:
 
 
 NORMAL = object()
+
+
+def loads_came(gate: LayerDoneCounter, slots: Sequence[int]) -> bool:
+    """Wait for loads layer by layer, as a forward pass does; False if one of them failed."""
+    gate.set_consumer(*slots)
+    try:
+        for layer in range(gate.num_layers):
+            gate.wait_until(layer)
+    except LoadFailed:
+        return False
+    return True
 
 
 def rows_of(first: int, num_pages: int, prior: bytes = b"") -> PageRows:
