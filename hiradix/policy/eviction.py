@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hiradix.errors import ConfigError
 from hiradix.policy.ghd import GhdPolicy, check_config
+from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.uses import Seen, UseLog
 from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, RadixKey, Tier
 from hiradix.tree.node import Residency
@@ -108,7 +109,7 @@ class HeapOrder:
         while heap:
             place = heap[0]
             entry: Residency = place.entry
-            if entry.rank is place and not self._is_blocked(entry, {}):
+            if entry.rank is place and not is_blocked(self._context, entry):
                 return entry
             place.in_heap = False
             heapq.heappop(heap)
@@ -117,35 +118,22 @@ class HeapOrder:
     def victims(self, num_pages: int) -> list[Residency]:
         """Pops as evictions would, exposing parents as they would, and puts everything back."""
         heap, popped = self._heap, []
-        gone: dict[int, int] = {}  # per parent, children that would have left
+        gone: dict[int, int] = {}
         while heap and num_pages > 0:
             place = heapq.heappop(heap)
             entry: Residency = place.entry
-            if entry.rank is not place or self._is_blocked(entry, gone):
+            if entry.rank is not place or is_blocked(self._context, entry, gone):
                 place.in_heap = False
                 continue
             assert entry.node is not None and entry.pages is not None
             popped.append(place)
             num_pages -= len(entry.pages)
-            parent = entry.node.parent
-            if self._context.backbone and parent is not None and parent.parent is not None:
-                gone[id(parent)] = gone.get(id(parent), 0) + 1
-                above = parent.residency(0, self._context.tier)
-                if not self._is_blocked(above, gone):
-                    self.expose(above)
+            above = exposed_parent(self._context, entry.node, gone)
+            if above is not None:
+                self.expose(above)
         for place in popped:
             heapq.heappush(heap, place)
         return [place.entry for place in popped]
-
-    def _is_blocked(self, entry: Residency, gone: Mapping[int, int]) -> bool:
-        """Whether something in the tree depends on the entry; `gone` counts children as if they had left."""
-        node = entry.node
-        if not self._context.backbone or node is None:
-            return False
-        left = gone.get(id(node), 0)
-        if self._context.tier == Tier.DEVICE:
-            return node.num_device_children > left
-        return node.device.pages is None and len(node.children) > left
 
     def split(self, entry: Residency, upper: Residency) -> None:
         place = entry.rank

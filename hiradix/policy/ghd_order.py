@@ -9,12 +9,12 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, MAX_CLASSES
+from hiradix.policy.leaves import NONE_GONE, exposed_parent, is_blocked
 from hiradix.policy.uses import Note
 from hiradix.tree import Node, OrderContext, Tier
 from hiradix.tree.node import Residency
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hiradix.policy.ghd import GhdLearner
 
 Cell = tuple[int, int]  # class, bucket
-_NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class _Place:
@@ -65,7 +64,7 @@ class CellOrder:
             count += len(entry.pages)  # type: ignore[arg-type]
             if is_plain and entry.node.num_device_children:  # type: ignore[union-attr]
                 continue
-            if not self._is_blocked(entry, _NOTHING):
+            if not is_blocked(self._context, entry):
                 self._seat(entry)
         self.num_pages += count
         self._learner.grow(self.num_pages)
@@ -154,7 +153,7 @@ class CellOrder:
 
     def coldest(self) -> Residency | None:
         self._age()
-        return self._best(_NOTHING)
+        return self._best(NONE_GONE)
 
     def _best(self, gone: Mapping[int, int]) -> Residency | None:
         """The leaf to go next; leaves that are none any more lose their seat on the way."""
@@ -169,7 +168,7 @@ class CellOrder:
                 entry = place.entry
                 if entry is None:
                     heapq.heappop(heap)
-                elif self._is_blocked(entry, gone):
+                elif is_blocked(self._context, entry, gone):
                     self._unseat(entry)
                 elif entry.node is not None and (entry.node.note or place.note) is not place.note:
                     self._reseat(entry)
@@ -199,31 +198,12 @@ class CellOrder:
             self._unseat(entry)
             found[id(entry)] = (entry, place.note)
             num_pages -= len(entry.pages)
-            above = self._exposed(entry.node, gone)
+            above = exposed_parent(self._context, entry.node, gone)
             if above is not None and id(above) not in found:  # a mirror goes before what is below it
                 self.expose(above)
         for entry, note in found.values():
             self._seat(entry, note)
         return [entry for entry, _ in found.values()]
-
-    def _exposed(self, node: Node, gone: dict[int, int]) -> Residency | None:
-        """The parent's entry, if it would be a leaf with `node` gone too."""
-        parent = node.parent
-        if not self._context.backbone or parent is None or parent.parent is None:
-            return None
-        gone[id(parent)] = gone.get(id(parent), 0) + 1
-        above = parent.residency(0, self._context.tier)
-        return None if self._is_blocked(above, gone) else above
-
-    def _is_blocked(self, entry: Residency, gone: Mapping[int, int]) -> bool:
-        """Whether something in the tree depends on the entry; `gone` counts children as if they had left."""
-        node = entry.node
-        if not self._context.backbone or node is None:
-            return False
-        left = gone.get(id(node), 0)
-        if self._context.tier == Tier.DEVICE:
-            return node.num_device_children > left
-        return node.device.pages is None and len(node.children) > left
 
     # -- the tree changes -------------------------------------------------------------------
 
@@ -231,7 +211,7 @@ class CellOrder:
         self._live[id(upper)] = upper
         if entry.rank is not None:
             self._reseat(entry)  # it begins deeper
-        if not self._is_blocked(upper, _NOTHING):
+        if not is_blocked(self._context, upper):
             self._seat(upper)
 
     def expose(self, entry: Residency) -> None:

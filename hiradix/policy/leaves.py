@@ -1,0 +1,36 @@
+"""Leaves: what may leave a tier, since nothing in the tree depends on it.
+
+A forecast of evictions changes no tree. It counts what would have left instead: `gone`, children by `id` of
+their parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from hiradix.tree import Node, OrderContext, Tier
+from hiradix.tree.node import Residency
+
+NONE_GONE: Mapping[int, int] = MappingProxyType({})
+
+
+def is_blocked(context: OrderContext, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> bool:
+    """Whether something in the tree depends on the entry, of what is not `gone`. O(1)."""
+    node = entry.node
+    if not context.backbone or node is None:
+        return False
+    left = gone.get(id(node), 0)
+    if context.tier == Tier.DEVICE:
+        return node.num_device_children > left
+    return node.device.pages is None and len(node.children) > left
+
+
+def exposed_parent(context: OrderContext, node: Node, gone: dict[int, int]) -> Residency | None:
+    """Counts `node` as gone; its parent's entry, if that is a leaf then. O(1)."""
+    parent = node.parent
+    if not context.backbone or parent is None or parent.parent is None:
+        return None
+    gone[id(parent)] = gone.get(id(parent), 0) + 1
+    above = parent.residency(0, context.tier)
+    return None if is_blocked(context, above, gone) else above
