@@ -29,8 +29,7 @@ def advice(source: Source, machine: Machine, processes: int, device_tokens: int 
     host = shapes[1].host
     shapes += [Tiers(device, host, round(unique * step)) for step in _STEPS[2:]]
     cells = [Cell(source, "ghd", tiers) for tiers in shapes]
-    found = {id(o.cell): o for o in run(cells, processes)}
-    return _shown([found[id(cell)] for cell in cells], machine)
+    return _shown(run(cells, processes), machine)
 
 
 def _shown(outcomes: Sequence[Outcome], machine: Machine) -> str:

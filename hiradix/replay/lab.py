@@ -120,16 +120,23 @@ def _work(job: tuple[int, Cell]) -> tuple[int, Played]:
 
 def run(
     cells: Sequence[Cell], processes: int, progress: Callable[[int, int], None] = lambda cell, done: None
-) -> Iterator[Outcome]:
-    """Outcomes as they come, not in order. progress: told the number of a cell and how far it is."""
-    traces: dict[Source, Trace] = {}
-    for cell in cells:
-        if cell.source not in traces:
-            traces[cell.source] = cell.source.load()
+) -> list[Outcome]:
+    """All outcomes, in the order of the cells. progress: told the number of a cell and how far it is."""
+    traces = {source: source.load() for source in dict.fromkeys(cell.source for cell in cells)}
+    played = dict(_played(cells, traces, processes, progress))
+    return [Outcome(cell, traces[cell.source], played[number]) for number, cell in enumerate(cells)]
+
+
+def _played(
+    cells: Sequence[Cell],
+    traces: Mapping[Source, Trace],
+    processes: int,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[int, Played]]:
+    """The cells' numbers and what they found, as they come."""
     if processes <= 1:
         for number, cell in enumerate(cells):
-            trace = traces[cell.source]
-            yield Outcome(cell, trace, run_cell(cell, trace, partial(progress, number)))
+            yield number, run_cell(cell, traces[cell.source], partial(progress, number))
         return
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
@@ -144,7 +151,7 @@ def run(
                 continue
             left -= 1
             progress(number, len(traces[cells[number].source].calls))
-            yield Outcome(cells[number], traces[cells[number].source], played)
+            yield number, played
 
 
 def _tell(told: Any, progress: Callable[[int, int], None]) -> None:

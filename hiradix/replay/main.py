@@ -115,11 +115,9 @@ def progress_bar(num_cells: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def play(cells: Sequence[Cell], processes: int) -> list[Outcome]:
-    """All outcomes, in the order of the cells."""
+    """All outcomes, in the order of the cells, with a bar on the terminal."""
     with progress_bar(len(cells)) as tell:
-        found = list(run(cells, processes, tell))
-    order = {id(cell): number for number, cell in enumerate(cells)}
-    return sorted(found, key=lambda outcome: order[id(outcome.cell)])
+        return run(cells, processes, tell)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
