@@ -10,7 +10,7 @@ from hiradix.errors import CacheError, ConfigError
 from hiradix.replay.lab import Cell, Outcome, Source, run
 from hiradix.replay.report import millions, span_of
 from hiradix.replay.stage import Tiers
-from hiradix.replay.timing import Machine, summary_ms
+from hiradix.replay.timing import Machine, add_machine_flags, machine_of, summary_ms
 
 GB = 1e9
 WARM = 0.5
@@ -60,25 +60,21 @@ def _shown(outcomes: Sequence[Outcome], machine: Machine) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """hiradix size TRACE: the table, for a trace recorded by `--record-trace` or any other."""
-    machine = Machine()
     parser = argparse.ArgumentParser(
         prog="hiradix size", description="What host memory and disk would buy for the traffic of a trace."
     )
     add = parser.add_argument
     add("trace", metavar="TRACE", help="a file, such as one of `hiradix serve --record-trace`")
     add("--device-tokens", type=int, default=0, help="the device pool (default: a twentieth of the traffic)")
-    add("--prefill-rate", type=float, default=machine.prefill_rate, help="tokens/s (default: %(default)g)")
-    add("--bytes-per-token", type=float, default=machine.bytes_per_token, help="of KV (default: %(default)g)")
-    add("--host-rate", type=float, default=machine.host_rate, help="bytes/s (default: %(default)g)")
-    add("--storage-rate", type=float, default=machine.storage_rate, help="bytes/s (default: %(default)g)")
+    add_machine_flags(parser)
     add("--limit", type=int, help="requests to play")
     add("--processes", type=int, default=2, help="at work at a time (default: 2)")
     args = parser.parse_args(arguments)
-    rates = (args.prefill_rate, args.bytes_per_token, args.host_rate, args.storage_rate)
     try:
-        if min(rates) <= 0 or args.device_tokens < 0:
-            raise ConfigError("rates must be > 0 and --device-tokens >= 0")
-        print(advice(Source(args.trace, 0, args.limit), Machine(*rates), args.processes, args.device_tokens))
+        if args.device_tokens < 0:
+            raise ConfigError(f"--device-tokens must be >= 0, got {args.device_tokens}")
+        source, machine = Source(args.trace, 0, args.limit), machine_of(args)
+        print(advice(source, machine, args.processes, args.device_tokens))
     except CacheError as error:
         print(f"hiradix size: error: {error}", file=sys.stderr)
         return 2

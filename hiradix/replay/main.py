@@ -15,7 +15,7 @@ from hiradix.replay.lab import Cell, Outcome, Source, check_policy, run
 from hiradix.replay.models import MODELS
 from hiradix.replay.report import plot, row, table, write_json
 from hiradix.replay.stage import Tiers
-from hiradix.replay.timing import Machine
+from hiradix.replay.timing import add_machine_flags, machine_of
 
 POLICIES = "lru,lfu,2q,ghd,arc,s3fifo,sieve,belady"
 CAPACITIES = "0.5M,1M,3M,5M,10M,25M"
@@ -56,19 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="every number")
     add("--plot", type=Path, metavar="FILE", help=".svg or .png; needs hiradix[replay]")
     add("--advice", action="store_true", help="what more host memory and disk would buy")
-    machine = Machine()
-    add("--prefill-rate", type=float, default=machine.prefill_rate, help="tokens/s (default: %(default)g)")
-    add("--bytes-per-token", type=float, default=machine.bytes_per_token, help="of KV (default: %(default)g)")
-    add("--host-rate", type=float, default=machine.host_rate, help="bytes/s (default: %(default)g)")
-    add("--storage-rate", type=float, default=machine.storage_rate, help="bytes/s (default: %(default)g)")
+    add_machine_flags(parser)
     return parser
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
-    for name in ("prefill_rate", "bytes_per_token", "host_rate", "storage_rate"):
-        if getattr(args, name) <= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(args, name):g}")
-    return Machine(args.prefill_rate, args.bytes_per_token, args.host_rate, args.storage_rate)
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:

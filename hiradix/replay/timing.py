@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import ConfigError
 from hiradix.replay.lab import Outcome
 
 _PERCENT = 0.01
@@ -36,6 +38,26 @@ class Machine:
         stored = hits["storage"] * self.bytes_per_token / self.storage_rate
         fetch: npt.NDArray[np.float64] = np.minimum(stored, hits["storage"] / self.prefill_rate)
         return fetch + self.overhead_s + prefill + host
+
+
+_RATES = {
+    "prefill_rate": "tokens/s", "bytes_per_token": "of KV", "host_rate": "bytes/s", "storage_rate": "bytes/s",
+}  # fmt: skip
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `machine_of` reads."""
+    for name, unit in _RATES.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(Machine, name)
+        parser.add_argument(flag, type=float, default=default, help=f"{unit} (default: %(default)g)")
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine that the flags say; ConfigError names a bad one."""
+    for name in _RATES:
+        if getattr(args, name) <= 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(args, name):g}")
+    return Machine(**{name: getattr(args, name) for name in _RATES})
 
 
 def summary_ms(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
