@@ -24,7 +24,6 @@ CLEARED = "Hierarchical cache storage backend cleared.\n"
 DEPRECATED = "Deprecated endpoint. Use POST /hicache/storage-backend/clear.\n"
 FLUSH_BUSY = "Another flush_cache is already in progress."
 MAX_WAIT_S = 600.0
-BAD_WAIT = f"wait must be a number in 0..{MAX_WAIT_S:g}.\n"
 
 
 class AttachBody(BaseModel):
@@ -121,14 +120,14 @@ class Admin:
 
     async def flush(self, request: Request) -> Response:
         """GET, POST /flush_cache?timeout=S: empty device and host tiers when idle; storage keeps all."""
-        timeout_s = _seconds(request.query_params.get("timeout", "0"))
-        if timeout_s is None:
-            return PlainTextResponse(f"timeout must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
+        timeout_s, refused = _seconds(request, "timeout")
+        if refused is not None:
+            return refused
         if self._flushing:
             return PlainTextResponse(FLUSH_BUSY, 400)
         self._flushing = True
         try:
-            outcome = await self._service.flush(timeout_s)
+            outcome = await self._service.flush(timeout_s or 0.0)
         finally:
             self._flushing = False
         if outcome.ok:
@@ -141,10 +140,9 @@ class Admin:
 
     async def attach(self, request: Request) -> Response:
         """PUT /hicache/storage-backend?wait=S: with wait, while serving; without, only when idle."""
-        text = request.query_params.get("wait")
-        wait_s = None if text is None else _seconds(text)
-        if text is not None and wait_s is None:
-            return PlainTextResponse(BAD_WAIT, 400)
+        wait_s, refused = _seconds(request, "wait")
+        if refused is not None:
+            return refused
         try:
             body = AttachBody.model_validate(await read_json(request))
         except ApiError as error:
@@ -167,10 +165,9 @@ class Admin:
 
     async def detach(self, request: Request) -> Response:
         """DELETE /hicache/storage-backend?wait=S, as for PUT; nothing attached is a success."""
-        text = request.query_params.get("wait")
-        wait_s = None if text is None else _seconds(text)
-        if text is not None and wait_s is None:
-            return PlainTextResponse(BAD_WAIT, 400)
+        wait_s, refused = _seconds(request, "wait")
+        if refused is not None:
+            return refused
         async with self._storage_lock:
             outcome = await self._service.detach(wait_s)
             if outcome.ok:
@@ -212,13 +209,18 @@ class Admin:
         }
 
 
-def _seconds(text: str) -> float | None:
-    """`text` as seconds in 0..MAX_WAIT_S, None if it is anything else."""
+def _seconds(request: Request, name: str) -> tuple[float | None, Response | None]:
+    """The query's `name` in 0..MAX_WAIT_S, None if it has none; and the answer if it is anything else."""
+    text = request.query_params.get(name)
+    if text is None:
+        return None, None
     try:
         seconds = float(text)
     except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and 0 <= seconds <= MAX_WAIT_S else None
+        seconds = -1.0
+    if math.isfinite(seconds) and 0 <= seconds <= MAX_WAIT_S:
+        return seconds, None
+    return None, PlainTextResponse(f"{name} must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
 
 
 def _storage_answer(verb: str, outcome: Outcome) -> Response:
