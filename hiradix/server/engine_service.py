@@ -37,6 +37,7 @@ ADMIN_TIMEOUT_S = 60.0
 DETACH_TIMEOUT_S = 10.0  # without ?wait
 DETACH_POLL_S = 0.01
 NOT_IDLE = "Flush cache failed.\n"
+NOT_CLEARED = "No storage backend is attached, or it failed to clear."
 WAITED_FOR_IDLE = "Timed out waiting for idle state."
 
 
@@ -180,7 +181,7 @@ class EngineService:
         storage = _hierarchy(self._engine).storage
         done = storage is not None and await _off_loop(storage.clear)
         done = await self._thread.acall(lambda engine: _hierarchy(engine).cleared(done), ADMIN_TIMEOUT_S)
-        return Outcome(done, "" if done else "No storage backend is attached, or it failed to clear.")
+        return Outcome(done, "" if done else NOT_CLEARED)
 
     def close(self, timeout_s: float) -> bool:
         """Let backups end within `timeout_s`, then stop the engine; False when something was cut off."""

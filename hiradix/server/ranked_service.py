@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hiradix.engine.engine import Engine
-from hiradix.server.engine_service import ADMIN_TIMEOUT_S, EngineService
+from hiradix.server.engine_service import ADMIN_TIMEOUT_S, NOT_CLEARED, EngineService
 from hiradix.server.service import NO_HOST_TIER, AttachRequest, Outcome
 
 
@@ -35,7 +35,7 @@ class RankedService(EngineService):
 
         def clear(engine: Engine) -> tuple[bool, str]:
             done = engine.clear_storage()
-            return done, "" if done else "No storage backend is attached, or it failed to clear."
+            return done, "" if done else NOT_CLEARED
 
         return await self._on_all_ranks(clear, None)
 
