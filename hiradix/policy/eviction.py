@@ -325,6 +325,11 @@ def eviction_policies() -> list[str]:
     return ["lru", *_SIMPLE, *_CONFIGURED, *_LEARNING, *_REGISTERED]
 
 
+def learning_policies() -> list[str]:
+    """Those that learn; all of them take `page_tokens`, the tokens that a page stands for."""
+    return list(_LEARNING)
+
+
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
     """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value."""
     config = dict(config or {})

@@ -12,14 +12,13 @@ from typing import Any
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.memory import PageAllocator
-from hiradix.policy.eviction import make_order
+from hiradix.policy.eviction import learning_policies, make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import RadixTree
 
 _PAGE = bytearray(1)
-POLICIES_WITH_PAGE_TOKENS = ("2q", "ghd")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Stage:
 
     def __init__(self, policy: str, tiers: Tiers, block_tokens: int, config: Mapping[str, Any] | None = None):
         settings = dict(config or {})
-        if any(name in POLICIES_WITH_PAGE_TOKENS for name in policy.split(",")):
+        if any(name in learning_policies() for name in policy.split(",")):
             settings.setdefault("page_tokens", block_tokens)
         self.tree = RadixTree(1, order=make_order(policy, settings))
         self.device = PageAllocator(max(tiers.device // block_tokens, 1))
