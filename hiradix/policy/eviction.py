@@ -342,7 +342,7 @@ def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFacto
     if name in _LEARNING:
         fields, learning = _LEARNING[name]
         _reject_unknown(name, config, fields)
-        check_config(config)
+        check_config(name, config)
         return learning(config)
     fields, configured = _CONFIGURED.get(name, ((), None))
     _reject_unknown(name, config, fields)

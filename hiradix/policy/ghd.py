@@ -196,10 +196,10 @@ class GhdPolicy:
             logger.warning("ghd tables %s: not saved: %s", self._path, error)
 
 
-def check_config(config: Mapping[str, Any]) -> None:
-    """ConfigError names a bad value of the policy's settings."""
+def check_config(name: str, config: Mapping[str, Any]) -> None:
+    """ConfigError names a bad value of a learning policy's settings."""
     tokens, tables = config.get("page_tokens"), config.get("tables")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1):
-        raise ConfigError(f"ghd page_tokens must be a whole number >= 1, got {tokens!r}")
+        raise ConfigError(f"{name} page_tokens must be a whole number >= 1, got {tokens!r}")
     if tables is not None and (not isinstance(tables, str) or not tables):
-        raise ConfigError(f"ghd tables must be the name of a file, got {tables!r}")
+        raise ConfigError(f"{name} tables must be the name of a file, got {tables!r}")
