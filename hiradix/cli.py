@@ -15,7 +15,7 @@ USAGE = """usage: hiradix {serve,bench,storage,replay,size} ...
   replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
   size     what more host memory and disk would buy for the traffic of a trace
 
-`hiradix serve --help` and `hiradix bench --help` list their flags; `hiradix --version` says the version.
+`hiradix COMMAND --help` lists the flags of a command; `hiradix --version` says the version.
 """
 
 

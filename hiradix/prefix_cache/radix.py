@@ -179,7 +179,7 @@ class RadixCache(NoLowerTiers, Figures):
             self.tree.unlock(self._held(req))
 
     def hint(self, key: RadixKey, hint: str) -> int:
-        """`end_of_session` or `keep_alive` of a conversation; its cached tokens. For `ghd`, else 0."""
+        """`end_of_session` or `keep_alive` of a conversation; its cached tokens (0: nothing learns)."""
         learner = self.cache.learner
         if self.disable or learner is None:
             return 0
