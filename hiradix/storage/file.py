@@ -22,7 +22,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
 from hiradix.storage.page_dir import PageDir, file_footprint, footprint, remove
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.vectored import read_into, write_from
@@ -155,8 +155,7 @@ class FileBackend(StorageBackend):
     def _check(self, keys: Sequence[str]) -> None:
         if self._closed:
             raise StorageError("storage backend is closed")
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._counts_lock:

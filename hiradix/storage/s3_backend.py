@@ -24,7 +24,7 @@ from hiradix.storage.protocol import (
     StorageBackend,
     StorageContext,
     Traits,
-    check_key,
+    check_keys,
     fill_head,
     fits,
     page_bytes,
@@ -123,8 +123,7 @@ class S3Backend(StorageBackend):
     def _check(self, keys: Sequence[str]) -> None:
         if self._closed:
             raise StorageError("storage backend is closed")
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
 
     def _path(self, key: str) -> str:
         return f"{self._folder}/{key}"

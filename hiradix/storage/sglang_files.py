@@ -23,7 +23,7 @@ from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.vectored import read_into, write_from
 
 NAMINGS = ("hiradix", "sglang")
@@ -145,8 +145,7 @@ class SglangFileBackend(StorageBackend):
     def _check(self, keys: Sequence[str]) -> None:
         if self._closed:
             raise StorageError("storage backend is closed")
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
 
     def _path(self, key: str) -> str:
         return os.path.join(self.config.path, key + self._tail)

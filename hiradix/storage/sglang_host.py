@@ -18,7 +18,7 @@ from typing import Any
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.seal import SEAL_BYTES
 from hiradix.storage.sglang_base import base_module, inherits, make_config
 from hiradix.storage.sglang_pool import ArenaPool
@@ -116,8 +116,7 @@ class SglangBackend(StorageBackend):
     def _check(self, keys: Sequence[str]) -> None:
         if self._closed:
             raise StorageError("storage backend is closed")
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
 
     def _known(self, keys: Sequence[str]) -> list[str]:
         count = next((i for i, key in enumerate(keys) if key in self._forgotten), len(keys))

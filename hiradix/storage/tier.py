@@ -14,7 +14,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import open_storage
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.options import Options, flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 
 DEADLINES_S = {"upper": 0.5, "lower": 1.0}
 
@@ -106,8 +106,7 @@ class TierBackend(StorageBackend):
     def _check(self, keys: Sequence[str]) -> None:
         if self._closed:
             raise StorageError("storage backend is closed")
-        for key in keys:
-            check_key(key)
+        check_keys(keys)
 
     def _both(self, what: str, call: Callable[[GuardedStorage], bool]) -> None:
         done = {name: call(store) for name, store in (("upper", self.upper), ("lower", self.lower))}
