@@ -25,11 +25,10 @@ from hiradix.storage.page_dir import PageDir, file_footprint, footprint, remove
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
-from hiradix.storage.vectored import read_into, write_from
+from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 GROUP_BYTES, GROUP_PAGES = 64 << 20, 64
 PUBLISH_TIMEOUT_S = 30.0
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
@@ -233,7 +232,7 @@ class FileBackend(StorageBackend):
             faults.append(error)
         done = self._publish(group, faults)
         for fault in faults:
-            if fault.errno not in _NO_ROOM:
+            if fault.errno not in NO_ROOM:
                 raise StorageError(f"cannot write to {self.config.path}: {fault}") from fault
         if len(done) < len(group):
             self._count("put_no_room", len(group) - len(done))

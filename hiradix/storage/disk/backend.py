@@ -7,7 +7,6 @@ log, and if its checksum fits where `verify` asks for one. Reads take no lock of
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from hiradix.storage.disk.store import PageRecord, Store
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, page_bytes
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
+from hiradix.storage.vectored import NO_ROOM
 
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
@@ -289,7 +289,7 @@ class DiskBackend(StorageBackend):
                 self._store.index.by_place[record.place].verified = True
         if faults:
             self._count("write_errors", len(faults))
-            if not _is_full(faults):
+            if any(fault.errno not in NO_ROOM for fault in faults):
                 raise StorageError(f"cannot write to {self.config.path}: {faults[0]}") from faults[0]
 
     def _drop_damaged(self, entries: Sequence[Entry]) -> None:
@@ -315,7 +315,3 @@ class _Read:
         self.index = index
         self.entry = entry
         self.move = move
-
-
-def _is_full(faults: Sequence[OSError]) -> bool:
-    return all(fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) for fault in faults)

@@ -6,15 +6,15 @@ descriptor closed, or someone else's.
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 from hiradix.storage.disk import kernel
+from hiradix.storage.page_dir import remove
+from hiradix.storage.vectored import NO_ROOM
 
 SUFFIX = ".pages"
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Segment:
@@ -58,13 +58,13 @@ class SegmentFolder:
     def create(self, number: int, num_bytes: int) -> bool:
         """A new file with all its blocks; False when the disk or a quota has no room. Raises OSError."""
         path = self.path(number)
-        _remove(path)  # an unfinished one, whose maker died before it was in the log
+        remove(path)  # an unfinished one, whose maker died before it was in the log
         fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(fd, 0, num_bytes)
         except OSError as error:
-            _remove(path)
-            if error.errno not in _NO_ROOM:
+            remove(path)
+            if error.errno not in NO_ROOM:
                 raise
             return False
         finally:
@@ -82,7 +82,7 @@ class SegmentFolder:
             os.truncate(self.path(number), 0)
         except FileNotFoundError:
             return
-        _remove(self.path(number))
+        remove(self.path(number))
 
     def numbers(self) -> list[int]:
         """The segments that have a file, sorted."""
@@ -100,10 +100,3 @@ class SegmentFolder:
     def close(self) -> None:
         """Let go of all files."""
         self._open.clear()
-
-
-def _remove(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return
