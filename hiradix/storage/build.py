@@ -43,13 +43,17 @@ def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
     )
 
 
+def backend_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's own keys: what guard and wrappers read is left out."""
+    return {key: value for key, value in values.items() if key not in (*GUARD_KEYS, *WRAP_KEYS)}
+
+
 def open_storage(
     name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
 ) -> GuardedStorage:
     """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
     limits, wrappers = guard_limits(context.extra_config), WrapConfig.from_mapping(context.extra_config)
-    ours = (*GUARD_KEYS, *WRAP_KEYS)
-    rest = {key: value for key, value in context.extra_config.items() if key not in ours}
+    rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
     backend = wrap(create_storage_backend(name, inside), inside, wrappers)
     return GuardedStorage(backend, context.fingerprint, limits, clock)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError
+from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.page_dir import SUFFIX
 from hiradix.storage.seal import SEAL_BYTES
@@ -116,7 +117,7 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     from hiradix.storage.redis_link import RedisConfig, connect
 
-    options = RedisConfig.from_mapping(_own(config))
+    options = RedisConfig.from_mapping(backend_keys(config))
     client = connect(options)
     names: list[bytes] = []
     try:
@@ -145,20 +146,12 @@ def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
     from hiradix.storage.s3_config import S3Config
 
-    for part in obstore.list(S3Config.from_mapping(_own(config)).client()):
+    for part in obstore.list(S3Config.from_mapping(backend_keys(config)).client()):
         for entry in part:
             folder, _, key = str(entry["path"]).rpartition("/")
             fingerprint = folder.rpartition("/")[2]
             if _FINGERPRINT.fullmatch(fingerprint):
                 yield StoredPage(fingerprint, key, int(entry["size"]) - SEAL_BYTES)
-
-
-def _own(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The backend's own keys: what guard and wrappers read is left out."""
-    from hiradix.storage.build import GUARD_KEYS
-    from hiradix.storage.wrap import WRAP_KEYS
-
-    return {key: value for key, value in config.items() if key not in (*GUARD_KEYS, *WRAP_KEYS)}
 
 
 _SCANNERS: dict[str, Callable[[Mapping[str, Any]], Iterator[StoredPage]]] = {
