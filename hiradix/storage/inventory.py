@@ -15,7 +15,9 @@ from hiradix.errors import ConfigError
 from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.page_dir import SUFFIX
+from hiradix.storage.registry import load_storage_backend
 from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.wrap import encryption
 
 URL_FORMS = "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -90,18 +92,14 @@ def scan(address: StoreAddress) -> Iterator[StoredPage]:
     if scanner is None or address.config.get("naming") == "sglang":
         why = "keeps only hashes of names" if address.backend == "disk" else "cannot list its pages"
         raise ConfigError(f"the {address.backend} store {why}: only bench works on it")
-    encrypted = bool(address.config.get("encryption_key_file"))
-    for page in scanner(address.config):
-        extra = _encryption_bytes() if encrypted else 0
-        if encrypted and address.backend != "file":
+    load_storage_backend(address.backend)  # says what to install
+    extra = 0
+    if address.config.get("encryption_key_file"):
+        extra = encryption().OVERHEAD_BYTES
+        if address.backend != "file":
             extra -= SEAL_BYTES  # encrypted pages have no seal beside them
+    for page in scanner(address.config):
         yield dataclasses.replace(page, num_bytes=page.num_bytes - extra)
-
-
-def _encryption_bytes() -> int:
-    from hiradix.storage.encrypt import OVERHEAD_BYTES
-
-    return OVERHEAD_BYTES
 
 
 def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:

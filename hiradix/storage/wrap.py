@@ -57,7 +57,7 @@ def inner_context(context: StorageContext, config: WrapConfig) -> StorageContext
     """What the wrapped backend is made from: its pages are longer, or of any length."""
     extra_bytes = 0
     if config.encryption_key_file:
-        extra_bytes += _encryption().OVERHEAD_BYTES
+        extra_bytes += encryption().OVERHEAD_BYTES
     if config.compression != "none":
         extra_bytes += _compression().OVERHEAD_BYTES
     return dataclasses.replace(
@@ -71,7 +71,7 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
         if config.retries:
             backend = RetryingStorage(backend, config.retries, config.retry_wait_s)
         if config.encryption_key_file:
-            module = _encryption()
+            module = encryption()
             key = module.read_key(config.encryption_key_file)
             backend = module.EncryptedStorage(backend, key, context.fingerprint.digest()[:32])
         if config.compression != "none":
@@ -89,7 +89,8 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
     return backend
 
 
-def _encryption() -> Any:
+def encryption() -> Any:
+    """The module `encrypt`; raises ConfigError with what to install where its package is missing."""
     try:
         from hiradix.storage import encrypt
     except ImportError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,23 @@ def test_settings_are_json_or_text() -> None:
     )
     with pytest.raises(ConfigError):
         StoreAddress.parse("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "extra"),
+    [
+        ("redis", ["ls", "redis://127.0.0.1:1/0"], "redis"),
+        ("obstore", ["ls", "s3://bucket/x"], "s3"),
+        ("cryptography", ["ls", "file://{folder}", "--set", "encryption_key_file=k"], "encryption"),
+    ],
+)
+def test_missing_package_says_what_to_install(
+    folder: Path, package: str, arguments: list[str], extra: str
+) -> None:
+    words = ["storage", *(word.format(folder=folder) for word in arguments)]
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"from hiradix.cli import main\nsys.exit(main({words!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 2 and f"pip install 'hiradix[{extra}]'" in done.stderr, done.stderr
