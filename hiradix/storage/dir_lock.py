@@ -54,10 +54,7 @@ class DirLock:
 
     def is_in_place(self) -> bool:
         """Whether our file still is the one in the directory. Call with the lock held."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
+        return is_in_place(self._fd, self._path)
 
     def close(self) -> None:
         """Let go of the lock file; waits for the thread that holds the lock. Idempotent."""
@@ -65,3 +62,11 @@ class DirLock:
             if not self._closed:
                 self._closed = True
                 os.close(self._fd)
+
+
+def is_in_place(fd: int, path: str | Path) -> bool:
+    """Whether the open file `fd` still is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hiradix.errors import StorageError
+from hiradix.storage.dir_lock import is_in_place
 from hiradix.storage.disk.index import Index
 from hiradix.storage.disk.kernel import file_size
 from hiradix.storage.disk.record import (
@@ -128,10 +129,7 @@ class Log:
 
     def is_in_place(self) -> bool:
         """Whether our file still is the one in the directory."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
+        return is_in_place(self._fd, self._path)
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""
