@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.storage.disk.uring import OPERATION, READ, READV, WRITE, WRITEV, RingPool
+from hiradix.storage.disk.uring import OPERATION, READ, READV, WRITE, WRITEV, Landed, Landings, RingPool
 from hiradix.storage.vectored import read_into, write_from
 
 
@@ -22,13 +22,6 @@ class Operation:
     offset: int
     views: list[memoryview]
     spans: list[tuple[int, int]]
-
-
-Landed = tuple[list[int], list[int]]
-"""Which operations of a batch have ended, and how each: bytes moved, or less than 0."""
-
-
-Landings = Generator[Landed, None, None]
 
 
 class Engine(Protocol):

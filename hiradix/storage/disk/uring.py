@@ -34,7 +34,9 @@ _SQES_OFFSET = 0x10000000
 _SINGLE_MMAP = 1
 _BUSY = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 _Array = npt.NDArray[Any]
-Landings = Generator[tuple[list[int], list[int]], None, None]
+Landed = tuple[list[int], list[int]]
+"""Which operations of a batch have ended, and how each: bytes moved, or less than 0."""
+Landings = Generator[Landed, None, None]
 
 
 class _Offsets(ctypes.Structure):
@@ -121,7 +123,7 @@ class Ring:
                 if self._cq_head[0] != self._cq_tail[0]:
                     return
 
-    def _take(self) -> tuple[list[int], list[int]]:
+    def _take(self) -> Landed:
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         self._barrier()
         count = (tail - head) & 0xFFFFFFFF
