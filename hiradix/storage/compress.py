@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import zstandard
 
-from hiradix.storage.lanes import gather, scatter
+from hiradix.storage.lanes import scatter
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrapper import Wrapper
 
@@ -52,8 +52,7 @@ class CompressedStorage(Wrapper):
             }
 
     def _pack(self, page: Page) -> bytes:
-        plain = bytearray(page_bytes(page))
-        gather(page, memoryview(plain))
+        plain = b"".join(page)
         packed = self._compressor().compress(plain)
         if len(packed) >= len(plain):
             return _HEAD.pack(_PLAIN, len(plain)) + plain

@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hiradix.errors import ConfigError
-from hiradix.storage.lanes import gather
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, fill_head, page_bytes
 from hiradix.storage.wrapper import Wrapper
@@ -84,8 +83,7 @@ class EncryptedStorage(Wrapper):
         return b"%s\0%s\0%d" % (self._context, str(key).encode("utf-8"), length)
 
     def _seal(self, key: str, page: Page) -> bytes:
-        plain = bytearray(page_bytes(page))
-        gather(page, memoryview(plain))
+        plain = b"".join(page)
         nonce = os.urandom(12)
         body: bytes = self._cipher.encrypt(nonce, plain, self._bound(key, len(plain)))
         return _HEAD.pack(_MAGIC, len(plain), nonce) + body
