@@ -33,6 +33,7 @@ from hiradix.server.schema import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    MessageBody,
     SessionBody,
     read_body,
 )
@@ -79,11 +80,7 @@ class OpenAI:
         """POST /v1/completions."""
         body = await read_body(request, CompletionBody)
         self._check_model(body.model)
-        prompt = body.one_prompt()
-        if isinstance(prompt, str):
-            prompt_ids = await self._encode(lambda tokenizer: tokenizer.encode(prompt), "prompt")
-        else:
-            prompt_ids = prompt
+        prompt_ids = await self._prompt_ids(body.one_prompt())
         params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
         envelope = self._envelope("cmpl", body, body.logprobs is not None)
         generation = Generation(envelope.id, prompt_ids, params, body.scope())
@@ -96,8 +93,7 @@ class OpenAI:
         body = await read_body(request, ChatBody)
         self._check_model(body.model)
         num_logprobs, limit = body.num_logprobs(), body.token_limit()
-        messages = [message.plain() for message in body.messages]
-        prompt_ids = await self._encode(lambda tokenizer: tokenizer.apply_chat(messages), "messages")
+        prompt_ids = await self._chat_ids(body.messages)
         if limit is None:
             limit = max(1, self._service.context_length - len(prompt_ids))
         params = self._params(body, limit, num_logprobs)
@@ -118,16 +114,15 @@ class OpenAI:
     async def _hint(self, request: Request, hint: str) -> dict[str, Any]:
         body = await read_body(request, SessionBody)
         self._check_model(body.model)
-        scope, prompt = body.scope(hint), body.prompt
+        scope = body.scope(hint)
         if body.messages is not None:
-            messages = [message.plain() for message in body.messages]
-            prompt = list(await self._encode(lambda tokenizer: tokenizer.apply_chat(messages), "messages"))
-        elif isinstance(prompt, str):
-            text = prompt
-            prompt = list(await self._encode(lambda tokenizer: tokenizer.encode(text), "prompt"))
-        if prompt and not all(0 <= token < 1 << 31 for token in prompt):
+            prompt_ids = await self._chat_ids(body.messages)
+        else:
+            assert body.prompt is not None, "scope() lets one of messages and prompt through"
+            prompt_ids = await self._prompt_ids(body.prompt)
+        if not all(0 <= token < 1 << 31 for token in prompt_ids):
             raise ApiError("prompt: token ids must be in [0, 2**31)", param="prompt")
-        return {"object": hint, "cached_tokens": await self._service.hint(prompt or [], scope)}
+        return {"object": hint, "cached_tokens": await self._service.hint(prompt_ids, scope)}
 
     def _model_card(self) -> dict[str, Any]:
         return {
@@ -143,6 +138,15 @@ class OpenAI:
         if name is not None and name != self._model:
             message = f"model: {name!r} does not exist, this server has {self._model!r}"
             raise ApiError(message, param="model", status=404, code="model_not_found")
+
+    async def _prompt_ids(self, prompt: str | list[int]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return await self._encode(lambda tokenizer: tokenizer.encode(prompt), "prompt")
+        return prompt
+
+    async def _chat_ids(self, messages: Sequence[MessageBody]) -> Sequence[int]:
+        plain = [message.plain() for message in messages]
+        return await self._encode(lambda tokenizer: tokenizer.apply_chat(plain), "messages")
 
     async def _encode(self, encode: Any, field: str) -> Sequence[int]:
         tokenizer: Tokenizer | None = self._service.tokenizer
