@@ -59,10 +59,17 @@ class StreamOptions(_Strict):
 _Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
 
 
-class GenerationBody(_Strict):
-    """Fields that completions and chat completions share."""
+class _Addressed(_Strict):
+    """Which model, and whose cache."""
 
     model: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    extra_key: Annotated[str, Field(max_length=256)] | None = None
+
+
+class GenerationBody(_Addressed):
+    """Fields that completions and chat completions share."""
+
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -73,8 +80,6 @@ class GenerationBody(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    extra_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     end_of_session: bool = False
     keep_alive: bool = False
@@ -146,14 +151,11 @@ class MessageBody(_Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
-class SessionBody(_Strict):
+class SessionBody(_Addressed):
     """POST /v1/end_of_session and /v1/keep_alive: the conversation as it was sent last."""
 
-    model: str | None = None
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)] | None = None
     prompt: str | list[int] | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    extra_key: Annotated[str, Field(max_length=256)] | None = None
 
     def scope(self, hint: str) -> Scope:
         """Whose conversation it is, and what is said of it."""
