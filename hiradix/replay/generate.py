@@ -1,6 +1,7 @@
 """Seeded traces, invented: for robustness, never for a claim about real traffic. One hour each.
 
-A kind is a script of events: time, path of block contents, tokens missing from the last block, answer tokens.
+A kind is a script of events: time, path of block contents, tokens missing from the last block (at least one),
+answer tokens.
 """
 
 from __future__ import annotations
@@ -184,7 +185,6 @@ def generate(kind: str, seed: int, limit: int | None = None) -> Trace:
     namer = Namer()
     calls = []
     for event in events[:limit]:
-        whole = event.path[: len(event.path) - (1 if event.missing else 0)]
         tokens = len(event.path) * BLOCK - event.missing
-        calls.append(Call(event.time_s, tokens, event.answer, namer.blocks(list(whole))))
+        calls.append(Call(event.time_s, tokens, event.answer, namer.blocks(list(event.path[:-1]))))
     return Trace(f"{kind} (synthetic)", f"seed {seed}", BLOCK, tuple(calls), is_synthetic=True)
