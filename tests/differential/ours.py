@@ -35,7 +35,7 @@ from hiradix.prefix_cache import (
 from hiradix.prefix_cache.hiradix import prefetch_limits
 from hiradix.prefix_cache.swa import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
-from hiradix.tree import AS_INSERTED, DeadLeaf, Node, RadixTree, Tier
+from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.runs import walk
 from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
@@ -160,11 +160,9 @@ class OurWindowSide(WindowSide, OurSide):
         self.cache = SWARadixCache(
             CacheInitParams(False, self.rows, self.allocator, self.page_size, sliding_window_size=self.window)
         )
-        tree = self.cache.tree
-        store, exact = tree._store, tree.floor
+        store = self.cache.tree._store
         if manner.as_inserted:
             store.grain = AS_INSERTED
-            tree.floor = lambda node, component: _whole(tree, node, exact(node, component))
         if manner.bare_leaves:
             store.dead_leaf = DeadLeaf.BARE
 
@@ -212,11 +210,6 @@ class OurWindowSide(WindowSide, OurSide):
             if entry is not None and entry.pages is not None and not entry.lock_ref:
                 order.remove((entry,))
                 order.push((entry,))
-
-
-def _whole(tree: RadixTree, node: Node, floor: int) -> int:
-    """Where the node starts that page `floor` of the path to `node` is in."""
-    return min((n.start for n in tree.path(node) if n.end > floor), default=floor)
 
 
 def _no_storage(name: str, extra: object) -> Any:
