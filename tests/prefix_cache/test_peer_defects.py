@@ -52,4 +52,5 @@ def test_s2_evicting_windows_along_a_chain_costs_what_it_evicts() -> None:
         assert bench.cache.swa_evictable_size() == 10 and bench.cache.full_evictable_size() == length
         return steps / length
 
+    cost(20)  # torch prepares itself at its first call
     assert cost(800) < 1.3 * cost(100)
