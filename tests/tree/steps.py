@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hiradix.tree import Node
+from hiradix.tree import IS_COMPILED, Node
 
 
 def num_steps(act: Callable[[], object]) -> int:
@@ -30,14 +30,13 @@ def num_steps(act: Callable[[], object]) -> int:
         return self is other
 
     before = sys.gettrace()
-    is_open = not hasattr(Node, "__mypyc_attrs__")
-    if is_open:
+    if not IS_COMPILED:
         Node.__eq__ = compared  # type: ignore[method-assign, assignment]
     sys.settrace(begin)
     try:
         act()
     finally:
         sys.settrace(before)
-        if is_open:
+        if not IS_COMPILED:
             del Node.__eq__
     return count

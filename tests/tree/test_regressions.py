@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import IS_COMPILED, Component, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 from tests.tree.steps import num_steps
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -42,7 +42,7 @@ def freed_pages(freed, tier: Tier, component: int = 0) -> list[int]:
 def test_steps_show_a_loop_and_a_search_of_a_list() -> None:
     """Positive control of the measure."""
     nodes = [Node(None, 0, 1, 0) for _ in range(200)]
-    if not hasattr(Node, "__mypyc_attrs__"):
+    if not IS_COMPILED:
         assert num_steps(lambda: nodes[-1] in nodes) > 200
     assert num_steps(lambda: [node for node in nodes if node.end > 1]) > 200
 
