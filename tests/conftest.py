@@ -30,8 +30,6 @@ def pytest_terminal_summary(terminalreporter) -> None:
         drawn.update(properties.get("tree_drawn", {}))
         if "told" in properties:
             terminalreporter.write_line(properties["told"])
-        for line in properties.get("tree_scale", "").splitlines():
-            terminalreporter.write_line(f"a big tree: {line}")
     if runs:
         values = ", ".join(f"{value} {count}" for value, count in sorted(drawn.items()))
         terminalreporter.write_line(f"tree against page map: {runs} runs, {moves} moves ({values})")
