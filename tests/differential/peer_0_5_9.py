@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Callable
 from typing import Any
 
 from tests.differential.wheels import share_drivers
@@ -47,6 +48,19 @@ def count_instead_of_time() -> None:
     radix_cache.time = hiradix_cache.time = clock
 
 
+def pages_of(cache: Any, page_size: int, tiers: Callable[[Any], str]) -> Pages:
+    """Every page of a tree. tiers: which of them have a node's pages."""
+    found: Pages = {}
+    stack = [(child, 0) for child in cache.root_node.children.values()]
+    while stack:
+        node, prior = stack.pop()
+        tokens, namespace = list(node.key.token_ids), node.key.extra_key
+        for name, stamp in page_stamps(namespace, tokens, prior, page_size):
+            found[name], prior = tiers(node), stamp
+        stack.extend((child, prior) for child in node.children.values())
+    return found
+
+
 class PeerSide(Side):
     """A side over SGLang's class: RadixCache, or HiRadixCache where `host_ratio` is not 0."""
 
@@ -78,17 +92,11 @@ class PeerSide(Side):
     def host_free(self) -> int:
         return int(self.cache.token_to_kv_pool_host.available_size()) if self.tiered else 0
 
+    def tiers(self, node: Any) -> str:
+        return "D" * (node.value is not None) + "H" * (node.host_value is not None)
+
     def pages(self) -> Pages:
-        found: Pages = {}
-        stack = [(child, 0) for child in self.cache.root_node.children.values()]
-        while stack:
-            node, prior = stack.pop()
-            tiers = "D" * (node.value is not None) + "H" * (node.host_value is not None)
-            tokens, namespace = list(node.key.token_ids), node.key.extra_key
-            for name, stamp in page_stamps(namespace, tokens, prior, self.page_size):
-                found[name], prior = tiers, stamp
-            stack.extend((child, prior) for child in node.children.values())
-        return found
+        return pages_of(self.cache, self.page_size, self.tiers)
 
 
 class PeerWindowSide(WindowSide):
@@ -118,17 +126,11 @@ class PeerWindowSide(WindowSide):
         found = self.cache.match_prefix(MatchPrefixParams(key=self.key(namespace, tokens)))
         return Found(found.device_indices, found.last_device_node, None, 0)
 
+    def tiers(self, node: Any) -> str:
+        return "D" if node.swa_tombstone else "DW"
+
     def pages(self) -> Pages:
-        found: Pages = {}
-        stack = [(child, 0) for child in self.cache.root_node.children.values()]
-        while stack:
-            node, prior = stack.pop()
-            tiers = "D" if node.swa_tombstone else "DW"
-            tokens, namespace = list(node.key.token_ids), node.key.extra_key
-            for name, stamp in page_stamps(namespace, tokens, prior, self.page_size):
-                found[name], prior = tiers, stamp
-            stack.extend((child, prior) for child in node.children.values())
-        return found
+        return pages_of(self.cache, self.page_size, self.tiers)
 
 
 def make(setup: dict[str, Any]) -> Side:

@@ -166,9 +166,8 @@ class Side:
 
     def load(self, found: Found) -> tuple[torch.Tensor, Any]:
         """(slots being loaded, the node they end in)."""
-        loaded = self.cache.init_load_back(found.host_node, found.num_host)
+        slots, node = self.cache.init_load_back(found.host_node, found.num_host)
         self.cache.ready_to_load_host_cache()
-        slots, node = loaded
         return slots, node
 
     def evict(self, num_tokens: int) -> Any:
