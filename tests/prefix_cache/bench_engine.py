@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -257,3 +258,23 @@ class Bench:
 
     def close(self) -> None:
         self.cache.close()
+
+
+AnyBench = TypeVar("AnyBench", bound=Bench)
+
+
+def closed_after(make: Callable[..., AnyBench]) -> Iterator[Callable[..., AnyBench]]:
+    """The body of a fixture: yields `make`, and in the end closes what it made."""
+    benches: list[AnyBench] = []
+
+    def build(*args: Any, **options: Any) -> AnyBench:
+        benches.append(make(*args, **options))
+        return benches[-1]
+
+    yield build
+    for bench in benches:
+        bench.close()
+
+
+def prompt(n: int, start: int = 0) -> list[int]:
+    return list(range(start, start + n))

@@ -12,31 +12,21 @@ import torch
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, pages_of, slots_of
-from tests.prefix_cache.bench_engine import Bench
+from tests.prefix_cache.bench_engine import Bench, closed_after, prompt
 
 Make = Callable[..., Bench]
 
 
 @pytest.fixture(params=[False, True], ids=["own-pools", "foreign-pools"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    benches: list[Bench] = []
-
     def build(num_pages: int = 16, page_size: int = 4, **config: object) -> Bench:
         defaults = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "page_size": page_size}
         switches = {name: bool(config.pop(name, False)) for name in ("disable", "is_eagle")}
-        bench = Bench(
+        return Bench(
             HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, **switches
         )  # type: ignore[arg-type]
-        benches.append(bench)
-        return bench
 
-    yield build
-    for bench in benches:
-        bench.close()
-
-
-def prompt(n: int, start: int = 0) -> list[int]:
-    return list(range(start, start + n))
+    yield from closed_after(build)
 
 
 def test_second_request_reuses_whole_pages_of_the_first(make: Make) -> None:

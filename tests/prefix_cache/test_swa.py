@@ -20,6 +20,7 @@ from hiradix.prefix_cache import (
     SWARadixCache,
 )
 from hiradix.tree import AS_INSERTED
+from tests.prefix_cache.bench_engine import closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., SwaBench]
@@ -27,22 +28,12 @@ Make = Callable[..., SwaBench]
 
 @pytest.fixture(params=[False, True], ids=["own-pools", "foreign-pools"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    benches: list[SwaBench] = []
-
     def build(
         num_pages: int = 40, num_window_pages: int = 40, page_size: int = 1, window: int = 4, **switches: Any
     ) -> SwaBench:
-        bench = SwaBench(num_pages, num_window_pages, page_size, window, foreign=request.param, **switches)
-        benches.append(bench)
-        return bench
+        return SwaBench(num_pages, num_window_pages, page_size, window, foreign=request.param, **switches)
 
-    yield build
-    for bench in benches:
-        bench.close()
-
-
-def prompt(n: int, start: int = 0) -> list[int]:
-    return list(range(start, start + n))
+    yield from closed_after(build)
 
 
 def insert(bench: SwaBench, tokens: list[int], shared: int = 0) -> int:
