@@ -8,7 +8,6 @@ of the prefix that ends with it, or it should not have been matched.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +20,17 @@ from hiradix.policy.write import WritePolicy
 from hiradix.transfer import JobKind, PoolPair, Runtime, StepDriver, TransferController
 from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier
 from tests.transfer.doubles import Pool, Transport, loads_came
+from tests.tree.world import POLICY_CONFIG, Draw, components_of
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
-Draw = Callable[[int], int]  # n -> 0 .. n - 1
 LAYERS = {"full": (1, 3), "window": (0, 2), "state": (4,)}  # which of the model's layers each kind has
 MAX_PAGES = 7
 GONE = -7
-POLICY_CONFIG = {"tlru": {"threshold": 200, "next_prompt_estimate": 50}}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One configuration. window: the window's length against the page's, or none."""
+    """One configuration. window: see `components_of`."""
 
     page_size: int = 1
     window: str = "above"
@@ -45,17 +43,7 @@ class Setup:
     host_pages: tuple[int, int, int] = (24, 14, 6)
 
     def components(self) -> tuple[Component, ...]:
-        found = [Component("full")]
-        if self.window != "none":
-            tokens = {
-                "below": max(self.page_size - 1, 1),
-                "equal": self.page_size,
-                "above": 3 * self.page_size,
-            }
-            found.append(Component("window", -(-tokens[self.window] // self.page_size)))
-        if self.has_state:
-            found.append(Component("state", 1, per_page=False))
-        return tuple(found)
+        return components_of(self.page_size, self.window, self.has_state)
 
 
 class Source(PageAllocator):

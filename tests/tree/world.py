@@ -24,13 +24,24 @@ LEARNING = ("ghd",)  # what leaves teaches it, so the first victim may change wh
 POLICY_CONFIG = {"tlru": {"threshold": 200, "next_prompt_estimate": 50}}
 
 
+def components_of(page_size: int, window: str, has_state: bool) -> tuple[Component, ...]:
+    """window: none, or its length in tokens against the page's: below, equal, above."""
+    found = [Component("full")]
+    if window != "none":
+        tokens = {"below": max(page_size - 1, 1), "equal": page_size, "above": 3 * page_size}
+        found.append(Component("window", reach=-(-tokens[window] // page_size)))
+    if has_state:
+        found.append(Component("state", reach=1, per_page=False))
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class Config:
     """What one run is about."""
 
     policy: str = "lru"
     page_size: int = 1
-    window: str = "none"  # none, or the window's length against the page's: below, equal, above
+    window: str = "none"  # see `components_of`
     has_state: bool = False
     is_bigram: bool = False
     long_path: int = 16  # 0: merge whenever something is unlocked
@@ -38,17 +49,7 @@ class Config:
     dead_leaf: str = "keep"
 
     def components(self) -> tuple[Component, ...]:
-        found = [Component("full")]
-        if self.window != "none":
-            tokens = {
-                "below": max(self.page_size - 1, 1),
-                "equal": self.page_size,
-                "above": 3 * self.page_size,
-            }
-            found.append(Component("window", reach=-(-tokens[self.window] // self.page_size)))
-        if self.has_state:
-            found.append(Component("state", reach=1, per_page=False))
-        return tuple(found)
+        return components_of(self.page_size, self.window, self.has_state)
 
 
 @dataclass(eq=False)
