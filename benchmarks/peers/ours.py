@@ -180,7 +180,7 @@ class NoCopies:
         pass
 
 
-class DropInHost(HostPeer):
+class DropInHost(Keys, HostPeer):
     """HiRadixCache, write_through, no storage; its copy threads run between the timed turns."""
 
     def new(self, page_size: int, num_tokens: int, ratio: float) -> None:
@@ -204,9 +204,6 @@ class DropInHost(HostPeer):
     def touch_pools(self) -> None:
         touch(self.allocator.pages)
         touch(self._host_pages)
-
-    def key(self, ids: Any) -> RadixKey:
-        return RadixKey(array("q", ids))
 
     lock = DropIn.lock
     unlock = DropIn.unlock
