@@ -39,7 +39,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-transfer bench-storage bench-serve clean
+.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-transfer bench-storage bench-policy bench-serve clean
 help:
 	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
 
@@ -97,10 +97,10 @@ test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
 	  tests/tree tests/cache tests/prefix_cache $(PYTEST_FLAGS)
 
-# Both forms of the tree where there is a C compiler, else the Python one alone.
 bench-transfer: $(READY)
 	$(PY) benchmarks/bench_transfer.py $(BENCH_FLAGS)
 
+# Both forms of the tree where there is a C compiler, else the Python one alone.
 bench-tree: $(READY)
 	@if command -v gcc >/dev/null; then $(MAKE) compiled; else rm -rf build/compiled; fi
 	$(PY) benchmarks/peers/install.py
