@@ -3,98 +3,63 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
-from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from hiradix.storage.disk import DiskBackend
-from tests.contracts.storage import FINGERPRINT, OTHER, blank, content, key_of
+from tests.contracts.storage import FINGERPRINT, OTHER, key_of
 from tests.disk.places import MODES, bytes_on_disk, cap_of, log_file, open_disk, segment_files
+from tests.storage.states import StoreStates, handles
 
 CAP_PAGES = 6
-KEYS = [*(key_of(number) for number in range(8)), "a.short-key"]
-batches = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
-handles = st.sampled_from(["ours", "also ours", "theirs", "longer pages"])
-SPACES = {"ours": "ours", "also ours": "ours", "theirs": "theirs", "longer pages": "longer"}
-PAGE_BYTES = {"ours": 6000, "also ours": 6000, "theirs": 6000, "longer pages": 8192 + 512}
 
 
-class DiskStates(RuleBasedStateMachine):
+class DiskStates(StoreStates):
     """Four handles in one directory: two of one fingerprint, one of another, one with slots of another size.
 
-    The model is what was put last. `strict` is off after damage: then pages may be missing, never wrong.
+    After damage pages may be missing, never wrong.
     """
+
+    KEYS = [*(key_of(number) for number in range(8)), "a.short-key"]
+    SPACES = {"ours": "ours", "also ours": "ours", "theirs": "theirs", "longer pages": "longer"}
+    PAGE_BYTES = {"longer pages": 8192 + 512}
 
     @initialize(mode=st.sampled_from(sorted(MODES)))
     def start(self, mode: str) -> None:
         self.mode = MODES[mode]
-        self.place = Path(tempfile.mkdtemp())
-        self.model: dict[tuple[str, str], bytes] = {}
-        self.version = 0
-        self.handles = {name: self._open(name) for name in SPACES}
+        self.begin()
 
     def _open(self, name: str) -> DiskBackend:
-        fingerprint = FINGERPRINT if SPACES[name] == "ours" else OTHER
+        fingerprint = FINGERPRINT if self.SPACES[name] == "ours" else OTHER
         config = self.mode | {"max_size": cap_of(CAP_PAGES), "touch_interval_s": 0.0}
-        return open_disk(self.place, fingerprint, page_bytes=PAGE_BYTES[name], **config)
+        return open_disk(self.place, fingerprint, page_bytes=self._page_bytes(name), **config)
 
-    @rule(name=handles, keys=batches)
-    def put(self, name: str, keys: list[str]) -> None:
-        self.version += 1
-        size = PAGE_BYTES[name]
-        data = {key: random.Random(f"{key} {self.version} {name}").randbytes(size) for key in keys}
-        there = {key: self._read(name, key) for key in keys}
-        ok = self.handles[name].put(keys, [[memoryview(data[key])] for key in keys])
-        assert ok[0] and ok == sorted(ok, reverse=True) or any(there.values())
-        for key, stored in zip(keys, ok):
-            before = there[key]
-            if stored:
-                self.model[SPACES[name], key] = data[key] if before is None else before
-                assert self._read(name, key) == self.model[SPACES[name], key]
-
-    @rule(name=handles, keys=batches)
-    def get(self, name: str, keys: list[str]) -> None:
-        into = [blank(PAGE_BYTES[name]) for _ in keys]
-        for key, page, ok in zip(keys, into, self.handles[name].get(keys, into)):
-            assert not ok or content(page) == self.model[SPACES[name], key]
-
-    @rule(name=handles, keys=batches)
-    def exists(self, name: str, keys: list[str]) -> None:
-        self.handles[name].get(keys, [blank(PAGE_BYTES[name]) for _ in keys])  # so that it knows what is gone
-        found = self.handles[name].exists(keys)
-        assert all(self._read(name, key) is not None for key in keys[:found])
-        assert found == len(keys) or self._read(name, keys[found]) is None
-
-    @rule(name=handles, keys=batches)
-    def delete(self, name: str, keys: list[str]) -> None:
-        self.handles[name].delete(keys)
-        assert all(self._read(name, key) is None for key in keys)
+    def _check_put(self, ok: list[bool], there: list[bytes | None]) -> None:
+        assert ok[0] and ok == sorted(ok, reverse=True) or any(there)
 
     @rule(name=handles)
     def clear(self, name: str) -> None:
         before = self._pages_of_others(name)
         self.handles[name].clear()
-        assert all(self._read(name, key) is None for key in KEYS)
+        assert all(self._read(name, key) is None for key in self.KEYS)
         assert self._pages_of_others(name) == before
 
     @rule(name=handles)
     def reopen(self, name: str) -> None:
-        before = {key: self._read(name, key) for key in KEYS}
+        before = {key: self._read(name, key) for key in self.KEYS}
         self.handles[name].close()
         self.handles[name] = self._open(name)
-        assert {key: self._read(name, key) for key in KEYS} == before
+        assert {key: self._read(name, key) for key in self.KEYS} == before
 
     @rule(name=handles)
     def rewrite_the_log(self, name: str) -> None:
         store = self.handles[name]._store
-        before = {key: self._read(name, key) for key in KEYS}
+        before = {key: self._read(name, key) for key in self.KEYS}
         with store.locked(), store.mutex:
             store._log.rewrite()
-        assert {key: self._read(name, key) for key in KEYS} == before
+        assert {key: self._read(name, key) for key in self.KEYS} == before
 
     @rule(seed=st.integers(0, 1000))
     def damage_pages_then_restart_all(self, seed: int) -> None:
@@ -159,21 +124,12 @@ class DiskStates(RuleBasedStateMachine):
             handle._io.close()
             self.handles[name] = self._open(name)
 
-    def _read(self, name: str, key: str) -> bytes | None:
-        page = blank(PAGE_BYTES[name])
-        return content(page) if self.handles[name].get([key], [page]) == [True] else None
-
     def _pages_of_others(self, name: str) -> int:
         store = self.handles[name]._store
         with store.mutex:
             store.refresh()
             own = store._namespace
             return sum(entry.namespace != own for entry in store.index.by_place.values())
-
-    def teardown(self) -> None:
-        for handle in self.handles.values():
-            handle.close()
-        shutil.rmtree(self.place)
 
 
 TestDiskStates = DiskStates.TestCase
