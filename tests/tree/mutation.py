@@ -43,6 +43,7 @@ class Fault:
 TREE, VIEW, STORE, PINS = "tree/tree.py", "tree/view.py", "tree/store.py", "tree/pins.py"
 RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree/merge.py"
 KEY, REMOVAL, HEAP, HASH = "tree/key.py", "tree/removal.py", "policy/eviction.py", "tree/hashing.py"
+LEAVES = "policy/leaves.py"
 
 FAULTS = [
     Fault("log: another tree's bookmark is followed", TREE, "if self._is_ours(marked) else", "if True else"),
@@ -282,7 +283,9 @@ FAULTS = [
     Fault(
         "evict: parents never become leaves", STORE, "        parent.num_device_children -= 1", "        pass"
     ),
-    Fault("evict: a heap takes inner nodes", HEAP, "return node.num_device_children > left", "return False"),
+    Fault(
+        "evict: a heap takes inner nodes", LEAVES, "return node.num_device_children > left", "return False"
+    ),
     Fault(
         "evict: a heap forgets exposed parents",
         HEAP,
