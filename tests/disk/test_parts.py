@@ -15,6 +15,7 @@ import pytest
 from hiradix.errors import StorageError
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.disk.log import Log
 from hiradix.storage.disk.moves import Move, PageIO
 from hiradix.storage.disk.recency import MOMENT_NS, Recency
 from hiradix.storage.disk.record import (
@@ -217,3 +218,25 @@ def test_file_size_and_cache_share(pages: Path) -> None:
     with pytest.raises(OSError):
         kernel.file_size(fd)
     assert not kernel.has_cachestat(fd)
+
+
+# -- the log --------------------------------------------------------------------------------
+
+
+def test_uses_that_were_not_logged_count_after_another_process_replaced_the_log(tmp_path: Path) -> None:
+    namespace = bytes(16)
+    ours, theirs = Log(tmp_path, namespace), Log(tmp_path, namespace)
+    ours.open()
+    ours.append([Record(Kind.SEGMENT, 1, 4, num_bytes=PAGE)])
+    for slot in range(3):
+        key, flags = packed_name(name_of(key_of(slot)))
+        put = Record(Kind.PUT, 1, slot, slot + 1, namespace, key, PAGE, used_ns=slot + 1, flags=flags)
+        ours.append([put])
+    ours.index.use(ours.index.by_place[1, 0], 10)
+    theirs.open()
+    theirs.rewrite()
+    assert ours.refresh()
+    coldest = ours.index.coldest(ours.index.shelf(PAGE), 3, ())
+    assert [entry.place[1] for entry in coldest] == [1, 2, 0]
+    ours.close()
+    theirs.close()

@@ -152,8 +152,8 @@ class Log:
         index, self.num_damaged, self._moved = Index(self._namespace), 0, False
         with _no_collection():
             self._apply(raw, index)
+            index.adopt(self.index)
             index.sort()
-        index.adopt(self.index)
         index.dropped += list(self.index.segments)
         self.index = index
 
