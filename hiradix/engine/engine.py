@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -37,13 +36,12 @@ from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
-from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache
+from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache, model_identity
 from hiradix.transfer.process_group import ProcessGroup
 from hiradix.tree import RadixKey
 
 BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_DIGEST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,14 +310,3 @@ def _kv_bytes_per_token(shape: KVShape) -> int:
 
 def _share_of(model: ModelIdentity, group: ProcessGroup | None) -> ModelIdentity:
     return model if group is None else replace(model, tp_rank=group.rank, tp_size=group.size)
-
-
-def model_identity(path: str, name: str) -> ModelIdentity:
-    """The model's name and a digest of its config and weight files' sizes and heads, for storage keys."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(path).iterdir()):
-        if file.name == "config.json" or file.suffix == ".safetensors":
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            with file.open("rb") as stream:
-                digest.update(stream.read(_DIGEST_BYTES))
-    return ModelIdentity(model_id=name, revision=digest.hexdigest()[:32])

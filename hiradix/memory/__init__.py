@@ -8,6 +8,7 @@ from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import ArraySpec, CacheShape, KVShape, MLAShape, token_bytes
 from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool, size_host_pools
+from hiradix.memory.strided_pool import StridedPool
 from hiradix.memory.transport import TorchTransport, Transport, make_transport
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Pool",
     "ReqToTokenPool",
     "SlotAllocator",
+    "StridedPool",
     "TorchTransport",
     "Transport",
     "make_layout",

@@ -6,8 +6,14 @@ windows `SWARadixCache` and `SWAHiRadixCache` (device and host).
 
 from __future__ import annotations
 
-from hiradix.prefix_cache.build import ModelIdentity, build_hybrid_cache, build_prefix_cache
+from hiradix.prefix_cache.build import build_hybrid_cache, build_prefix_cache
 from hiradix.prefix_cache.hiradix import HiRadixCache, OpenedStorage
+from hiradix.prefix_cache.identity import (
+    ModelIdentity,
+    model_identity,
+    page_fingerprint,
+    weights_digest,
+)
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
     CacheInitParams,
@@ -42,4 +48,7 @@ __all__ = [
     "SWARadixCache",
     "build_hybrid_cache",
     "build_prefix_cache",
+    "model_identity",
+    "page_fingerprint",
+    "weights_digest",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
@@ -22,26 +22,12 @@ from hiradix.memory import (
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
+from hiradix.prefix_cache.identity import ModelIdentity, page_fingerprint
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import GuardedStorage, StorageContext, open_storage
 from hiradix.transfer import PoolPair, TransferController
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """What makes one model's KV different from another's; part of every storage key.
-
-    model_id: name or digest of the weights. revision: of the weights, when known.
-    """
-
-    model_id: str
-    revision: str = ""
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
 
 
 def build_prefix_cache(
@@ -141,18 +127,7 @@ def _tier(
 
 
 def _storage_factory(config: HiCacheConfig, pool: HostPool, model: ModelIdentity) -> StorageFactory:
-    fingerprint = PageFingerprint(
-        model_id=model.model_id,
-        revision=model.revision,
-        dtype=str(pool.shape.dtype).removeprefix("torch."),
-        layout=config.hicache_mem_layout,
-        page_size=config.page_size,
-        tp_rank=model.tp_rank,
-        tp_size=model.tp_size,
-        pp_rank=model.pp_rank,
-        pp_size=model.pp_size,
-        shape=pool.shape.numbers(),
-    )
+    fingerprint = page_fingerprint(model, pool.shape, config.page_size, config.hicache_mem_layout)
 
     def make(name: str, extra: ExtraConfig) -> GuardedStorage:
         return open_storage(name, StorageContext(fingerprint, extra.backend, pool.page_bytes))
