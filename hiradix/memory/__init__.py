@@ -5,8 +5,19 @@ from __future__ import annotations
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
 from hiradix.memory.hybrid import HybridPools, HybridSlotAllocator
 from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
+from hiradix.memory.manifest import SlotManifest
 from hiradix.memory.pools import DevicePool, HostPool, Pool
-from hiradix.memory.shape import ArraySpec, CacheShape, KVShape, MLAShape, token_bytes
+from hiradix.memory.shape import (
+    ArraySpec,
+    CacheShape,
+    KVShape,
+    MLAShape,
+    ScaledKVShape,
+    SparseMLAShape,
+    StateShape,
+    page_bytes,
+    token_bytes,
+)
 from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool, size_host_pools
 from hiradix.memory.strided_pool import StridedPool
 from hiradix.memory.transport import TorchTransport, Transport, make_transport
@@ -28,12 +39,17 @@ __all__ = [
     "Plane",
     "Pool",
     "ReqToTokenPool",
+    "ScaledKVShape",
     "SlotAllocator",
+    "SlotManifest",
+    "SparseMLAShape",
+    "StateShape",
     "StridedPool",
     "TorchTransport",
     "Transport",
     "make_layout",
     "make_transport",
+    "page_bytes",
     "plan_host_pool",
     "size_host_pool",
     "size_host_pools",

@@ -4,8 +4,9 @@ The byte of (array, layer, page, token, head) begins at
 
     array.layers[layer] + page * array.page + token * array.token + head * array.head
 
-and `head_bytes` bytes are contiguous from there. Device pools and every host layout say it in these terms, so
-one copy loop, one kernel and one view serve them all. Offsets and shapes are SGLang's, byte for byte.
+and `head_bytes` bytes are contiguous from there; an array with one row per page has token 0 only. Device
+pools and every host layout say it in these terms, so one copy loop, one kernel and one view serve them all.
+Offsets and shapes are SGLang's, byte for byte.
 
 `pieces` is the same data as storage sees it: a page is the concatenation of its pieces, in order. One piece
 per array where a page's layers lie together, one per array and layer in layer_first.
@@ -13,6 +14,7 @@ per array where a page's layers lie together, one per array and layer in layer_f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -71,14 +73,24 @@ class Layout:
     def page_bytes(self) -> int:
         return sum(piece.num_bytes for piece in self.pieces)
 
+    @property
+    def cut_unit(self) -> int:
+        """The buffer may be cut at multiples of so many bytes and no piece of a page is."""
+        unit = math.lcm(*(piece.page for piece in self.pieces))
+        return unit if all(piece.offset % unit == 0 for piece in self.pieces) else self.num_bytes
+
 
 @dataclass(frozen=True)
 class Extent:
-    """The counts a layout is made for: L layers, P pages, S tokens per page."""
+    """The counts an array is placed for: L layers, P pages, S rows per page (its tokens, or one)."""
 
     num_layers: int
     num_pages: int
-    page_size: int
+    rows: int
+
+    @staticmethod
+    def of(spec: ArraySpec, shape: CacheShape, num_pages: int, page_size: int) -> Extent:
+        return Extent(shape.num_layers, num_pages, spec.rows(page_size))
 
 
 # One array's plane from offset 0, with its tensor shape.
@@ -87,9 +99,9 @@ Placement = tuple[Plane, tuple[int, ...]]
 
 def _place_layer_first(spec: ArraySpec, at: Extent) -> Placement:
     """[L, slots, H, D]"""
-    slots = at.num_pages * at.page_size
+    slots = at.num_pages * at.rows
     layers = range(0, at.num_layers * slots * spec.row_bytes, slots * spec.row_bytes)
-    plane = Plane(spec, tuple(layers), at.page_size * spec.row_bytes, spec.row_bytes, spec.head_bytes)
+    plane = Plane(spec, tuple(layers), at.rows * spec.row_bytes, spec.row_bytes, spec.head_bytes)
     return plane, (at.num_layers, slots, spec.num_heads, spec.head_dim)
 
 
@@ -97,58 +109,63 @@ def _place_page_first(spec: ArraySpec, at: Extent) -> Placement:
     """[slots, L, H, D]"""
     token = at.num_layers * spec.row_bytes
     layers = range(0, token, spec.row_bytes)
-    plane = Plane(spec, tuple(layers), at.page_size * token, token, spec.head_bytes)
-    return plane, (at.num_pages * at.page_size, at.num_layers, spec.num_heads, spec.head_dim)
+    plane = Plane(spec, tuple(layers), at.rows * token, token, spec.head_bytes)
+    return plane, (at.num_pages * at.rows, at.num_layers, spec.num_heads, spec.head_dim)
 
 
 def _place_page_first_direct(spec: ArraySpec, at: Extent) -> Placement:
     """[P, L, S, H, D]"""
-    layer = at.page_size * spec.row_bytes
+    layer = at.rows * spec.row_bytes
     layers = range(0, at.num_layers * layer, layer)
     plane = Plane(spec, tuple(layers), at.num_layers * layer, spec.row_bytes, spec.head_bytes)
-    return plane, (at.num_pages, at.num_layers, at.page_size, spec.num_heads, spec.head_dim)
+    return plane, (at.num_pages, at.num_layers, at.rows, spec.num_heads, spec.head_dim)
 
 
 def _place_page_head(spec: ArraySpec, at: Extent) -> Placement:
     """[P, H, S, L, D]"""
     token = at.num_layers * spec.head_bytes
     layers = range(0, token, spec.head_bytes)
-    plane = Plane(spec, tuple(layers), spec.num_heads * at.page_size * token, token, at.page_size * token)
-    return plane, (at.num_pages, spec.num_heads, at.page_size, at.num_layers, spec.head_dim)
+    plane = Plane(spec, tuple(layers), spec.num_heads * at.rows * token, token, at.rows * token)
+    return plane, (at.num_pages, spec.num_heads, at.rows, at.num_layers, spec.head_dim)
+
+
+def _placed(
+    place: Callable[[ArraySpec, Extent], Placement], shape: CacheShape, num_pages: int, page_size: int
+) -> list[Placement]:
+    """Each array of `shape` placed by itself."""
+    return [place(spec, Extent.of(spec, shape, num_pages, page_size)) for spec in shape.arrays]
 
 
 def layer_first(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     """SGLang's (2, L, slots, H, D): a page is one piece per array and layer."""
-    at = Extent(shape.num_layers, num_pages, page_size)
-    arrays = [_place_layer_first(spec, at) for spec in shape.arrays]
-    return _joined("layer_first", at, arrays, lambda plane: plane.layers, lambda plane: plane.page)
+    arrays = _placed(_place_layer_first, shape, num_pages, page_size)
+    return _joined("layer_first", num_pages, arrays, lambda plane: plane.layers, lambda plane: plane.page)
 
 
 def page_first(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     """SGLang's (2, slots, L, H, D): a page is one piece per array."""
-    at = Extent(shape.num_layers, num_pages, page_size)
-    return _paged("page_first", at, [_place_page_first(spec, at) for spec in shape.arrays])
+    return _paged("page_first", num_pages, _placed(_place_page_first, shape, num_pages, page_size))
 
 
 def page_first_direct(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     """SGLang's (2, P, L, S, H, D): as page_first, with a layer's tokens contiguous."""
-    at = Extent(shape.num_layers, num_pages, page_size)
-    return _paged("page_first_direct", at, [_place_page_first_direct(spec, at) for spec in shape.arrays])
+    arrays = _placed(_place_page_first_direct, shape, num_pages, page_size)
+    return _paged("page_first_direct", num_pages, arrays)
 
 
 def page_head(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     """SGLang's (2, P, H, S, L, D): as page_first, with a head's data contiguous."""
-    at = Extent(shape.num_layers, num_pages, page_size)
-    return _paged("page_head", at, [_place_page_head(spec, at) for spec in shape.arrays])
+    return _paged("page_head", num_pages, _placed(_place_page_head, shape, num_pages, page_size))
 
 
 def page_blob(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     """One piece per page: each page holds its arrays one after another, each [L, S, H, D]."""
-    at = Extent(shape.num_layers, num_pages, page_size)
-    planes = [_place_page_first_direct(spec, at)[0] for spec in shape.arrays]
+    planes = [plane for plane, _ in _placed(_place_page_first_direct, shape, num_pages, page_size)]
     begins = list(accumulate((plane.page for plane in planes), initial=0))
     page = begins[-1]
     planes = [replace(plane.moved(begin), page=page) for plane, begin in zip(planes, begins, strict=False)]
+    for plane in planes:
+        _require_aligned("page_blob", plane)
     return Layout("page_blob", num_pages, num_pages * page, tuple(planes), (Piece(0, page, page),), (), False)
 
 
@@ -189,20 +206,21 @@ def layers_view(buffer: torch.Tensor, plane: Plane, at: Extent) -> torch.Tensor:
     """
     spec = plane.spec
     item = spec.dtype.itemsize
+    whole = buffer[: len(buffer) // item * item]
     layer = plane.layers[1] - plane.layers[0] if len(plane.layers) > 1 else 0
     strides = [layer // item, plane.page // item, plane.token // item, plane.head // item, 1]
-    sizes = [at.num_layers, at.num_pages, at.page_size, spec.num_heads, spec.head_dim]
-    return buffer.view(spec.dtype).as_strided(sizes, strides, plane.layers[0] // item)
+    sizes = [at.num_layers, at.num_pages, at.rows, spec.num_heads, spec.head_dim]
+    return whole.view(spec.dtype).as_strided(sizes, strides, plane.layers[0] // item)
 
 
-def _paged(name: str, at: Extent, arrays: Sequence[Placement]) -> Layout:
+def _paged(name: str, num_pages: int, arrays: Sequence[Placement]) -> Layout:
     """Arrays one after another, each with a page's data in one piece."""
-    return _joined(name, at, arrays, lambda plane: plane.layers[:1], lambda plane: plane.page)
+    return _joined(name, num_pages, arrays, lambda plane: plane.layers[:1], lambda plane: plane.page)
 
 
 def _joined(
     name: str,
-    at: Extent,
+    num_pages: int,
     arrays: Sequence[Placement],
     begins: Callable[[Plane], Sequence[int]],
     piece_bytes: Callable[[Plane], int],
@@ -211,11 +229,22 @@ def _joined(
     planes, shapes, offset = [], [], 0
     for plane, shape in arrays:
         planes.append(plane.moved(offset))
+        _require_aligned(name, planes[-1])
         shapes.append(shape)
         offset += _num_bytes(shape, plane.spec)
     pieces = tuple(Piece(at, plane.page, piece_bytes(plane)) for plane in planes for at in begins(plane))
-    joint = len(set(shapes)) == 1
-    return Layout(name, at.num_pages, offset, tuple(planes), pieces, tuple(shapes), joint)
+    joint = len({(shape, plane.spec.dtype) for shape, plane in zip(shapes, planes, strict=True)}) == 1
+    return Layout(name, num_pages, offset, tuple(planes), pieces, tuple(shapes), joint)
+
+
+def _require_aligned(layout: str, plane: Plane) -> None:
+    """Refuse an array whose rows would begin inside an element."""
+    item = plane.spec.dtype.itemsize
+    if any(number % item for number in (*plane.layers, plane.page, plane.token, plane.head)):
+        raise ConfigError(
+            f"--hicache-mem-layout {layout}: rows of {plane.spec.name} ({plane.spec.dtype}) would not begin "
+            f"on {item} bytes beside the other arrays; use layer_first"
+        )
 
 
 def _num_bytes(shape: Sequence[int], spec: ArraySpec) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from hiradix.errors import ConfigError
+from hiradix.memory.foreign import check_foreign, foreign_arrays
 from hiradix.memory.host_memory import allocate
 from hiradix.memory.layout import Extent, Layout, Plane, array_views, layers_view, make_layout
-from hiradix.memory.shape import CacheShape, KVShape, MLAShape
+from hiradix.memory.shape import CacheShape, KVShape, MLAShape, array_index, check_page_size
 
 
 class LayerCounter(Protocol):
@@ -46,7 +47,7 @@ class Pool(Protocol):
         ...
 
     def layer_views(self, array: int) -> list[torch.Tensor]:
-        """[L] of [P, S, H, D], zero copy."""
+        """[L] of [P, S, H, D], zero copy; S is 1 in arrays with one row per page."""
         ...
 
     def stacked_view(self, array: int) -> torch.Tensor | None:
@@ -57,8 +58,9 @@ class Pool(Protocol):
 class DevicePool:
     """Paged KV on the compute device: one tensor [(num_pages + 1) * page_size, H, D] per layer and array.
 
-    Pages 1..num_pages are handed out; page 0, so slot 0, is where masked writes go. The pool does not know
-    which pages are in use. The getters wait on the registered layer gate; everything else does not.
+    An array with one row per page has [num_pages + 1, H, D]. Pages 1..num_pages are handed out; page 0, so
+    slot 0, is where masked writes go. The pool does not know which pages are in use. The getters wait on the
+    registered layer gate; everything else does not.
     """
 
     def __init__(
@@ -66,17 +68,18 @@ class DevicePool:
     ) -> None:
         if num_pages < 1 or page_size < 1:
             raise ConfigError(f"device pool: {num_pages} pages of {page_size} tokens: both must be positive")
-        slots = (num_pages + 1) * page_size
+        check_page_size(shape, page_size)
         arrays = []
         for spec in shape.arrays:
-            size = (shape.num_layers, slots, spec.num_heads, spec.head_dim)
+            rows = (num_pages + 1) * spec.rows(page_size)
+            size = (shape.num_layers, rows, spec.num_heads, spec.head_dim)
             arrays.append(list(torch.zeros(size, dtype=spec.dtype, device=device)))
         self._set(shape, page_size, arrays)
 
     def _set(self, shape: CacheShape, page_size: int, arrays: list[list[torch.Tensor]]) -> None:
         self.shape = shape
         self.page_size = page_size
-        self.num_pages = arrays[0][0].shape[0] // page_size - 1
+        self.num_pages = arrays[0][0].shape[0] // shape.arrays[0].rows(page_size) - 1
         self.device = arrays[0][0].device
         self.dtype = shape.dtype
         self.size = self.num_pages * page_size
@@ -84,8 +87,8 @@ class DevicePool:
         self._arrays = arrays
         self._counter: LayerCounter | None = None
         self._planes = tuple(_device_plane(self, array) for array in range(len(arrays)))
-        self._views = [[_in_pages(buffer, self) for buffer in buffers] for buffers in arrays]
-        self._stacked = [_stack(buffers, self) for buffers in arrays]
+        self._views = [[_in_pages(buffer, self.page_limit) for buffer in buffers] for buffers in arrays]
+        self._stacked = [_stack(buffers, self.page_limit) for buffers in arrays]
 
     @classmethod
     def wrap(
@@ -97,7 +100,7 @@ class DevicePool:
         contiguous, of one geometry per array, on one device and of whole pages.
         """
         arrays = [list(k_buffers), list(v_buffers)]
-        _check_foreign(arrays, page_size)
+        check_foreign(arrays, page_size)
         keys, values = arrays[0][0], arrays[1][0]
         shape = KVShape(len(arrays[0]), keys.shape[1], keys.shape[2], values.shape[2], keys.dtype)
         return cls._over(shape, page_size, arrays)
@@ -106,12 +109,25 @@ class DevicePool:
     def wrap_latent(cls, kv_buffers: Sequence[torch.Tensor], page_size: int, kv_lora_rank: int) -> DevicePool:
         """As `wrap`, over MLA buffers [L] of [size + page_size, 1, C]."""
         arrays = [list(kv_buffers)]
-        _check_foreign(arrays, page_size)
+        check_foreign(arrays, page_size)
         latent = arrays[0][0]
         if not 0 < kv_lora_rank < latent.shape[2]:
             raise ConfigError(f"device pool: kv_lora_rank {kv_lora_rank} of rows of {latent.shape[2]}")
         rope = latent.shape[2] - kv_lora_rank
         return cls._over(MLAShape(len(arrays[0]), kv_lora_rank, rope, latent.dtype), page_size, arrays)
+
+    @classmethod
+    def wrap_arrays(
+        cls, shape: CacheShape, buffers: Mapping[str, Sequence[torch.Tensor]], page_size: int
+    ) -> DevicePool:
+        """A pool of `shape` over an engine's own buffers, [L] per array by name, page 0 the dummy's.
+
+        Zero copy. A buffer may have any shape and type of the right bytes, such as an indexer's
+        [pages, 132 * page_size]. Raises ConfigError naming the array that is missing, not declared by
+        `shape`, not contiguous, or not as large as its pages.
+        """
+        check_page_size(shape, page_size)
+        return cls._over(shape, page_size, foreign_arrays(shape, buffers, page_size))
 
     @classmethod
     def _over(cls, shape: CacheShape, page_size: int, arrays: list[list[torch.Tensor]]) -> DevicePool:
@@ -127,8 +143,11 @@ class DevicePool:
     @property
     def v_buffer(self) -> list[torch.Tensor]:
         """[L] of [slots, H, Dv], not gated. MLA has none: its values are the front of the latent rows."""
-        assert len(self._arrays) > 1, f"{type(self.shape).__name__} has no V array"
-        return self._arrays[1]
+        return self.array("v")
+
+    def array(self, name: str) -> list[torch.Tensor]:
+        """[L] of the array called `name`, not gated."""
+        return self._arrays[array_index(self.shape, name)]
 
     @property
     def kv_buffer(self) -> list[torch.Tensor]:
@@ -195,6 +214,7 @@ class HostPool:
         layout: str = "page_first",
         device: torch.device | str = "cpu",
     ) -> None:
+        check_page_size(shape, page_size)
         self.layout: Layout = make_layout(layout, shape, num_pages, page_size)
         self.shape = shape
         self.num_pages = num_pages
@@ -202,13 +222,13 @@ class HostPool:
         self.device = torch.device("cpu")
         self.dtype = shape.dtype
         self.reachable = torch.device(device).type == "cuda"
-        self.buffer = allocate(
-            self.layout.num_bytes, pin=self.reachable, unit=self.layout.pieces[0].num_bytes
-        )
+        self.buffer = allocate(self.layout.num_bytes, pin=self.reachable, unit=self.layout.cut_unit)
         self._planes = tuple(plane.moved(self.buffer.data_ptr()) for plane in self.layout.planes)
         self._bytes = memoryview(self.buffer.numpy().data)
-        at = Extent(shape.num_layers, num_pages, page_size)
-        self._stacked = [layers_view(self.buffer, plane, at) for plane in self.layout.planes]
+        self._stacked = [
+            layers_view(self.buffer, plane, Extent.of(plane.spec, shape, num_pages, page_size))
+            for plane in self.layout.planes
+        ]
         self._views = [list(stacked) for stacked in self._stacked]
 
     @property
@@ -231,11 +251,15 @@ class HostPool:
 
     @property
     def k_buffer(self) -> torch.Tensor:
-        return array_views(self.buffer, self.layout)[0]
+        return self.array("k")
 
     @property
     def v_buffer(self) -> torch.Tensor:
-        return array_views(self.buffer, self.layout)[1]
+        return self.array("v")
+
+    def array(self, name: str) -> torch.Tensor:
+        """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""
+        return array_views(self.buffer, self.layout)[array_index(self.shape, name)]
 
     def page_views(self, page: int) -> list[memoryview]:
         """The page's bytes, in order, zero copy and writable; valid as long as the pool."""
@@ -263,17 +287,17 @@ class HostPool:
 def _device_plane(pool: DevicePool, array: int) -> Plane:
     spec = pool.shape.arrays[array]
     begins = tuple(buffer.data_ptr() for buffer in pool._arrays[array])
-    return Plane(spec, begins, pool.page_size * spec.row_bytes, spec.row_bytes, spec.head_bytes)
+    return Plane(spec, begins, spec.rows(pool.page_size) * spec.row_bytes, spec.row_bytes, spec.head_bytes)
 
 
-def _in_pages(buffer: torch.Tensor, pool: DevicePool) -> torch.Tensor:
-    """[P, S, H, D] over a layer's [slots, H, D]."""
-    return buffer.view(pool.page_limit, pool.page_size, *buffer.shape[1:])
+def _in_pages(buffer: torch.Tensor, num_pages: int) -> torch.Tensor:
+    """[P, S, H, D] over a layer's [P * S, H, D]."""
+    return buffer.view(num_pages, -1, *buffer.shape[1:])
 
 
-def _stack(buffers: list[torch.Tensor], pool: DevicePool) -> torch.Tensor | None:
+def _stack(buffers: list[torch.Tensor], num_pages: int) -> torch.Tensor | None:
     """[L, P, S, H, D] over all layers where they lie at one distance in one storage."""
-    first = _in_pages(buffers[0], pool)
+    first = _in_pages(buffers[0], num_pages)
     storage = first.untyped_storage().data_ptr()
     offsets = [buffer.storage_offset() for buffer in buffers]
     step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
@@ -281,27 +305,3 @@ def _stack(buffers: list[torch.Tensor], pool: DevicePool) -> torch.Tensor | None
     if not even or step < 0 or any(buffer.untyped_storage().data_ptr() != storage for buffer in buffers):
         return None
     return first.as_strided((len(buffers), *first.shape), (step, *first.stride()), offsets[0])
-
-
-def _check_foreign(arrays: Sequence[Sequence[torch.Tensor]], page_size: int) -> None:
-    first = arrays[0][0] if arrays and arrays[0] else None
-    if first is None or page_size < 1:
-        raise ConfigError(f"device pool: no buffers to wrap, or page size {page_size} below 1")
-    for buffers in arrays:
-        if len(buffers) != len(arrays[0]):
-            raise ConfigError(f"device pool: {len(arrays[0])} key layers but {len(buffers)} value layers")
-        for layer, buffer in enumerate(buffers):
-            if not _fits(buffer, buffers[0], first, page_size):
-                raise ConfigError(
-                    f"device pool: layer {layer} is {tuple(buffer.shape)} {buffer.dtype} on {buffer.device}; "
-                    f"needed: contiguous, alike in all layers, at least two whole pages of {page_size} tokens"
-                )
-
-
-def _fits(buffer: torch.Tensor, like: torch.Tensor, first: torch.Tensor, page_size: int) -> bool:
-    """Whether `buffer` has the geometry of its array's `like`, and pages and heads of the pool's `first`."""
-    alike = (buffer.shape, buffer.dtype, buffer.device) == (like.shape, first.dtype, first.device)
-    if not alike or buffer.dim() != 3 or not buffer.is_contiguous():
-        return False
-    slots = buffer.shape[0]
-    return buffer.shape[:2] == first.shape[:2] and slots % page_size == 0 and slots >= 2 * page_size

@@ -9,6 +9,8 @@ import torch
 
 from hiradix.errors import ConfigError
 
+_INDEX_SCALE_SPAN = 128  # elements of an indexer key that share a scale
+
 # Element types whose bytes are moved as they are. The integer of the same size stands in for them in index
 # operations, so that float8 and friends need no kernels of their own.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -16,12 +18,16 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array of a token's data (K, V, the MLA latent): `num_heads` x `head_dim` elements per layer."""
+    """One array of a page's data (K, V, the MLA latent, scales): rows of `num_heads` x `head_dim` elements.
+
+    per_page: a page has one row per layer, not one per token: an indexer's block, a page's scales, a state.
+    """
 
     name: str
     num_heads: int
     head_dim: int
     dtype: torch.dtype
+    per_page: bool = False
 
     @property
     def head_bytes(self) -> int:
@@ -29,8 +35,12 @@ class ArraySpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+        """Bytes of one row (a token's, or a page's) in one layer."""
         return self.num_heads * self.head_bytes
+
+    def rows(self, page_size: int) -> int:
+        """Rows of one page in one layer."""
+        return 1 if self.per_page else page_size
 
 
 class CacheShape(Protocol):
@@ -99,9 +109,126 @@ class MLAShape:
         return (self.num_layers, self.kv_lora_rank, self.qk_rope_head_dim)
 
 
+@dataclass(frozen=True)
+class SparseMLAShape(MLAShape):
+    """MLA with a sparse-attention indexer (DSA, NSA) beside the latent rows, in blocks of one page.
+
+    page_size: of every pool of this shape. A page's indexer block is opaque bytes: the fp8 keys of all its
+    tokens, then a float32 scale per token and 128 elements: page_size * 132 for index_head_dim 128.
+    """
+
+    page_size: int = 64
+    index_head_dim: int = 128
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        token = self.index_head_dim + self.index_head_dim // _INDEX_SCALE_SPAN * 4
+        block = ArraySpec("index_k", 1, self.page_size * token, torch.uint8, per_page=True)
+        return (*super().arrays, block)
+
+    def numbers(self) -> tuple[int, ...]:
+        return (*super().numbers(), self.page_size, self.index_head_dim)
+
+
+@dataclass(frozen=True)
+class ScaledKVShape:
+    """Quantised K and V as bytes, with their float32 scales as planes of their own.
+
+    scales: "token", a block [page_size, H] per page, or "page", one per page and head as the quantising
+    kernels write them. page_size: of every pool of this shape. Codes are uint8; `dtype` names their encoding.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    scales: str = "page"
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def __post_init__(self) -> None:
+        if self.scales not in ("token", "page"):
+            raise ConfigError(f"ScaledKVShape: scales {self.scales!r}, expected token or page")
+        if self.dtype.itemsize != 1:
+            raise ConfigError(f"ScaledKVShape: codes of {self.dtype} are not single bytes")
+        _require_sizes(self)
+
+    @property
+    def scales_per_page(self) -> int:
+        """Of one head."""
+        return self.page_size if self.scales == "token" else 1
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        num_scales = self.scales_per_page * self.num_kv_heads
+        return (
+            ArraySpec("k", self.num_kv_heads, self.head_dim, torch.uint8),
+            ArraySpec("v", self.num_kv_heads, self.v_head_dim, torch.uint8),
+            ArraySpec("k_scale", 1, num_scales, torch.float32, per_page=True),
+            ArraySpec("v_scale", 1, num_scales, torch.float32, per_page=True),
+        )
+
+    def numbers(self) -> tuple[int, ...]:
+        sizes = (self.num_layers, self.num_kv_heads, self.head_dim, self.v_head_dim)
+        return (*sizes, self.page_size, self.scales_per_page)
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Recurrent state (Mamba, linear attention): per record and layer a convolution's tail and an SSM state.
+
+    A record is a page of its own pool (page size 1) and belongs to the end of a prefix, not to its tokens.
+    conv_dim, conv_width: the tail is conv_dim x conv_width elements of `conv_dtype`. The SSM state is
+    num_heads x head_dim x state_size elements of `dtype`.
+    """
+
+    num_layers: int
+    conv_dim: int
+    conv_width: int
+    num_heads: int
+    head_dim: int
+    state_size: int
+    conv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        return (
+            ArraySpec("conv", 1, self.conv_dim * self.conv_width, self.conv_dtype, per_page=True),
+            ArraySpec("ssm", self.num_heads, self.head_dim * self.state_size, self.dtype, per_page=True),
+        )
+
+    def numbers(self) -> tuple[int, ...]:
+        conv = (self.conv_dim, self.conv_width, self.conv_dtype.itemsize)
+        return (self.num_layers, *conv, self.num_heads, self.head_dim, self.state_size)
+
+
+def array_index(shape: CacheShape, name: str) -> int:
+    """The place of the array called `name`; asserts that there is one."""
+    names = [spec.name for spec in shape.arrays]
+    assert name in names, f"{type(shape).__name__} has no {name} array, it has {names}"
+    return names.index(name)
+
+
+def page_bytes(shape: CacheShape, page_size: int) -> int:
+    """Bytes of one page of `page_size` tokens over all layers and arrays."""
+    return shape.num_layers * sum(array.rows(page_size) * array.row_bytes for array in shape.arrays)
+
+
 def token_bytes(shape: CacheShape) -> int:
-    """Bytes of one token over all layers and arrays."""
-    return shape.num_layers * sum(array.row_bytes for array in shape.arrays)
+    """Bytes of one token over all layers and arrays. Asserts that no array goes by pages."""
+    assert not any(array.per_page for array in shape.arrays), f"{shape}: bytes per page, not per token"
+    return page_bytes(shape, 1)
+
+
+def check_page_size(shape: CacheShape, page_size: int) -> None:
+    """Raise ConfigError where a shape is made for pages of another size."""
+    own = getattr(shape, "page_size", page_size)
+    if own != page_size:
+        raise ConfigError(f"--page-size {page_size}: {type(shape).__name__} is made for pages of {own}")
 
 
 def _require_sizes(shape: CacheShape) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hiradix.errors import ConfigError
 from hiradix.memory.host_memory import available_bytes
-from hiradix.memory.shape import CacheShape, token_bytes
+from hiradix.memory.shape import CacheShape, page_bytes
 
 DEFAULT_RATIO = 2.0
 GB = 1_000_000_000
@@ -56,8 +56,8 @@ def size_host_pool(
     shape: CacheShape, page_size: int, device_pages: int, config: HostSizing, num_ranks: int = 1
 ) -> int:
     """Pages of the host pool for one of `num_ranks` ranks on this machine now; see `plan_host_pool`."""
-    page_bytes = page_size * token_bytes(shape)
-    return plan_host_pool(page_bytes, device_pages, config, available_bytes(), num_ranks).num_pages
+    own = page_bytes(shape, page_size)
+    return plan_host_pool(own, device_pages, config, available_bytes(), num_ranks).num_pages
 
 
 def size_host_pools(

@@ -6,7 +6,7 @@ current stream. Page lists are any integer arrays of one length; destination pag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,12 +42,16 @@ class Transport(Protocol):
 
 
 class TorchTransport:
-    """Copies with torch calls. On a CPU: done on return. Between devices: in order, blocking the caller."""
+    """Copies with torch calls. On a CPU: done on return. Between devices: in order, blocking the caller.
+
+    arrays: the numbers of the arrays it copies, None for all.
+    """
 
     name = "torch"
 
-    def __init__(self, note: str = "") -> None:
+    def __init__(self, note: str = "", arrays: Collection[int] | None = None) -> None:
         self.note = note
+        self._arrays = arrays
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
@@ -57,7 +61,9 @@ class TorchTransport:
         if len(src_pages) == 0 or len(span) == 0:
             return
         for array, spec in enumerate(src.shape.arrays):
-            page_bytes = spec.row_bytes * src.page_size
+            if self._arrays is not None and array not in self._arrays:
+                continue
+            page_bytes = spec.row_bytes * spec.rows(src.page_size)
             for source, target in _view_pairs(src, dst, array, span):
                 whole = page_bytes * (len(span) if source.dim() == 5 else 1) >= _RUN_BYTES
                 if whole or source.device != target.device or len(src_pages) == 1:

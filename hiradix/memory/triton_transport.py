@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from hiradix.errors import ConfigError
-from hiradix.memory.copy_plan import plan_copies
+from hiradix.memory.copy_plan import plan_by_arrays
 from hiradix.memory.pools import Pool
 from hiradix.memory.transport import PageIds, TorchTransport, check_copy, checked_layers
 from hiradix.triton_kernels.page_copy import INTERPRETED, Tables, launch, make_tables
@@ -20,14 +21,23 @@ logger = logging.getLogger(__name__)
 _TO_DEVICE_PROGRAMS = 4
 _TO_HOST_PROGRAMS = 8
 
-_TablesTo = WeakKeyDictionary[Pool, tuple[Tables, ...]]
+@dataclass(frozen=True)
+class _Pair:
+    """How pages get from one pool to another: launches, and the arrays the kernel cannot move."""
+
+    device: torch.device
+    tables: tuple[Tables, ...]
+    rest: TorchTransport | None
+
+
+_PairsTo = WeakKeyDictionary[Pool, _Pair]
 
 
 class TritonTransport:
     """Copies with `triton_kernels.page_copy`; pools on CUDA or pinned, or any CPU pools when interpreted.
 
     num_programs: at most so many SMs are taken; None: an estimate per direction.
-    Pairs of pools whose rows are not whole 16-byte vectors go to the torch transport, which is logged once.
+    Arrays whose rows are not whole 16-byte vectors go to the torch transport, which is logged per pool pair.
     Address tables are made once per pair of pools. Raises ConfigError for CPU pools without the interpreter
     and for host memory that is not pinned.
     """
@@ -37,8 +47,7 @@ class TritonTransport:
     def __init__(self, note: str = "", num_programs: int | None = None) -> None:
         self.note = note
         self._num_programs = num_programs
-        self._tables: WeakKeyDictionary[Pool, _TablesTo] = WeakKeyDictionary()
-        self._unaligned = TorchTransport("rows are not whole 16-byte vectors")
+        self._pairs: WeakKeyDictionary[Pool, _PairsTo] = WeakKeyDictionary()
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
@@ -47,27 +56,29 @@ class TritonTransport:
         span = checked_layers(src, layers)
         if len(src_pages) == 0 or len(span) == 0:
             return
-        tables = self._tables_of(src, dst)
-        if not tables:
-            self._unaligned.copy_pages(src, dst, src_pages, dst_pages, layers)
-            return
-        device = tables[0].dst.device
-        ids = _upload(np.stack([np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)]), device)
-        num_programs = self._num_programs or _default_programs(dst, device)
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            for table in tables:
-                launch(table, ids, span, num_programs)
+        pair = self._pair(src, dst)
+        if pair.tables:
+            device = pair.device
+            ids = np.stack([np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)])
+            on_device = _upload(ids, device)
+            num_programs = self._num_programs or _default_programs(dst, device)
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                for table in pair.tables:
+                    launch(table, on_device, span, num_programs)
+        if pair.rest is not None:
+            pair.rest.copy_pages(src, dst, src_pages, dst_pages, layers)
 
-    def _tables_of(self, src: Pool, dst: Pool) -> tuple[Tables, ...]:
-        """The pair's tables, empty where the kernel cannot copy between them."""
-        by_dst = self._tables.setdefault(src, WeakKeyDictionary())
+    def _pair(self, src: Pool, dst: Pool) -> _Pair:
+        by_dst = self._pairs.setdefault(src, WeakKeyDictionary())
         if dst not in by_dst:
             device = _kernel_device(src, dst)
-            plans = plan_copies(src, dst)
-            aligned = all(plan.aligned for plan in plans)
-            if not aligned:
-                logger.warning("page rows are not whole 16-byte vectors: copied by the torch transport")
-            by_dst[dst] = tuple(make_tables(plan, device) for plan in plans) if aligned else ()
+            plans = plan_by_arrays(src, dst)
+            odd = [array for arrays, plan in plans.items() if not plan.aligned for array in arrays]
+            if odd:
+                names = ", ".join(src.shape.arrays[array].name for array in odd)
+                logger.warning("rows of %s are not whole 16-byte vectors: copied by torch", names)
+            tables = tuple(make_tables(plan, device) for plan in plans.values() if plan.aligned)
+            by_dst[dst] = _Pair(device, tables, TorchTransport("odd rows", odd) if odd else None)
         return by_dst[dst]
 
 

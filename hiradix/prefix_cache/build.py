@@ -15,9 +15,9 @@ from hiradix.memory import (
     MLAShape,
     PageAllocator,
     make_transport,
+    page_bytes,
     size_host_pool,
     size_host_pools,
-    token_bytes,
 )
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
@@ -81,8 +81,8 @@ def build_hybrid_cache(config: HiCacheConfig, params: CacheInitParams, pools: Hy
     if config.hicache_storage_backend is not None:
         _no_storage(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
     devices, layers_of = (pools.full, pools.window), (pools.full_layers, pools.window_layers)
-    page_bytes = [config.page_size * token_bytes(pool.shape) for pool in devices]
-    counts = size_host_pools(page_bytes, [pool.num_pages for pool in devices], config)
+    bytes_of = [page_bytes(pool.shape, config.page_size) for pool in devices]
+    counts = size_host_pools(bytes_of, [pool.num_pages for pool in devices], config)
     pairs = []
     for pool, num_pages, layers in zip(devices, counts, layers_of, strict=True):
         host_pool = HostPool(

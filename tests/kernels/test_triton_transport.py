@@ -68,7 +68,7 @@ def test_pages_in_one_piece_are_copied_as_one_row() -> None:
     device = device_pool(shape, 2, 1)
     for layout, rows in (("layer_first", 1), ("page_first_direct", 1), ("page_blob", 1), ("page_first", 4)):
         host, transport = host_pool(shape, 2, layout, 2), TritonTransport()
-        (table,) = transport._tables_of(device, host)
+        (table,) = transport._pair(device, host).tables
         assert table.plan.src.rows == rows
 
 
@@ -84,11 +84,11 @@ def test_tables_are_made_once_and_die_with_their_pools() -> None:
     device, host = device_pool(SHAPES["mha"], 2, 1), host_pool(SHAPES["mha"], 2, "page_first", 2)
     one = np.array([1])
     transport.copy_pages(device, host, one, one, None)
-    made = transport._tables_of(device, host)
+    made = transport._pair(device, host)
     transport.copy_pages(device, host, one, one, range(1))
-    assert transport._tables_of(device, host) is made
+    assert transport._pair(device, host) is made
     del device
-    assert len(transport._tables) == 0
+    assert len(transport._pairs) == 0
 
 
 def test_pages_outside_the_pool_never_reach_the_kernel() -> None:

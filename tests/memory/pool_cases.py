@@ -5,7 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from hiradix.memory import CacheShape, DevicePool, HostPool, KVShape, MLAShape
+from hiradix.memory import (
+    CacheShape,
+    DevicePool,
+    HostPool,
+    KVShape,
+    MLAShape,
+    ScaledKVShape,
+    SparseMLAShape,
+    StateShape,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8)
 PAGE_SIZE = 4
@@ -15,6 +24,10 @@ SHAPES: dict[str, CacheShape] = {
     "mha_wide_k": KVShape(3, 2, 24, 16, torch.bfloat16),
     "mha_one_layer": KVShape(1, 1, 8, 8, torch.float32),
     "mla": MLAShape(3, 64, 8, torch.bfloat16),
+    "dsa": SparseMLAShape(3, 64, 8, torch.bfloat16, page_size=PAGE_SIZE),
+    "fp8_token_scales": ScaledKVShape(3, 2, 16, 16, PAGE_SIZE, "token"),
+    "fp8_page_scales": ScaledKVShape(3, 2, 16, 32, PAGE_SIZE, "page"),
+    "state": StateShape(3, 24, 3, 2, 8, 4),
 }
 
 

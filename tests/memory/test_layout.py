@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hiradix.errors import ConfigError
-from hiradix.memory import LAYOUTS, HostPool, KVShape, MLAShape, make_layout, token_bytes
+from hiradix.memory import LAYOUTS, HostPool, KVShape, MLAShape, make_layout, page_bytes
 from tests.memory.pool_cases import PAGE_SIZE, SHAPES, as_bytes, host_pool
 
 P = 5
@@ -122,7 +122,7 @@ def test_pages_tile_the_buffer(layout: str, name: str) -> None:
     """Every byte of the buffer is in exactly one page view, whatever the layout."""
     shape = SHAPES[name]
     pool = HostPool(shape, P, PAGE_SIZE, layout=layout)
-    assert pool.page_bytes == PAGE_SIZE * token_bytes(shape)
+    assert pool.page_bytes == page_bytes(shape, PAGE_SIZE)
     assert pool.layout.num_bytes == P * pool.page_bytes == pool.buffer.numel()
     for page in range(P):
         for view in pool.page_views(page):

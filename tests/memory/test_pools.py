@@ -52,7 +52,7 @@ def test_latent_pool_serves_values_from_its_rows() -> None:
     assert tuple(pool.kv_buffer[0].shape) == (12, 1, 72)
     assert tuple(pool.get_value_buffer(0).shape) == (12, 1, 64)
     assert pool.get_value_buffer(0).data_ptr() == pool.get_key_buffer(0).data_ptr()
-    with pytest.raises(AssertionError, match="MLAShape has no V"):
+    with pytest.raises(AssertionError, match="MLAShape has no v array"):
         _ = pool.v_buffer
     foreign = [torch.zeros(12, 1, 72) for _ in range(2)]
     wrapped = DevicePool.wrap_latent(foreign, PAGE_SIZE, kv_lora_rank=64)
