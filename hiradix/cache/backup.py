@@ -308,6 +308,8 @@ class Backup:
             if result.hashes:
                 self._tree.set_hashes(node, rows.start, result.hashes)
             self._counters.backed_up += result.num_pages
+            if self._tree.watch is not None and result.num_pages:
+                self._tree.watch.backed_up(node, start, start + result.num_pages)
             if result.num_pages < len(host_pages):
                 self._counters.backup_failed += len(host_pages) - result.num_pages
                 self._mark_stored(node, start, False)

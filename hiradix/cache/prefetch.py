@@ -244,6 +244,8 @@ class Prefetcher:
         self._tree.set_hashes(done.lock.node, start, hashes)
         for node in self._tree.path(done.lock.node, start):
             node.stored = True
+        if self._tree.watch is not None:
+            self._tree.watch.backed_up(done.lock.node, start, end)
         if p.lock is not None:
             self._tree.unlock(p.lock)
         p.anchor, p.lock = done.lock.node, done.lock

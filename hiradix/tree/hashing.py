@@ -23,9 +23,14 @@ _EXTRA_TAG = b"hiradix-page-extra-v1"
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
     """What a namespace's hash chains start from: 32 bytes, or b"" for the plain namespace."""
+    return tagged_seed(_NAMESPACE_TAG, extra_key, cache_salt)
+
+
+def tagged_seed(tag: bytes, extra_key: str | None, cache_salt: str | None) -> bytes:
+    """A digest of both under a tag, told apart from each other and from nothing; b"" for neither."""
     if extra_key is None and cache_salt is None:
         return b""
-    seed = hashlib.sha256(_NAMESPACE_TAG)
+    seed = hashlib.sha256(tag)
     for part in (extra_key, cache_salt):
         if part is None:
             seed.update(b"\x00")

@@ -123,12 +123,13 @@ class Node:
     heir: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
     hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
         storage has its pages. note: the eviction policy's, of the last use; halves of a split share it.
+    chain: of whoever watches the tree (see `watch`); halves of a split share it.
     """
 
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "heir", "note",
+        "hit_count", "priority", "created", "stored", "heir", "note", "chain",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -152,6 +153,7 @@ class Node:
         self.stored = False
         self.heir: Node | None = None
         self.note: Any = None
+        self.chain: Any = None
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}), children={len(self.children)})"

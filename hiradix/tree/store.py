@@ -27,6 +27,7 @@ from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
 from hiradix.tree.spare import SpareFirst, is_needed
+from hiradix.tree.watch import Watch
 
 
 class Dropped:
@@ -59,6 +60,7 @@ class Store:
         self._make_order = make_order
         self.orders: list[list[EvictionOrder]] = []
         self.pins = Pinning(self.orders)
+        self.watch: Watch | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -77,8 +79,11 @@ class Store:
         entry = node.residency(component, tier)
         entry.pages = pages.astype(np.int32)  # a copy: a node never keeps a caller's array alive
         self.num_resident[component][tier] += len(pages)
-        if component == BACKBONE and tier == Tier.DEVICE:
-            self._came_to_device(node)
+        if component == BACKBONE:
+            if tier == Tier.DEVICE:
+                self._came_to_device(node)
+            if self.watch is not None:
+                self.watch.stored(node, tier)
         if entry.lock_ref == 0:
             return True
         if node.residency(component, 1 - tier).pages is not None:
@@ -207,6 +212,8 @@ class Store:
         entry.pages = None
         self.num_resident[component][tier] -= len(pages)
         out.add(component, tier, pages)
+        if self.watch is not None and component == BACKBONE and entry.node is not None:
+            self.watch.removed(entry.node, tier)
 
     def _device_child_left(self, node: Node) -> None:
         parent = node.parent

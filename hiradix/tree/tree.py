@@ -46,6 +46,7 @@ from hiradix.tree.pins import pins_of_split
 from hiradix.tree.records import Freed, Insertion, Lock, Match
 from hiradix.tree.runs import split_run, walk
 from hiradix.tree.view import TreeView
+from hiradix.tree.watch import Watch
 
 _WHOLE_PATH = (0,)
 _GRAIN = Grain()
@@ -229,6 +230,8 @@ class RadixTree(TreeView):
         """Drop everything, locked or not. Locks and nodes from before are void."""
         freed = removal.clear(self._store, self.nodes())
         self.root = self._make_root()
+        if self._store.watch is not None:
+            self._store.watch.cleared()
         return freed
 
     # -- hashes -----------------------------------------------------------------------------
@@ -241,6 +244,20 @@ class RadixTree(TreeView):
         """Reset every node's `stored` hint. O(tree)."""
         for node in self.nodes():
             node.stored = False
+        if self._store.watch is not None:
+            self._store.watch.storage_changed()
+
+    # -- watching ---------------------------------------------------------------------------
+
+    @property
+    def watch(self) -> Watch | None:
+        """Who is told what enters and leaves the tiers; None costs nothing."""
+        return self._store.watch
+
+    @watch.setter
+    def watch(self, watch: Watch | None) -> None:
+        assert not self.root.children, "a tree is watched from the beginning or not at all"
+        self._store.watch = watch
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
@@ -295,7 +312,7 @@ class RadixTree(TreeView):
         self._store.split(node, upper, at)
         pins_of_split(node, upper, len(self.components))
         split_run(node, upper, self.page_size)
-        for name in ("space", "hit_count", "priority", "created", "stored", "note"):
+        for name in ("space", "hit_count", "priority", "created", "stored", "note", "chain"):
             setattr(upper, name, getattr(node, name))
         upper.num_device_children = int(node.device.pages is not None)
         upper.adopt_child(node)
