@@ -47,6 +47,7 @@ class Prefetch:
     is_wanted: bool = True  # its own request waits for it
     stopped: bool = False  # nobody waits for it any more
     loaded_pages: int = 0
+    loaded_end: int = 0  # the page behind the last of those
     primary: Prefetch | None = None
 
 
@@ -70,7 +71,7 @@ class Prefetcher:
         self.no_regret = NoRegret(False)
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
-        self._loaded: dict[Hashable, int] = {}
+        self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
 
     def __len__(self) -> int:
         return len(self._running)
@@ -119,7 +120,14 @@ class Prefetcher:
 
     def pop_loaded_pages(self, handle: Hashable) -> int:
         """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
-        return self._loaded.pop(handle, 0)
+        return self.pop_loaded_span(handle)[1]
+
+    def pop_loaded_span(self, handle: Hashable) -> tuple[int, int]:
+        """Where those pages begin in the request's prompt, and how many they are. Reading resets it.
+
+        What others had put into the tree in the meantime lies before them.
+        """
+        return self._loaded.pop(handle, (0, 0))
 
     def stop(self, handle: Hashable) -> None:
         """Stop waiting for `handle`'s prefetch; what arrives later still enters the tree."""
@@ -144,7 +152,7 @@ class Prefetcher:
 
     def _release(self, handle: Hashable) -> None:
         p = self._active.pop(handle)
-        self._loaded[handle] = p.loaded_pages
+        self._loaded[handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
         p.is_wanted = False
         primary = p.primary
         if p.phase is Phase.JOINED:
@@ -250,6 +258,7 @@ class Prefetcher:
             self._tree.unlock(p.lock)
         p.anchor, p.lock = done.lock.node, done.lock
         p.loaded_pages += len(host_pages) - len(duplicates)
+        p.loaded_end = end
         self._supply.counters.prefetched += len(host_pages) - len(duplicates)
 
     def _finish(self, p: Prefetch) -> None:
@@ -269,6 +278,7 @@ class Prefetcher:
         node = self._tree.match(p.key).loadable_node
         gained = max(0, node.end - p.start_page)
         p.loaded_pages += gained
+        p.loaded_end = node.end
         p.asked_pages -= gained
         p.start_page += gained
         p.anchor = node

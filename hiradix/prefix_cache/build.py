@@ -27,34 +27,29 @@ from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.storage import GuardedStorage, StorageContext, open_storage
-from hiradix.transfer import PoolPair, TransferController
+from hiradix.transfer import PoolPair, Runtime, TransferController
 
 
 def build_prefix_cache(
-    config: HiCacheConfig, params: CacheInitParams, device_pool: DevicePool, model: ModelIdentity
+    config: HiCacheConfig,
+    params: CacheInitParams,
+    device_pool: DevicePool,
+    model: ModelIdentity,
+    runtime: Runtime | None = None,
 ) -> RadixCache:
     """A `HiRadixCache` when the hierarchical cache is on, else a `RadixCache`; never reuses when disabled.
 
-    device_pool: the pool behind `params.token_to_kv_pool_allocator`. Allocates the host pool and starts the
-    transfer threads: `close()` ends them. Raises ConfigError naming the flag, with nothing left behind.
+    device_pool: the pool behind `params.token_to_kv_pool_allocator`. runtime: what runs the transfers, for
+    engines with streams of their own. Allocates the host pool and starts the transfer threads: `close()` ends
+    them. Raises ConfigError naming the flag, with nothing left behind.
     """
     config = config.normalised()
     if params.page_size != config.page_size:
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return RadixCache(params)
-    num_ranks = model.tp_size * model.pp_size
-    num_host_pages = size_host_pool(
-        device_pool.shape, config.page_size, device_pool.num_pages, config, num_ranks
-    )
-    host_pool = HostPool(
-        device_pool.shape,
-        num_host_pages,
-        config.page_size,
-        layout=config.hicache_mem_layout,
-        device=device_pool.device,
-    )
-    host = _host_tier(config, device_pool, host_pool)
+    host_pool = _host_pool(config, device_pool, model.tp_size * model.pp_size)
+    host = _host_tier(config, device_pool, host_pool, runtime)
     if _is_replicated(host_pool):
         host.controller.backs_up = model.tp_rank == 0
         model = replace(model, tp_rank=0, tp_size=1)
@@ -99,16 +94,25 @@ def _no_storage(name: str, extra: ExtraConfig) -> GuardedStorage:
     raise ConfigError(f"--hicache-storage-backend {name}: stores full attention only, not sliding windows")
 
 
+def _host_pool(config: HiCacheConfig, device_pool: DevicePool, num_ranks: int) -> HostPool:
+    shape, size = device_pool.shape, config.page_size
+    num_pages = size_host_pool(shape, size, device_pool.num_pages, config, num_ranks)
+    return HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device_pool.device)
+
+
 def _is_replicated(pool: HostPool) -> bool:
     """Whether tensor parallel ranks have the same pages: one of them stores for all."""
     return isinstance(pool.shape, MLAShape)
 
 
-def _host_tier(config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool) -> HostTier:
+def _host_tier(
+    config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool, runtime: Runtime | None
+) -> HostTier:
     controller = TransferController(
         device_pool,
         host_pool,
         transport=make_transport(config.hicache_io_backend, device_pool.device),
+        runtime=runtime,
     )
     return _tier(config, PageAllocator(host_pool.num_pages), controller)
 

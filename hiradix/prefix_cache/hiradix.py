@@ -51,7 +51,7 @@ class HiRadixCache(RadixCache):
         self.controller = host.controller
         self._storage_factory = storage_factory
         self._storage: GuardedStorage | None = None
-        self._storage_name: str | None = None
+        self.storage_name: str | None = None
         assert self.cache.prefetcher is not None and self.cache.backup is not None
         self._prefetcher = self.cache.prefetcher
         self._backup = self.cache.backup
@@ -200,9 +200,9 @@ class HiRadixCache(RadixCache):
                 return False, f"Invalid {flag}: {value!r}. Expected one of {sorted(known)}."
         if not self.enable_storage:
             return None
-        if name != self._storage_name:
+        if name != self.storage_name:
             return False, (
-                f"HiCache storage backend is already enabled with backend '{self._storage_name}'. "
+                f"HiCache storage backend is already enabled with backend '{self.storage_name}'. "
                 f"Cannot attach different backend '{name}'. Detach first."
             )
         self._set_policies(prefetch, write, None)
@@ -237,7 +237,7 @@ class HiRadixCache(RadixCache):
             opened.storage.close()
             return False, f"Failed to attach storage backend '{opened.name}': {error}"
         assert opened is not None
-        self._storage, self._storage_name = opened.storage, opened.name
+        self._storage, self.storage_name = opened.storage, opened.name
         self._set_policies(prefetch, write, opened.extra)
         return True, "Attached HiCache storage backend successfully."
 
@@ -254,7 +254,7 @@ class HiRadixCache(RadixCache):
             if storage is not None:
                 storage.close()
             raise (failure or error) from None
-        self._storage, self._storage_name = storage, name
+        self._storage, self.storage_name = storage, name
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Detach and close the backend. Idempotent; a hung worker leaves it attached, to be tried again."""
@@ -275,7 +275,7 @@ class HiRadixCache(RadixCache):
         storage = self._storage
         if storage is not None:
             self.cache.detach_storage(timeout_s)
-            self._storage = self._storage_name = None
+            self._storage = self.storage_name = None
         return storage
 
     @property
@@ -312,7 +312,7 @@ class HiRadixCache(RadixCache):
         self.cache.close(timeout_s)
         if self._storage is not None:
             self._storage.close()
-            self._storage = self._storage_name = None
+            self._storage = self.storage_name = None
 
     def drain(self, timeout_s: float) -> bool:
         """Let transfers under way end. True if nothing is in flight any more."""
@@ -325,7 +325,7 @@ class HiRadixCache(RadixCache):
 
     def stats(self) -> CacheStats:
         """A snapshot for metrics. O(1)."""
-        return self._stats(self._storage_name, self._storage)
+        return self._stats(self.storage_name, self._storage)
 
 
 def prefetch_limits(page_size: int, extra: ExtraConfig) -> PrefetchLimits:

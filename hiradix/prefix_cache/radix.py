@@ -134,13 +134,13 @@ class RadixCache(NoLowerTiers, Figures):
         tokens = req.fill_ids
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
         if not self.disable:
-            self._count_use(req)
+            self.count_use(req)
         key = self._key(tokens, req).page_aligned(self.page_size)
         if self.disable or len(key) <= req.cache_protected_len:
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
         old = self._held(req)
-        lock = self._insert_row(key, row, old)
+        lock = self.insert_row(key, row, old)
         start, end = old.node.end, lock.node.end
         slots = slots_of(self.tree.pages(lock.node, Tier.DEVICE, start=start), self.page_size, self.device)
         first = start * self.page_size
@@ -160,18 +160,17 @@ class RadixCache(NoLowerTiers, Figures):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
         kept = req.cache_protected_len
         if is_insert and not self.disable and not self.disable_finished_insert:
-            self._count_use(req)
+            self.count_use(req)
             if self.cache.learner is not None or num_tokens // self.page_size * self.page_size > kept:
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self._insert_row(key, row, self._held(req), _ended(req))
+                    lock = self.insert_row(key, row, self._held(req), _ended(req))
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
                     self.cache.finished(key, self._held(req).node, _ended(req))
-        self._counted.discard(req.rid)
-        self._copies.forget(req.rid)
+        self.forget_request(req)
         tail = pages_of(row[kept:], self.page_size) if kept < num_tokens else None
         if tail is not None:
             self._pages.free(tail)
@@ -185,14 +184,19 @@ class RadixCache(NoLowerTiers, Figures):
             return 0
         return learner.hint_prefix(self.tree, self._view(key), hint) * self.page_size
 
-    def _count_use(self, req: RequestLike) -> None:
+    def forget_request(self, req: RequestLike) -> None:
+        """A request has ended, or runs anew from its beginning."""
+        self._counted.discard(req.rid)
+        self._copies.forget(req.rid)
+
+    def count_use(self, req: RequestLike) -> None:
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
             self._counted.add(req.rid)
             self.cache.count_use(req.last_node)
             self.cache.inserted(req.last_node)
 
-    def _insert_row(
+    def insert_row(
         self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
     ) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""

@@ -145,7 +145,7 @@ class SWARadixCache(RadixCache):
             self.cache.evict(missing, WINDOW)
         return EvictResult((dropped[0] - full) * size, (dropped[WINDOW] - window) * size)
 
-    def _insert_row(
+    def insert_row(
         self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
     ) -> Lock:
         pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))

@@ -61,6 +61,11 @@ class SglangBackend(StorageBackend):
         self._wants_info = _takes(self._store.batch_exists, "extra_info")
         self.traits = Traits(chained=self._wants_info)
 
+    @property
+    def hosted(self) -> Any:
+        """The HiCacheStorage object itself."""
+        return self._store
+
     # -- the protocol -------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:

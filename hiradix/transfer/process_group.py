@@ -137,3 +137,21 @@ class ProcessGroup:
         """Leave the group; the other ranks' next call raises RankLost. Never blocks."""
         self._lost = self._lost or RankLost(f"rank {self.rank} has left the group")
         self._group = None
+
+
+def least_over(group: Any) -> Callable[[Vector], Vector]:
+    """The elementwise minimum of int64 vectors over an engine's own process group, on CPU.
+
+    Raises RankLost when the group does; from then on it is of no more use.
+    """
+
+    def least(vector: Vector) -> Vector:
+        shared = torch.from_numpy(vector.copy())
+        try:
+            dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
+        except RuntimeError as error:
+            raise RankLost(f"an agreement with the other ranks failed: {str(error):.200}") from error
+        agreed: Vector = shared.numpy()
+        return agreed
+
+    return least

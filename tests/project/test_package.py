@@ -85,6 +85,17 @@ def test_imports_without_torch_and_triton_installed(package: str) -> None:
     run_python(f"import sys\nsys.modules['torch'] = sys.modules['triton'] = None\nimport {package}")
 
 
+def test_what_sglang_loads_everywhere_is_light() -> None:
+    (entry,) = PROJECT["project"]["entry-points"]["sglang.srt.plugins"].values()
+    module, _, name = entry.partition(":")
+    run_python(
+        f"import sys, {module} as plugin\n"
+        f"assert callable(plugin.{name})\n"
+        "heavy = {'torch', 'triton', 'numpy', 'sglang'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+
+
 def test_changelog_has_the_version() -> None:
     version = PROJECT["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

@@ -1,0 +1,164 @@
+"""SGLang's flags and pools, put together to a cache of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams
+from hiradix.adapters.sglang.support import Api, api_of, installed_version, refusal, refuse_flags
+from hiradix.config import ExtraConfig, HiCacheConfig, parse_extra_config
+from hiradix.errors import ConfigError
+from hiradix.memory import DevicePool
+from hiradix.prefix_cache import CacheInitParams, HiRadixCache, ModelIdentity, build_prefix_cache
+from hiradix.transfer import Runtime
+from hiradix.transfer.process_group import least_over
+
+# Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
+_KV_POOL, _LATENT_POOL = "MHATokenToKVPool", "MLATokenToKVPool"
+
+
+def build_cache(context: Any) -> Any:
+    """The prefix cache for SGLang's TreeCacheBuildContext. Raises ConfigError naming the flag or version."""
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+    if context.disable_radix_cache:
+        from sglang.srt.mem_cache.registry import default_radix_cache_factory
+
+        return default_radix_cache_factory(context)
+    if api_of(BasePrefixCache) is not Api.CHECKPOINT:
+        raise ConfigError(f"--radix-cache-backend hiradix: SGLang {installed_version()} is too old")
+    flags = _Flags(context.server_args)
+    refuse_flags(flags)
+    _refuse_models(context, flags)
+    return _build(context, flags)
+
+
+class _Flags:
+    """SGLang's options as they are in effect; what resolution and the admin API changed is in."""
+
+    def __init__(self, server_args: Any):
+        from sglang.srt import runtime_context
+
+        self._sources = [
+            getattr(runtime_context, name)()
+            for name in ("get_memory", "get_serving", "get_disagg")
+            if hasattr(runtime_context, name)
+        ]
+        self._sources.append(server_args)
+
+    def __getattr__(self, name: str) -> Any:
+        for source in self._sources:
+            if hasattr(source, name):
+                return getattr(source, name)
+        raise AttributeError(name)
+
+
+def _refuse_models(context: Any, flags: Any) -> None:
+    params = context.params
+    if context.is_hybrid_ssm:
+        raise refusal("This model", "it has recurrent state, which is not cached")
+    if context.is_hybrid_swa:
+        raise refusal("This model", "it mixes full attention and sliding windows")
+    if not context.enable_hierarchical_cache:
+        return
+    for flag, size in (("--pp-size", params.pp_size), ("--attn-cp-size", params.attn_cp_size)):
+        if size > 1:
+            raise refusal(f"{flag} {size} with --enable-hierarchical-cache", "ranks agree within one stage")
+    if getattr(flags, "disaggregation_decode_enable_offload_kvcache", False):
+        raise refusal("--disaggregation-decode-enable-offload-kvcache", "it needs SGLang's own host pool")
+
+
+def _build(context: Any, flags: Any) -> Any:
+    from hiradix.adapters.sglang.cache import HiRadixPrefixCache
+    from hiradix.adapters.sglang.tiers import HiRadixHostCache
+
+    params, config = context.params, _config(context, flags)
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    pool = device_pool(kvcache, params.page_size)
+    streams = FencedStreams(pool.device) if pool.device.type == "cuda" else None
+    runtime = None if streams is None else Runtime(streams=streams)
+    inner = build_prefix_cache(config, _own_params(params), pool, _identity(context, flags), runtime)
+    if not isinstance(inner, HiRadixCache):
+        return HiRadixPrefixCache(params, inner)
+    counter = inner.layer_done_counter
+    kvcache.register_layer_transfer_counter(counter)
+    context.tp_worker.register_hicache_layer_transfer_counter(counter)
+    cache = HiRadixHostCache(params, inner, ControllerView(counter, streams))
+    cache.show_storage()
+    return cache
+
+
+def device_pool(kvcache: Any, page_size: int) -> DevicePool:
+    """SGLang's pool as ours, over the same memory. Raises ConfigError for kinds that are not known."""
+    kind = type(kvcache).__name__
+    if getattr(kvcache, "is_quantized_kv_cache", False):
+        raise refusal("--kv-cache-dtype", "pages with scales of their own are not copied")
+    if kind == _KV_POOL:
+        return DevicePool.wrap(kvcache.k_buffer, kvcache.v_buffer, page_size)
+    if kind == _LATENT_POOL:
+        return DevicePool.wrap_latent(kvcache.kv_buffer, page_size, kvcache.kv_lora_rank)
+    raise refusal(f"This model's device pool {kind}", f"only {_KV_POOL} and {_LATENT_POOL} are known")
+
+
+def _config(context: Any, flags: Any) -> HiCacheConfig:
+    """SGLang's flags under the same names. Its auto-sizing has already put a number for the ratio."""
+    names = [field.name for field in dataclasses.fields(HiCacheConfig)]
+    taken = {name: getattr(flags, name) for name in names if hasattr(flags, name)}
+    taken |= {
+        "page_size": context.params.page_size,
+        "enable_hierarchical_cache": context.enable_hierarchical_cache,
+        "disable_radix_cache": False,
+        "hicache_host_memory_fraction": 1.0,
+        "hicache_storage_backend_extra_config": _extra_config(flags),
+        "radix_eviction_policy_config": _mapping(context.params.eviction_policy_config),
+    }
+    if not context.enable_hierarchical_cache:
+        taken["hicache_storage_backend"] = None
+    return HiCacheConfig(**taken)
+
+
+def _extra_config(flags: Any) -> ExtraConfig:
+    extra = parse_extra_config(flags.hicache_storage_backend_extra_config)
+    folder = getattr(flags, "file_storage_path", None)
+    if flags.hicache_storage_backend == "file" and folder:
+        extra = extra.with_backend(file_storage_path=folder)
+    return extra
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return dict(value or {})
+
+
+def _own_params(params: Any) -> CacheInitParams:
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    several = group is not None and torch.distributed.get_world_size(group) > 1
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=params.req_to_token_pool,
+        token_to_kv_pool_allocator=AllocatorPort(params.token_to_kv_pool_allocator, params.page_size),
+        page_size=params.page_size,
+        is_eagle=params.is_eagle,
+        eviction_policy=params.eviction_policy,
+        eviction_policy_config=dict(params.eviction_policy_config or {}),
+        sliding_window_size=params.sliding_window_size,
+        agree=least_over(group) if several else None,
+    )
+
+
+def _identity(context: Any, flags: Any) -> ModelIdentity:
+    """What tells this model's pages from another's; the type of fp8 elements is not that of their memory."""
+    kvcache, params = context.params.token_to_kv_pool_allocator.get_kvcache(), context.params
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    several = group is not None
+    return ModelIdentity(
+        model_id=flags.served_model_name or flags.model_path,
+        revision=f"{flags.revision or ''}:{kvcache.dtype}",
+        tp_rank=torch.distributed.get_rank(group) if several else 0,
+        tp_size=torch.distributed.get_world_size(group) if several else 1,
+        pp_rank=params.pp_rank,
+        pp_size=params.pp_size,
+    )

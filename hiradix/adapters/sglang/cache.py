@@ -1,0 +1,247 @@
+"""The prefix cache for SGLangs with `checkpoint`, `TreeLock` and request handles (0.5.23), on the device.
+
+Only SGLang's records are translated here; what is cached where is `hiradix.prefix_cache`'s. Every method runs
+on SGLang's scheduler thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    MatchPrefixParams,
+    MatchResult,
+    TreeLock,
+)
+
+from hiradix.policy.uses import Finished
+from hiradix.prefix_cache import EvictParams as OwnEvictParams
+from hiradix.prefix_cache import RadixCache, RadixKey
+from hiradix.prefix_cache.slots import pages_of, slots_of
+from hiradix.tree import Lock, Node, Tier
+
+
+@dataclass
+class LockTaken(IncLockRefResult):  # type: ignore[misc]
+    """What `inc_lock_ref` gives. held: our receipt."""
+
+    held: Lock | None = None
+
+    def to_dec_params(self) -> LockGiven:
+        return LockGiven(held=self.held)
+
+
+@dataclass
+class LockGiven(DecLockRefParams):  # type: ignore[misc]
+    """What `dec_lock_ref` takes. held: our receipt."""
+
+    held: Lock | None = None
+
+
+class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
+    """hiradix's radix tree as SGLang's `tree_cache`; device only.
+
+    params: SGLang's CacheInitParams. inner: the cache over the same pools, which does the work.
+    """
+
+    def __init__(self, params: Any, inner: RadixCache):
+        self.inner = inner
+        self.disable = False
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle
+        self.eviction_policy = params.eviction_policy
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.sliding_window_size = params.sliding_window_size
+        self.draft_swa_window = params.draft_swa_window
+        self.device = torch.device(params.token_to_kv_pool_allocator.device)
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # -- reading ------------------------------------------------------------------------
+
+    @property
+    def root_node(self) -> Node:
+        return self.inner.root_node
+
+    def resolve_node_handle(self, node_handle: Node) -> Node:
+        """The node that ends where this one did; the root if it has left the tree."""
+        return self.inner.tree.current(node_handle) or self.root_node
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest cached prefix, in whole pages: on the device, then on the host."""
+        key = self._key(params.key)
+        if len(key) < self.page_size:
+            root = self.root_node
+            return MatchResult(0, root, root, root)
+        node, loadable = self.inner.cache.match(key)
+        size = self.page_size
+        return MatchResult(node.end * size, node, loadable, loadable, (loadable.end - node.end) * size)
+
+    def touch_prefix(self, key: Any) -> None:
+        """Make the cached path of `key` the most recently used."""
+        tree = self.inner.tree
+        own = self._key(key)
+        if len(own) >= self.page_size:
+            tree.unlock(tree.lock(tree.match(own).device_node, Tier.DEVICE))
+
+    def path_device_indices(self, node: Node) -> torch.Tensor:
+        """int64 [tokens]: the device slots of the path to `node`. A fresh tensor."""
+        return slots_of(self.inner.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
+
+    def _key(self, key: Any) -> RadixKey:
+        """SGLang's key as ours; its tokens are looked at, not copied."""
+        tokens = np.asarray(key.token_ids, np.int64)
+        if key.limit is not None:
+            tokens = tokens[: key.limit]
+        return RadixKey(tokens, key.extra_key, key.is_bigram or self.is_eagle, cache_salt=key.cache_salt)
+
+    def _request_key(self, req: Any, num_tokens: int) -> RadixKey:
+        """The whole pages of what `req` has computed."""
+        tokens = np.asarray(req.full_untruncated_fill_ids, np.int64)[:num_tokens]
+        key = RadixKey(tokens, req.extra_key, self.is_eagle, cache_salt=req.cache_salt or None)
+        return key.page_aligned(self.page_size)
+
+    # -- locks --------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> TreeLock:
+        """Pin the path to `node` on the device until `unlock`."""
+        return TreeLock(node, self.inner.tree.lock(node, Tier.DEVICE))
+
+    def unlock(self, lock: TreeLock | None) -> None:
+        if lock is not None:
+            self.inner.tree.unlock(_receipt(lock))
+
+    def inc_lock_ref(self, node: Node) -> LockTaken:
+        """As `lock`, for callers that keep the receipt in SGLang's records."""
+        taken = self.inner.inc_lock_ref(node)
+        return LockTaken(delta=taken.delta, held=taken.lock)
+
+    def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """Undo one `inc_lock_ref`. Needs its receipt where there are sliding windows."""
+        held = getattr(params, "held", None)
+        before = self.inner.evictable_size()
+        self.inner.tree.unlock(held if held is not None else Lock(node, Tier.DEVICE, (0,)))
+        return DecLockRefResult(delta=self.inner.evictable_size() - before)
+
+    def _held(self, req: Any) -> Lock:
+        """The receipt of the lock on the prefix that `req` runs on; taken here if it has none."""
+        if req.lock is None:
+            req.lock = self.lock(self.root_node)
+        return _receipt(req.lock)
+
+    # -- writing ------------------------------------------------------------------------
+
+    def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
+        """Give the tree what `req` has computed up to `up_to`, and have it run on the tree's slots.
+
+        Its row from the prefix it held on, its lock, `last_node` and `cache_protected_len` change. Slots of
+        what the tree had already are freed, no others. Costs the new tokens, not the prefix.
+        """
+        key, held = self._request_key(req, up_to), self._held(req)
+        self.inner.count_use(req)
+        ended = _ended(req)
+        if len(key) <= held.node.end * self.page_size:
+            if ended is not None:
+                self.inner.cache.finished(key, held.node, ended)
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(key)]
+        taken = self.inner.insert_row(key, row, held, ended)
+        self._repoint(req, row, held.node.end, taken.node)
+        self.inner.tree.unlock(held)
+        req.lock, req.last_node = TreeLock(taken.node, taken), taken.node
+        req.kv.cache_protected_len = taken.node.end * self.page_size
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(key))
+
+    def _repoint(self, req: Any, row: torch.Tensor, start: int, node: Node) -> None:
+        """Have the row name the tree's pages from page `start` to the end of `node`."""
+        pages = self.inner.tree.pages(node, Tier.DEVICE, start=start)
+        if not np.array_equal(pages, pages_of(row, self.page_size, start * self.page_size)):
+            slots = slots_of(pages, self.page_size, self.device)
+            span = slice(start * self.page_size, node.end * self.page_size)
+            self.req_to_token_pool.write((req.kv.req_pool_idx, span), slots.to(row.dtype))
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        self.inner.forget_request(req)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free so many device tokens, or all that nothing holds."""
+        start_s = time.perf_counter()
+        done = self.inner.evict(OwnEvictParams(params.num_tokens, params.swa_num_tokens))
+        self.update_eviction_metrics(done.num_tokens_evicted, start_s)
+        return EvictResult(done.num_tokens_evicted, done.swa_num_tokens_evicted)
+
+    def reset(self) -> None:
+        """Empty device and host. Storage keeps what it has."""
+        self.inner.reset()
+
+    # -- sizes and texts ----------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        return self.inner.evictable_size()
+
+    def full_evictable_size(self) -> int:
+        return self.inner.full_evictable_size()
+
+    def swa_evictable_size(self) -> int:
+        return self.inner.swa_evictable_size()
+
+    def protected_size(self) -> int:
+        return self.inner.protected_size()
+
+    def full_protected_size(self) -> int:
+        return self.inner.full_protected_size()
+
+    def swa_protected_size(self) -> int:
+        return self.inner.swa_protected_size()
+
+    def total_size(self) -> Any:
+        return self.inner.total_size()
+
+    def supports_swa(self) -> bool:
+        return self.inner.supports_swa()
+
+    def all_values_flatten(self) -> torch.Tensor:
+        return self.inner.all_values_flatten()
+
+    def available_and_evictable_str(self) -> str:
+        return self.inner.available_and_evictable_str()
+
+    def pretty_print(self) -> None:
+        self.inner.pretty_print()
+
+    def sanity_check(self) -> None:
+        self.inner.check()
+
+    def release_host_resources(self) -> None:
+        """Stop the transfer threads and close storage. May be called again."""
+        self.inner.close()
+
+
+def _receipt(lock: TreeLock) -> Lock:
+    """Ours, whichever call took the lock."""
+    receipt: Any = lock.receipt
+    held: Any = receipt.held if isinstance(receipt, LockGiven) else receipt
+    assert isinstance(held, Lock), f"a lock with the receipt {receipt}, which is none of ours"
+    return held
+
+
+def _ended(req: Any) -> Finished | None:
+    """What the eviction policy may learn from a request that has ended; None for one that runs."""
+    return Finished(len(req.origin_input_ids), len(req.output_ids)) if req.finished() else None
+
+
+def joined_tokens(*parts: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """int64 [N]: the token arrays one after another. A copy."""
+    return np.concatenate([np.asarray(part, np.int64) for part in parts])

@@ -1,0 +1,104 @@
+"""Our counters as SGLang's Prometheus metrics: what changed since the last step is added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+from sglang.srt.observability.metrics_collector import (
+    STAT_LOGGER_ROLE_STORAGE,
+    StorageMetricsCollector,
+    radix_cache_metric_labels,
+    resolve_collector_class,
+)
+from sglang.srt.runtime_context import get_observability, get_parallel
+
+from hiradix.transfer import JobKind, KindStats
+
+POOL = "kv"
+# SGLang's reasons for storage hits that were not used; ours that it has no name for are shown as the last
+_REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
+
+
+class Meters:
+    """Feeds `cache.metrics_collector` and a storage collector. Does nothing without metrics."""
+
+    def __init__(self, cache: Any, is_on: bool):
+        self._cache = cache
+        self._is_on = is_on
+        self._storage: Any = None
+        self._seen: dict[str, int] = {}
+        self._unfulfilled: dict[str, int] = {}
+        self._kinds: dict[JobKind, KindStats] = {}
+        self._num_results = -1
+
+    def show_storage(self, name: str | None) -> None:
+        """A backend was attached: its series carry its name. Label names never change, so it can be called
+        again."""
+        if not self._is_on or name is None:
+            return
+        parallel = get_parallel()
+        labels = radix_cache_metric_labels(name, parallel, is_dp_attention_enabled())
+        labels = {"storage_backend": labels.pop("cache_type"), **labels, "pp_size": parallel.pp_size}
+        labels |= {"attn_cp_rank": 0, "attn_cp_size": 1} | dict(get_observability().extra_metric_labels or {})
+        if self._storage is None:
+            collector = resolve_collector_class(STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)
+            self._storage = collector(labels=labels)
+        else:
+            self._storage.labels = labels
+
+    def update(self) -> None:
+        """Add what happened since the last call. Next to free when no transfer has ended."""
+        if not self._is_on:
+            return
+        inner = self._cache.inner
+        stats = inner.controller.stats()
+        num_results = sum(kind.num_results for kind in stats.kinds.values())
+        if num_results == self._num_results:
+            return
+        self._num_results = num_results
+        self._add_copies(stats.kinds)
+        if self._storage is not None:
+            self._add_storage(inner.cache.counters)
+        self._kinds = dict(stats.kinds)
+
+    def admitted(self, reason: str | None) -> None:
+        """A request runs on what it has; kept for symmetry with SGLang's accounting per request."""
+
+    def _add_copies(self, kinds: Any) -> None:
+        """Copies between device and host: SGLang's collector counts tokens, bytes and seconds."""
+        out, size = self._cache.metrics_collector, self._cache.page_size
+        load, write = self._news(kinds, JobKind.LOAD), self._news(kinds, JobKind.WRITE)
+        if load.num_pages:
+            out.increment_load_back_num_tokens(load.num_pages * size, POOL)
+            out.increment_load_back_num_bytes(load.num_bytes)
+            out.observe_load_back_duration(load.busy_s)
+        if write.num_pages:
+            out.increment_backup_num_tokens(write.num_pages * size, POOL)
+            out.increment_backup_num_bytes(write.num_bytes)
+            out.observe_backup_duration(write.busy_s)
+
+    def _add_storage(self, counters: Any) -> None:
+        """Transfers between host and storage."""
+        size, out = self._cache.page_size, self._storage
+        out.log_prefetched_tokens(self._more("prefetched", counters.prefetched) * size)
+        out.log_backuped_tokens(self._more("backed_up", counters.backed_up) * size)
+        for reason, total in counters.unfulfilled.items():
+            known = reason if reason in _REASONS else "dropped"
+            out.log_storage_prefetch_unfulfilled_tokens(self._more("not " + reason, total) * size, known)
+
+    def _more(self, name: str, total: int) -> int:
+        """By how much a counter has grown since it was asked for last."""
+        before = self._seen.get(name, 0)
+        self._seen[name] = total
+        return total - before
+
+    def _news(self, kinds: Any, kind: JobKind) -> KindStats:
+        """One kind's counts since the last call."""
+        new, old = kinds[kind], self._kinds.get(kind, KindStats())
+        return KindStats(
+            new.num_results - old.num_results,
+            new.num_pages - old.num_pages,
+            new.num_bytes - old.num_bytes,
+            new.busy_s - old.busy_s,
+        )

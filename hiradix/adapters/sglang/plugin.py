@@ -1,0 +1,58 @@
+"""What SGLang loads from the entry-point group `sglang.srt.plugins`, in every process it starts.
+
+It is there wherever hiradix is installed, so it imports nothing of SGLang or torch until it is called, and
+the cache only when SGLang asks for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import typing
+from typing import Any
+
+NAME = "hiradix"
+_REGISTRY = "sglang.srt.mem_cache.registry"
+
+
+def activate() -> None:
+    """Register the backend name `hiradix`, and have the flags take our storage backends and policies.
+
+    May be called again. Raises ConfigError, which SGLang logs, where this SGLang has no registry of caches.
+    """
+    from hiradix.adapters.sglang.support import installed_version, unsupported_version
+
+    try:
+        registry = importlib.import_module(_REGISTRY)
+    except ImportError as error:
+        raise unsupported_version(installed_version(), f"it has no {_REGISTRY}") from error
+    if NAME not in registry.registered_radix_cache_backends():
+        registry.register_radix_cache_backend(NAME, make_cache)
+    offer_choices()
+
+
+def make_cache(context: Any) -> Any:
+    """SGLang's factory: its TreeCacheBuildContext in, a prefix cache of the API it speaks out."""
+    from hiradix.adapters.sglang.build import build_cache
+
+    return build_cache(context)
+
+
+def offer_choices() -> None:
+    """Have SGLang's command line take the names of our backends and policies. No-op where it checks none."""
+    from hiradix.policy.eviction import eviction_policies
+    from hiradix.storage.registry import storage_backend_names
+
+    _extend("hicache_storage_backend", storage_backend_names())
+    _extend("radix_eviction_policy", eviction_policies())
+
+
+def _extend(flag: str, names: typing.Iterable[str]) -> None:
+    try:
+        memory = importlib.import_module("sglang.srt.arg_groups.fields.memory").Memory
+    except (ImportError, AttributeError):
+        return  # an SGLang that keeps its flags elsewhere; `dynamic` and the admin API take any name there
+    annotation = typing.get_type_hints(memory, include_extras=True)[flag]
+    for argument in getattr(annotation, "__metadata__", ()):
+        choices = getattr(argument, "choices", None)
+        if choices is not None:
+            choices.extend(sorted(set(names) - set(choices)))

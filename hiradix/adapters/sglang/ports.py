@@ -1,0 +1,135 @@
+"""Small views of either side in the other's terms: SGLang's allocator, our host tier, our controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiradix.cache.pages import PageSource
+from hiradix.prefix_cache.slots import Pages, pages_of, slots_of
+from hiradix.storage import GuardedStorage
+from hiradix.transfer.jobs import JobKind
+from hiradix.transfer.streams import CudaStreams
+
+
+class AllocatorPort:
+    """SGLang's paged allocator as the slot allocator of our classes. Its own method calls stay SGLang's.
+
+    SGLang names its free list `free_pages`; here that is the call which frees pages.
+    """
+
+    def __init__(self, allocator: Any, page_size: int):
+        self.page_size = page_size
+        self.device = allocator.device
+        self.size = allocator.size // page_size * page_size
+        self._allocator = allocator
+        self._free_ids = getattr(allocator, "free_page_ids", None)
+
+    def available_size(self) -> int:
+        return int(self._allocator.available_size())
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        slots: torch.Tensor | None = self._allocator.alloc(need_size)
+        return slots
+
+    def free(self, free_index: torch.Tensor) -> None:
+        self._allocator.free(free_index)
+
+    def get_kvcache(self) -> Any:
+        return self._allocator.get_kvcache()
+
+    def alloc_pages(self, num_pages: int) -> Pages | None:
+        """int32 [num_pages], or None if there are too few."""
+        slots = self.alloc(num_pages * self.page_size)
+        return None if slots is None else pages_of(slots, self.page_size)
+
+    def free_pages(self, pages: Pages) -> None:
+        """Give back whole pages, each named once."""
+        if self._free_ids is not None:
+            self._free_ids(torch.from_numpy(pages.astype(np.int64)).to(self.device))
+        else:
+            self._allocator.free(slots_of(pages, self.page_size, self.device))
+
+
+class HostPoolView:
+    """Our host pool as far as SGLang's metrics look at one. Sizes are in tokens."""
+
+    def __init__(self, pages: PageSource, page_size: int):
+        self.page_size = page_size
+        self._pages = pages
+
+    @property
+    def logical_size(self) -> int:
+        return self._pages.num_pages * self.page_size
+
+    size = logical_size
+
+    def available_size(self) -> int:
+        return self._pages.available * self.page_size
+
+
+class FencedStreams(CudaStreams):
+    """Copies also wait for SGLang's forward stream: a forward under way may use what is to be overwritten."""
+
+    def __init__(self, device: Any):
+        super().__init__(device)
+        self.fence: Any = None
+
+    def mark(self) -> object:
+        events = [super().mark()]
+        if self.fence is not None:
+            event = self._cuda.Event()
+            event.record(self.fence)
+            events.append(event)
+        return tuple(events)
+
+    @contextmanager
+    def copying(self, kind: JobKind, after: object) -> Iterator[None]:
+        first, *others = after if isinstance(after, tuple) else (after,)
+        with super().copying(kind, first):
+            for event in others:
+                self._streams[kind].wait_event(event)
+            yield
+
+
+class ControllerView:
+    """What SGLang reads and sets on a cache's `cache_controller`.
+
+    storage_backend: the object whose class's name reports carry, as `storage_backend` beside cached tokens.
+    load_fence_stream, write_fence_stream: SGLang's forward stream, set by its scheduler.
+    """
+
+    pp_prefetch_command_group = None
+
+    def __init__(self, layer_done_counter: Any, streams: FencedStreams | None = None):
+        self.layer_done_counter = layer_done_counter
+        self.storage_backend: Any = None
+        self.storage_backend_type: str | None = None
+        self.write_fence_stream: Any = None
+        self._streams = streams
+
+    @property
+    def load_fence_stream(self) -> Any:
+        return None if self._streams is None else self._streams.fence
+
+    @load_fence_stream.setter
+    def load_fence_stream(self, stream: Any) -> None:
+        if self._streams is not None:
+            self._streams.fence = stream
+
+    def show_storage(self, name: str | None, storage: GuardedStorage | None) -> None:
+        """Have SGLang see that this storage is attached, or none."""
+        self.storage_backend_type = name
+        self.storage_backend = None if storage is None else innermost(storage)
+
+
+def innermost(storage: GuardedStorage) -> Any:
+    """The object that stores, behind guard and wrappers; SGLang's own where we host one."""
+    backend: Any = storage.backend
+    while (inside := getattr(backend, "inner", None)) is not None:
+        backend = inside
+    return getattr(backend, "hosted", backend)

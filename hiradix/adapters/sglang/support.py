@@ -1,0 +1,70 @@
+"""Which SGLang, and which of its options, the adapter serves. Refusals name the version or the flag."""
+
+from __future__ import annotations
+
+from enum import Enum
+from importlib import metadata
+from typing import Any
+
+from hiradix.errors import ConfigError
+
+TESTED = "0.5.23"
+
+
+class Api(Enum):
+    """The generations of SGLang's prefix-cache contract, told apart by what its base class asks for."""
+
+    CHECKPOINT = "checkpoint"
+    FINISHED_REQ = "cache_finished_req"
+
+
+def installed_version() -> str:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def unsupported_version(version: str, reason: str) -> ConfigError:
+    """The error for an SGLang that cannot be served."""
+    return ConfigError(
+        f"--radix-cache-backend hiradix: SGLang {version} is not supported: {reason}. "
+        f"Tested with SGLang {TESTED}; from 0.5.15 on there is a registry of cache backends"
+    )
+
+
+def api_of(base_class: type) -> Api:
+    """Which contract `base_class`, SGLang's BasePrefixCache, is. Raises ConfigError naming the version."""
+    asked: Any = getattr(base_class, "__abstractmethods__", ())
+    for api in Api:
+        if api.value in asked:
+            return api
+    known = " or ".join(api.value for api in Api)
+    raise unsupported_version(installed_version(), f"its BasePrefixCache has no {known}")
+
+
+# attribute of the resolved flags: the flag, and what to do instead
+_REFUSED_FLAGS = {
+    "enable_lmcache": ("--enable-lmcache", "it is a cache hierarchy of its own"),
+    "enable_flexkv": ("--enable-flexkv", "it is a cache hierarchy of its own"),
+    "enable_unified_cache_external_linker": (
+        "--enable-unified-cache-external-linker",
+        "use --enable-hierarchical-cache with --hicache-storage-backend",
+    ),
+    "enable_unified_memory": ("--enable-unified-memory", "its pools are one buffer of records"),
+    "enable_page_major_kv_layout": ("--enable-page-major-kv-layout", "its pools are one buffer of records"),
+    "enable_session_radix_cache": ("--enable-session-radix-cache", "sessions are not tracked"),
+    "enable_hisparse": ("--enable-hisparse", "it moves pages of running requests itself"),
+}
+
+
+def refuse_flags(flags: Any) -> None:
+    """Raise ConfigError for the first option that cannot be served. flags: what has SGLang's attributes."""
+    for attribute, (flag, reason) in _REFUSED_FLAGS.items():
+        if getattr(flags, attribute, False):
+            raise refusal(flag, reason)
+
+
+def refusal(flag: str, reason: str) -> ConfigError:
+    """The error for an option that cannot be served, whose flag it names."""
+    return ConfigError(f"{flag} is not supported with --radix-cache-backend hiradix: {reason}")

@@ -1,0 +1,185 @@
+"""The prefix cache for SGLang 0.5.23 with host and storage: what its scheduler asks of lower tiers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+from hiradix.adapters.sglang.cache import HiRadixPrefixCache, joined_tokens
+from hiradix.adapters.sglang.meters import Meters
+from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
+from hiradix.cache.pages import BACKBONE
+from hiradix.prefix_cache import HiRadixCache, RadixKey
+from hiradix.tree import Node
+
+
+class HiRadixHostCache(HiRadixPrefixCache):
+    """`HiRadixPrefixCache` over device, host and storage. Named in SGLang's log line `impl=`.
+
+    controller: what SGLang sees as this cache's `cache_controller`.
+    """
+
+    inner: HiRadixCache
+    hicache_storage_pass_prefix_keys = False  # storage gets them from the transfer workers, not from SGLang
+
+    def __init__(self, params: Any, inner: HiRadixCache, controller: ControllerView):
+        super().__init__(params, inner)
+        self.cache_controller = controller
+        self.token_to_kv_pool_host = HostPoolView(inner.cache.supply.host_pools[BACKBONE], self.page_size)
+        self._meters = Meters(self, params.enable_metrics)
+        self._checks = os.environ.get("HIRADIX_CHECK") == "1"
+        self._has_unclaimed_load = False
+        assert inner.cache.prefetcher is not None
+        self._prefetcher = inner.cache.prefetcher
+
+    # -- every scheduler step -----------------------------------------------------------
+
+    def check_hicache_events(self) -> None:
+        """Apply finished transfers; with several ranks, those that all of them have."""
+        if self._has_unclaimed_load:  # its request was not admitted after all
+            self.ready_to_load_host_cache()
+        self.inner.check_hicache_events()
+        self._meters.update()
+        if self._checks:
+            self.inner.check()
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the load backs of this step; what the next forward waits for, -1 for nothing."""
+        self._has_unclaimed_load = False
+        return self.inner.ready_to_load_host_cache()
+
+    @property
+    def ongoing_write_through(self) -> Sized:
+        return self.inner.ongoing_write_through
+
+    @property
+    def ongoing_load_back(self) -> Sized:
+        return self.inner.ongoing_load_back
+
+    @property
+    def ongoing_prefetch(self) -> Sized:
+        return self.inner.ongoing_prefetch
+
+    @property
+    def ongoing_backup(self) -> Sized:
+        return self.inner.ongoing_backup
+
+    # -- load back ----------------------------------------------------------------------
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Node]:
+        """Bring a request's host hit to the device: (its tokens, its node), or (0, the device prefix).
+
+        All of what was promised or nothing. SGLang does not pin the host's part, so it is looked up again.
+        """
+        req, node = params.req, params.best_match_node
+        match = self.inner.split_match(node)
+        quota = None if params.mem_quota is None else params.mem_quota // self.page_size
+        is_whole = match.loadable_node.end == node.end
+        if not is_whole or self.inner.cache.load_back(match, quota) is None:
+            return 0, req.last_node
+        self._has_unclaimed_load = True
+        return match.loadable_node.end * self.page_size - req.prefix_len, match.loadable_node
+
+    # -- prefetch -----------------------------------------------------------------------
+
+    @property
+    def enable_storage(self) -> bool:
+        return self.inner.enable_storage
+
+    def is_root(self, node: Node) -> bool:
+        return node is self.root_node
+
+    def is_backuped(self, node: Node) -> bool:
+        """Whether what follows `node` may be prefetched: always, as it need not be on the host itself."""
+        return True
+
+    def get_last_hash_value(self, node: Node) -> str | None:
+        """None: pages are hashed by the transfer workers."""
+        return None
+
+    def get_prefix_hash_values(self, node: Node) -> list[str]:
+        return []
+
+    def prefetch_from_storage(
+        self,
+        handle: Any,
+        last_host_node: Node,
+        new_input_tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: Sequence[str] | None = None,
+        *,
+        matched_prefix_tokens: Sequence[int] = (),
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> bool:
+        """Ask storage for what follows `last_host_node`. False: not asked."""
+        if not self.enable_storage or not len(new_input_tokens):
+            return False
+        tokens = joined_tokens(matched_prefix_tokens, new_input_tokens)
+        key = RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)
+        return self._prefetcher.start(handle, key.page_aligned(self.page_size), last_host_node)
+
+    def check_prefetch_progress(self, handle: Any) -> bool:
+        """True when the request may be scheduled."""
+        return self.inner.check_prefetch_progress(handle)
+
+    def pop_prefetch_loaded_tokens(self, handle: Any) -> int:
+        return self.inner.pop_prefetch_loaded_tokens(handle)
+
+    def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
+        """Tokens its prefetch brought from storage, and where in the prompt they begin."""
+        first, num_pages = self._prefetcher.pop_loaded_span(handle)
+        return num_pages * self.page_size, first * self.page_size if num_pages else None
+
+    def terminate_prefetch(self, handle: Any) -> None:
+        self.inner.terminate_prefetch(handle)
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """Forget a request that ended while waiting. Never blocks."""
+        self.inner.release_aborted_request(handle)
+
+    def finish_storage_prefetch_admission(
+        self, handle: Any, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """A request was admitted; `reason` says why less than was fetched is used."""
+        self._meters.admitted(reason)
+
+    # -- storage, while serving ---------------------------------------------------------
+
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
+        """Attach a backend by name, ours or one of SGLang's; (ok, message) in SGLang's words."""
+        answer = self.inner.attach_storage_backend(
+            storage_backend,
+            storage_backend_extra_config_json,
+            served_model_name,
+            hicache_storage_prefetch_policy,
+            hicache_write_policy,
+        )
+        self.show_storage()
+        return answer
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Detach and close the backend; idempotent."""
+        answer = self.inner.detach_storage_backend()
+        self.show_storage()
+        return answer
+
+    def clear_storage_backend(self) -> bool:
+        """Delete this model's pages from storage. False when there is none or it failed."""
+        return self.inner.clear_storage_backend()
+
+    def show_storage(self) -> None:
+        """Have SGLang's reports and metrics name the storage that is attached."""
+        self.cache_controller.show_storage(self.inner.storage_name, self.inner.storage)
+        self._meters.show_storage(self.inner.storage_name)
