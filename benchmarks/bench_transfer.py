@@ -8,9 +8,10 @@
 | tick | CPU time of `tick()` when nothing has ended |
 | drain | pages a second into storage, beside a scheduler that sleeps and one that polls all the time |
 | faulty | seconds that a backend which hangs adds to a request that waits for all its pages |
-| no hits | CPU time of prompts that nobody asked before, three tiers beside no cache; SmolLM2-135M |
+| no hits | CPU time that tiers add to prompts nobody asked before (bench_transfer_overhead.py) |
 
-`limit`: the same number without the cause, or the deadline. Writes build/bench/transfer.json.
+`limit`: the same number without the cause, the deadline, or the target. `floor`: what the bytes cost on their
+own. Writes build/bench/transfer.json.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import bench_transfer_overhead
 import numpy as np
 import torch
 from common import Row, machine, table, write_json
 
 from hiradix.cache import HierarchicalCache, HostTier
-from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.engine.api import EngineConfig, SamplingParams
-from hiradix.engine.engine import Engine
+from hiradix.engine.smollm2 import smollm2_path
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
@@ -46,7 +46,6 @@ PAGE = 16
 NUM_PAGES = 640
 ROUNDS = 5
 DEADLINE_S = 0.5
-PROMPT_TOKENS = 384
 
 
 class Hanging:
@@ -169,36 +168,6 @@ def faulty_row() -> Row:
     return Row("faulty", "added by a backend that hangs", "s", max(waits), {"limit": DEADLINE_S})
 
 
-def prompts_cpu_s(engine: Engine, seed: int) -> float:
-    """CPU seconds of the process for four prompts that share nothing with any before."""
-    rng = np.random.default_rng(seed)
-    start_s = time.process_time()
-    for number in range(4):
-        prompt = rng.integers(100, 40_000, PROMPT_TOKENS).tolist()
-        engine.add_request(f"{seed}-{number}", prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))
-    while engine.has_work:
-        engine.step()
-    return time.process_time() - start_s
-
-
-def no_hits_row(model: Path) -> Row:
-    with tempfile.TemporaryDirectory() as folder:
-        extra = parse_extra_config(f'{{"file_storage_path": "{folder}", "prefetch_threshold": 16}}')
-        three = HiCacheConfig(
-            page_size=PAGE, enable_hierarchical_cache=True, hicache_ratio=1.0,
-            hicache_storage_backend="file", hicache_storage_backend_extra_config=extra,
-        )  # fmt: skip
-        configs = (three, HiCacheConfig(page_size=PAGE, disable_radix_cache=True))
-        engines = [Engine(EngineConfig(str(model), cache=c, max_total_tokens=2048)) for c in configs]
-        for engine in engines:
-            prompts_cpu_s(engine, 999)
-        pairs = [[prompts_cpu_s(engine, seed) for engine in engines] for seed in range(ROUNDS)]
-        for engine in engines:
-            engine.close()
-    on, off = (statistics.median(times) for times in zip(*pairs, strict=True))
-    return Row("no hits", f"4 new prompts of {PROMPT_TOKENS} tokens", "CPU s", on, {"limit": off})
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="")
@@ -208,17 +177,17 @@ def main() -> int:
     torch.set_num_threads(1)
     cases: dict[str, Callable[[], Row]] = {"tick": tick_row, "drain": drain_row, "faulty": faulty_row}
 
-    def no_hits() -> Row:
-        from hiradix.engine.smollm2 import smollm2_path
-
-        return no_hits_row(args.model or smollm2_path())
-
-    cases["no hits"] = no_hits
     wanted = [word for word in args.only.split(",") if word]
-    rows = [make() for name, make in cases.items() if not wanted or any(w in name for w in wanted)]
+
+    def is_wanted(name: str) -> bool:
+        return not wanted or any(word in name for word in wanted)
+
+    rows = [make() for name, make in cases.items() if is_wanted(name)]
+    if is_wanted("no hits"):
+        rows += bench_transfer_overhead.rows(args.model or smollm2_path())
     about = machine()
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    print(table(rows, ["limit"]))
+    print(table(rows, ["limit", "floor"]))
     write_json(args.out, rows, about)
     return 0
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
-from hiradix.storage.page_dir import PageDir, file_footprint, footprint, remove
+from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
@@ -38,6 +38,7 @@ class _Write:
 
     index: int
     key: str
+    path: str
     page: Page
     num_bytes: int
     temp: str = ""
@@ -99,10 +100,10 @@ class FileBackend(StorageBackend):
         ok = [False] * len(keys)
         todo: list[_Write] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
-            num_bytes = SEAL_BYTES + page_bytes(page)
-            ok[index] = self._is_there(key, num_bytes)
+            num_bytes, path = SEAL_BYTES + page_bytes(page), self._folder.path(key)
+            ok[index] = _is_whole(_status(path), num_bytes)
             if not ok[index]:
-                todo.append(_Write(index, key, page, num_bytes))
+                todo.append(_Write(index, key, path, page, num_bytes))
         self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
         while todo:
             group = self._next_group(todo)
@@ -201,14 +202,6 @@ class FileBackend(StorageBackend):
         except OSError:  # a read-only or foreign-owned file can still be read; only its recency is lost
             self._count("touch_errors")
 
-    def _is_there(self, key: str, num_bytes: int) -> bool:
-        """Whether the page's file is there with its right length."""
-        try:
-            status = os.lstat(self._folder.path(key))
-        except FileNotFoundError:
-            return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == num_bytes
-
     def _next_group(self, todo: list[_Write]) -> list[_Write]:
         """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
         """
@@ -239,14 +232,14 @@ class FileBackend(StorageBackend):
         return done
 
     def _begin(self, group: list[_Write], keep: Collection[str]) -> None:
+        sizes = [footprint(write.num_bytes) for write in group]
         with self._room.locked():
-            for write in group:
-                if not self._room.reserve(footprint(write.num_bytes), keep):
-                    break
+            num_fitting = self._room.reserve(sizes, keep)
+            for at, write in enumerate(group[:num_fitting]):
                 try:
                     write.temp, write.fd = self._folder.new_temp(write.num_bytes)
                 except OSError:
-                    self._room.cancel(footprint(write.num_bytes))
+                    self._room.cancel(sum(sizes[at:num_fitting]))
                     raise
 
     def _write(self, write: _Write, now_ns: int) -> None:
@@ -278,10 +271,10 @@ class FileBackend(StorageBackend):
 
     def _publish_one(self, write: _Write, faults: list[OSError]) -> bool:
         try:
-            if write.written and not self._is_there(write.key, write.num_bytes):
-                old = file_footprint(self._folder.path(write.key))  # of a damaged file
-                self._folder.publish(write.temp, write.key)
-                self._room.cancel(old)
+            if write.written and not _is_whole(old := _status(write.path), write.num_bytes):
+                self._folder.publish(write.temp, write.path)
+                if old is not None:  # a damaged file
+                    self._room.cancel(footprint(old.st_size))
                 return True
         except OSError as error:
             faults.append(error)
@@ -289,3 +282,15 @@ class FileBackend(StorageBackend):
         remove(write.temp)
         self._room.cancel(footprint(write.num_bytes))
         return write.written
+
+
+def _status(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except FileNotFoundError:
+        return None
+
+
+def _is_whole(status: os.stat_result | None, num_bytes: int) -> bool:
+    """Whether that is a page's file with its right length."""
+    return status is not None and stat.S_ISREG(status.st_mode) and status.st_size == num_bytes

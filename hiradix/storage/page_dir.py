@@ -74,9 +74,8 @@ class PageDir:
             raise
         return path, fd
 
-    def publish(self, temp: str, key: str) -> None:
-        """Give a finished temporary file its name, at once and for all readers."""
-        path = self.path(key)
+    def publish(self, temp: str, path: str) -> None:
+        """Give a finished temporary file the name of a page, at once and for all readers."""
         try:
             os.replace(temp, path)
         except FileNotFoundError:

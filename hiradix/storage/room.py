@@ -76,20 +76,15 @@ class Room:
         with self._ledger.locked(self._config.lock_timeout_s if timeout_s is None else timeout_s):
             yield
 
-    def reserve(self, num_bytes: int, keep: Collection[str]) -> bool:
-        """Enter `num_bytes` into the ledger, evicting as needed but nothing of `keep`. Call within `locked`.
-        """
-        if num_bytes > self._config.max_bytes:
-            return False
-        unknown = self._usage() - self._index.num_bytes
-        if unknown > self._config.max_bytes // DRIFT and self._short(num_bytes) > 0:
-            self._recount()
-        if not self._make_room(num_bytes, keep):
-            self._recount()  # others may have written what the index lacks, or evicted what it has
-            if not self._make_room(num_bytes, keep):
-                return False
-        self._ledger.write(self._usage() + num_bytes)
-        return True
+    def reserve(self, sizes: Sequence[int], keep: Collection[str]) -> int:
+        """Enter the leading `sizes` that there is room for into the ledger, evicting as needed but nothing of
+        `keep`; how many. Call within `locked`."""
+        if self._enter(sum(sizes), keep):
+            return len(sizes)
+        for count, num_bytes in enumerate(sizes):
+            if not self._enter(num_bytes, keep):
+                return count
+        return len(sizes)
 
     def cancel(self, num_bytes: int) -> None:
         """Take a reservation, or a file that was unlinked, out of the ledger. Call within `locked`."""
@@ -120,6 +115,19 @@ class Room:
         self.cancel(sum(size for path, size in zip(paths, sizes) if remove(path)))
 
     # -- inside -------------------------------------------------------------------------
+
+    def _enter(self, num_bytes: int, keep: Collection[str]) -> bool:
+        if num_bytes > self._config.max_bytes:
+            return False
+        unknown = self._usage() - self._index.num_bytes
+        if unknown > self._config.max_bytes // DRIFT and self._short(num_bytes) > 0:
+            self._recount()
+        if not self._make_room(num_bytes, keep):
+            self._recount()  # others may have written what the index lacks, or evicted what it has
+            if not self._make_room(num_bytes, keep):
+                return False
+        self._ledger.write(self._usage() + num_bytes)
+        return True
 
     def _usage(self) -> int:
         usage = self._ledger.read()

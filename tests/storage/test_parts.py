@@ -32,12 +32,13 @@ from hiradix.storage import (
     register_storage_backend,
     registry,
     storage_backend_names,
+    vectored,
 )
 from hiradix.storage.build import GUARD_KEYS
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.options import parse_size
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
-from hiradix.storage.vectored import read_into, write_from
+from hiradix.storage.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
 from tests.storage.doubles import MemoryBackend
 from tests.storage.files import open_file
@@ -351,3 +352,22 @@ def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
     assert read_into(fd, [bytearray(10)], 100 + len(data) - 4) == 4
     assert read_into(fd, [], 0) == 0
     os.close(fd)
+
+
+def test_no_write_call_is_longer_than_the_page_cache_likes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = []
+
+    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
+        lengths.append(sum(map(len, views)))
+        return os.pwritev(fd, views, offset)
+
+    monkeypatch.setattr(vectored, "pwritev", pwritev)
+    data = random.Random(6).randbytes(2 * WRITE_CALL_BYTES + 4000)
+    fd = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    cut = WRITE_CALL_BYTES - 5
+    assert write_from(fd, [data[:5], data[5:cut], data[cut:]], 64) == len(data)
+    os.close(fd)
+    assert lengths == [WRITE_CALL_BYTES, WRITE_CALL_BYTES, 4000]
+    assert (tmp_path / "f").read_bytes()[64:] == data

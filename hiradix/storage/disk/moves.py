@@ -29,7 +29,7 @@ BOUNCE_BYTES = 8 << 20
 DIRECT_OPERATION_BYTES = 2 << 20
 """Longer operations past the page cache are not faster, and fewer of them run at once."""
 MAX_PLAIN_CALLS = 4
-"""That many operations through the page cache are plain calls: they copy faster than io_uring."""
+"""That many reads through the page cache, and all writes, are plain calls: they copy faster than io_uring."""
 NUM_WAVES = 4
 """A batch whose pages are checked is looked at in that many parts, each while the rest is being read."""
 
@@ -91,7 +91,7 @@ class PageIO:
                 else:
                     bounced.extend(part.indices)
         self._count(batch, direct, cached, len(bounced))
-        if len(cached) <= MAX_PLAIN_CALLS and not direct:
+        if not direct and (batch.write or len(cached) <= MAX_PLAIN_CALLS):
             for part in cached:
                 batch.plainly(part)
         else:
