@@ -6,6 +6,7 @@
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
+# make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
@@ -64,7 +65,7 @@ lint: $(READY)
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
-LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk
+LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -86,6 +87,12 @@ test-scale: $(READY)
 test-storage: $(READY)
 	$(PY) -m tests.storage_servers.install
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
+
+# SGLang runs in an environment of its own, with its own pins.
+.PHONY: test-sglang
+test-sglang: $(READY)
+	$(PY) -m tests.sglang.install
+	build/sglang-venv/bin/python -m pytest -q --timeout 600 tests/sglang $(PYTEST_FLAGS)
 
 .PHONY: compiled test-compiled
 # PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 
+from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
@@ -66,8 +67,17 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
         self.device = torch.device(params.token_to_kv_pool_allocator.device)
+        self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
             self.init_metrics_collector()
+
+    def storage_name(self) -> str | None:
+        """The name of the storage backend that is attached."""
+        return None
+
+    def take_events(self) -> list[Any]:
+        """KV events since the last call, as SGLang's records."""
+        return [] if self._events is None else [as_sglang(event) for event in self._events.take()]
 
     # -- reading ------------------------------------------------------------------------
 

@@ -179,6 +179,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Delete this model's pages from storage. False when there is none or it failed."""
         return self.inner.clear_storage_backend()
 
+    def storage_name(self) -> str | None:
+        return self.inner.storage_name
+
     def show_storage(self) -> None:
         """Have SGLang's reports and metrics name the storage that is attached."""
         self.cache_controller.show_storage(self.inner.storage_name, self.inner.storage)

@@ -1,0 +1,45 @@
+"""Our KV events as SGLang's records, which its scheduler publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation import kv_events as sglang_records
+
+from hiradix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Medium, Naming
+from hiradix.tree import RadixTree
+
+ON_THIS_MACHINE = ("disk", "file")  # storage backends whose blocks lie on its disks
+
+
+def watch(params: Any, tree: RadixTree, storage_name: Callable[[], str | None]) -> KVEvents | None:
+    """Notes what moves in `tree`, if SGLang's CacheInitParams ask for events."""
+    if not params.enable_kv_cache_events:
+        return None
+
+    def medium() -> Medium:
+        return Medium.DISK if storage_name() in ON_THIS_MACHINE else Medium.EXTERNAL
+
+    names = params.kv_event_lora_names
+    is_dynamo = params.dynamo_kv_event_format
+    return KVEvents(tree, Naming(is_dynamo, names.resolve if is_dynamo else names.get), medium)
+
+
+def as_sglang(event: Event) -> Any:
+    """One event as SGLang's record of that name."""
+    if isinstance(event, BlockStored):
+        return sglang_records.BlockStored(
+            block_hashes=event.block_hashes,
+            parent_block_hash=event.parent_block_hash,
+            token_ids=event.token_ids,
+            block_size=event.block_size,
+            lora_id=event.lora_id,
+            medium=event.medium,
+            cache_salt=event.cache_salt,
+            lora_name=event.lora_name,
+        )
+    if isinstance(event, BlockRemoved):
+        return sglang_records.BlockRemoved(block_hashes=event.block_hashes, medium=event.medium)
+    assert isinstance(event, AllBlocksCleared), event
+    return sglang_records.AllBlocksCleared()

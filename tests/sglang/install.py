@@ -1,0 +1,81 @@
+"""Puts SGLang on this machine's CPU, into a virtual environment of its own, with hiradix from this checkout.
+
+python -m tests.sglang.install [FOLDER]        (default build/sglang-venv; 1 minute, 2.8 GB)
+
+SGLang's wheel asks for CUDA builds, so its dependencies are installed one by one, and what exists for no CPU
+is replaced by `on_cpu/`: kernels in torch, empty modules for what a text model never calls, and a plugin that
+lets SGLang's own HiCache run here, for comparisons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+VENV = ROOT / "build" / "sglang-venv"
+SGLANG = "0.5.23"
+# What the tests themselves need there, of the versions that constraints.txt pins.
+FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "redis", "hiredis", "peercache", "radixview", "sgtop")
+
+
+def python(venv: Path = VENV) -> Path:
+    return venv / "bin" / "python"
+
+
+def main(venv: Path = VENV) -> None:
+    """Install what is missing; nothing when all is there as it should be."""
+    marker = venv / "installed"
+    if marker.is_file() and marker.read_text() == _digest():
+        return
+    shutil.rmtree(venv, ignore_errors=True)
+    print(f"installing SGLang {SGLANG} into {venv} (about a minute) ...", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    _pip(venv, "torch==2.13.0")
+    _pip(venv, "--no-deps", "-r", str(HERE / "requirements.txt"))
+    _pip(venv, "--no-deps", f"sglang=={SGLANG}", "triton==3.9.0")
+    # pins that hold SGLang's own packages still while the tests' are added
+    _pip(venv, "-c", str(HERE / "requirements.txt"), *(_pinned(name) for name in FOR_TESTS))
+    _pip(venv, "--no-deps", "-e", str(ROOT))
+    for part in (HERE / "on_cpu").iterdir():
+        copy = shutil.copytree if part.is_dir() else shutil.copy
+        copy(part, _site_packages(venv) / part.name)
+    marker.write_text(_digest())
+
+
+def _pip(venv: Path, *arguments: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(python(venv)), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, env=environment)
+
+
+def _pinned(name: str) -> str:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next((line for line in lines if line.startswith(f"{name}==")), name)
+
+
+def _site_packages(venv: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(
+        subprocess.run([python(venv), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    )
+
+
+def _digest() -> str:
+    """Of everything that decides what is installed."""
+    parts = [
+        path
+        for path in sorted(HERE.glob("on_cpu/**/*"))
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    parts += [HERE / "requirements.txt", HERE / "install.py", ROOT / "pyproject.toml"]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

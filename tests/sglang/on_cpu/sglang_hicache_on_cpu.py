@@ -1,0 +1,114 @@
+"""An SGLang plugin that lets SGLang's own HiCache run on a CPU, for comparisons with it.
+
+torch.cpu's events and streams get CUDA's surface, host pools are not pinned, and the page copies of the
+`direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of this.
+"""
+
+import contextlib
+import inspect
+import time
+
+import torch
+
+
+class Event:
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False):
+        self.time_s = 0.0
+
+    def record(self, stream=None):
+        self.time_s = time.perf_counter()
+
+    def wait(self, stream=None):
+        pass
+
+    def query(self):
+        return True
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return max(0.0, (other.time_s - self.time_s) * 1e3)
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_, **__):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def wait_stream(self, stream):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record()
+        return event
+
+    def query(self):
+        return True
+
+
+def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+    source, target = src_indices.long(), dst_indices.long()
+    for src, dst in zip(src_layers, dst_layers):
+        dst[target] = src[source].reshape(dst[target].shape)
+
+
+def transfer_kv_per_layer_direct_pf_lf(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size):
+    source, target = src_indices.long(), dst_indices.long()
+    for src, dst in zip(src_ptrs, dst_ptrs):
+        rows = src[source // page_size, layer_id, source % page_size]
+        dst[target] = rows.reshape(dst[target].shape)
+
+
+def transfer_kv_all_layer_direct_lf_pf(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
+    source, target = src_indices.long(), dst_indices.long()
+    num_layers = len(src_ptrs) // len(dst_ptrs)
+    for array, dst in enumerate(dst_ptrs):
+        for layer in range(num_layers):
+            rows = src_ptrs[array * num_layers + layer][source]
+            dst[target // page_size, layer, target % page_size] = rows.reshape(len(source), *dst.shape[3:])
+
+
+COPIES = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
+
+
+def activate():
+    torch.cpu.Event, torch.cpu.Stream = Event, Stream
+    stream = Stream()
+    torch.cpu.current_stream = lambda device=None: stream
+    torch.cpu.stream = lambda _=None: contextlib.nullcontext()
+    _without_pinning()
+    try:
+        import sglang.srt.mem_cache.pool_host.mha as pools
+    except ImportError:  # before 0.5.16
+        import sglang.srt.mem_cache.memory_pool_host as pools
+    for copy in COPIES:
+        setattr(pools, copy.__name__, copy)
+    pools._cuda_host_unregister = lambda *_, **__: None
+
+
+def _without_pinning():
+    import sglang.srt.mem_cache.pool_host.base as base
+    import sglang.srt.mem_cache.pool_host.common as common
+
+    ranges = getattr(common, "_CUDA_HOST_REGISTERED_RANGES_ATTR", "_registered")
+    common._cuda_host_register = lambda buffer, _=None: setattr(buffer, ranges, [])
+    if hasattr(common, "_cuda_host_unregister"):
+        common._cuda_host_unregister = lambda *_, **__: None
+    original = base.HostKVCache.__init__
+    signature = inspect.signature(original)
+
+    def without_pinning(self, *arguments, **named):
+        bound = signature.bind(self, *arguments, **named)
+        bound.arguments["pin_memory"] = False
+        return original(*bound.args, **bound.kwargs)
+
+    base.HostKVCache.__init__ = without_pinning
