@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hiradix.tree import DeadLeaf
 from tests.differential import ours
 from tests.differential.ours import AS_SHIPPED, Manner
 from tests.differential.streams import Setup, Stream, draw
@@ -24,7 +25,11 @@ Seen = list[dict[str, Any]]
 
 LIKE_PEER = Manner(as_inserted=True)
 LIKE_PEER_TOUCHING = Manner(as_inserted=True, touch_rest=True)
-LIKE_PEER_WINDOWS = Manner(as_inserted=True, touch_rest=True, touch_windows=True, bare_leaves=True)
+LIKE_PEER_WINDOWS = Manner(as_inserted=True, touch_rest=True, touch_windows=True, dead_leaf=DeadLeaf.BARE)
+LIKE_NEW_PEER_WINDOWS = Manner(
+    as_inserted=True, touch_rest=True, window_leaves=True, by_last_walk=True, with_window=True,
+    dead_leaf=DeadLeaf.KEEP,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,13 @@ WINDOWS = {1: (1, 8), 4: (1, 4, 12), 16: (5, 16, 48)}  # page size: tokens below
 
 
 def _window_lanes() -> Iterator[Lane]:
-    for kind in ("turns", "anywhere"):
-        for size, windows in WINDOWS.items():
-            for window in windows:
-                setup = Setup(size, 80, window=window, num_window_pages=45)
-                yield Lane("0.5.9", kind, setup, LIKE_PEER_WINDOWS)
+    for peer in PEERS:
+        for kind in ("turns", "anywhere"):
+            for size, windows in WINDOWS.items():
+                for window in windows:
+                    setup = Setup(size, 80, window=window, num_window_pages=45)
+                    manner = LIKE_PEER_WINDOWS if peer == "0.5.9" else LIKE_NEW_PEER_WINDOWS
+                    yield Lane(peer, kind, setup, manner)
 
 
 COUNTING = (("inserted", 80, LIKE_PEER_TOUCHING),)  # of requests, 0.5.9 counts other things as a use
@@ -107,9 +114,11 @@ def parting(theirs: Seen, own: Seen) -> int | None:
     return None if len(theirs) == len(own) else min(len(theirs), len(own))
 
 
-def comparable(seen: Seen, setup: Setup) -> Seen:
+def comparable(seen: Seen, lane: Lane) -> Seen:
     """Of 0.5.9's windows not whether what was matched is what was stored: it is not (differences, 9)."""
-    return [{k: v for k, v in s.items() if k != "exact"} for s in seen] if setup.window else seen
+    if lane.setup.window and lane.peer == "0.5.9":
+        return [{k: v for k, v in s.items() if k != "exact"} for s in seen]
+    return seen
 
 
 def explain(stream: Stream, theirs: Seen, own: Seen, at: int) -> str:
@@ -135,9 +144,9 @@ def main() -> None:
         theirs = play_on_peer(streams, lane.peer)
         agree, shipped, hits, their_hits = 0, 0, 0, 0
         for stream, seen in zip(streams, theirs):
-            seen = comparable(seen, lane.setup)
-            agree += parting(seen, comparable(ours.run(stream, lane.manner), lane.setup)) is None
-            own = comparable(ours.run(stream, AS_SHIPPED), lane.setup)
+            seen = comparable(seen, lane)
+            agree += parting(seen, comparable(ours.run(stream, lane.manner), lane)) is None
+            own = comparable(ours.run(stream, AS_SHIPPED), lane)
             shipped += parting(seen, own) is None
             hits, their_hits = hits + found_tokens(stream, own), their_hits + found_tokens(stream, seen)
         share = f"{100 * hits / max(their_hits, 1):.1f} %"

@@ -37,6 +37,7 @@ from hiradix.prefix_cache.swa import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.runs import walk
+from tests.differential.last_walks import LastWalks
 from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
 from tests.differential.streams import Stream
@@ -59,13 +60,20 @@ class Manner:
         windows of whole nodes.
     touch_rest: a walk that ends inside a node makes the rest of that node recently used.
     touch_windows: a walk makes all windows of its path recently used, not only what a lock covers.
-    bare_leaves: a leaf leaves when its own window has, not as soon as no match can end there.
+    by_last_walk: windows leave in the order of the last walk that ended less than a window and a page
+        behind them; giving a lock back is no use.
+    dead_leaf: what becomes of leaves where no match can end.
+    with_window: a leaf leaves when its window does, whatever becomes of its parents.
+    window_leaves: a new leaf is cut where its window begins, so that a lock covers no more of it.
     """
 
     as_inserted: bool = False
     touch_rest: bool = False
     touch_windows: bool = False
-    bare_leaves: bool = False
+    by_last_walk: bool = False
+    dead_leaf: DeadLeaf = DeadLeaf.UNUSABLE
+    with_window: bool = False
+    window_leaves: bool = False
 
 
 AS_SHIPPED = Manner()
@@ -163,8 +171,33 @@ class OurWindowSide(WindowSide, OurSide):
         store = self.cache.tree._store
         if manner.as_inserted:
             store.grain = AS_INSERTED
-        if manner.bare_leaves:
-            store.dead_leaf = DeadLeaf.BARE
+        store.dead_leaf = manner.dead_leaf
+        if manner.with_window:
+            self._drop_with_window(store)
+        if manner.window_leaves:
+            self._cut_new_leaves(self.cache.tree)
+        self.walks = LastWalks(self.cache.tree, self.window) if manner.by_last_walk else None
+
+    def _drop_with_window(self, store: Any) -> None:
+        drop = store.drop
+
+        def dropped(node: Node, component: int, tier: int, out: Any) -> None:
+            drop(node, component, tier, out)
+            entries = (node.device, node.host, *node.others)
+            if component == WINDOW and not node.children and not any(entry.lock_ref for entry in entries):
+                store.unlink(node, out)
+
+        store.drop = dropped
+
+    def _cut_new_leaves(self, tree: Any) -> None:
+        grow, reach = tree._grow, tree.components[WINDOW].reach
+
+        def grown(node: Node, key: Any, num_pages: int) -> Node:
+            leaf: Node = grow(node, key, num_pages)
+            tree.cut(leaf, max(leaf.start, num_pages - reach))
+            return leaf
+
+        tree._grow = grown
 
     def tiers(self, node: Node) -> str:
         return "D" * node.resident(Tier.DEVICE) + "W" * node.resident(Tier.DEVICE, WINDOW)
@@ -176,6 +209,8 @@ class OurWindowSide(WindowSide, OurSide):
         path = list(self.cache.tree.path(found.node))[::-1]
         cut = [] if self.rest is None else [self.rest.parent, self.rest]
         self._touch([*cut, *path])
+        if self.walks is not None:
+            self.walks.ended(found.node)
         return found
 
     def insert(self, namespace: str | None, tokens: list[int], slots: torch.Tensor) -> int:
@@ -186,7 +221,7 @@ class OurWindowSide(WindowSide, OurSide):
     def share(self, request: Request, chunked: bool) -> None:
         super().share(request, chunked)
         self._touch_inserted(request.extra_key, request.fill_ids)
-        self._touch(list(self.cache.tree.path(request.receipt[0]))[::-1])  # it matches once more
+        self._touch(list(self.cache.tree.path(request.receipt[0]))[::-1])  # 0.5.9 matches once more
 
     def finish(self, request: Request, is_insert: bool) -> None:
         super().finish(request, is_insert)
@@ -200,6 +235,16 @@ class OurWindowSide(WindowSide, OurSide):
             upper = next((i for i, node in enumerate(path) if node is self.rest.parent), len(path) - 1)
             path.insert(upper + 1, self.rest)
         self._touch(path)
+        if self.walks is not None:
+            self.walks.inserted(tree._walk(tree.root, key))
+
+    def evict(self, num_tokens: int, num_window_tokens: int = 0) -> Any:
+        if self.walks is not None:
+            self.walks.apply()
+        evicted = super().evict(num_tokens, num_window_tokens)
+        if self.walks is not None:
+            self.walks.settle()
+        return evicted
 
     def _touch(self, nodes: Sequence[Node | None]) -> None:
         if not self.manner.touch_windows:

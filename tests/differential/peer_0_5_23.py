@@ -8,6 +8,7 @@ is asked of the core's own books, and the Rust core needs no window into it.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from array import array
@@ -15,9 +16,12 @@ from typing import Any
 
 from tests.differential.wheels import share_drivers
 
+# A running request's own slots behind its window go early there: the request's affair, not the tree's.
+os.environ["SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS"] = "0"
 share_drivers()
 import sglang_0_5_23 as driver  # noqa: E402
 import torch  # noqa: E402
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InitLoadBackParams,
@@ -25,10 +29,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 
 from tests.differential.peer_main import copy, main  # noqa: E402
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side  # noqa: E402
+from tests.differential.windows import WindowSide  # noqa: E402
 
 
 class PeerSide(Side):
@@ -120,7 +127,7 @@ class PeerSide(Side):
             finished=lambda: False, full_untruncated_fill_ids=array("q", request.fill_ids), kv=kv, priority=0,
             session_id=None, kv_rotation_base=None, extra_key=request.extra_key, cache_salt=None,
             origin_input_ids=array("q", request.origin_input_ids), lock=request.receipt,
-            last_node=request.last_node, rid=request.rid, finished_reason=None,
+            last_node=request.last_node, rid=request.rid, finished_reason=None, swa_branching_seqlen=None,
         )  # fmt: skip
 
     def _checkpoint(self, own: Any, request: Request) -> None:
@@ -164,7 +171,67 @@ class PeerSide(Side):
         return names
 
 
+class PeerWindowSide(WindowSide, PeerSide):
+    """A side over UnifiedRadixCache with a sliding window."""
+
+    records = types.SimpleNamespace(EvictParams=EvictParams)
+
+    def __init__(self, setup: dict[str, Any]):
+        self.page_size, self.window, self.host = setup["page_size"], setup["window"], None
+        num_full, num_window = (setup[name] * self.page_size for name in ("num_pages", "num_window_pages"))
+        driver.publish(1.0)
+        pool = SWAKVPool(
+            size=num_full, size_swa=num_window, page_size=self.page_size, dtype=torch.int64, head_num=1,
+            head_dim=1, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], device="cpu",
+        )  # fmt: skip
+        self.allocator = SWATokenToKVPoolAllocator(
+            num_full, num_window, self.page_size, torch.int64, "cpu", pool, False
+        )
+        self.kv = pool.full_kv_pool.k_buffer[0].view(-1)
+        self.window_kv = pool.swa_kv_pool.k_buffer[0].view(-1)
+        self.rows = RequestTable()
+        params = driver.make_params(self.page_size, self.allocator, self.rows, sys.argv[3])
+        params.sliding_window_size = self.window
+        params.tree_components = (ComponentType.FULL, ComponentType.SWA)
+        self.cache = UnifiedRadixCache(params)
+
+    def lock(self, node: Any) -> tuple[Any, Any]:
+        before = self._evictable()
+        receipt = self.cache.lock(node)
+        return receipt, [now - was for now, was in zip(self._evictable(), before)]
+
+    def unlock(self, receipt: Any) -> Any:
+        before = self._evictable()
+        self.cache.unlock(receipt)
+        return [now - was for now, was in zip(self._evictable(), before)]
+
+    def insert(self, namespace: str | None, tokens: list[int], slots: torch.Tensor) -> int:
+        params = InsertParams(key=self.key(namespace, tokens), value=slots)
+        return int(self.cache.insert(params).prefix_len)
+
+    share = PeerSide.share
+    finish = PeerSide.finish
+
+    def sizes(self) -> list[int]:
+        cache = self.cache
+        protected = [cache.full_protected_size(), cache.swa_protected_size()]
+        return [*self._evictable(), *protected, *cache.total_size()]
+
+    def pages(self) -> Pages:
+        self.cache.sanity_check()
+        slots = self.cache.all_values_flatten()
+        full = self._names(slots, self.kv)
+        beside = self.beside(slots)
+        window = self._names(beside[beside > 0], self.window_kv)
+        return {name: "D" + "W" * (name in window) for name in full}
+
+
+def make(setup: dict[str, Any]) -> Side:
+    """The side that a stream's setup asks for."""
+    return PeerWindowSide(setup) if setup["window"] else PeerSide(setup)
+
+
 if __name__ == "__main__":
     driver.prepare_host()
     driver.host_mha.transfer_kv_direct = copy
-    main(PeerSide)
+    main(make)

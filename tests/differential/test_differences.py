@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.tree import DeadLeaf
 from tests.differential import ours
 from tests.differential.compare import Seen, play_on_peer
 from tests.differential.moves import Move
@@ -230,7 +231,7 @@ def test_10_a_leaf_where_no_match_can_end_leaves(theirs: dict[str, Outcome]) -> 
     """Of 2 + 2 + 2 tokens, the first two have lost their window of 3 and the last two leave."""
     assert theirs["dead leaf"].answer(4) == [2, 2] and theirs["dead leaf"].seen[4]["sizes"][0] == 4
     assert play("dead leaf").answer(4) == [6, 4] and play("dead leaf").seen[4]["sizes"][0] == 0
-    assert play("dead leaf", Manner(bare_leaves=True)).answer(4) == [2, 2]
+    assert play("dead leaf", Manner(dead_leaf=DeadLeaf.BARE)).answer(4) == [2, 2]
 
 
 def test_writing_back_leaves_what_is_above_as_cold_as_it_was(theirs: dict[str, Outcome]) -> None:
