@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_POLICIES = ("write_back", "write_through", "write_through_selective")
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
-IO_BACKENDS = ("direct", "kernel", "kernel_ascend")
+IO_BACKENDS = ("auto", "direct", "kernel", "kernel_ascend")
 MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_split", "page_head")
 HOST_MEMORY_MODES = ("cache", "buffer_only")
 DEFAULT_PAGE_SIZE = 64
@@ -32,7 +32,7 @@ GB = 1_000_000_000
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 REFUSED = {
-    ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel or direct",
+    ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel, direct or auto",
     ("--hicache-mem-layout", "page_first_kv_split"): "this layout is for Ascend NPUs; use page_first",
     ("--hicache-mem-layout", "page_head"): "head-split pages are not supported; use page_first",
     ("--hicache-host-memory-mode", "buffer_only"): "a staging-only host pool is not supported; use cache",

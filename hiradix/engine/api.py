@@ -122,6 +122,8 @@ class EngineConfig:
 
     `max_total_tokens` is the device pool in tokens (rounded down to pages). `context_length` None takes the
     model's. `chunked_prefill_size` is the most tokens one forward pass computes; None prefills whole prompts.
+    `swa_full_tokens_ratio` gives the layers with a sliding window a pool of their own, of so many tokens per
+    full token, in models that mix both kinds; None keeps all layers in one pool.
     `num_threads` None means 1 on CPU. `check` runs the invariant and conservation checks after every step
     (also switched on by HIRADIX_CHECK=1 in the environment).
     """
@@ -133,6 +135,7 @@ class EngineConfig:
     max_running_requests: int = 16
     max_waiting_requests: int = 512
     chunked_prefill_size: int | None = 512
+    swa_full_tokens_ratio: float | None = None
     context_length: int | None = None
     num_threads: int | None = None
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
@@ -145,6 +148,9 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16 or float16")
         positive = ("max_total_tokens", "max_running_requests", "max_waiting_requests",
                     "chunked_prefill_size", "context_length", "num_threads")
+        ratio = self.swa_full_tokens_ratio
+        if ratio is not None and not 0 < ratio <= 1:
+            raise ConfigError(f"swa_full_tokens_ratio={ratio!r}: must be in (0, 1]")
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in positive and value is not None and value < 1:

@@ -2,11 +2,14 @@
 
 One forward pass packs all its sequences into one row of T tokens. Each layer first takes its pool buffers
 (which waits on that layer's load-back gate), writes the new tokens' K and V into their slots, then attends:
-every prefill chunk by itself over its gathered pages, decodes in groups of similar length.
+every prefill chunk by itself over its gathered pages, decodes in groups of similar length. Layers with a
+window may have a pool of their own, of whose pages only those that the window reaches are gathered. Of MLA
+the compressed latents are kept; the module expands the gathered ones to keys and values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,36 +33,65 @@ class KVBuffers(Protocol):
 class Chunk:
     """Rows [start, end) of the packed pass: one sequence's next tokens, the last of its `num_tokens` so far.
 
-    pages: int64 [ceil(num_tokens / page_size)] on the pool's device, all pages of the sequence.
+    pages: int64 on the pool's device, the sequence's pages from token `first` on.
     """
 
     start: int
     end: int
     pages: torch.Tensor
     num_tokens: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Sequences of similar length with one new token each, padded to the longest.
 
-    rows: int64 [B] packed rows. pages: int64 [B, max pages], padded with page 0. lengths: int64 [B] tokens.
+    rows: int64 [B] packed rows. pages: int64 [B, max pages], padded with page 0. lengths: int64 [B] tokens of
+    the sequence, of which the pages hold those from `firsts` int64 [B] on.
     """
 
     rows: torch.Tensor
     pages: torch.Tensor
     lengths: torch.Tensor
+    firsts: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One pass over `pool`: slots int64 [T] to write, and who attends to what. Masks are made once."""
+    """A pass's part over one pool: slots int64 [T] to write, and who attends to what. Masks are made once."""
 
     pool: KVBuffers
     slots: torch.Tensor
     prefills: tuple[Chunk, ...]
     decodes: tuple[DecodeGroup, ...]
     masks: dict[tuple[str, int, int | None], torch.Tensor] = field(default_factory=dict)
+
+
+class PagedPass:
+    """One pass over all the pools of a model; each model layer has a place in one of them.
+
+    layers: per step, the model's layers in the order of the pool's. It stands in for transformers' cache in
+    models that compress their keys and values (MLA): `update` takes the new tokens' latents.
+    """
+
+    def __init__(self, steps: Sequence[PagedStep], layers: Sequence[Sequence[int]]):
+        self._at = {
+            layer: (step, at) for step, own in zip(steps, layers, strict=True) for at, layer in enumerate(own)
+        }
+
+    def of(self, layer: int) -> tuple[PagedStep, int]:
+        """The step that model layer `layer` belongs to, and the layer's number in that step's pool."""
+        return self._at[layer]
+
+    def update(
+        self, latent: torch.Tensor, rope: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write latents [1, 1, T, C] and [1, 1, T, R]; the module expands one row in vain."""
+        step, at = self._at[layer]
+        rows = step.pool.get_key_buffer(at)
+        rows.index_copy_(0, step.slots, torch.cat([latent[0, 0], rope[0, 0]], dim=-1)[:, None].to(rows.dtype))
+        return latent[:, :, :1], rope[:, :, :1]
 
 
 def _gather(buffer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -77,6 +109,7 @@ def _chunk_mask(step: PagedStep, index: int, window: int | None, dtype: torch.dt
     chunk = step.prefills[index]
     num_new, num_tokens = chunk.end - chunk.start, chunk.num_tokens
     if window is not None and num_tokens <= window:
+        assert chunk.first == 0, f"pages from token {chunk.first} of {num_tokens}, window {window}"
         window = None
     if window is None and num_new == num_tokens:
         return None
@@ -84,7 +117,7 @@ def _chunk_mask(step: PagedStep, index: int, window: int | None, dtype: torch.dt
     if key not in step.masks:
         device = chunk.pages.device
         query = torch.arange(num_tokens - num_new, num_tokens, device=device)[:, None]
-        other = torch.arange(num_tokens, device=device)[None, :]
+        other = torch.arange(chunk.first, num_tokens, device=device)[None, :]
         hidden = other > query if window is None else (other > query) | (other <= query - window)
         step.masks[key] = _additive(hidden, dtype)[None, None]
     return step.masks[key]
@@ -96,7 +129,7 @@ def _decode_mask(step: PagedStep, index: int, window: int | None, dtype: torch.d
     if key not in step.masks:
         group = step.decodes[index]
         width = group.pages.shape[1] * step.pool.page_size
-        other = torch.arange(width, device=group.pages.device)[None, :]
+        other = torch.arange(width, device=group.pages.device)[None, :] + group.firsts[:, None]
         length = group.lengths[:, None]
         hidden = other >= length if window is None else (other >= length) | (other < length - window)
         step.masks[key] = _additive(hidden, dtype)[:, None, None]
@@ -105,20 +138,33 @@ def _decode_mask(step: PagedStep, index: int, window: int | None, dtype: torch.d
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's pool buffers and constants during a pass."""
+    """One layer's pool buffers and constants during a pass.
+
+    values: None where `keys` are latents, which `expand` turns into keys and values.
+    """
 
     keys: torch.Tensor
-    values: torch.Tensor
+    values: torch.Tensor | None
+    expand: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None
     scale: float
     window: int | None
+
+    def gather(self, pages: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, Hkv, N, D] and values [B, Hkv, N, Dv] of pages int64 [B, P], N = P * size."""
+        batch, flat = len(pages), pages.flatten()
+        keys = _gather(self.keys, flat, size).view(batch, -1, *self.keys.shape[1:]).transpose(1, 2)
+        if self.values is None:
+            assert self.expand is not None
+            return self.expand(keys)
+        values = _gather(self.values, flat, size).view(batch, -1, *self.values.shape[1:]).transpose(1, 2)
+        return keys, values
 
 
 def _prefill(step: PagedStep, index: int, layer: _Layer, query: torch.Tensor) -> torch.Tensor:
     """Attention of one chunk: query [T, H, D] of the whole pass -> [chunk tokens, H, Dv]."""
     chunk = step.prefills[index]
-    size = step.pool.page_size
-    keys = _gather(layer.keys, chunk.pages, size)[: chunk.num_tokens].transpose(0, 1)[None]
-    values = _gather(layer.values, chunk.pages, size)[: chunk.num_tokens].transpose(0, 1)[None]
+    keys, values = layer.gather(chunk.pages[None], step.pool.page_size)
+    keys, values = (each[:, :, : chunk.num_tokens - chunk.first] for each in (keys, values))
     mask = _chunk_mask(step, index, layer.window, query.dtype)
     out = scaled_dot_product_attention(
         query[chunk.start : chunk.end].transpose(0, 1)[None], keys, values,
@@ -133,14 +179,30 @@ def _decode(step: PagedStep, index: int, layer: _Layer, query: torch.Tensor) -> 
     The query heads that share a KV head become the rows of one small matrix, so K and V are never repeated.
     """
     group = step.decodes[index]
-    batch, size = len(group.rows), step.pool.page_size
-    flat = group.pages.flatten()
-    keys = _gather(layer.keys, flat, size).view(batch, -1, *layer.keys.shape[1:]).transpose(1, 2)
-    values = _gather(layer.values, flat, size).view(batch, -1, *layer.values.shape[1:]).transpose(1, 2)
-    folded = query[group.rows].view(batch, keys.shape[1], -1, query.shape[-1])
+    keys, values = layer.gather(group.pages, step.pool.page_size)
+    folded = query[group.rows].view(len(group.rows), keys.shape[1], -1, query.shape[-1])
     mask = _decode_mask(step, index, layer.window, query.dtype)
     out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scale)
     return out.flatten(1, 2)
+
+
+def _layer_of(
+    module: Any, step: PagedStep, at: int, new: tuple[torch.Tensor, torch.Tensor], options: dict[str, Any]
+) -> _Layer:
+    """The buffers of pool layer `at`, with the pass's new keys and values [1, H, T, D] written to them."""
+    keys, scale, window = step.pool.get_key_buffer(at), options["scaling"], options.get("sliding_window")
+    if hasattr(module, "expand_kv"):  # MLA: `PagedPass.update` has written the latents
+
+        def expand(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            parts = torch.split(latents, [module.kv_lora_rank, module.qk_rope_head_dim], dim=-1)
+            expanded: tuple[torch.Tensor, torch.Tensor] = module.expand_kv(*parts)
+            return expanded
+
+        return _Layer(keys, None, expand, scale, window)
+    values = step.pool.get_value_buffer(at)
+    keys.index_copy_(0, step.slots, new[0][0].transpose(0, 1).to(keys.dtype))
+    values.index_copy_(0, step.slots, new[1][0].transpose(0, 1).to(values.dtype))
+    return _Layer(keys, values, None, scale, window)
 
 
 def paged_attention(
@@ -148,19 +210,15 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer in transformers' form: query [1, H, T, D] -> [1, T, H, Dv].
 
-    Needs the keyword `paged`: the pass's PagedStep, handed to the model's forward. Reads transformers'
+    Needs the keyword `paged`: the PagedPass, handed to the model's forward. Reads transformers'
     `scaling` and `sliding_window`; `softcap` and sinks are refused when the model is loaded.
     """
-    step: PagedStep = kwargs["paged"]
+    step, at = kwargs["paged"].of(module.layer_idx)
     refused = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
     assert not refused, f"attention options {refused} got past loading"
-    keys = step.pool.get_key_buffer(module.layer_idx)
-    values = step.pool.get_value_buffer(module.layer_idx)
-    keys.index_copy_(0, step.slots, key[0].transpose(0, 1).to(keys.dtype))
-    values.index_copy_(0, step.slots, value[0].transpose(0, 1).to(values.dtype))
-    layer = _Layer(keys, values, kwargs["scaling"], kwargs.get("sliding_window"))
+    layer = _layer_of(module, step, at, (key, value), kwargs)
     packed = query[0].transpose(0, 1)
-    out = packed.new_empty((*packed.shape[:2], values.shape[-1]))
+    out = packed.new_empty((*packed.shape[:2], value.shape[-1]))
     for index, chunk in enumerate(step.prefills):
         out[chunk.start : chunk.end] = _prefill(step, index, layer, packed)
     for index, group in enumerate(step.decodes):

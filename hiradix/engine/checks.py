@@ -9,11 +9,12 @@ import torch
 from hiradix.engine.ports import PrefixCache
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Scheduler
-from hiradix.memory import SlotAllocator
+from hiradix.engine.slots import Allocator, free_tokens, num_tokens
+from hiradix.memory import HybridSlotAllocator
 
 
-def check_conservation(cache: PrefixCache, allocator: SlotAllocator, scheduler: Scheduler) -> None:
-    """Each device page is in exactly one of: free, the tree, one running request.
+def check_conservation(cache: PrefixCache, allocator: Allocator, scheduler: Scheduler) -> None:
+    """Each device page, of either pool, is in exactly one of: free, the tree, one running request.
 
     Pages of device transfers are the tree's (locked there), host pages are the cache's to check. O(pool).
     """
@@ -24,13 +25,28 @@ def check_conservation(cache: PrefixCache, allocator: SlotAllocator, scheduler: 
         _check_request(request, scheduler.row(request), size)
         own.extend((scheduler.row(request)[request.cache_protected_len :: size] // size).tolist())
     assert len(set(own)) == len(own), f"a page belongs to two requests: {_repeated(own)}"
-    free, shared = allocator.available_size() // size, cache.total_size() // size
-    total = allocator.size // size
+    shared = cache.total_size()
+    if isinstance(allocator, HybridSlotAllocator):
+        _check_windows(allocator, shared[1], own)
+        shared = shared[0]
+    free, shared, total = free_tokens(allocator) // size, shared // size, num_tokens(allocator) // size
     assert free + shared + len(own) == total, (
         f"of {total} device pages: {free} free, {shared} tree, {len(own)} in {len(scheduler.running)} rows"
     )
     for request in scheduler.waiting:
         assert request.req_pool_idx is None and request.num_allocated == 0, f"{request.rid} waits with slots"
+
+
+def _check_windows(allocator: HybridSlotAllocator, shared: int, own: Sequence[int]) -> None:
+    """Of the window pages: `shared` tokens are the tree's, those beside the pages `own` the requests'."""
+    size = allocator.page_size
+    beside = allocator.full_to_swa_index_mapping[torch.tensor(own, dtype=torch.int64) * size] // size
+    held = beside[beside > 0].tolist()
+    assert len(set(held)) == len(held), f"a window page is beside two pages: {_repeated(held)}"
+    free, shared, total = allocator.swa_available_size() // size, shared // size, allocator.size_swa // size
+    assert free + shared + len(held) == total, (
+        f"of {total} window pages: {free} free, {shared} tree, {len(held)} of requests"
+    )
 
 
 def _check_request(request: Request, row: torch.Tensor, page_size: int) -> None:

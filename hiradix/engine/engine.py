@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,26 +29,27 @@ from hiradix.engine.api import (
 from hiradix.engine.checks import check_conservation
 from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
+from hiradix.engine.pools import EnginePools, build_pools
 from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
+from hiradix.engine.slots import free_tokens
 from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
-from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
-from hiradix.prefix_cache import CacheInitParams, ModelIdentity, build_prefix_cache, model_identity
+from hiradix.memory import DevicePool
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    ModelIdentity,
+    build_hybrid_cache,
+    build_prefix_cache,
+    model_identity,
+)
 from hiradix.transfer.process_group import ProcessGroup
 from hiradix.tree import RadixKey
 
 BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Pools:
-    device: DevicePool
-    allocator: SlotAllocator
-    rows: ReqToTokenPool
 
 
 class Engine:
@@ -74,24 +75,12 @@ class Engine:
         self.model_name = config.model_name or Path(config.model_path).resolve().name
         self.tokenizer = Tokenizer.find(config.model_path)
         self.context_length = self._context_length()
-        self._pools = self._build_pools()
-        self.cache: PrefixCache = build_cache(
-            config.cache,
-            CacheInitParams(
-                disable=config.cache.disable_radix_cache,
-                req_to_token_pool=self._pools.rows,
-                token_to_kv_pool_allocator=self._pools.allocator,
-                page_size=config.cache.page_size,
-                eviction_policy=config.cache.radix_eviction_policy,
-                eviction_policy_config=dict(config.cache.radix_eviction_policy_config),
-                agree=None if group is None else group.least,
-            ),
-            self._pools.device,
-            _share_of(model_identity(config.model_path, self.model_name), group),
-        )
+        self._pools = build_pools(config, self._model.shape, self._model.windows, self.context_length)
+        self.cache: PrefixCache = self._build_cache(build_cache, group)
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
-        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, _limits(config))
+        limits = _limits(config, self._pools)
+        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, limits)
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
@@ -113,7 +102,7 @@ class Engine:
         if self._scheduler.is_full:
             raise EngineBusy(f"{len(self._scheduler.waiting)} requests are waiting; the queue is full")
         request = Request(rid, prompt_ids, params, scope or Scope())
-        room = min(self.context_length - len(prompt_ids), self._pools.allocator.size - len(prompt_ids) + 1)
+        room = min(self.context_length - len(prompt_ids), self._pools.num_tokens - len(prompt_ids) + 1)
         request.max_new_tokens = min(params.max_new_tokens, room)
         self._answers.begin(request)
         self._scheduler.add(request)
@@ -127,7 +116,7 @@ class Engine:
         return True
 
     def _validate(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        num_tokens, capacity = len(prompt_ids), self._pools.allocator.size
+        num_tokens, capacity = len(prompt_ids), self._pools.num_tokens
         if num_tokens == 0:
             raise RequestError("the prompt is empty")
         if num_tokens >= self.context_length:
@@ -187,7 +176,8 @@ class Engine:
         """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
         work = [self._work(part) for part in parts]
         waits, start_s = self._gates.is_waiting, time.perf_counter()
-        logits = self._gates.run(lambda pool: self._model.forward(work, pool), self._pools.device)
+        pools = self._pools
+        logits = self._gates.run(lambda own: self._model.forward(work, pools.layer_pools(own)), pools.all)
         if logits is None:
             for part in reversed(parts):
                 if part.admitted:
@@ -257,13 +247,13 @@ class Engine:
 
     def info(self) -> EngineInfo:
         """Sizes and load now."""
-        config, allocator = self.config, self._pools.allocator
+        config, pools = self.config, self._pools
         return EngineInfo(
             model_name=self.model_name, model_path=config.model_path,
             dtype=config.dtype, device=config.device, page_size=config.cache.page_size,
             context_length=self.context_length, vocab_size=self._model.vocab_size,
-            kv_bytes_per_token=_kv_bytes_per_token(self._model.shape),
-            max_total_tokens=allocator.size, available_tokens=int(allocator.available_size()),
+            kv_bytes_per_token=pools.bytes_per_token,
+            max_total_tokens=pools.num_tokens, available_tokens=free_tokens(pools.allocator),
             evictable_tokens=self.cache.evictable_size(), protected_tokens=self.cache.protected_size(),
             num_running=len(self._scheduler.running), num_waiting=len(self._scheduler.waiting),
             num_retractions=self._scheduler.num_retractions, num_steps=self.num_steps,
@@ -284,28 +274,32 @@ class Engine:
             raise ConfigError(f"context_length={asked}: the model's is {known}")
         return asked or known
 
-    def _build_pools(self) -> _Pools:
-        config = self.config
-        size = config.cache.page_size
-        num_pages = config.max_total_tokens // size
-        if num_pages < 1:
-            raise ConfigError(f"max_total_tokens={config.max_total_tokens}: less than a page of {size}")
-        device_pool = DevicePool(self._model.shape, num_pages, size, device=config.device)
-        allocator = SlotAllocator(num_pages * size, size, config.device, device_pool)
-        row_tokens = min(-(-self.context_length // size), num_pages) * size
-        return _Pools(device_pool, allocator, ReqToTokenPool(config.max_running_requests, row_tokens, "cpu"))
+    def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
+        config, pools = self.config.cache, self._pools
+        params = CacheInitParams(
+            disable=config.disable_radix_cache,
+            req_to_token_pool=pools.rows,
+            token_to_kv_pool_allocator=pools.allocator,
+            page_size=config.page_size,
+            eviction_policy=config.radix_eviction_policy,
+            eviction_policy_config=dict(config.radix_eviction_policy_config),
+            sliding_window_size=None if pools.windows is None else pools.windows.size,
+            agree=None if group is None else group.least,
+        )
+        if pools.hybrid is not None:
+            if group is not None:
+                raise ConfigError("swa_full_tokens_ratio: a pool for windows is not cut over ranks here")
+            return build_hybrid_cache(config, params, pools.hybrid)
+        identity = model_identity(self.config.model_path, self.model_name)
+        return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
-def _limits(config: EngineConfig) -> Limits:
+def _limits(config: EngineConfig, pools: EnginePools) -> Limits:
     return Limits(
         max_running=config.max_running_requests, max_waiting=config.max_waiting_requests,
         chunk_tokens=config.chunked_prefill_size, page_size=config.cache.page_size,
+        window=None if pools.windows is None else pools.windows.size,
     )
-
-
-def _kv_bytes_per_token(shape: KVShape) -> int:
-    per_head = (shape.head_dim + shape.v_head_dim) * shape.dtype.itemsize
-    return shape.num_layers * shape.num_kv_heads * per_head
 
 
 def _share_of(model: ModelIdentity, group: ProcessGroup | None) -> ModelIdentity:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hiradix.engine.attention import ATTENTION_NAME, KVBuffers, paged_attention
-from hiradix.engine.packing import Work, pack
+from hiradix.engine.attention import ATTENTION_NAME, paged_attention
+from hiradix.engine.packing import LayerPool, Work, pack
 from hiradix.engine.tensor_parallel import check_divisible, cut
 from hiradix.errors import ConfigError
-from hiradix.memory import KVShape
+from hiradix.memory import KVShape, MLAShape
 from hiradix.transfer.process_group import ProcessGroup
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+MODEL_TYPES = (
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "gemma3_text", "deepseek_v2", "deepseek_v3",
+)
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
@@ -52,16 +56,39 @@ def load_config(path: str) -> Any:
     if config.model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model path {path!r}: model type {config.model_type!r} is not one of {known}")
+    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, option, None):
+            raise ConfigError(f"model path {path!r}: {option} is not supported")
     return config
 
 
-def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape:
-    """Shape of the model's KV cache per token, on one of `tp_size` ranks."""
+def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape | MLAShape:
+    """Shape of what the model keeps per token, in all layers, on one of `tp_size` ranks."""
+    if getattr(config, "kv_lora_rank", None):
+        return MLAShape(config.num_hidden_layers, config.kv_lora_rank, config.qk_rope_head_dim, dtype)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return KVShape(
         num_layers=config.num_hidden_layers, num_kv_heads=config.num_key_value_heads // tp_size,
         head_dim=head_dim, v_head_dim=head_dim, dtype=dtype,
     )
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which of a model's layers see all of a sequence, and which only its last `size` tokens."""
+
+    size: int
+    full_layers: tuple[int, ...]
+    window_layers: tuple[int, ...]
+
+
+def windows_of(config: Any) -> Windows | None:
+    """The windows of a model that mixes both kinds of layers, None for any other."""
+    kinds, size = list(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if size is None or set(kinds) != {_FULL, _WINDOW}:
+        return None
+    places = {kind: tuple(layer for layer, own in enumerate(kinds) if own == kind) for kind in set(kinds)}
+    return Windows(size, places[_FULL], places[_WINDOW])
 
 
 def stop_token_ids(config: Any, path: str) -> frozenset[int]:
@@ -79,7 +106,8 @@ def stop_token_ids(config: Any, path: str) -> frozenset[int]:
 class PagedModel:
     """A causal language model whose KV lives in a device pool's pages.
 
-    `shape` is the KV shape a pool must have; `context_length` the most tokens a sequence may have. With a
+    `shape` is that of a pool for all layers, `windows` says which layers look back a window only, so that
+    they may have a pool of their own; `context_length` the most tokens a sequence may have. With a
     group, both weights and shape are this rank's share. Used by one thread.
     """
 
@@ -108,21 +136,26 @@ class PagedModel:
         self.config = config
         self.device = torch.device(device)
         self.shape = kv_shape(config, dtype, 1 if group is None else group.size)
+        self.windows = windows_of(config)
+        self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         self.stop_token_ids = stop_token_ids(config, path)
 
     @torch.inference_mode()
-    def forward(self, work: Sequence[Work], pool: KVBuffers) -> torch.Tensor:
+    def forward(self, work: Sequence[Work], pools: Sequence[LayerPool]) -> torch.Tensor:
         """Logits float32 [len(work), vocab] after each sequence's last token; writes the new tokens' K and V.
 
         Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
         then written only slots of its own new tokens.
         """
-        packed = pack(work, pool, self.device)
+        packed = pack(work, pools, self.device)
+        latent: dict[str, Any] = {"attention_mask": None}
+        if isinstance(self.shape, MLAShape):  # a mask of four dimensions is taken as it is, and not made
+            latent = {"attention_mask": self._no_mask, "past_key_values": packed.paged}
         out = self._model(
-            input_ids=packed.token_ids[None], position_ids=packed.positions[None], attention_mask=None,
-            use_cache=False, logits_to_keep=packed.last_rows, paged=packed.step,
+            input_ids=packed.token_ids[None], position_ids=packed.positions[None], **latent, use_cache=False,
+            logits_to_keep=packed.last_rows, paged=packed.paged,
         )
         logits: torch.Tensor = out.logits[0].float()
         return logits

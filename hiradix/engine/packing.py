@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from hiradix.engine.attention import Chunk, DecodeGroup, KVBuffers, PagedStep
+from hiradix.engine.attention import Chunk, DecodeGroup, KVBuffers, PagedPass, PagedStep
 
 _MAX_PADDING = 1.5
 
@@ -25,41 +26,71 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPool:
+    """A pool, and the model's layers it has, in its order.
+
+    window: tokens its layers see of a sequence, None for all; the pages behind may be missing. slot_of:
+    int64 by full slot, the slot in this pool; None where it is the same.
+    """
+
+    buffers: KVBuffers
+    layers: Sequence[int]
+    window: int | None = None
+    slot_of: torch.Tensor | None = None
+
+    def slots(self, row: torch.Tensor) -> torch.Tensor:
+        """int64: this pool's slots of a sequence's full slots."""
+        wide = row.to(torch.int64)
+        return wide if self.slot_of is None else self.slot_of[wide]
+
+
+@dataclass(frozen=True, slots=True)
 class PackedPass:
     """token_ids, positions: int64 [T]; last_rows: int64 [sequences], the row of each one's last token."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     last_rows: torch.Tensor
-    step: PagedStep
+    paged: PagedPass
 
 
-def pack(work: Sequence[Work], pool: KVBuffers, device: torch.device) -> PackedPass:
+def pack(work: Sequence[Work], pools: Sequence[LayerPool], device: torch.device) -> PackedPass:
     """`work` as one pass on `device`; sequences with one new token are grouped for batched decoding."""
     assert work and all(len(part.token_ids) >= 1 for part in work), "a pass needs a token of every sequence"
-    size = pool.page_size
-    chunks: list[Chunk] = []
-    start = 0
-    for part in work:
-        end = start + len(part.token_ids)
-        pages = (part.row[: part.num_tokens : size] // size).to(device, torch.int64)
-        chunks.append(Chunk(start, end, pages, part.num_tokens))
-        start = end
     ids = torch.cat([torch.as_tensor(part.token_ids, dtype=torch.int64) for part in work])
     spans = [(part.num_tokens - len(part.token_ids), part.num_tokens) for part in work]
-    slots = torch.cat([part.row[first:last] for part, (first, last) in zip(work, spans, strict=True)])
-    step = PagedStep(
-        pool=pool,
-        slots=slots.to(device, torch.int64),
-        prefills=tuple(chunk for chunk in chunks if chunk.end - chunk.start > 1),
-        decodes=_group_decodes([chunk for chunk in chunks if chunk.end - chunk.start == 1]),
-    )
+    ends = list(accumulate(len(part.token_ids) for part in work))
+    steps = [_step(work, pool, device) for pool in pools]
     return PackedPass(
         token_ids=ids.to(device),
         positions=torch.cat([torch.arange(*span) for span in spans]).to(device),
-        last_rows=torch.tensor([chunk.end - 1 for chunk in chunks], device=device),
-        step=step,
+        last_rows=torch.tensor([end - 1 for end in ends], device=device),
+        paged=PagedPass(steps, [pool.layers for pool in pools]),
     )
+
+
+def _step(work: Sequence[Work], pool: LayerPool, device: torch.device) -> PagedStep:
+    """The part of a pass over one pool."""
+    chunks, slots, start = [], [], 0
+    for part in work:
+        chunks.append(_chunk(part, pool, start, device))
+        slots.append(pool.slots(part.row[part.num_tokens - len(part.token_ids) : part.num_tokens]))
+        start = chunks[-1].end
+    return PagedStep(
+        pool=pool.buffers,
+        slots=torch.cat(slots).to(device),
+        prefills=tuple(chunk for chunk in chunks if chunk.end - chunk.start > 1),
+        decodes=_group_decodes([chunk for chunk in chunks if chunk.end - chunk.start == 1]),
+    )
+
+
+def _chunk(part: Work, pool: LayerPool, start: int, device: torch.device) -> Chunk:
+    """`part` as the packed rows from `start` on, with its pages as far back as its layers look."""
+    size, first, num_new = pool.buffers.page_size, 0, len(part.token_ids)
+    if pool.window is not None:
+        first = max(0, part.num_tokens - num_new - pool.window + 1) // size * size
+    pages = pool.slots(part.row[first : part.num_tokens : size]) // size
+    return Chunk(start, start + num_new, pages.to(device), part.num_tokens, first)
 
 
 def _group_decodes(chunks: Sequence[Chunk]) -> tuple[DecodeGroup, ...]:
@@ -79,4 +110,5 @@ def _decode_group(chunks: Sequence[Chunk]) -> DecodeGroup:
         rows=torch.tensor([chunk.start for chunk in chunks], device=device),
         pages=torch.nn.utils.rnn.pad_sequence([chunk.pages for chunk in chunks], batch_first=True),
         lengths=torch.tensor([chunk.num_tokens for chunk in chunks], device=device),
+        firsts=torch.tensor([chunk.first for chunk in chunks], device=device),
     )

@@ -22,7 +22,8 @@ class Request:
     Owned by the scheduler's thread. The prefix cache reads the token and slot fields and, inside its own
     calls, rewrites prefix_indices, last_node, cache_protected_len and lock. KV is written for every token
     but the last sampled one: `num_computed` counts the written ones, `num_allocated` the slots in the row
-    (whole pages), of which those from `cache_protected_len` on are the request's own.
+    (whole pages), of which those from `cache_protected_len` on are the request's own. Before `num_slid` its
+    own pages have no window pages any more.
     """
 
     def __init__(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope):
@@ -54,6 +55,16 @@ class Request:
         self.lock = None
         self.num_computed = 0
         self.num_allocated = 0
+        self.num_slid = 0
+
+    @property
+    def swa_uuid_for_lock(self) -> Any:
+        """The receipt of the lock, under the name that caches with windows know it by."""
+        return self.lock
+
+    @swa_uuid_for_lock.setter
+    def swa_uuid_for_lock(self, receipt: Any) -> None:
+        self.lock = receipt
 
     @property
     def num_tokens(self) -> int:

@@ -19,8 +19,9 @@ import torch
 
 from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
-from hiradix.memory import ReqToTokenPool, SlotAllocator
-from hiradix.prefix_cache import EvictParams, MatchPrefixParams
+from hiradix.engine.slots import Allocator, Slots
+from hiradix.memory import ReqToTokenPool
+from hiradix.prefix_cache import MatchPrefixParams
 from hiradix.tree import RadixKey
 
 _MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
@@ -38,12 +39,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes the scheduler keeps to: requests, tokens per pass, tokens per page."""
+    """Sizes the scheduler keeps to: requests, tokens per pass, tokens per page.
+
+    window: tokens that layers with a window look back, where those have a pool of their own.
+    """
 
     max_running: int
     max_waiting: int
     chunk_tokens: int | None
     page_size: int
+    window: int | None = None
 
 
 class _Admission(Enum):
@@ -55,13 +60,14 @@ class _Admission(Enum):
 class Scheduler:
     """Owns the requests and their slots; the prefix cache owns the shared ones. One thread."""
 
-    def __init__(self, cache: PrefixCache, allocator: SlotAllocator, rows: ReqToTokenPool, limits: Limits):
+    def __init__(self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: Limits):
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_retractions = 0
         self.limits = limits
         self._cache = cache
-        self._allocator = allocator
+        self._slots = Slots(cache, allocator, limits.page_size)
+        assert self._slots.has_windows == (limits.window is not None), f"window {limits.window}, {allocator}"
         self._rows = rows
         self._reserve = _MIN_RESERVE
 
@@ -112,7 +118,7 @@ class Scheduler:
             admission = self._admit(request)
             if admission is _Admission.FULL:
                 empty = not self.running and not is_transferring(self._cache)
-                assert not empty, f"an empty engine has no room for {request.rid}: {self._room()} tokens"
+                assert not empty, f"an empty engine has no room for {request.rid}: {self._slots.room} tokens"
                 break
             if admission is _Admission.DONE:
                 part = self._next_part(request, left, admitted=True)
@@ -178,7 +184,8 @@ class Scheduler:
             while not self._grow(request):
                 youngest = self.running[-1]
                 if len(self.running) == 1:
-                    assert is_transferring(self._cache), f"no page for {request.rid} alone: {self._room()}"
+                    room = self._slots.room
+                    assert is_transferring(self._cache), f"no page for {request.rid} alone: {room}"
                     break
                 self.retract(youngest)
                 if youngest is request:
@@ -189,14 +196,28 @@ class Scheduler:
         return ready
 
     def _grow(self, request: Request) -> bool:
-        if request.num_allocated >= request.num_tokens:
+        if request.num_allocated < request.num_tokens:
+            size = self.limits.page_size
+            slots = self._slots.alloc(-(-(request.num_tokens - request.num_allocated) // size) * size)
+            if slots is None:
+                return False
+            self._write_row(request, slots)
+        return self._open_windows(request)
+
+    def _open_windows(self, request: Request) -> bool:
+        """Window pages for what the next pass may compute of a running request, those behind given back."""
+        size, window = self.limits.page_size, self.limits.window
+        if window is None:
             return True
-        size = self.limits.page_size
-        slots = self._alloc(-(-(request.num_tokens - request.num_allocated) // size) * size)
-        if slots is None:
-            return False
-        self._write_row(request, slots)
-        return True
+        own = request.cache_protected_len
+        # a match may end at the last whole page: it needs the window behind that
+        behind = (request.num_computed // size - -(-window // size)) * size
+        if behind > max(own, request.num_slid):
+            self._slots.close_windows(self.row(request)[max(own, request.num_slid) : behind])
+            request.num_slid = behind
+        count = min(request.num_uncomputed, self.limits.chunk_tokens or request.num_uncomputed)
+        start = max(own, request.num_computed // size * size)
+        return self._slots.open_windows(self.row(request)[start : request.num_computed + count])
 
     def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> Part:
         """The request's next chunk of at most `left` tokens, ending on a page boundary where it can."""
@@ -245,7 +266,7 @@ class Scheduler:
         for other in self.running:
             expected = self._reserve * (other.max_new_tokens - len(other.output_ids))
             kept += max(0, int(other.num_tokens + expected) - other.num_allocated)
-        return need + kept <= self._room()
+        return need + kept <= self._slots.room
 
     def _take_slots(self, request: Request) -> bool:
         """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""
@@ -258,17 +279,21 @@ class Scheduler:
             request.cache_protected_len = len(request.prefix_indices)
         request.lock = self._cache.inc_lock_ref(request.last_node)
         size, prefix = self.limits.page_size, len(request.prefix_indices)
-        slots = self._alloc(-(-(request.num_tokens - prefix) // size) * size)
+        slots = self._slots.alloc(-(-(request.num_tokens - prefix) // size) * size)
         rows = self._rows.alloc(1) if slots is not None else None
-        if slots is None or rows is None:
+        if rows is not None:
+            assert slots is not None
+            request.req_pool_idx = rows[0]
+            self._write_row(request, torch.cat([request.prefix_indices, slots]))
+            request.num_computed = prefix
+        if slots is None or rows is None or not self._open_windows(request):
+            if rows is not None:
+                self._rows.free(rows)
             if slots is not None:
-                self._allocator.free(slots)
+                self._slots.free(slots)
             self._cache.dec_lock_ref(request.lock)
             request.leave_row()
             return False
-        request.req_pool_idx = rows[0]
-        self._write_row(request, torch.cat([request.prefix_indices, slots]))
-        request.num_computed = prefix
         self._count_cached(request, prefix - loaded, loaded)
         return True
 
@@ -282,18 +307,6 @@ class Scheduler:
         )
 
     # -- slots --------------------------------------------------------------------------
-
-    def _room(self) -> int:
-        """Tokens that are free or can be made so."""
-        return int(self._allocator.available_size()) + self._cache.evictable_size()
-
-    def _alloc(self, num_tokens: int) -> torch.Tensor | None:
-        """Slots of whole pages, evicting when short; None when that is not enough."""
-        short = num_tokens - self._allocator.available_size()
-        if short > 0:
-            self._cache.evict(EvictParams(num_tokens=short))
-        slots: torch.Tensor | None = self._allocator.alloc(num_tokens)
-        return slots
 
     def _write_row(self, request: Request, slots: torch.Tensor) -> None:
         start, end = request.num_allocated, request.num_allocated + len(slots)
@@ -312,7 +325,7 @@ class Scheduler:
         unused = self.row(request)[covered:].to(torch.int64, copy=True)
         self._cache.cache_finished_req(request, is_insert=is_insert)
         if len(unused):
-            self._allocator.free(unused)
+            self._slots.free(unused)
         assert request.req_pool_idx is not None
         self._rows.free(request.req_pool_idx)
         self.running.remove(request)

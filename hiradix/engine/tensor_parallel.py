@@ -7,7 +7,7 @@ output layer are whole on every rank, so every rank has the same logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class SummedLinear(torch.nn.Module):
 
 def check_divisible(config: Any, size: int) -> None:
     """Raise ConfigError unless the model's heads and hidden layer can be cut into `size` equal parts."""
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError(f"tp_size={size}: models with latent attention are not cut over ranks here")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ConfigError(f"tp_size={size}: the model's {name} is {getattr(config, name)}")
@@ -92,21 +94,24 @@ class LoadGates:
         """Whether the next pass waits for a load."""
         return bool(self._slots)
 
-    def run(self, forward: Callable[[KVBuffers], torch.Tensor], pool: DevicePool) -> torch.Tensor | None:
+    def run(
+        self, forward: Callable[[Sequence[KVBuffers]], torch.Tensor], pools: Sequence[DevicePool]
+    ) -> torch.Tensor | None:
         """What `forward` gives once its loads are there; None if one failed, on any rank."""
         if self._gate is not None:
             self._gate.set_consumer(*self._slots)
         if self._group is None:
             try:
-                out = forward(pool)
+                out = forward(pools)
             except LoadFailed:
                 self._keep([self._gate.error(slot) is None for slot in self._slots])
                 return None
         else:
-            buffers = _UngatedOnceFailed(pool)
+            buffers = [_UngatedOnceFailed(pool) for pool in pools]
             out = forward(buffers)
             good = [int(self._gate is None or self._gate.error(slot) is None) for slot in self._slots]
-            arrived, *good = least(self._group.least, int(not buffers.failed), *good)
+            failed = any(own.failed for own in buffers)
+            arrived, *good = least(self._group.least, int(not failed), *good)
             if not arrived:
                 self._keep(good)
                 return None

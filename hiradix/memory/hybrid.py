@@ -93,6 +93,23 @@ class HybridSlotAllocator:
         self.full_to_swa_index_mapping[full] = window
         return full
 
+    def alloc_full(self, need_size: int) -> torch.Tensor | None:
+        """int64 [need_size]: whole pages' full slots with nothing beside them; None if fewer are free."""
+        return self.full_attn_allocator.alloc(need_size)
+
+    def missing_windows(self, full: torch.Tensor) -> int:
+        """Window tokens that `open_windows` would take for these slots."""
+        return len(self._pages_without(full)) * self.page_size
+
+    def open_windows(self, full: torch.Tensor) -> bool:
+        """Put a window page beside every page of these slots that has none. False: too few are free."""
+        pages = self._pages_without(full)
+        window = self.swa_attn_allocator.alloc(len(pages) * self.page_size)
+        if window is None:
+            return False
+        self.full_to_swa_index_mapping[self._slots_of(pages)] = window
+        return True
+
     def free(self, free_index: torch.Tensor) -> None:
         """Free every full page that has a slot among these, and the window pages beside them."""
         if free_index.numel():
@@ -101,12 +118,22 @@ class HybridSlotAllocator:
 
     def free_swa(self, free_index: torch.Tensor) -> None:
         """Free only the window pages beside these full slots' pages, where there are any."""
-        offsets = torch.arange(self.page_size, device=self.device)
-        pages = torch.unique(free_index.to(self.device, torch.int64) // self.page_size)
-        slots = (pages[:, None] * self.page_size + offsets).reshape(-1)
+        slots = self._slots_of(self._pages_of(free_index))
         window = self.full_to_swa_index_mapping[slots]
         self.swa_attn_allocator.free(window[window > 0])
         self.full_to_swa_index_mapping[slots] = 0
+
+    def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        pages: torch.Tensor = slots.to(self.device, torch.int64) // self.page_size
+        return pages.unique()  # type: ignore[no-any-return, no-untyped-call]
+
+    def _pages_without(self, full: torch.Tensor) -> torch.Tensor:
+        pages = self._pages_of(full)
+        return pages[self.full_to_swa_index_mapping[pages * self.page_size] == 0]
+
+    def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:
+        offsets = torch.arange(self.page_size, device=self.device)
+        return (pages[:, None] * self.page_size + offsets).reshape(-1)
 
     def clear(self) -> None:
         self.full_attn_allocator.clear()

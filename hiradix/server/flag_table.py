@@ -109,6 +109,12 @@ _ENGINE: tuple[Flag, ...] = (
         int,
         512,
     ),
+    Flag(
+        "--swa-full-tokens-ratio",
+        "A pool of its own for layers with a sliding window: its tokens per token of the device pool.",
+        float,
+        default_text="one pool",
+    ),
     Flag("--num-threads", "CPU threads of the model.", int, default_text="1"),
     Flag(
         "--tp-size",
@@ -168,8 +174,8 @@ _CACHE: tuple[Flag, ...] = (
     ),
     Flag(
         "--hicache-io-backend",
-        "How pages are copied: one Triton kernel, or direct copies. "
-        "On CPU both are torch copies. kernel_ascend is refused.",
+        "How pages are copied: one Triton kernel, direct copies, or the faster one by a measurement at "
+        "start. On CPU all are torch copies. kernel_ascend is refused.",
         str,
         "kernel",
         IO_BACKENDS,

@@ -234,7 +234,10 @@ def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) ->
         if value is not None and value < 1:
             flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
             raise ConfigError(f"--{flag.replace('_', '-')} must be >= 1, got {value}")
+    if args.swa_full_tokens_ratio is not None and not 0 < args.swa_full_tokens_ratio <= 1:
+        raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {args.swa_full_tokens_ratio}")
     return EngineConfig(
+        swa_full_tokens_ratio=args.swa_full_tokens_ratio,
         model_path=_model_path(args.model_path),
         dtype=args.dtype,
         device=args.device,

@@ -27,6 +27,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "mistral": ("Mistral", {"head_dim": 16, "sliding_window": None}),
     "mistral-window": ("Mistral", {"head_dim": 16, "sliding_window": 24}),
+    "llama-plain": ("Llama", {"num_key_value_heads": 4}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24, "num_hidden_layers": 4,
+            "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "deepseek": (
+        "DeepseekV3",
+        {
+            "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+            "v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            "kv_lora_rank": 32, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+            "v_head_dim": 24, "num_key_value_heads": 4, "first_k_dense_replace": 3,
+            "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
 }
 
@@ -34,7 +61,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_checkpoint(family: str, folder: Path) -> None:
     """A seeded model of `family` in `folder`, in transformers' own format."""
     prefix, extra = FAMILIES[family]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SIZES, **extra})
+    name = f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
+    config = getattr(transformers, name)(**{**_SIZES, **extra})
     torch.manual_seed(7)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
     model.generation_config.pad_token_id = 0

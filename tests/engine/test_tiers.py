@@ -111,7 +111,9 @@ def test_answers_do_not_depend_on_the_cache(
         assert (used["host"] > 0) == (name not in ("off", "device")), used
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral-window", "llama-plain", "deepseek", "deepseek-v2", "gemma3"]
+)
 def test_other_families_through_all_tiers(
     family: str, configure: Configure, reference: Callable[[str], Reference], make_cached: MakeEngine
 ) -> None:
@@ -121,17 +123,29 @@ def test_other_families_through_all_tiers(
     identity.assert_holds()
 
 
+ROUND_TRIPS = ["llama", "llama-plain", "deepseek", "gemma3"]
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+@pytest.mark.parametrize("family", ROUND_TRIPS)
 def test_storage_serves_another_engine(
-    configure: Configure, llama: Reference, make_cached: MakeEngine
+    family: str,
+    layout: str,
+    configure: Configure,
+    reference: Callable[[str], Reference],
+    make_cached: MakeEngine,
 ) -> None:
-    asked = prompts([100, 130, 75], seed=2)
-    first = make_cached(cache=configure("stored"), max_total_tokens=1024)
+    """Device, host, storage, another process's host, its device: the answers are those of computing anew."""
+    judge, asked = reference(family), prompts([100, 130, 75], seed=2)
+    config = replace(configure("stored"), hicache_mem_layout=layout)
+    settings = {"model_path": str(judge.path), "cache": config, "max_total_tokens": 1024}
+    first = make_cached(**settings)
     serve(first, asked, GREEDY)
     settle(first)
     first.close()
-    second = make_cached(cache=configure("stored"), max_total_tokens=1024)
+    second = make_cached(**settings)
     answers = serve(second, asked, GREEDY)
-    llama.judge(asked, tokens(answers)).assert_holds()
+    judge.judge(asked, tokens(answers)).assert_holds()
     assert [answer.usage.cached_storage for answer in answers if answer.usage] == [96, 128, 64]
 
 
@@ -216,9 +230,15 @@ def test_identity_rule_goes_red_on_one_corrupted_device_page(
     assert not llama.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
 
 
+@pytest.mark.parametrize("family", ROUND_TRIPS)
 def test_identity_rule_goes_red_on_one_corrupted_host_page(
-    configure: Configure, llama: Reference, make_cached: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    configure: Configure,
+    reference: Callable[[str], Reference],
+    make_cached: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    judge = reference(family)
     pools: list[HostPool] = []
 
     class Recorded(HostPool):
@@ -227,9 +247,9 @@ def test_identity_rule_goes_red_on_one_corrupted_host_page(
             pools.append(self)
 
     monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
-    engine = make_cached(cache=configure("tiers"))
+    engine = make_cached(model_path=str(judge.path), cache=configure("tiers"))
     asked = prompts([100], seed=2)
-    serve(engine, asked, GREEDY)
+    assert judge.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
     settle(engine)
     serve(engine, prompts([170, 170], seed=5), GREEDY)  # pushes the first off the device
     settle(engine)
@@ -238,4 +258,4 @@ def test_identity_rule_goes_red_on_one_corrupted_host_page(
         torch.frombuffer(view, dtype=torch.float32).normal_(generator=torch.Generator().manual_seed(1))
     [answer] = serve(engine, asked, GREEDY)
     assert answer.usage is not None and answer.usage.cached_host > 0
-    assert not llama.judge(asked, [answer.token_ids]).holds
+    assert not judge.judge(asked, [answer.token_ids]).holds

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hiradix.memory import HybridSlotAllocator
 
@@ -58,3 +61,77 @@ def test_clear_forgets_all() -> None:
     allocator.clear()
     assert allocator.available_size() == 8
     assert not allocator.full_to_swa_index_mapping[:-1].any()
+
+
+class HybridMachine(RuleBasedStateMachine):
+    """Full pages taken with or without window pages, windows opened and closed, both freed, against sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.num_full, self.num_window = 3, 10, 6
+        self.allocator = HybridSlotAllocator(self.num_full * 3, self.num_window * 3, 3)
+        self.full: set[int] = set()
+        self.open: set[int] = set()  # full pages with a window page
+
+    def slots(self, pages: list[int]) -> torch.Tensor:
+        return torch.tensor([page * self.size + 1 for page in pages], dtype=torch.int64)
+
+    @rule(count=st.integers(0, 5))
+    def alloc(self, count: int) -> None:
+        slots = self.allocator.alloc(count * self.size)
+        fits = count <= min(self.num_full - len(self.full), self.num_window - len(self.open))
+        assert (slots is not None) == fits
+        if slots is not None:
+            pages = set((slots // self.size).tolist())
+            self.full |= pages
+            self.open |= pages
+
+    @rule(count=st.integers(0, 5))
+    def alloc_full(self, count: int) -> None:
+        slots = self.allocator.alloc_full(count * self.size)
+        assert (slots is not None) == (count <= self.num_full - len(self.full))
+        if slots is not None:
+            self.full |= set((slots // self.size).tolist())
+
+    @rule(data=st.data())
+    def open_windows(self, data: st.DataObject) -> None:
+        pages = self.some(data)
+        missing = set(pages) - self.open
+        assert self.allocator.missing_windows(self.slots(pages)) == len(missing) * self.size
+        opened = self.allocator.open_windows(self.slots(pages))
+        assert opened == (len(missing) <= self.num_window - len(self.open))
+        if opened:
+            self.open |= missing
+
+    @rule(data=st.data())
+    def close_windows(self, data: st.DataObject) -> None:
+        pages = self.some(data)
+        self.allocator.free_swa(self.slots(pages))
+        self.open -= set(pages)
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        pages = self.some(data)
+        self.allocator.free(self.slots(pages))
+        self.full -= set(pages)
+        self.open -= set(pages)
+
+    def some(self, data: st.DataObject) -> list[int]:
+        held = sorted(self.full)
+        return data.draw(st.lists(st.sampled_from(held), unique=True) if held else st.just([]))
+
+    @invariant()
+    def the_map_and_the_counts_agree(self) -> None:
+        allocator, size = self.allocator, self.size
+        assert allocator.full_available_size() == (self.num_full - len(self.full)) * size
+        assert allocator.swa_available_size() == (self.num_window - len(self.open)) * size
+        window = allocator.full_to_swa_index_mapping[: (self.num_full + 1) * size].view(-1, size)
+        beside = {page for page in range(self.num_full + 1) if window[page, 0] > 0}
+        assert beside == self.open and len({int(row[0]) for row in window if row[0] > 0}) == len(self.open)
+        for page in beside:
+            first = int(window[page, 0])
+            assert first % size == 0 and window[page].tolist() == list(range(first, first + size))
+
+
+TestHybrid = HybridMachine.TestCase
+TestHybrid.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,171 @@
+"""Models that mix full attention and sliding windows, with a pool of their own for the windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hiradix.config import HiCacheConfig
+from hiradix.engine import Engine, EngineConfig, SamplingParams
+from hiradix.errors import ConfigError
+from hiradix.memory import HostPool
+from hiradix.tree import Tier
+from tests.engine.checkpoints import Reference, prompts
+from tests.engine.conftest import MakeEngine
+from tests.engine.driving import assert_empty, drain, serve, tokens
+from tests.engine.test_tiers import GREEDY, converse, served_from, settle
+
+WINDOW = 1  # the component
+DEVICE_ONLY = HiCacheConfig(page_size=8)
+TIERED = replace(DEVICE_ONLY, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0)
+CONFIGS = {
+    "off": replace(DEVICE_ONLY, disable_radix_cache=True),
+    "device": DEVICE_ONLY,
+    "tiers": TIERED,
+    "write_back": replace(TIERED, hicache_write_policy="write_back"),
+    "layer_first": replace(TIERED, hicache_mem_layout="layer_first"),
+    "small_host": replace(TIERED, hicache_ratio=0.6),
+}
+
+
+@pytest.fixture
+def gemma(reference: Callable[[str], Reference]) -> Reference:
+    """Layers 0 and 2 see 24 tokens, layers 1 and 3 all of them."""
+    return reference("gemma3")
+
+
+@pytest.fixture
+def make_hybrid(make_engine: MakeEngine, gemma: Reference) -> MakeEngine:
+    def make(**fields: object) -> Engine:
+        sizes: dict[str, object] = {
+            "model_path": str(gemma.path), "cache": TIERED, "max_total_tokens": 384,
+            "chunked_prefill_size": 32, "swa_full_tokens_ratio": 0.5,
+        }  # fmt: skip
+        return make_engine(**{**sizes, **fields})
+
+    return make
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_answers_do_not_depend_on_the_cache(name: str, gemma: Reference, make_hybrid: MakeEngine) -> None:
+    engine = make_hybrid(cache=CONFIGS[name])
+    identity, answers = converse(engine, gemma)
+    identity.assert_holds()
+    assert_empty(engine)
+    used = served_from(answers)
+    assert (used["device"] > 0) == (name != "off"), used
+    if name != "small_host":
+        assert (used["host"] > 0) == (name not in ("off", "device")), used
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2-window"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_page_sizes_and_places_of_windows(
+    family: str, page_size: int, reference: Callable[[str], Reference], make_hybrid: MakeEngine
+) -> None:
+    judge = reference(family)
+    engine = make_hybrid(model_path=str(judge.path), cache=replace(TIERED, page_size=page_size))
+    identity, _ = converse(engine, judge, num_turns=3)
+    identity.assert_holds()
+
+
+def test_a_long_request_holds_a_window_of_pages(gemma: Reference, make_hybrid: MakeEngine) -> None:
+    """A prompt of 300 tokens and an answer of 60 through a window pool of 96."""
+    engine = make_hybrid(max_total_tokens=480, swa_full_tokens_ratio=0.2)
+    [prompt] = prompts([300], seed=9)
+    engine.add_request("long", prompt, SamplingParams(max_new_tokens=60))
+    allocator = engine._pools.allocator
+    most, answer = 0, []
+    while engine.has_work:
+        for output in engine.step():
+            answer += output.token_ids
+        most = max(most, allocator.size_swa - allocator.swa_available_size() - window_tokens(engine))
+        if engine.is_blocked:
+            engine.wait(1.0)
+    assert most <= 24 + 32 + 2 * 8, "of its own: a window, a chunk, and their ends"
+    gemma.judge([prompt], [answer]).assert_holds()
+
+
+def window_tokens(engine: Engine) -> int:
+    cache: Any = engine.cache
+    return cache.total_size()[WINDOW]
+
+
+def test_windows_run_short_before_full_slots(gemma: Reference, make_hybrid: MakeEngine) -> None:
+    """Requests that fit the full pool together do not fit the window pool: some wait or are retracted."""
+    engine = make_hybrid(max_total_tokens=800, swa_full_tokens_ratio=0.12, max_running_requests=6)
+    asked = prompts([60, 41, 77, 33, 50, 64], seed=6)
+    answers = serve(engine, asked, SamplingParams(max_new_tokens=40))
+    gemma.judge(asked, tokens(answers)).assert_holds()
+    settle(engine)
+    assert_empty(engine)
+
+
+def test_whole_prompts_without_chunks(gemma: Reference, make_hybrid: MakeEngine) -> None:
+    engine = make_hybrid(chunked_prefill_size=None, swa_full_tokens_ratio=1.0)
+    asked = prompts([120, 61, 90], seed=8)
+    gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_abort_in_every_state(num_steps: int, gemma: Reference, make_hybrid: MakeEngine) -> None:
+    engine = make_hybrid()
+    asked = prompts([120, 90], seed=4)
+    serve(engine, asked, GREEDY)
+    settle(engine)
+    serve(engine, prompts([150, 150], seed=5), GREEDY)  # pushes them to the host
+    settle(engine)
+    engine.add_request("gone", asked[0], GREEDY)
+    engine.add_request("kept", asked[1], GREEDY)
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort("gone")
+    drain(engine)
+    settle(engine)
+    assert_empty(engine)
+    gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
+
+
+@pytest.mark.parametrize("component", [0, WINDOW])
+def test_identity_rule_goes_red_on_one_corrupted_host_page(
+    component: int, gemma: Reference, make_hybrid: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The positive control, for a full page and for a window page that came back from the host."""
+    pools: list[HostPool] = []
+
+    class Recorded(HostPool):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            pools.append(self)
+
+    monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
+    engine = make_hybrid()
+    asked = prompts([100], seed=2)
+    assert gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
+    settle(engine)
+    serve(engine, prompts([170, 170], seed=5), GREEDY)
+    settle(engine)
+    cache: Any = engine.cache
+    held = [n.residency(component, Tier.HOST).pages for n in cache.tree.nodes()]
+    for page in [int(page) for pages in held if pages is not None for page in pages]:
+        for view in pools[component].page_views(page):
+            torch.frombuffer(view, dtype=torch.float32).normal_(generator=torch.Generator().manual_seed(1))
+    [answer] = serve(engine, asked, GREEDY)
+    assert answer.usage is not None and answer.usage.cached_host > 0
+    assert not gemma.judge(asked, [answer.token_ids]).holds
+
+
+def test_what_does_not_fit_is_named(gemma: Reference, llama: Reference) -> None:
+    with pytest.raises(ConfigError, match="swa_full_tokens_ratio=0.5: the model does not mix"):
+        Engine(EngineConfig(str(llama.path), swa_full_tokens_ratio=0.5))
+    with pytest.raises(ConfigError, match=r"window pages of 64 tokens; a request needs 11 \(window 24, 512"):
+        Engine(EngineConfig(str(gemma.path), max_total_tokens=1024, swa_full_tokens_ratio=0.1))
+    with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=1.5: must be in"):
+        EngineConfig(str(gemma.path), swa_full_tokens_ratio=1.5)
+    stored = replace(TIERED, hicache_storage_backend="file")
+    with pytest.raises(ConfigError, match="--hicache-storage-backend file: stores full attention only"):
+        Engine(EngineConfig(str(gemma.path), swa_full_tokens_ratio=0.9, cache=stored, max_total_tokens=2048))
