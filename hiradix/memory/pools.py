@@ -261,6 +261,11 @@ class HostPool:
         """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""
         return array_views(self.buffer, self.layout)[array_index(self.shape, name)]
 
+    @property
+    def memory(self) -> memoryview:
+        """All of the pool's bytes, for those that register memory before they move pages."""
+        return self._bytes
+
     def page_views(self, page: int) -> list[memoryview]:
         """The page's bytes, in order, zero copy and writable; valid as long as the pool."""
         assert 0 <= page < self.num_pages, f"host page {page} of {self.num_pages}"

@@ -33,8 +33,8 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
 @dataclass
-class _Write:
-    """One page on its way: `fd` and `temp` while it is being written."""
+class FileWrite:
+    """One page on its way: `fd` and `temp` while it is being written, `is_filled` when its bytes are."""
 
     index: int
     key: str
@@ -43,7 +43,21 @@ class _Write:
     num_bytes: int
     temp: str = ""
     fd: int = -1
+    is_filled: bool = False
     written: bool = False
+
+
+@dataclass
+class FileRead:
+    """One page on its way back. `verdict` stays None where the file could not be read: `fault` says why."""
+
+    index: int
+    key: str
+    page: Page
+    fd: int
+    status: os.stat_result
+    verdict: Verdict | None = None
+    fault: OSError | None = None
 
 
 class FileBackend(StorageBackend):
@@ -80,17 +94,16 @@ class FileBackend(StorageBackend):
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
         now_ns = self._time_ns()
-        ok: list[bool] = []
-        fault: OSError | None = None
-        for index, (key, page) in enumerate(zip(keys, into, strict=True)):
-            try:
-                ok.append(self._read(key, page, now_ns + len(keys) - index))
-            except OSError as error:
-                self._count("read_errors")
-                fault = error
-                ok.append(False)
-        if fault is not None and not any(ok):
-            raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
+        ok = [False] * len(keys)
+        faults: list[OSError] = []
+        for start in range(0, len(keys), GROUP_PAGES):
+            group = range(start, min(start + GROUP_PAGES, len(keys)))
+            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns + len(keys), faults):
+                ok[index] = True
+        if faults:
+            self._count("read_errors", len(faults))
+            if not any(ok):
+                raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
         self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
         return ok
 
@@ -98,12 +111,12 @@ class FileBackend(StorageBackend):
         self._check(keys)
         now_ns = self._time_ns()
         ok = [False] * len(keys)
-        todo: list[_Write] = []
+        todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
             num_bytes, path = SEAL_BYTES + page_bytes(page), self._folder.path(key)
             ok[index] = _is_whole(_status(path), num_bytes)
             if not ok[index]:
-                todo.append(_Write(index, key, path, page, num_bytes))
+                todo.append(FileWrite(index, key, path, page, num_bytes))
         self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
         while todo:
             group = self._next_group(todo)
@@ -165,36 +178,61 @@ class FileBackend(StorageBackend):
         for rank, (key, page) in enumerate(reversed(used)):
             self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns + rank)
 
-    def _read(self, key: str, page: Page, used_ns: int) -> bool:
+    def _load(
+        self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError]
+    ) -> list[int]:
+        """Read some pages; which of them are good. A page's use is as long before `end_ns` as its index."""
+        reads: list[FileRead] = []
+        try:
+            for index, key, page in wanted:
+                self._open(reads, index, key, page, faults)
+            self._read(reads)
+            return [read.index for read in reads if self._is_good(read, end_ns - read.index, faults)]
+        finally:
+            for read in reads:
+                os.close(read.fd)
+
+    def _open(
+        self, reads: list[FileRead], index: int, key: str, page: Page, faults: list[OSError]
+    ) -> None:
+        """Add a page's file to `reads` if it is there; one of the wrong kind or length is damaged already."""
         try:
             fd = self._folder.open(key)
         except OSError as error:
             if error.errno not in _ABSENT:
-                raise
-            self._room.forget(key)
-            return False
-        try:
-            status = os.fstat(fd)
-            verdict = self._verdict(fd, status, key, page)
-            if verdict is Verdict.GOOD and used_ns - status.st_mtime_ns > self.config.touch_interval_s * 1e9:
-                self._touch(fd, used_ns)
-        finally:
-            os.close(fd)
-        if verdict is Verdict.UNKNOWN:
+                faults.append(error)
+            else:
+                self._room.forget(key)
+            return
+        read = FileRead(index, key, page, fd, os.fstat(fd))
+        if not stat.S_ISREG(read.status.st_mode) or read.status.st_size != SEAL_BYTES + page_bytes(page):
+            read.verdict = Verdict.DAMAGED
+        reads.append(read)
+
+    def _read(self, reads: Sequence[FileRead]) -> None:
+        """Fill the pages of those that have no verdict, and give it; or a fault."""
+        for read in (read for read in reads if read.verdict is None):
+            seal = bytearray(SEAL_BYTES)
+            try:
+                whole = read_into(read.fd, [seal, *read.page]) == read.status.st_size
+            except OSError as error:
+                read.fault = error
+            else:
+                read.verdict = self._sealer.check(seal, read.key, read.page) if whole else Verdict.DAMAGED
+
+    def _is_good(self, read: FileRead, used_ns: int, faults: list[OSError]) -> bool:
+        """Whether the page is; a file that is bad is removed."""
+        verdict = read.verdict
+        if verdict is None:
+            faults.append(read.fault or OSError(errno.EIO, "not read"))
+        elif verdict is Verdict.UNKNOWN:
             self._count("unknown_checksum")
         elif verdict is not Verdict.GOOD:
             self._count(f"read_{verdict.value}")
-            self._room.unlink_same(key, status)
+            self._room.unlink_same(read.key, read.status)
+        elif used_ns - read.status.st_mtime_ns > self.config.touch_interval_s * 1e9:
+            self._touch(read.fd, used_ns)
         return verdict is Verdict.GOOD
-
-    def _verdict(self, fd: int, status: os.stat_result, key: str, page: Page) -> Verdict:
-        num_bytes = SEAL_BYTES + page_bytes(page)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
-            return Verdict.DAMAGED
-        seal = bytearray(SEAL_BYTES)
-        if read_into(fd, [seal, *page]) != num_bytes:
-            return Verdict.DAMAGED
-        return self._sealer.check(seal, key, page)
 
     def _touch(self, fd: int, used_ns: int) -> None:
         try:
@@ -202,7 +240,7 @@ class FileBackend(StorageBackend):
         except OSError:  # a read-only or foreign-owned file can still be read; only its recency is lost
             self._count("touch_errors")
 
-    def _next_group(self, todo: list[_Write]) -> list[_Write]:
+    def _next_group(self, todo: list[FileWrite]) -> list[FileWrite]:
         """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
         """
         limit = min(GROUP_BYTES, self.config.max_bytes // 8)
@@ -213,14 +251,17 @@ class FileBackend(StorageBackend):
                 return todo[:count]
         return todo
 
-    def _store(self, group: list[_Write], now_ns: int, keep: Collection[str]) -> list[_Write]:
+    def _store(self, group: list[FileWrite], now_ns: int, keep: Collection[str]) -> list[FileWrite]:
         """Reserve, write and publish; the writes that are readable now. Raises OSError, having cleaned up."""
         faults: list[OSError] = []
         try:
             self._begin(group, keep)
-            for write in group:
-                if write.temp:
-                    self._write(write, now_ns)
+            try:
+                self._write([write for write in group if write.temp])
+            finally:
+                for write in group:
+                    if write.is_filled:
+                        self._finish(write, now_ns)
         except OSError as error:
             faults.append(error)
         done = self._publish(group, faults)
@@ -231,7 +272,7 @@ class FileBackend(StorageBackend):
             self._count("put_no_room", len(group) - len(done))
         return done
 
-    def _begin(self, group: list[_Write], keep: Collection[str]) -> None:
+    def _begin(self, group: list[FileWrite], keep: Collection[str]) -> None:
         sizes = [footprint(write.num_bytes) for write in group]
         with self._room.locked():
             num_fitting = self._room.reserve(sizes, keep)
@@ -242,12 +283,17 @@ class FileBackend(StorageBackend):
                     self._room.cancel(sum(sizes[at:num_fitting]))
                     raise
 
-    def _write(self, write: _Write, now_ns: int) -> None:
-        """Fill the temporary file. Raises OSError; `_publish` cleans up."""
-        seal = self._sealer.seal(write.key, write.page)
-        done = write_from(write.fd, [seal, *write.page])
-        if done != write.num_bytes:
-            raise OSError(errno.ENOSPC, f"wrote {done} of {write.num_bytes} bytes")
+    def _write(self, writes: Sequence[FileWrite]) -> None:
+        """Fill the temporary files, seals first. Raises OSError; `_publish` cleans up."""
+        for write in writes:
+            seal = self._sealer.seal(write.key, write.page)
+            done = write_from(write.fd, [seal, *write.page])
+            if done != write.num_bytes:
+                raise OSError(errno.ENOSPC, f"wrote {done} of {write.num_bytes} bytes")
+            write.is_filled = True
+
+    def _finish(self, write: FileWrite, now_ns: int) -> None:
+        """The temporary file is whole: close it. Raises OSError."""
         os.utime(write.fd, ns=(now_ns - write.index, now_ns - write.index))
         if self.config.fsync:
             os.fsync(write.fd)
@@ -255,7 +301,7 @@ class FileBackend(StorageBackend):
         os.close(fd)
         write.written = True
 
-    def _publish(self, group: list[_Write], faults: list[OSError]) -> list[_Write]:
+    def _publish(self, group: list[FileWrite], faults: list[OSError]) -> list[FileWrite]:
         """Rename what was written; give back what was not, or what another writer published meanwhile."""
         started = [write for write in group if write.temp]
         for write in started:
@@ -269,7 +315,7 @@ class FileBackend(StorageBackend):
                 remove(write.temp)
             raise
 
-    def _publish_one(self, write: _Write, faults: list[OSError]) -> bool:
+    def _publish_one(self, write: FileWrite, faults: list[OSError]) -> bool:
         try:
             if write.written and not _is_whole(old := _status(write.path), write.num_bytes):
                 self._folder.publish(write.temp, write.path)

@@ -28,7 +28,6 @@ class BackendSpec:
 
 _SGLANG = (
     "hf3fs", "aibrix", "eic", "simm", "mori", "tensorcast", "npu_memcache", "seaweedfs", "infinistore",
-    "mooncake", "nixl",
 )  # fmt: skip
 _REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
@@ -37,6 +36,10 @@ _registered: dict[str, BackendSpec] = {
     "redis": _REDIS,
     "valkey": _REDIS,
     "s3": BackendSpec("hiradix.storage.s3_backend:S3Backend", "pip install 'hiradix[s3]'"),
+    "mooncake": BackendSpec(
+        "hiradix.storage.mooncake_backend:MooncakeBackend", "pip install 'hiradix[mooncake]'"
+    ),
+    "nixl": BackendSpec("hiradix.storage.nixl_backend:NixlBackend", "pip install 'hiradix[nixl]'"),
     "tier": BackendSpec("hiradix.storage.tier:TierBackend"),
     "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
 } | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}

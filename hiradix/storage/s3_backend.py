@@ -72,7 +72,7 @@ class S3Backend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        ok = self._each(self._read, list(zip(keys, into, strict=True)))
+        ok = self._read_all(list(zip(keys, into, strict=True)))
         self._use([(key, page_bytes(page)) for key, page, good in zip(keys, into, ok) if good])
         return ok
 
@@ -82,7 +82,7 @@ class S3Backend(StorageBackend):
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
-        answers = self._each(self._write, [(keys[index], pages[index]) for index in todo])
+        answers = self._write_all([(keys[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
         for place, size in zip(failed, self._sizes([keys[todo[place]] for place in failed])):
             answers[place] = fits(size or 0, pages[todo[place]], self._ragged)  # another writer's
@@ -133,6 +133,12 @@ class S3Backend(StorageBackend):
             return work()
         except (BaseError, RuntimeError) as error:  # RuntimeError: closed under our feet
             raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
+
+    def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        return self._each(self._read, items)
+
+    def _write_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        return self._each(self._write, items)
 
     def _each(self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]) -> list[bool]:
         """`work` on each item, several at once; a fault is False, and StorageError when all items failed.

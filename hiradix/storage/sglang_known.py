@@ -51,9 +51,6 @@ KNOWN = {
     "npu_memcache": Known(f"{_STORAGE}.npu_memcache.npu_memcache_store", "NpuMemcacheStore",
                           "memcache_hybrid", v1=True),
     "seaweedfs": Known(f"{_STORAGE}.seaweedfs.seaweedfs_store", "SeaweedFSStore", "boto3", v1=True),
-    "mooncake": Known(f"{_STORAGE}.mooncake_store.mooncake_store", "MooncakeStore",
-                      "mooncake-transfer-engine", v1=True),
-    "nixl": Known(f"{_STORAGE}.nixl.hicache_nixl", "HiCacheNixl", "nixl", _alone, True),
     "infinistore": Known("", "", "infinistore"),
 }  # fmt: skip
 """Names and the classes SGLang 0.5.23 has for them."""

@@ -100,6 +100,12 @@ class StorageRunner:
         self._hash_pages = hash_pages
         self._batch_pages = batch_pages
 
+    def register_host(self, storage: StorageLike) -> None:
+        """Tell storage of the host pool's memory, where the one asks and the other is one piece."""
+        register, memory = getattr(storage, "register", None), getattr(self._host, "memory", None)
+        if register is not None and memory is not None:
+            register(memory)
+
     def query(self, task: Task) -> Iterator[None]:
         """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss."""
         query = task.job.payload

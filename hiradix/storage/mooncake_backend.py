@@ -1,0 +1,297 @@
+"""The `mooncake` backend: pages in the memory that the members of a Mooncake store lend it.
+
+An object is `<key_prefix>-<fingerprint>-<page key>` and holds the page's bytes and its seal, because a member
+may leave, or the master hand memory to somebody else, while a page is on its way. Host pools that were
+registered are read and written by the library itself. Room and eviction are the master's.
+
+The library gives a transfer up after a minute, but goes on writing what still comes: into pages that belong
+to somebody else by then. So a read that failed late is answered only after the library was shut down and the
+store joined anew; memory that this process lends is lost with that.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.mooncake_config import MooncakeConfig
+from hiradix.storage.options import flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
+from hiradix.storage.registered import LaidOut, RegisteredMemory
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
+
+ABSENT = (-704, -703)
+"""What the library answers for an object that is not there, or that somebody is still writing."""
+NO_ROOM = -200
+BAD_ARGUMENT, TRANSFER_FAILED = -600, -800
+"""A buffer shorter than the object; bytes that did not arrive, which a longer buffer is as well."""
+LATE_S = 10.0
+"""Reads that fail sooner were ended by the other side, not given up."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
+"""Where Linux lists them. The library would silently do with TCP."""
+_RPC_TIMEOUT = "MC_RPC_TIMEOUT_MS"
+_LOCAL_BUFFER_BYTES = 16 << 20  # the library's own, for calls that are not used here
+
+
+class MooncakeBackend(StorageBackend):
+    """See the module's docstring. Raises ConfigError when the master cannot be joined. Thread-safe."""
+
+    traits = Traits(verifies=True, namespaced=True, direct=True)
+
+    def __init__(self, context: StorageContext, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.config = config = MooncakeConfig.from_mapping(context.extra_config)
+        if not config.zero_copy:
+            self.traits = Traits(verifies=True, namespaced=True)
+        digest = context.fingerprint.digest()
+        self._prefix = f"{config.key_prefix}-{digest[:32]}-"
+        self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
+        self._counts: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._num_calls = self._num_joined = 0
+        self._closed = self._joining = False
+        self._how = ReplicateConfig()
+        self._how.replica_num = config.replica_num
+        self._store = _joined(config)
+        self._memory = RegisteredMemory(config.buffer_bytes, self._register)
+
+    # -- the protocol -------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        with self._call([*keys, *prefix_keys]):
+            answers = self._store.batch_is_exist(self._names(keys)) if keys else []
+        for index, answer in enumerate(answers):
+            if answer != 1:
+                if answer < 0:
+                    raise StorageError(f"mooncake: exists failed with code {answer}")
+                return index
+        return len(keys)
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        def move(part: LaidOut) -> list[int]:
+            addresses, lengths = _split(part)
+            codes: list[int] = self._store.batch_get_into_multi_buffers(
+                self._names(part.keys), addresses, lengths
+            )
+            return codes
+
+        started, num_joined = self._clock(), self._num_joined
+        faults_before = self._counts["transfer_errors"]
+        try:
+            return self._each(keys, into, move, self._arrived)
+        finally:
+            if self._counts["transfer_errors"] > faults_before and self._clock() - started > LATE_S:
+                self._join_anew(num_joined)
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        def move(part: LaidOut) -> list[int]:
+            part.gather()
+            part.seal(self._sealer)
+            addresses, lengths = _split(part)
+            codes: list[int] = self._store.batch_put_from_multi_buffers(
+                self._names(part.keys), addresses, lengths, self._how
+            )
+            return codes
+
+        return self._each(keys, pages, move, self._stored)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with self._call(keys):
+            self._remove(keys)
+
+    def clear(self) -> None:
+        with self._call(()):
+            code = self._store.remove_by_regex(f"^{re.escape(self._prefix)}", True)
+        if code < 0:
+            raise StorageError(f"mooncake: clear failed with code {code}")
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(self._is_idle)  # the library crashes when it is closed with calls inside
+        self._store.close()
+
+    def ping(self) -> None:
+        self.exists(["ping"])
+
+    def stats(self) -> Mapping[str, float]:
+        with self._changed:
+            return {"lent_bytes": self.config.segment_bytes, **self._counts}
+
+    def register(self, memory: memoryview) -> None:
+        with self._call(()):
+            self._memory.add(memory)
+
+    # -- inside -------------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self, keys: Sequence[str]) -> Iterator[None]:
+        """The time of one call into the library: it must not be closed meanwhile."""
+        with self._changed:
+            if self._closed:
+                raise StorageError("storage backend is closed")
+            if self._joining:
+                raise StorageError("mooncake: the store is being joined anew")
+            self._num_calls += 1
+        try:
+            check_keys(keys)
+            yield
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+                self._changed.notify_all()
+
+    def _is_idle(self) -> bool:
+        return not self._num_calls and not self._joining
+
+    def _join_anew(self, num_joined: int) -> None:
+        """Shut the library down, so that it writes nothing any more, and begin again.
+
+        num_joined: how often it was when the failed call began; nothing is done if it was again meanwhile.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._joining)
+            if self._closed or self._num_joined != num_joined:
+                return
+            self._joining = True
+            self._changed.wait_for(lambda: not self._num_calls)
+        try:
+            self._store.close()
+            self._store = _joined(self.config)
+            self._memory.tell_again()
+        finally:
+            with self._changed:
+                self._joining = False
+                self._num_joined += 1
+                self._counts["joined_anew"] += 1
+                self._changed.notify_all()
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        code = self._store.register_buffer(address, num_bytes)
+        if code:
+            raise StorageError(f"mooncake: registering {num_bytes} bytes failed with code {code}")
+
+    def _count(self, name: str, number: int = 1) -> None:
+        if number:
+            with self._changed:
+                self._counts[name] += number
+
+    def _each(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        move: Callable[[LaidOut], list[int]],
+        judge: Callable[[LaidOut, list[int]], tuple[list[bool], list[int]]],
+    ) -> list[bool]:
+        """Answers page by page; StorageError where nothing arrived and the library failed."""
+        ok: list[bool] = []
+        faults: list[int] = []
+        with self._call(keys):
+            for part in self._memory.lay_out(keys, pages):
+                good, bad = judge(part, move(part))
+                self._count("pages_copied", part.num_copied)
+                self._count("pages_in_place", len(part) - part.num_copied)
+                ok += good
+                faults += bad
+        self._count("transfer_errors", len(faults))
+        if faults and not any(ok):
+            raise StorageError(f"mooncake: {len(faults)} transfers failed, with code {faults[0]}")
+        return ok
+
+    def _arrived(self, part: LaidOut, codes: list[int]) -> tuple[list[bool], list[int]]:
+        """Which pages were read and are good, and the codes of the library's faults.
+
+        Pages that are damaged, foreign or of another length are removed, so that they can be put again.
+        """
+        ok, faults, wrong = [False] * len(part), [], []
+        for index, (code, num_bytes) in enumerate(zip(codes, part.num_bytes, strict=True)):
+            if code == num_bytes:
+                verdict = part.check(index, self._sealer)
+                ok[index] = verdict is Verdict.GOOD
+                if verdict in (Verdict.DAMAGED, Verdict.FOREIGN):
+                    wrong.append(part.keys[index])
+                    self._count(f"read_{verdict.value}")
+            elif code in (BAD_ARGUMENT, TRANSFER_FAILED) and self._is_other(part.keys[index], num_bytes):
+                wrong.append(part.keys[index])
+                self._count("read_other_length")
+            elif code not in ABSENT:
+                faults.append(code)
+        if wrong:
+            self._remove(wrong)
+        return ok, faults
+
+    def _stored(self, part: LaidOut, codes: list[int]) -> tuple[list[bool], list[int]]:
+        self._count("put_no_room", codes.count(NO_ROOM))
+        return [code == 0 for code in codes], [code for code in codes if code not in (0, NO_ROOM)]
+
+    def _is_other(self, key: str, num_bytes: int) -> bool:
+        """Whether the object is there with another length, which a failed transfer does not say."""
+        size = self._store.get_size(self._prefix + key)
+        return bool(size >= 0 and size != num_bytes)
+
+    def _remove(self, keys: Sequence[str]) -> None:
+        """At once, whoever holds a lease: who reads the page meanwhile sees by its seal."""
+        codes = self._store.batch_remove(self._names(keys), True) if keys else []
+        bad = [code for code in codes if code not in (0, *ABSENT)]
+        if bad:
+            raise StorageError(f"mooncake: removing {len(bad)} pages failed with code {bad[0]}")
+
+
+def _split(part: LaidOut) -> tuple[list[list[int]], list[list[int]]]:
+    addresses = [[address for address, _ in spans] for spans in part.spans]
+    return addresses, [[length for _, length in spans] for spans in part.spans]
+
+
+def _joined(config: MooncakeConfig) -> Any:
+    """A member of the store. Raises ConfigError."""
+    os.environ.setdefault(_RPC_TIMEOUT, str(int(config.timeout_s * 1000)))
+    if config.protocol == "rdma" and not any(RDMA_DEVICES.glob("*")):
+        raise ConfigError(f"{flag('protocol')}: rdma, but there is no device in {RDMA_DEVICES}")
+    _reach(config.master_server_address, config.timeout_s)
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        config.local_hostname,
+        config.metadata_server,
+        config.segment_bytes,
+        _LOCAL_BUFFER_BYTES,
+        config.protocol,
+        config.device_name,
+        config.master_server_address,
+        tenant_id=config.tenant_id,
+    )
+    if code:
+        raise ConfigError(
+            f"{flag('master_server_address')}: cannot join {config.master_server_address} over "
+            f"{config.protocol}: code {code}"
+        )
+    return store
+
+
+def _reach(address: str, timeout_s: float) -> None:
+    """Raise ConfigError unless somebody listens at host:port: the library would try for 90 s.
+
+    Addresses with a scheme are the library's own business.
+    """
+    host, _, port = address.rpartition(":")
+    if "://" in address:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error

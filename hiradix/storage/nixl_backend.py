@@ -1,0 +1,170 @@
+"""The `nixl` backend: the page files of `file`, or the objects of `s3`, moved by NIXL's plugins.
+
+NIXL moves bytes and knows neither names nor room, so both come from those backends, whose stores it shares:
+either reads what the other wrote. What a transfer of NIXL's fails to move is moved the other backend's way,
+which says of each page what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
+
+from hiradix.errors import ConfigError
+from hiradix.storage.file import FileBackend, FileRead, FileWrite
+from hiradix.storage.nixl_link import FILE_PLUGINS, NixlConfig, NixlLink, Transfer
+from hiradix.storage.options import flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, fits
+from hiradix.storage.registered import LaidOut, Span
+from hiradix.storage.s3_backend import S3Backend
+from hiradix.storage.seal import SEAL_BYTES
+
+
+class NixlBackend(StorageBackend):
+    """`nixl`: makes the backend of the asked `plugin`."""
+
+    def __new__(cls, context: StorageContext) -> StorageBackend:  # type: ignore[misc]
+        config = NixlConfig.from_mapping(context.extra_config)
+        inside = dataclasses.replace(context, extra_config=config.rest)
+        made = NixlFiles if config.plugin in FILE_PLUGINS else NixlObjects
+        return made(inside, config)
+
+
+class NixlFiles(FileBackend):
+    """Page files through POSIX, GDS or GDS_MT."""
+
+    def __init__(self, context: StorageContext, nixl: NixlConfig):
+        self._link = NixlLink(nixl, {})
+        super().__init__(context)
+        self.traits = Traits(verifies=True, namespaced=True, direct=nixl.zero_copy)
+
+    def register(self, memory: memoryview) -> None:
+        self._check(())
+        self._link.memory.add(memory)
+
+    def close(self) -> None:
+        super().close()
+        self._link.close()
+
+    def _read(self, reads: Sequence[FileRead]) -> None:
+        todo = [read for read in reads if read.verdict is None]
+        done = 0
+        for part in self._link.memory.lay_out([read.key for read in todo], [read.page for read in todo]):
+            group = todo[done : done + len(part)]
+            done += len(part)
+            if self._moved(False, part, [read.fd for read in group]):
+                for index, read in enumerate(group):
+                    read.verdict = part.check(index, self._sealer)
+            else:
+                super()._read(group)
+
+    def _write(self, writes: Sequence[FileWrite]) -> None:
+        done = 0
+        for part in self._link.memory.lay_out([w.key for w in writes], [w.page for w in writes]):
+            group = writes[done : done + len(part)]
+            done += len(part)
+            part.gather()
+            part.seal(self._sealer)
+            if self._moved(True, part, [write.fd for write in group]):
+                for write in group:
+                    write.is_filled = True
+            else:
+                super()._write(group)
+
+    def _moved(self, write: bool, part: LaidOut, fds: Sequence[int]) -> bool:
+        transfers = [
+            Transfer(fd, num_bytes, seal_first(spans))
+            for fd, num_bytes, spans in zip(fds, part.num_bytes, part.spans, strict=True)
+        ]
+        self._count("pages_copied", part.num_copied)
+        self._count("pages_in_place", len(part) - part.num_copied)
+        try:
+            self._link.run(write, transfers)
+        except OSError:
+            self._count("transfer_errors")
+            return False
+        return True
+
+
+class NixlObjects(S3Backend):
+    """Objects through the plugin OBJ."""
+
+    def __init__(self, context: StorageContext, nixl: NixlConfig):
+        if nixl.zero_copy:
+            raise ConfigError(f"{flag('zero_copy')}: not with plugin OBJ, whose calls wait for a network")
+        url = urlsplit(str(context.extra_config.get("url", "")))
+        if url.scheme != "s3":
+            raise ConfigError(f"{flag('url')}: plugin OBJ needs s3://bucket/prefix, got {url.geturl()!r}")
+        super().__init__(context)
+        self._numbers = itertools.count(1)
+        self._root = "".join(f"{part}/" for part in (url.path.strip("/"), self._folder) if part)
+        try:
+            self._link = NixlLink(nixl, _parameters(url.netloc, self.config.settings))
+        except ConfigError:
+            self.close()
+            raise
+
+    def register(self, memory: memoryview) -> None:
+        self._check(())
+        self._link.memory.add(memory)
+
+    def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        sizes = self._sizes([key for key, _ in items])
+        whole = [fits(size or 0, page, False) for size, (_, page) in zip(sizes, items)]
+        found = [item for item, there in zip(items, whole) if there]
+        moved = iter(self._moved(False, found))
+        return [there and next(moved) for there in whole]
+
+    def _write_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        return self._moved(True, items)
+
+    def _moved(self, write: bool, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        ok: list[bool] = []
+        keys, pages = [key for key, _ in items], [page for _, page in items]
+        for part in self._link.memory.lay_out(keys, pages, 0):
+            group = items[len(ok) : len(ok) + len(part)]
+            if write:
+                part.gather()
+            try:
+                self._link.run(write, self._transfers(part))
+            except OSError:
+                with self._lock:
+                    self._counts["transfer_errors"] += 1
+                ok += super()._write_all(group) if write else super()._read_all(group)
+                continue
+            for index in range(0 if write else len(part)):
+                part.scatter(index)
+            ok += [True] * len(part)
+        return ok
+
+    def _transfers(self, part: LaidOut) -> list[Transfer]:
+        return [
+            Transfer(next(self._numbers), num_bytes, in_order(spans), self._root + key)
+            for key, num_bytes, spans in zip(part.keys, part.num_bytes, part.spans, strict=True)
+        ]
+
+
+def seal_first(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
+    """Pieces of a page file: the seal, which is the last span, is at its beginning."""
+    return [(0, *spans[-1]), *in_order(spans[:-1], SEAL_BYTES)]
+
+
+def in_order(spans: Sequence[Span], offset: int = 0) -> list[tuple[int, int, int]]:
+    """Pieces that follow each other from `offset`."""
+    ends = itertools.accumulate((length for _, length in spans), initial=offset)
+    return [(start, *span) for start, span in zip(ends, spans)]
+
+
+def _parameters(bucket: str, settings: Mapping[str, object]) -> dict[str, str]:
+    """The plugin's parameters, from the names that `s3` has for them. No checksums that S3 does not demand:
+    other servers take an upload with one for damaged."""
+    names = {
+        "endpoint": "endpoint_override", "region": "region", "access_key_id": "access_key",
+        "secret_access_key": "secret_key", "session_token": "session_token",
+    }  # fmt: skip
+    found = {theirs: str(settings[ours]) for ours, theirs in names.items() if ours in settings}
+    if str(settings.get("endpoint", "")).startswith("http://"):
+        found |= {"scheme": "http", "use_virtual_addressing": "false"}
+    return found | {"bucket": bucket, "req_checksum": "required"}

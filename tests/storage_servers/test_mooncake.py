@@ -1,0 +1,278 @@
+"""The conformance suite on a real Mooncake store over TCP, and what happens when its parts fail."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage import (
+    BreakerState,
+    GuardedStorage,
+    PageFingerprint,
+    StorageContext,
+    mooncake_backend,
+    open_storage,
+)
+from hiradix.storage.mooncake_backend import MooncakeBackend
+from hiradix.storage.seal import SEAL_BYTES
+from tests.contracts.storage import (
+    FINGERPRINT,
+    PAGE_BYTES,
+    NamespaceContract,
+    PersistentContract,
+    SharedContract,
+    StorageContract,
+    bytes_of,
+    content,
+    hits,
+    key_of,
+    keys_of,
+    put,
+)
+from tests.storage_servers.servers import Server, mooncake_master, mooncake_member, wait_for
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A master and one member that lends memory."""
+    server = mooncake_master(tmp_path_factory.mktemp("master")).start()
+    member = mooncake_member(server, tmp_path_factory.mktemp("member")).start()
+    yield server
+    member.kill()
+    server.kill()
+
+
+def context(
+    master: Server, prefix: str = "x", fingerprint: PageFingerprint = FINGERPRINT, **config: Any
+) -> StorageContext:
+    keys = {
+        "master_server_address": f"127.0.0.1:{master.port}", "global_segment_size": 0, "key_prefix": prefix,
+        "buffer_size": "1MiB",
+    }  # fmt: skip
+    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+
+
+class OnMaster:
+    """`place` becomes a key prefix: one store holds those of all tests."""
+
+    keys: dict[str, Any] = {}
+    server: Server
+
+    @pytest.fixture(autouse=True)
+    def _server(self, master: Server) -> None:
+        self.server = master
+
+    def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
+        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        return context(self.server, prefix, fingerprint, **self.keys | config)
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return MooncakeBackend(self.context(place, fingerprint, config))
+
+
+class TestMooncake(OnMaster, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+    """Memory of another process."""
+
+
+class TestMooncakeOwnMemory(OnMaster, StorageContract):
+    keys = {"global_segment_size": "64MiB"}
+
+
+class TestGuardedMooncake(OnMaster, StorageContract, NamespaceContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        return open_storage("mooncake", self.context(place, fingerprint, {"deadline_s": 30.0} | config))
+
+
+class TestGuardedMooncakeStaged(OnMaster, SharedContract, PersistentContract):
+    """Through the guard's own memory: calls can be left behind."""
+
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        keys = {"deadline_s": 30.0, "zero_copy": False}
+        return open_storage("mooncake", self.context(place, fingerprint, keys | config))
+
+
+@pytest.fixture
+def own_master(tmp_path: Path) -> Iterator[Server]:
+    """A master that the test may stall, kill and start again."""
+    server = mooncake_master(tmp_path / "master").start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_member(own_master: Server, tmp_path: Path) -> Iterator[Server]:
+    """The one member that lends memory to the store of `own_master`."""
+    server = mooncake_member(own_master, tmp_path / "member", 64 << 20).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def backend(master: Server, tmp_path: Path) -> Iterator[MooncakeBackend]:
+    prefix = "t" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
+    store = MooncakeBackend(context(master, prefix))
+    yield store
+    store.close()
+
+
+def pool_of(num_pages: int, num_bytes: int = PAGE_BYTES) -> tuple[memoryview, list[list[memoryview]]]:
+    """Host memory and the pages in it."""
+    memory = memoryview(mmap.mmap(-1, num_pages * num_bytes))
+    return memory, [[memory[at : at + num_bytes]] for at in range(0, len(memory), num_bytes)]
+
+
+def test_registered_memory_is_read_and_written_in_place(backend: MooncakeBackend) -> None:
+    memory, pages = pool_of(40)
+    backend.register(memory)
+    backend.register(memory)
+    keys = keys_of(40)
+    for key, page in zip(keys, pages):
+        page[0][:] = bytes_of(key)
+    assert all(backend.put(keys, pages))
+    memory[:] = bytes(len(memory))
+    quarters = [[page[0][at : at + 1500] for at in range(0, PAGE_BYTES, 1500)] for page in pages]
+    assert all(backend.get(keys, quarters))
+    assert [content(page) for page in pages] == [bytes_of(key) for key in keys]
+    assert backend.stats()["pages_in_place"] == 80 and not backend.stats().get("pages_copied")
+    assert all(hits(backend, keys)) and backend.stats()["pages_copied"] == 40
+
+
+def test_batch_larger_than_the_buffer_passes_in_pieces(master: Server) -> None:
+    store = MooncakeBackend(context(master, "pieces", buffer_size=3 * PAGE_BYTES))
+    assert all(put(store, keys_of(20))) and all(hits(store, keys_of(20)))
+    store.close()
+
+
+@pytest.mark.parametrize("damage", ["bit", "seal", "short", "long", "swapped"])
+def test_damaged_page_is_a_miss_and_is_replaced(backend: MooncakeBackend, damage: str) -> None:
+    put(backend, keys_of(3))
+    name = backend._names(keys_of(1))[0]
+    whole = bytearray(backend._store.get(name))
+    assert len(whole) == PAGE_BYTES + SEAL_BYTES
+    other = backend._store.get(backend._names([key_of(1)])[0])
+    whole[7 if damage == "bit" else PAGE_BYTES + 40] ^= 4
+    stored = {"short": whole[:-1], "long": whole + b"x", "swapped": other}.get(damage, whole)
+    backend._store.remove(name, True)
+    assert backend._store.put(name, bytes(stored)) == 0
+    assert hits(backend, keys_of(3)) == [False, True, True]
+    assert put(backend, keys_of(1)) == [True] and all(hits(backend, keys_of(3)))
+
+
+def test_full_store_refuses_pages_and_keeps_others(own_master: Server, own_member: Server) -> None:
+    store = MooncakeBackend(context(own_master))
+    _, pages = pool_of(96, 1 << 20)
+    stored = store.put([f"big{index}" for index in range(96)], pages)
+    assert 30 < sum(stored) < 96 and store.stats()["put_no_room"] == stored.count(False)
+    found = store.get([f"big{index}" for index in range(96)], pages)
+    assert [ok for ok, there in zip(found, stored) if not there] == [False] * stored.count(False)
+    store.close()
+
+
+def test_killed_member_takes_its_pages_and_another_one_serves(
+    own_master: Server, own_member: Server, tmp_path: Path
+) -> None:
+    clock = [0.0]
+    keys = {"breaker_failures": 2, "deadline_s": 60.0, "retries": 0}
+    guard = open_storage("mooncake", context(own_master, **keys), clock=lambda: clock[0])
+    put(guard, keys_of(4))
+    own_member.kill()
+    for _ in range(2):
+        assert hits(guard, keys_of(4)) == [False] * 4
+    assert guard.state is BreakerState.OPEN
+    bare = MooncakeBackend(context(own_master))
+    wait_for(lambda: bare.exists(keys_of(4)) == 0)
+    bare.close()
+    new = mooncake_member(own_master, tmp_path / "new", 64 << 20).start()
+    clock[0] += 10.0
+    assert hits(guard, keys_of(4)) == [False] * 4 and guard.state is BreakerState.CLOSED
+    assert all(put(guard, keys_of(4))) and all(hits(guard, keys_of(4)))
+    guard.close()
+    new.kill()
+
+
+def test_killed_master_is_an_error_and_comes_back_empty(own_master: Server, own_member: Server) -> None:
+    store = MooncakeBackend(context(own_master))
+    put(store, keys_of(4))
+    own_master.kill()
+    for call in (store.ping, lambda: hits(store, keys_of(4)), lambda: put(store, keys_of(4)),
+                 lambda: store.exists(keys_of(4)), lambda: store.delete(keys_of(1)),
+                 store.clear):  # fmt: skip
+        with pytest.raises(StorageError):
+            call()
+    own_master.start()
+    wait_for(lambda: all(put(store, keys_of(4)) + hits(store, keys_of(4))))
+    store.close()
+
+
+def test_stalled_master_is_an_error_in_time_and_then_serves(own_master: Server, own_member: Server) -> None:
+    store = MooncakeBackend(context(own_master))
+    put(store, keys_of(4))
+    own_master.stall()
+    with pytest.raises(StorageError, match="code -90"):
+        while all(hits(store, keys_of(4))):
+            pass  # a stopped process goes on for a moment
+    own_master.go_on()
+    assert all(hits(store, keys_of(4)))
+    store.close()
+
+
+@pytest.mark.timeout(400)
+def test_nothing_is_written_into_pages_after_their_read_has_failed(
+    own_master: Server, own_member: Server, tmp_path: Path
+) -> None:
+    """The library gives up after a minute. What the member sends when it goes on must not arrive."""
+    store = MooncakeBackend(context(own_master))
+    memory, pages = pool_of(32, 1 << 20)
+    keys = [f"big{index}" for index in range(32)]
+    store.register(memory)
+    assert all(store.put(keys, pages))
+    own_member.stall()
+    with pytest.raises(StorageError, match="transfers failed"):
+        store.get(keys, pages)
+    assert store.stats()["joined_anew"] == 1
+    memory[:] = b"\7" * len(memory)
+    own_member.go_on()
+    second = mooncake_member(own_master, tmp_path / "second", 64 << 20).start()
+    wait_for(lambda: all(put(store, keys_of(8)) + hits(store, keys_of(8))))
+    assert bytes(memory) == b"\7" * len(memory)
+    store.close()
+    second.kill()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"master_server_address": ""}, "master_server_address is required"),
+        ({"master_server_address": "127.0.0.1"}, "master_server_address: cannot reach 127.0.0.1"),
+        ({"protocol": "udp"}, "protocol: unknown value 'udp'"),
+        ({"key_prefix": "a/b"}, "key_prefix must be"),
+        ({"place": "x"}, "place is no key of storage backend mooncake"),
+    ],
+)
+def test_bad_keys_are_named(master: Server, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MooncakeBackend(context(master, **keys))
+
+
+def test_unreachable_master_is_refused_at_once(own_master: Server) -> None:
+    own_master.kill()
+    with pytest.raises(ConfigError, match="master_server_address: cannot reach"):
+        open_storage("mooncake", context(own_master))
+
+
+def test_rdma_without_a_device_is_refused(
+    master: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_backend, "RDMA_DEVICES", tmp_path)
+    with pytest.raises(ConfigError, match="protocol: rdma, but there is no device in"):
+        MooncakeBackend(context(master, protocol="rdma"))
