@@ -281,10 +281,7 @@ class TransferController:
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
     def attach(self, storage: StorageLike) -> None:
-        """Serve storage jobs with `storage`, which is told of the host pool's memory if it asks for that.
-
-        Raises StorageError if one is attached or still detaching.
-        """
+        """Serve storage jobs with `storage`; it is told of the host pool. StorageError if there is one."""
         if self.attach_refusal is not None:
             raise StorageError(self.attach_refusal)
         self._storage_jobs.register_host(storage)
