@@ -1,0 +1,27 @@
+"""hiradix as vLLM's KV connector.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "HiRadixConnector",
+        "kv_connector_module_path": "hiradix.adapters.vllm", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"hicache_size": 64}}'
+
+vLLM has no tree and calls a connector in two roles. `scheduler` (what may be promised) and `worker` (what is
+moved) know nothing of vLLM and share nothing but `orders`; `connector` is the class vLLM loads, the only
+module here that imports vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hiradix.adapters.vllm.connector import HiRadixConnector
+
+__all__ = ["HiRadixConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "HiRadixConnector":
+        from hiradix.adapters.vllm.connector import HiRadixConnector
+
+        return HiRadixConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

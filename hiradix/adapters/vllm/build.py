@@ -1,0 +1,106 @@
+"""The worker role from vLLM's configuration and KV caches: pools, sizes, the store's fingerprint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hiradix.adapters.vllm.layout import Grouping, Latent, group_layers, layer_order, pool_of, shape_of
+from hiradix.adapters.vllm.orders import WorkerFacts
+from hiradix.adapters.vllm.settings import Settings
+from hiradix.adapters.vllm.worker import WorkerRole
+from hiradix.config import ExtraConfig
+from hiradix.errors import ConfigError
+from hiradix.memory import HostPool, MLAShape, make_transport, size_host_pools, token_bytes
+from hiradix.prefix_cache import ModelIdentity, model_identity, page_fingerprint
+from hiradix.storage import GuardedStorage, StorageContext, open_storage
+from hiradix.transfer import PoolPair
+
+WINDOWS = "stores full attention only, not sliding windows"
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """One of vLLM's KV cache groups: its spec and the names of its layers."""
+
+    spec: Any
+    layers: Sequence[str]
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker is built from. model: this rank's; num_ranks: workers that share this host's memory."""
+
+    settings: Settings
+    grouping: Grouping
+    groups: Sequence[KVGroup]
+    num_blocks: int
+    latent: Latent | None
+    model: ModelIdentity
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class BuiltWorker:
+    """The role, what its scheduler must know, and each layer's number for the gate."""
+
+    role: WorkerRole
+    facts: WorkerFacts
+    layer_numbers: Mapping[str, int]
+    has_windows: bool
+
+
+def identity_of(path: str, revision: str | None, name: str) -> ModelIdentity:
+    """The model's name and its weights, or, where they are no local folder, the revision asked for."""
+    name = name or Path(path).name
+    if Path(path).is_dir():
+        return model_identity(str(Path(path).resolve()), name)
+    return ModelIdentity(name, f"{path}@{revision or 'main'}")
+
+
+def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltWorker:
+    """Allocates the host pools, starts the threads, attaches storage. Raises ConfigError naming the key."""
+    config, order = plan.settings.cache, layer_order(list(caches))
+    parts = [plan.groups[number] for number in plan.grouping.groups]
+    shapes = [shape_of(part.spec, len(part.layers), plan.latent) for part in parts]
+    size = plan.grouping.page_size
+    page_bytes = [size * token_bytes(shape) for shape in shapes]
+    counts = size_host_pools(page_bytes, [plan.num_blocks] * len(parts), config, plan.num_ranks)
+    pairs = []
+    for part, shape, num_pages in zip(parts, shapes, counts, strict=True):
+        own = [caches[name] for name in layer_order(part.layers)]
+        device = pool_of(shape, size, plan.num_blocks, own)
+        host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
+        transport = make_transport(config.hicache_io_backend, device.device)
+        pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
+    has_windows = len(parts) > 1
+    backbone = pairs[0].host
+    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, backbone, has_windows))
+    if config.hicache_storage_backend is not None:
+        try:
+            role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
+        except BaseException:
+            role.close(0.0)
+            raise
+    facts = WorkerFacts(tuple(counts), tuple(page_bytes), role.has_storage)
+    return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)}, has_windows)
+
+
+def _storage_opener(plan: WorkerPlan, pool: Any, has_windows: bool) -> Any:
+    model = plan.model
+    if isinstance(pool.shape, MLAShape):
+        model = replace(model, tp_rank=0, tp_size=1)  # every rank has the same rows
+    layout = plan.settings.cache.hicache_mem_layout
+    fingerprint = page_fingerprint(model, pool.shape, plan.grouping.page_size, layout)
+
+    def open_it(name: str, keys: Mapping[str, Any]) -> GuardedStorage:
+        if has_windows:
+            raise ConfigError(f"hicache_storage_backend {name}: {WINDOWS}")
+        backend = ExtraConfig.from_mapping(keys).backend
+        return open_storage(name, StorageContext(fingerprint, backend, pool.page_bytes))
+
+    return open_it

@@ -1,0 +1,268 @@
+"""The class vLLM loads: its calls, translated for the two roles. Tested with vLLM 0.32.0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker, identity_of
+from hiradix.adapters.vllm.index import HostIndex
+from hiradix.adapters.vllm.layout import Grouping, Latent, grouping
+from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
+from hiradix.adapters.vllm.scheduler import SchedulerPlan, SchedulerRole, StepRequest
+from hiradix.adapters.vllm.settings import Settings, parse_settings, with_served_name
+from hiradix.errors import ConfigError
+from hiradix.policy.eviction import make_order
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.prefix_cache.hiradix import prefetch_limits
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """Scheduler to workers, once per step."""
+
+    orders: Orders
+
+
+@dataclass
+class Answers(KVConnectorWorkerMetadata):
+    """Workers to scheduler, once per step."""
+
+    outcomes: tuple[Outcome, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Answers:
+        assert isinstance(other, Answers), other
+        return Answers(self.outcomes + other.outcomes)
+
+
+@dataclass
+class Handshake(KVConnectorHandshakeMetadata):
+    """A worker to the scheduler, once, when its pools are allocated."""
+
+    facts: WorkerFacts
+
+
+class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module's docstring. One instance is one role; what belongs to the other is None."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # A load that failed is computed again; vLLM's own default would fail the request.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._grouping: Grouping = grouping(specs)
+        settings = parse_settings(
+            vllm_config.kv_transfer_config.kv_connector_extra_config, self._grouping.page_size
+        )
+        self._settings: Settings = with_served_name(settings, _model_name(vllm_config))
+        self.scheduler: SchedulerRole | None = None
+        self.worker: BuiltWorker | None = None
+        self._failed_blocks: set[int] = set()
+        if role is KVConnectorRole.SCHEDULER:
+            self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # -- scheduler --------------------------------------------------------------------------
+
+    def _scheduler_plan(self, vllm_config: VllmConfig) -> SchedulerPlan:
+        cache, page_size = self._settings.cache, self._grouping.page_size
+        order = make_order(cache.radix_eviction_policy, cache.radix_eviction_policy_config)
+        limits = prefetch_limits(page_size, cache.hicache_storage_backend_extra_config)
+        return SchedulerPlan(
+            HostIndex(page_size, self._grouping.components, order),
+            self._grouping.groups,
+            vllm_config.parallel_config.world_size,
+            loads_async(self._settings.load_mode, vllm_config, len(self._grouping.groups)),
+            WritePolicy.from_name(cache.hicache_write_policy),
+            PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
+        )
+
+    @property
+    def _planner(self) -> SchedulerRole:
+        assert self.scheduler is not None, "a scheduler's call to a worker's connector"
+        return self.scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        facts = [answer.facts for answer in metadata.values() if isinstance(answer, Handshake)]
+        pages = [min(counts) for counts in zip(*(fact.num_pages for fact in facts), strict=True)]
+        self._planner.open(pages, all(fact.has_storage for fact in facts))
+        logger.info("hiradix: %s host pages of %d tokens", pages, self._grouping.page_size)
+
+    def on_new_request(self, request: Any) -> None:
+        self._planner.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found = self._planner.lookup(request, num_computed_tokens)
+        return found, bool(found) and self._planner.plan.load_async
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._planner.allocated(request, blocks.get_block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        state = scheduler_output.kv_connector_block_state
+        scheduled = list(_scheduled(scheduler_output, self._grouping.page_size))
+        return StepMetadata(self._planner.step(scheduled, state.resolve_block_ids))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        answers = connector_output.kv_connector_worker_meta
+        if answers is not None:
+            self._planner.apply(answers.outcomes)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._planner.finished(request, block_ids)
+        return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def reset_cache(self) -> bool:
+        self._planner.reset()
+        return True
+
+    # -- worker -----------------------------------------------------------------------------
+
+    @property
+    def _built(self) -> BuiltWorker:
+        assert self.worker is not None, "a worker's call before its KV caches were registered"
+        return self.worker
+
+    @property
+    def _orders(self) -> Orders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata), metadata
+        return metadata.orders
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker = build_worker(worker_plan(self), kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return Handshake(self._built.facts)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepMetadata), kv_connector_metadata
+        self._built.role.before_forward(kv_connector_metadata.orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._built.role.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._built.role.wait_layer(self._built.layer_numbers[layer_name])
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Pages are saved whole, when the forward has been launched."""
+
+    def wait_for_save(self) -> None:
+        self._built.role.after_forward(self._orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        collected = self._built.role.collect(self._orders)
+        self._failed_blocks = collected.failed_blocks
+        return KVConnectorTransferResults(finished_recving=collected.loaded, failed_recving=collected.failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._failed_blocks
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        outcomes = self._built.role.take_outcomes()
+        return Answers(outcomes) if outcomes else None
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.role.close(self._settings.drain_timeout_s)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Loads for the step itself are waited for layer by layer, in Python between graph pieces."""
+        return bool(extra_config.get("load_mode", "auto") != "async")
+
+
+def loads_async(mode: str, vllm_config: VllmConfig, num_groups: int) -> bool:
+    """Whether loads run beside steps instead of with their own request's.
+
+    With its own step a load is shorter, layer by layer beside the forward. But vLLM can take such a step back
+    after a failed load only when it schedules no other step meanwhile and has one KV cache group.
+    """
+    overlaps = bool(vllm_config.max_concurrent_batches > 1)
+    if mode == "sync" and (overlaps or num_groups > 1):
+        why = "several KV cache groups" if num_groups > 1 else "overlapping steps (--no-async-scheduling)"
+        raise ConfigError(f"load_mode sync: vLLM cannot compute a failed load again with {why}")
+    return mode == "async" or (mode == "auto" and (overlaps or num_groups > 1))
+
+
+def _model_name(vllm_config: VllmConfig) -> str:
+    return str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
+
+
+def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
+    """What this rank's worker is built from."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    config, groups = connector._vllm_config, connector._kv_cache_config.kv_cache_groups
+    model, text = config.model_config, config.model_config.hf_text_config
+    rank_r = getattr(text, "kv_lora_rank", None)
+    latent = Latent(rank_r, text.qk_rope_head_dim) if rank_r else None
+    settings = connector._settings
+    identity = identity_of(model.model, model.revision, settings.cache.served_model_name)
+    tp, pp = get_tp_group(), get_pp_group()
+    return WorkerPlan(
+        settings,
+        connector._grouping,
+        [KVGroup(group.kv_cache_spec, group.layer_names) for group in groups],
+        connector._kv_cache_config.num_blocks,
+        latent,
+        replace(
+            identity,
+            tp_rank=tp.rank_in_group,
+            tp_size=tp.world_size,
+            pp_rank=pp.rank_in_group,
+            pp_size=pp.world_size,
+        ),
+        config.parallel_config.world_size,
+    )
+
+
+def _scheduled(output: Any, page_size: int) -> Iterable[StepRequest]:
+    """The step's requests, with the blocks that vLLM gave them for it."""
+    counts = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        fresh = _fresh(new.block_ids, new.num_computed_tokens // page_size)
+        yield StepRequest(new.req_id, counts[new.req_id], fresh)
+    cached = output.scheduled_cached_reqs
+    rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+    for request_id, table, computed in rows:
+        resumed = request_id in cached.resumed_req_ids
+        fresh = _fresh(table or (), computed // page_size if resumed else 0)
+        yield StepRequest(request_id, counts[request_id], fresh)
+
+
+def _fresh(table: Iterable[list[int]], first_page: int) -> list[tuple[int, int]]:
+    return [(group, block) for group, blocks in enumerate(table) for block in blocks[first_page:]]

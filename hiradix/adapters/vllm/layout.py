@@ -1,0 +1,133 @@
+"""vLLM's KV caches in our terms.
+
+vLLM gives each layer's cache as one logical tensor [B, H, N, C]: blocks, heads, tokens of a block, and C the
+concatenation of a token's K and V (or the latent alone, for latent attention). Its layouts, on CPU and CUDA
+alike, differ only in the order these axes, and the layers, have in memory: in strides. So K is `[..., :D]`
+and V is `[..., D:]` of the same tensor, and one description serves all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hiradix.errors import ConfigError
+from hiradix.memory import CacheShape, KVShape, MLAShape, StridedPool
+from hiradix.tree import FULL, Component
+
+QUANTISED = (
+    "KV caches with scales of their own beside the data are not supported; use another --kv-cache-dtype"
+)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of a latent attention model's row: the compressed KV and its rope part."""
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """KV cache groups as the index's components: groups[c] is the group of components[c]."""
+
+    page_size: int
+    groups: tuple[int, ...]
+    components: tuple[Component, ...]
+
+
+def grouping(specs: Sequence[Any]) -> Grouping:
+    """Which of vLLM's KV cache groups is what, by its spec. Raises ConfigError for kinds not known here."""
+    sizes = {spec.block_size for spec in specs}
+    if len(sizes) != 1:
+        raise ConfigError(f"--block-size: KV cache groups of different block sizes {sorted(sizes)}")
+    (page_size,) = sizes
+    components = [_component(number, spec, page_size) for number, spec in enumerate(specs)]
+    if len(specs) == 1:
+        return Grouping(page_size, (0,), (FULL,))
+    full = [number for number, component in enumerate(components) if component.reach == FULL.reach]
+    if not full:
+        raise ConfigError("several KV cache groups, none of full attention: no prefix can be named by pages")
+    order = [full[0], *(number for number in range(len(specs)) if number != full[0])]
+    return Grouping(page_size, tuple(order), tuple(components[number] for number in order))
+
+
+def _component(number: int, spec: Any, page_size: int) -> Component:
+    kind = type(spec).__name__
+    name = f"group{number}"
+    if kind in ("FullAttentionSpec", "MLAAttentionSpec"):
+        return Component(name)
+    if kind == "SlidingWindowSpec":
+        behind = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+        return Component(name, max(1, math.ceil(behind / page_size)))
+    raise ConfigError(
+        f"KV cache group {number} is a {kind}: full attention, latent attention and sliding windows are "
+        f"supported"
+    )
+
+
+def shape_of(spec: Any, num_layers: int, latent: Latent | None) -> CacheShape:
+    """What one layer's cache in a group consists of, times its layers."""
+    if getattr(spec.kv_quant_mode, "name", "NONE") not in ("NONE", "FP8_PER_TENSOR"):
+        raise ConfigError(f"--kv-cache-dtype: {spec.kv_quant_mode.name}: {QUANTISED}")
+    if spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
+        raise ConfigError(f"--kv-cache-dtype: {QUANTISED}")
+    if spec.head_size_v:
+        return KVShape(num_layers, spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.dtype)
+    if latent is None or latent.kv_lora_rank + latent.qk_rope_head_dim != spec.head_size:
+        raise ConfigError(f"latent attention with rows of {spec.head_size}: not {latent}")
+    return MLAShape(num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, spec.dtype)
+
+
+def pool_of(
+    shape: CacheShape, page_size: int, num_blocks: int, caches: Sequence[torch.Tensor]
+) -> StridedPool:
+    """The device pool over a group's layers, each [B, H, N, C]; page p is block p."""
+    pages = [_in_blocks(cache, page_size, num_blocks) for cache in caches]
+    arrays, begin = [], 0
+    for spec in shape.arrays:
+        arrays.append([page[..., begin : begin + spec.head_dim] for page in pages])
+        begin += spec.head_dim
+    if begin != pages[0].shape[3]:
+        raise ConfigError(f"a cache of {tuple(caches[0].shape)}: {begin} numbers per head and token expected")
+    return StridedPool(shape, arrays)
+
+
+def _in_blocks(cache: torch.Tensor, page_size: int, num_blocks: int) -> torch.Tensor:
+    """[P, S, H, C] over [B, H, N, C], where a block may be cut into kernel blocks that follow each other."""
+    kernel_blocks, heads, tokens, content = cache.shape
+    pages = cache.permute(0, 2, 1, 3)
+    if kernel_blocks == num_blocks and tokens == page_size:
+        return pages
+    ratio = page_size // tokens
+    if kernel_blocks != num_blocks * ratio or pages.stride(0) != tokens * pages.stride(1):
+        raise ConfigError(
+            f"--block-size {page_size}: the attention backend cuts blocks into {tokens} tokens each with "
+            f"heads outside tokens; use --block-size {tokens}"
+        )
+    page, token, head, number = pages.stride()
+    return pages.as_strided((num_blocks, page_size, heads, content), (page * ratio, token, head, number))
+
+
+def layer_order(names: Sequence[str]) -> list[str]:
+    """Layer names in the order the model runs them: by the first number in each, then as given."""
+    return sorted(names, key=_number)
+
+
+def _number(name: str) -> int:
+    found = re.search(r"\d+", name)
+    return int(found.group()) if found else 0
+
+
+def group_layers(order: Sequence[str], names: Sequence[str], caches: Mapping[str, torch.Tensor]) -> list[int]:
+    """Which of the model's layers, as `order` counts them, a group has. Raises ConfigError."""
+    missing = [name for name in names if name not in caches]
+    if missing:
+        raise ConfigError(f"vLLM registered no KV cache for layer {missing[0]}")
+    return [order.index(name) for name in layer_order(names)]

@@ -1,0 +1,129 @@
+"""What passes between the two roles: orders with each step's metadata, outcomes with each step's output.
+
+Frozen records of numbers and arrays, so that vLLM can carry them between processes. The scheduler numbers
+its orders; every worker answers each number once per stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.tree import PageRows
+
+Pages = npt.NDArray[np.int32]
+Ticket = int
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """One KV cache group's part of a copy: block `device[i]` and host page `host[i]` belong together."""
+
+    group: int
+    device: Pages
+    host: Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """Device to host, once the step's forward has been launched; `before_forward`: as soon as it can be.
+
+    rows: with storage attached, the tokens of the backbone's pages, which then go on to storage.
+    """
+
+    ticket: Ticket
+    moves: tuple[Move, ...]
+    rows: PageRows | None = None
+    before_forward: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits."""
+
+    ticket: Ticket
+    request_id: str
+    moves: tuple[Move, ...]
+    in_step: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """Which of the last `num_pages` of `rows` does storage have."""
+
+    ticket: Ticket
+    rows: PageRows
+    num_pages: int
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """Storage to the backbone's host pages."""
+
+    ticket: Ticket
+    hashes: tuple[bytes, ...]
+    host: Pages
+
+
+@dataclass(frozen=True)
+class StorageOrder:
+    """Attach the named backend with its keys; name None: detach the one there is."""
+
+    ticket: Ticket
+    name: str | None
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """One step's orders.
+
+    fences: saves whose blocks this step writes to: they end first. cancels: queries and reads nobody waits
+    for. computes: the step runs a forward. is_awaited: requests wait for outcomes and nothing else happens.
+    """
+
+    fences: tuple[Ticket, ...] = ()
+    saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
+    queries: tuple[Query, ...] = ()
+    reads: tuple[Read, ...] = ()
+    cancels: tuple[Ticket, ...] = ()
+    storage: tuple[StorageOrder, ...] = ()
+    computes: bool = True
+    is_awaited: bool = False
+
+
+class Stage(Enum):
+    """What has come to its end."""
+
+    WRITTEN = "written"  # device to host
+    STORED = "stored"  # host to storage, behind WRITTEN where storage is attached
+    LOADED = "loaded"  # host to device
+    FOUND = "found"  # a query
+    READ = "read"  # storage to host
+    ATTACHED = "attached"  # storage attached or detached
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One worker's answer to one order: the leading pages that are done, and why there are not more."""
+
+    ticket: Ticket
+    stage: Stage
+    num_pages: int
+    hashes: tuple[bytes, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What the scheduler must know of a worker before the first step: its host pages per KV cache group."""
+
+    num_pages: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    has_storage: bool

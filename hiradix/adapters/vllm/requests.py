@@ -1,0 +1,98 @@
+"""What the scheduler role knows of each request, and the key its tokens spell."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from hiradix.adapters.vllm.orders import Ticket
+from hiradix.prefix_cache import weights_digest
+from hiradix.tree import Lock, RadixKey, TokenLog
+
+
+class EngineRequest(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_computed_tokens: int
+    cache_salt: str | None
+    lora_request: Any
+    mm_features: Sequence[Any]
+    prompt_embeds: Any
+    prompt_token_ids: Sequence[int] | None
+    resumable: bool
+    block_hashes: Sequence[bytes]
+
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+@dataclass(eq=False)
+class Tracked:
+    """One request from its arrival to its end.
+
+    local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
+    table that are saved or need not be. hold: keeps prefetched pages until they are loaded or given up.
+    fetch: its prefetch under way. loads: its loads under way. waiting_since: when it was first told to ask
+    again, None if it was not.
+    """
+
+    request: EngineRequest
+    log: TokenLog
+    extras: tuple[bytes | None, ...] | None
+    local_tokens: int = 0
+    num_saved: int = 0
+    hold: Lock | None = None
+    fetch: Ticket | None = None
+    loads: set[Ticket] = field(default_factory=set)
+    waiting_since: float | None = None
+
+    def key(self, num_pages: int, page_size: int) -> RadixKey:
+        """The key of the request's first pages; its tokens must be known that far."""
+        known = len(self.log)
+        if known < num_pages * page_size:
+            self.log.extend(self.request.all_token_ids[known : self.request.num_tokens])
+        key = self.log.key(num_pages * page_size)
+        assert len(key) == num_pages * page_size, f"{len(key)} tokens known of {num_pages} pages"
+        key.extras = self.extras
+        return key
+
+
+def track(request: EngineRequest, page_size: int) -> Tracked | None:
+    """A record for a request, or None for one whose pages its tokens do not name."""
+    if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
+        return None
+    log = TokenLog((), _adapter(request.lora_request), cache_salt=request.cache_salt)
+    return Tracked(request, log, _page_extras(request.mm_features, page_size))
+
+
+def _adapter(lora: Any) -> str | None:
+    """What names an adapter in every process: its name and its weights, not vLLM's number for it."""
+    return None if lora is None else f"{lora.lora_name}@{_adapter_digest(str(lora.lora_path))}"
+
+
+@lru_cache(maxsize=1024)
+def _adapter_digest(path: str) -> str:
+    if not Path(path).is_dir():
+        return hashlib.sha256(path.encode()).hexdigest()[:32]
+    return weights_digest(path, "adapter_config.json")
+
+
+def _page_extras(features: Sequence[Any], page_size: int) -> tuple[bytes | None, ...] | None:
+    """Per page a digest of the inputs behind its placeholder tokens and where in them it begins."""
+    digests: dict[int, Any] = {}
+    for feature in features:
+        begin, length = feature.mm_position.offset, feature.mm_position.length
+        for page in range(begin // page_size, (begin + length - 1) // page_size + 1):
+            text = f"{feature.identifier} {begin - page * page_size} {length}\n"
+            digests.setdefault(page, hashlib.sha256()).update(text.encode())
+    if not digests:
+        return None
+    return tuple(digests[page].digest() if page in digests else None for page in range(max(digests) + 1))

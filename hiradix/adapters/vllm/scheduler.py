@@ -1,0 +1,352 @@
+"""The scheduler role: what may be promised, and the orders that keep the promise.
+
+    arrived(request)     storage is asked for what the host lacks
+    lookup(request, n)   tokens the host can bring beyond vLLM's own n; nothing is pinned
+    allocated(...)       what was promised is locked, and its load ordered
+    step(...)            full blocks are saved; one step's orders
+    apply(outcomes)      what every worker has done enters the index
+    finished(request)    the last full blocks are saved; nothing holds the request back
+
+One thread, vLLM's scheduler. Shares nothing with the workers but orders and outcomes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from hiradix.adapters.vllm.fetches import FetchBook
+from hiradix.adapters.vllm.index import HostIndex
+from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Pages, Save, Stage, StorageOrder, Ticket
+from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
+from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable, Pending, SaveBook
+from hiradix.adapters.vllm.tally import Tally
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.tree import BACKBONE, Lock
+
+ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
+
+
+@dataclass(frozen=True)
+class SchedulerPlan:
+    """What the role is built from. groups: the KV cache group of each of the index's components.
+
+    load_async: loads run beside other requests' steps, and their request waits for them.
+    """
+
+    index: HostIndex
+    groups: tuple[int, ...]
+    num_workers: int
+    load_async: bool
+    writes: WritePolicy
+    prefetch: PrefetchPolicy
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A request of which this step computes `num_tokens`.
+
+    new_blocks: (group, block) that the step is the first to write to.
+    """
+
+    request_id: str
+    num_tokens: int
+    new_blocks: Sequence[tuple[int, int]]
+
+
+@dataclass
+class Figures:
+    """Tokens and pages since start, and since the last report to vLLM."""
+
+    hit_tokens: int = 0
+    saved_pages: int = 0
+    save_failed_pages: int = 0
+    loaded_pages: int = 0
+    load_failed: int = 0
+    stored_pages: int = 0
+    store_failed_pages: int = 0
+    fences: int = 0
+
+
+@dataclass(eq=False)
+class LoadFlight:
+    """A load that some worker may still be doing."""
+
+    owner: Tracked
+    lock: Lock
+    num_pages: int
+
+
+@dataclass
+class _Orders:
+    """Orders since the last step."""
+
+    loads: list[Load] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    storage: list[StorageOrder] = field(default_factory=list)
+
+
+class SchedulerRole:
+    """See the module's docstring."""
+
+    def __init__(self, plan: SchedulerPlan) -> None:
+        self.plan = plan
+        self.index = plan.index
+        self.figures = Figures()
+        self.has_storage = False
+        self.requests: dict[str, Tracked] = {}
+        self._tickets = count(1)
+        self.tally = Tally(plan.num_workers)
+        self.saves = SaveBook(plan.index, plan.groups)
+        self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket)
+        self._loads: dict[Ticket, LoadFlight] = {}
+        self._next = _Orders()
+
+    def _ticket(self) -> Ticket:
+        return next(self._tickets)
+
+    def open(self, num_pages: Sequence[int], has_storage: bool) -> None:
+        """Before the first request: host pages per component that every worker has."""
+        self.index.open(num_pages)
+        self.has_storage = has_storage
+
+    # -- one request's life -------------------------------------------------------------------
+
+    def arrived(self, request: EngineRequest) -> None:
+        """A request entered vLLM's queue."""
+        tracked = track(request, self.index.page_size)
+        if tracked is None:
+            return
+        self.requests[request.request_id] = tracked
+        if self.has_storage and self.index.is_open:
+            self.fetches.start(tracked, self._loadable_pages(request))
+
+    def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
+        """Tokens the host can bring beyond vLLM's own `local_tokens`; None: ask again with the next step.
+
+        Changes nothing but what is remembered of the request: a lookup without a load pins nothing.
+        """
+        tracked = self.requests.get(request.request_id)
+        if tracked is None or not self.index.is_open:
+            return 0
+        tracked.local_tokens = local_tokens
+        limit = self._loadable_pages(request)
+        if limit * self.index.page_size <= local_tokens:
+            return 0
+        if self.fetches.is_awaited(tracked):
+            return None
+        found = self.index.find(tracked.key(limit, self.index.page_size))
+        if found.is_arriving and self._may_wait(tracked):
+            return None
+        return max(0, found.num_pages * self.index.page_size - local_tokens)
+
+    def _loadable_pages(self, request: EngineRequest) -> int:
+        """Whole pages before the last known token, which is computed to have something to sample from."""
+        return (request.num_tokens - 1) // self.index.page_size
+
+    def _may_wait(self, tracked: Tracked) -> bool:
+        now_s = self.plan.clock()
+        if tracked.waiting_since is None:
+            tracked.waiting_since = now_s
+        return now_s - tracked.waiting_since < ARRIVAL_WAIT_S
+
+    def allocated(self, request: EngineRequest, table: Callable[[], BlockTable], num_tokens: int) -> None:
+        """vLLM has given a request its blocks, those of `num_tokens` for what `lookup` promised."""
+        tracked = self.requests.get(request.request_id)
+        if tracked is None:
+            return
+        self._give_up(tracked)
+        if tracked.request.num_computed_tokens == 0 or num_tokens:
+            tracked.num_saved = 0
+        if num_tokens:
+            self._load(tracked, table(), num_tokens)
+
+    def _load(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> None:
+        size = self.index.page_size
+        start, end = tracked.local_tokens // size, (tracked.local_tokens + num_tokens) // size
+        lock = self.index.lock(tracked.key(end, size))
+        moves = tuple(
+            move
+            for component, group in enumerate(self.plan.groups)
+            if len((move := self._move(lock, component, group, table[group][:end], start)).host)
+        )
+        ticket = self._ticket()
+        self._loads[ticket] = LoadFlight(tracked, lock, end - start)
+        tracked.loads.add(ticket)
+        self.figures.hit_tokens += num_tokens
+        request_id = tracked.request.request_id
+        self._next.loads.append(Load(ticket, request_id, moves, not self.plan.load_async))
+        for move in moves:
+            self._next.written += [(move.group, block) for block in move.device.tolist()]
+
+    def _move(self, lock: Lock, component: int, group: int, table: Sequence[int], start: int) -> Move:
+        """What of one component is copied into the blocks from page `start` on; not where there is none."""
+        first, pages = self.index.loadable(lock, component, start)
+        blocks: Pages = np.array(table[first:], np.int32)
+        assert len(blocks) == len(pages), f"{len(blocks)} blocks for {len(pages)} pages of group {group}"
+        there = blocks != NULL_BLOCK
+        return Move(group, blocks[there], pages[there])
+
+    def finished(self, request: EngineRequest, table: BlockTable) -> None:
+        """A request has ended, however it did. Its blocks are vLLM's to free at once."""
+        tracked = self.requests.pop(request.request_id, None)
+        if tracked is None:
+            return
+        self._give_up(tracked)
+        self.fetches.abandon(tracked)
+        known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
+        if self._saves_new and not tracked.loads and known > tracked.num_saved:
+            frozen = tuple(tuple(blocks) for blocks in table)
+            self._next.pending.append(Pending(tracked, known, frozen))
+
+    def _give_up(self, tracked: Tracked) -> None:
+        """Let go of prefetched pages: they are loaded from here on, or not wanted."""
+        tracked.waiting_since = None
+        if tracked.hold is not None:
+            self.index.unlock(tracked.hold)
+            tracked.hold = None
+
+    @property
+    def _saves_new(self) -> bool:
+        """Whether pages are saved when they are computed, and not only when they are used again."""
+        return self.plan.writes.is_due(1)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
+        """Everything the workers are to do with this step. table: a request's blocks, by its id."""
+        mine, self._next = self._next, _Orders()
+        written = set(mine.written)
+        for one in scheduled:
+            written.update(one.new_blocks)
+        fences = self.saves.fences(written)
+        self.figures.fences += len(fences)
+        saves = [save for late in mine.pending if (save := self._save_late(late, written)) is not None]
+        for one in scheduled:
+            if (save := self._save(one, table)) is not None:
+                saves.append(save)
+        fetches = self.fetches
+        queries, reads, cancels = fetches.queries, fetches.reads, fetches.cancels
+        fetches.queries, fetches.reads, fetches.cancels = [], [], []
+        return Orders(
+            fences, tuple(saves), tuple(mine.loads), tuple(queries), tuple(reads), tuple(cancels),
+            tuple(mine.storage), bool(scheduled), bool(fetches.flights or self.saves.flights or self._loads),
+        )  # fmt: skip
+
+    def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> Save | None:
+        tracked = self.requests.get(one.request_id)
+        if tracked is None or not self.index.is_open:
+            return None
+        size = self.index.page_size
+        end = tracked.request.num_computed_tokens + one.num_tokens
+        known = min(end, tracked.request.num_tokens) // size
+        if not self._saves_new:
+            known = min(known, tracked.local_tokens // size)
+        if known <= tracked.num_saved:
+            return None
+        return self._planned(self._ticket(), tracked, table(one.request_id), known)
+
+    def _save_late(self, late: Pending, written: set[tuple[int, int]]) -> Save | None:
+        """What an ended request left behind, as far as this step does not write over it."""
+        table = []
+        for group, blocks in enumerate(late.table):
+            table.append([NULL_BLOCK if (group, block) in written else block for block in blocks])
+        save = self._planned(self._ticket(), late.tracked, table, late.num_pages)
+        return None if save is None else Save(save.ticket, save.moves, save.rows, True)
+
+    def _planned(self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int) -> Save | None:
+        save = self.saves.plan(tracked, table, num_pages, ticket)
+        if save is None or not self.has_storage:
+            return save
+        flight = self.saves.flights[ticket]
+        flight.is_stored = True
+        return Save(ticket, save.moves, self.saves.rows(flight))
+
+    # -- what the workers say -------------------------------------------------------------------
+
+    def apply(self, outcomes: Iterable[Outcome]) -> None:
+        """Take in what workers have done; each stage counts when the last of them has answered."""
+        for outcome in outcomes:
+            whole = self.tally.add(outcome)
+            if whole is not None:
+                self._ends[whole.stage](self, whole)
+
+    def _written(self, outcome: Outcome) -> None:
+        flight = self.saves.flights[outcome.ticket]
+        self.saves.end_reading(flight, outcome.ticket)
+        if outcome.error is None:
+            self.figures.saved_pages += len(flight.pages[BACKBONE])
+            self.index.arrived(flight.pages)
+            self.on_saved(flight.owner, flight.start, flight.pages[BACKBONE])
+        else:
+            self.figures.save_failed_pages += len(flight.pages[BACKBONE])
+            flight.owner.num_saved = 0
+            self.index.lose(flight.key, flight.start, flight.pages)
+        if not flight.is_stored:
+            self._end_save(outcome.ticket)
+
+    def _stored(self, outcome: Outcome) -> None:
+        flight = self.saves.flights[outcome.ticket]
+        self.figures.stored_pages += outcome.num_pages
+        self.figures.store_failed_pages += len(flight.pages[BACKBONE]) - outcome.num_pages
+        if outcome.hashes:
+            node = flight.lock.node
+            self.index.tree.set_hashes(node, node.end - len(outcome.hashes), outcome.hashes)
+        self._end_save(outcome.ticket)
+
+    def _end_save(self, ticket: Ticket) -> None:
+        self.index.unlock(self.saves.flights.pop(ticket).lock)
+
+    def _loaded(self, outcome: Outcome) -> None:
+        flight = self._loads.pop(outcome.ticket)
+        flight.owner.loads.discard(outcome.ticket)
+        if outcome.error is None:
+            self.figures.loaded_pages += flight.num_pages
+        else:
+            self.figures.load_failed += 1
+            flight.owner.num_saved = 0
+            self.index.lose_path(flight.lock)
+        self.index.unlock(flight.lock)
+
+    def _attached(self, outcome: Outcome) -> None:
+        self.has_storage = outcome.error is None and outcome.num_pages > 0
+
+    _ends = {
+        Stage.WRITTEN: _written,
+        Stage.STORED: _stored,
+        Stage.LOADED: _loaded,
+        Stage.FOUND: lambda self, outcome: self.fetches.found(outcome),
+        Stage.READ: lambda self, outcome: self.fetches.arrived(outcome),
+        Stage.ATTACHED: _attached,
+    }
+
+    def on_saved(self, tracked: Tracked, start: int, pages: Pages) -> None:
+        """Pages [start, start + len(pages)) of a request are on the host. For who reports events."""
+
+    # -- the whole ------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all host pages. What transfers still use is served to nobody, and goes when they end."""
+        for tracked in self.requests.values():
+            self._give_up(tracked)
+        self.fetches.forget_all()
+        self.index.lose_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way and nothing is locked on any request's behalf."""
+        books = (self.saves.flights, self.fetches.flights, self._loads, self.tally)
+        return not any(len(book) for book in books) and not self.saves.reading
+
+    def check(self) -> None:
+        """Assert the index's invariants and that each page is in one place. O(tree)."""
+        in_flight = [0] * len(self.plan.groups)
+        in_flight[BACKBONE] = sum(len(f.host) for f in self.fetches.flights.values() if f.host is not None)
+        self.index.check(in_flight)

@@ -1,0 +1,72 @@
+"""`kv_connector_extra_config` as our configuration: the flags' names with underscores, their defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hiradix.config import ExtraConfig, HiCacheConfig, require_choice, require_number
+from hiradix.errors import ConfigError
+
+LOAD_MODES = ("auto", "sync", "async")
+OWN_KEYS = ("load_mode", "drain_timeout_s", "admin_port", "admin_api_key")
+CONFIG_KEYS = (
+    "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
+    "hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend",
+    "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config", "radix_eviction_policy",
+    "radix_eviction_policy_config", "served_model_name",
+)  # fmt: skip
+WRITE_BACK = (
+    "vLLM does not say which blocks it is about to evict; use write_through or write_through_selective"
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """cache: as the flags of `hiradix serve`. load_mode: see docs/vllm.md. drain_timeout_s: how long a
+    shutdown waits for what is on its way to storage. admin_port: of the admin endpoint, 0 for none."""
+
+    cache: HiCacheConfig
+    load_mode: str = "auto"
+    drain_timeout_s: float = 10.0
+    admin_port: int = 0
+    admin_api_key: str | None = None
+
+
+def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
+    """Settings from vLLM's mapping. Raises ConfigError naming the key."""
+    unknown = sorted(set(values) - {*OWN_KEYS, *CONFIG_KEYS})
+    if unknown:
+        known = ", ".join((*CONFIG_KEYS, *OWN_KEYS))
+        raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known: {known}")
+    given = {key: values[key] for key in CONFIG_KEYS if key in values}
+    if "hicache_storage_backend_extra_config" in given:
+        given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
+    cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
+    if cache.hicache_write_policy == "write_back":
+        raise ConfigError(f"hicache_write_policy write_back: {WRITE_BACK}")
+    port = values.get("admin_port", 0)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
+        raise ConfigError(f"admin_port must be a port number, got {port!r}")
+    return Settings(
+        cache,
+        require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),
+        require_number("drain_timeout_s", values.get("drain_timeout_s", 10.0)),
+        port,
+        values.get("admin_api_key"),
+    )
+
+
+def _extra(values: Any) -> ExtraConfig:
+    if not isinstance(values, Mapping):
+        raise ConfigError("hicache_storage_backend_extra_config must be an object")
+    return ExtraConfig.from_mapping(values)
+
+
+def with_served_name(settings: Settings, name: str) -> Settings:
+    """The same with the model's name put in where none was given."""
+    if settings.cache.served_model_name:
+        return settings
+    return dataclasses.replace(settings, cache=dataclasses.replace(settings.cache, served_model_name=name))

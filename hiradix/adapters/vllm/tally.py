@@ -1,0 +1,34 @@
+"""From each worker's answers to one answer: the least any of them did, when the last has spoken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hiradix.adapters.vllm.orders import Outcome, Stage, Ticket
+
+
+@dataclass
+class Tally:
+    """Answers that are not complete yet, by ticket and stage."""
+
+    num_workers: int
+    _open: dict[tuple[Ticket, Stage], tuple[int, Outcome]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, outcome: Outcome) -> Outcome | None:
+        """The answer of all workers once this is the last one's, else None."""
+        at = (outcome.ticket, outcome.stage)
+        seen, so_far = self._open.pop(at, (0, outcome))
+        least = Outcome(
+            outcome.ticket,
+            outcome.stage,
+            min(outcome.num_pages, so_far.num_pages),
+            outcome.hashes or so_far.hashes,
+            outcome.error or so_far.error,
+        )
+        if seen + 1 == self.num_workers:
+            return least
+        self._open[at] = (seen + 1, least)
+        return None

@@ -1,0 +1,322 @@
+"""The worker role: orders in, outcomes out. Copies, storage and threads are the transfer controller's.
+
+    before_forward(orders)   waits for the saves a fence names; late saves
+    start_loads(orders)      host to device, layer by layer
+    wait_layer(layer)        until the forward may read the layer
+    after_forward(orders)    saves, queries and reads are handed over; nothing is waited for but this step's
+                             own loads, which its layers have waited for already
+    collect(orders)          what has ended since
+
+The controller's results are taken in by a thread of this role, so that what was saved goes on to storage
+while the engine is idle. `_lock` makes that thread and the model's one caller for the controller.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Query, Read, Save, Stage, StorageOrder
+from hiradix.adapters.vllm.traffic import Traffic
+from hiradix.errors import CacheError
+from hiradix.storage import GuardedStorage
+from hiradix.transfer import (
+    Copy,
+    JobKind,
+    LoadFailed,
+    PoolPair,
+    Result,
+    Runtime,
+    TransferController,
+    TransferLimits,
+)
+from hiradix.transfer import Ticket as JobTicket
+
+logger = logging.getLogger(__name__)
+
+LIMITS = TransferLimits(queued_jobs=4096, num_load_slots=256)
+AWAIT_S = 0.002  # what a step without a forward gives to transfers that requests wait for
+IDLE_S = 1.0
+NO_PAGES: tuple[int, ...] = ()
+
+OpenStorage = Callable[[str, Mapping[str, Any]], GuardedStorage]
+Order = Save | Load | Query | Read
+
+
+@dataclass
+class Collected:
+    """What a step's end reports to vLLM itself. failed_blocks: of loads for that very step."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+
+
+class WorkerRole:
+    """See the module's docstring. Public methods belong to the model's thread.
+
+    pairs: device and host pool per component, the backbone's first; groups: their KV cache groups.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[PoolPair],
+        groups: Sequence[int],
+        open_storage: OpenStorage,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._pair_of = {group: pair for pair, group in enumerate(groups)}
+        self._controller = TransferController.over(pairs, runtime or Runtime(limits=LIMITS))
+        self._open_storage = open_storage
+        self._storage: GuardedStorage | None = None
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._jobs: dict[JobTicket, Order] = {}
+        self._stores: dict[JobTicket, Save] = {}
+        self._saving: set[int] = set()  # tickets whose blocks are still read
+        self._step_loads: dict[int, Load] = {}
+        self._outcomes: list[Outcome] = []
+        self._collected = Collected()
+        self.step_failed = False
+        self._closing = False
+        self.traffic = Traffic()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        if runtime is None:
+            self._controller.wakeup = self._wake.set
+            self._thread = threading.Thread(target=self._pump_on, name="hiradix-vllm", daemon=True)
+            self._thread.start()
+
+    # -- storage --------------------------------------------------------------------------------
+
+    def attach(self, name: str, keys: Mapping[str, Any]) -> None:
+        """Open a backend and use it. Raises CacheError; takes as long as the backend does."""
+        storage = self._open_storage(name, keys)
+        try:
+            with self._lock:
+                self._controller.attach(storage)
+        except CacheError:
+            storage.close()
+            raise
+        self._storage = storage
+
+    def detach(self, timeout_s: float) -> bool:
+        """Stop using storage; False if a job of it still runs at the deadline."""
+        deadline_s = self._controller.runtime.clock() + timeout_s
+        while True:
+            with self._lock:
+                ended = self._controller.detach(0.0)
+            self._take_in()
+            if ended or self._controller.runtime.clock() >= deadline_s:
+                break
+            self._wake.wait(0.01)
+        if ended and self._storage is not None:
+            self._storage.close()
+            self._storage = None
+        return ended
+
+    @property
+    def has_storage(self) -> bool:
+        return self._controller.storage_attached
+
+    @property
+    def storage(self) -> GuardedStorage | None:
+        return self._storage
+
+    def _follow(self, order: StorageOrder) -> None:
+        """Attach or detach beside the model's thread, and answer."""
+
+        def work() -> None:
+            error = None
+            try:
+                if not self.detach(30.0):
+                    error = "a storage job did not end"
+                elif order.name is not None:
+                    self.attach(order.name, order.keys)
+            except CacheError as refusal:
+                error = str(refusal)
+            if error is not None:
+                logger.warning("storage: %s", error)
+            with self._lock:
+                attached = int(self.has_storage)
+                self._outcomes.append(Outcome(order.ticket, Stage.ATTACHED, attached, error=error))
+                self._changed.notify_all()
+
+        threading.Thread(target=work, name="hiradix-vllm-storage", daemon=True).start()
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def before_forward(self, orders: Orders) -> None:
+        """To be called before anything of the step is written to the device."""
+        with self._changed:
+            fenced = set(orders.fences)
+            if fenced & self._saving:
+                self._wait_for(lambda: not fenced & self._saving)
+            for save in orders.saves:
+                if save.before_forward:
+                    self._save(save)
+        for order in orders.storage:
+            self._follow(order)
+
+    def start_loads(self, orders: Orders) -> None:
+        """Launch the step's loads. Loads of the step itself are what `wait_layer` then waits for."""
+        if not orders.loads:
+            return
+        with self._lock:
+            self._step_loads = {load.ticket: load for load in orders.loads if load.in_step}
+            for load in orders.loads:
+                job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.moves, to_host=False))
+                self._jobs[job] = load
+            producer = self._controller.start_loading()
+            if self._step_loads:
+                self._controller.layer_done_counter.set_consumer(producer)
+
+    def wait_layer(self, layer: int) -> None:
+        """Return when the step's loads of model layer `layer` are there, or have failed."""
+        if not self._step_loads or self.step_failed:
+            return
+        try:
+            self._controller.layer_done_counter.wait_until(layer)
+        except LoadFailed as error:
+            logger.warning("a load for this step failed: %s", error)
+            self.step_failed = True
+
+    def after_forward(self, orders: Orders) -> None:
+        """To be called when the step's forward is launched, or would have been."""
+        with self._changed:
+            if self._step_loads:
+                self._wait_for(lambda: not self._step_loads)
+                self._controller.layer_done_counter.set_consumer()
+            for save in orders.saves:
+                if not save.before_forward:
+                    self._save(save, "a load for this step failed" if self.step_failed else None)
+            self.step_failed = False
+            for query in orders.queries:
+                self._jobs[self._controller.query(query.rows, query.num_pages)] = query
+            for read in orders.reads:
+                self._jobs[self._controller.read(read.hashes, read.host)] = read
+            if orders.cancels:
+                self._cancel(set(orders.cancels))
+
+    def collect(self, orders: Orders) -> Collected:
+        """Requests whose loads have ended since, and what failed."""
+        with self._changed:
+            self._take_in()
+            if orders.is_awaited and not orders.computes:
+                self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
+            collected, self._collected = self._collected, Collected()
+            return collected
+
+    def take_outcomes(self) -> tuple[Outcome, ...]:
+        """Answers since the last call."""
+        with self._lock:
+            outcomes, self._outcomes = self._outcomes, []
+            return tuple(outcomes)
+
+    def close(self, drain_timeout_s: float) -> None:
+        """Let what is on its way to storage arrive, then end everything. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            if not self._wait_for(lambda: not self._saving and not self._stores, drain_timeout_s):
+                logger.warning("%d saves were not stored in %g s", len(self._stores), drain_timeout_s)
+            self._closing = True
+            self._controller.close(2.0)
+        self._wake.set()
+        if self._storage is not None:
+            self._storage.close()
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _save(self, save: Save, refusal: str | None = None) -> None:
+        if refusal is not None:
+            self._written(save, refusal)
+            return
+        job = self._controller.write(NO_PAGES, NO_PAGES, self._copies(save.moves, to_host=True))
+        self._jobs[job] = save
+        self._saving.add(save.ticket)
+
+    def _copies(self, moves: Sequence[Move], *, to_host: bool) -> list[Copy]:
+        return [
+            Copy(move.device, move.host, self._pair_of[move.group])
+            if to_host
+            else Copy(move.host, move.device, self._pair_of[move.group])
+            for move in moves
+        ]
+
+    def _cancel(self, tickets: set[int]) -> None:
+        for job, order in list(self._jobs.items()):
+            if order.ticket in tickets and isinstance(order, Query | Read):
+                self._controller.cancel(job)
+
+    def _pump_on(self) -> None:
+        while not self._closing:
+            self._wake.wait(IDLE_S)
+            self._wake.clear()
+            self._take_in()
+
+    def _wait_for(self, wanted: Callable[[], bool], timeout_s: float = math.inf) -> bool:
+        """With `_lock` held: until `wanted` or the deadline. Without a thread of its own, it works itself."""
+        self._take_in()
+        if self._thread is not None:
+            return self._changed.wait_for(wanted, None if timeout_s == math.inf else timeout_s)
+        clock = self._controller.runtime.clock
+        deadline_s = clock() + timeout_s
+        while not wanted() and clock() < deadline_s:
+            self._controller.wait_any(AWAIT_S)
+            self._take_in()
+        return wanted()
+
+    def _take_in(self) -> None:
+        with self._changed:
+            results = self._controller.poll()
+            for result in results:
+                self.traffic.add(result)
+                self._apply(result)
+            if results:
+                self._changed.notify_all()
+
+    def _apply(self, result: Result) -> None:
+        if result.kind is JobKind.STORE:
+            save = self._stores.pop(result.ticket)
+            self._answer(save, Stage.STORED, result)
+            return
+        order = self._jobs.pop(result.ticket)
+        if isinstance(order, Save):
+            self._written(order, result.error)
+        elif isinstance(order, Load):
+            self._loaded(order, result)
+        else:
+            self._answer(order, Stage.FOUND if isinstance(order, Query) else Stage.READ, result)
+
+    def _answer(self, order: Order, stage: Stage, result: Result) -> None:
+        self._outcomes.append(Outcome(order.ticket, stage, result.num_pages, result.hashes, result.error))
+
+    def _written(self, save: Save, error: str | None) -> None:
+        self._saving.discard(save.ticket)
+        self._outcomes.append(Outcome(save.ticket, Stage.WRITTEN, 0, error=error))
+        if save.rows is None:
+            return
+        if error is None:
+            backbone = next(move for move in save.moves if self._pair_of[move.group] == 0)
+            self._stores[self._controller.store(save.rows, backbone.host)] = save
+        else:
+            self._outcomes.append(Outcome(save.ticket, Stage.STORED, 0, error=error))
+
+    def _loaded(self, load: Load, result: Result) -> None:
+        self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=result.error))
+        blocks = set(np.concatenate([move.device for move in load.moves]).tolist())
+        if self._step_loads.pop(load.ticket, None) is not None:
+            if result.error is not None:
+                self.step_failed = True
+                self._collected.failed_blocks |= blocks
+            return
+        self._collected.loaded.add(load.request_id)
+        if result.error is not None:
+            self._collected.failed.add(load.request_id)

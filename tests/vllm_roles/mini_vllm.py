@@ -1,0 +1,452 @@
+"""What of vLLM the two roles see, small enough to check: blocks, steps, preemption, loads that fail.
+
+The model writes, for each position, a number made of everything before it, the namespace, the layer and the
+worker. Before it computes a position it checks every number it would read, in every layer and group. Blocks
+are handed out again at once (last freed, first used), so a copy that comes late reads or writes the wrong
+thing, and is seen.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hiradix.adapters.vllm.index import HostIndex
+from hiradix.adapters.vllm.layout import pool_of
+from hiradix.adapters.vllm.orders import Orders
+from hiradix.adapters.vllm.scheduler import SchedulerPlan, SchedulerRole, StepRequest
+from hiradix.adapters.vllm.worker import WorkerRole
+from hiradix.memory import HostPool, KVShape, TorchTransport
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits
+from hiradix.tree import FULL, Component
+
+S, HEADS, DIM, LAYERS = 4, 1, 1, 2
+
+
+@dataclass(eq=False)
+class FakeLora:
+    lora_name: str
+    lora_path: str
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """vLLM's Request as far as it is read."""
+
+    request_id: str
+    all_token_ids: list[int]
+    max_tokens: int
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
+    resumable: bool = False
+    block_hashes: Sequence[bytes] = ()
+    num_computed_tokens: int = 0
+    num_prompt: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    is_loading: bool = False
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.all_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    def number(self, position: int) -> int:
+        """What the KV of a position is made of: everything before it and what keeps it apart."""
+        space = f"{self.cache_salt}/{self.lora_request and self.lora_request.lora_name}".encode()
+        return zlib.crc32(np.array(self.all_token_ids[: position + 1], np.int64).tobytes() + space) % 999_983
+
+
+class CopyFault(Exception):
+    """Planted."""
+
+
+class FaultyTransport(TorchTransport):
+    """Copies that fail when told to, half done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails = 0
+
+    def copy_pages(self, src: Any, dst: Any, src_pages: Any, dst_pages: Any, layers: Any = None, /) -> None:
+        if self.fails:
+            self.fails -= 1
+            half = len(src_pages) // 2
+            super().copy_pages(src, dst, src_pages[:half], dst_pages[:half], layers)
+            raise CopyFault("planted")
+        super().copy_pages(src, dst, src_pages, dst_pages, layers)
+
+
+class FakeStorage:
+    """A store that outlives engines, with faults; stands for a guarded backend."""
+
+    def __init__(self, pages: dict[str, bytes]) -> None:
+        self.pages = pages
+        self.fault = ""
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        if self.fault == "exists":
+            return 0
+        return next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
+
+    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
+        ok = []
+        for number, (key, views) in enumerate(zip(keys, into, strict=True)):
+            data = self.pages.get(key)
+            if data is None or (self.fault == "get" and number >= len(keys) // 2):
+                ok.append(False)
+                continue
+            for view in views:
+                view.cast("B")[:], data = data[: view.nbytes], data[view.nbytes :]
+            ok.append(True)
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
+        if self.fault == "put":
+            return [False] * len(keys)
+        for key, views in zip(keys, pages, strict=True):
+            self.pages[key] = b"".join(bytes(view) for view in views)
+        return [True] * len(keys)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages."""
+
+    num_blocks: int = 24
+    host_pages: int = 16
+    num_workers: int = 1
+    window: int = 0
+    load_async: bool = False
+    budget: int = 12
+    max_running: int = 3
+    write_policy: str = "write_through"
+    prefetch_policy: str = "wait_complete"
+    seed: int = 0
+
+
+class Rank:
+    """A worker: device blocks per group, its role, and its view of what the model computes."""
+
+    def __init__(self, world: World, number: int, store: dict[str, bytes] | None) -> None:
+        groups = 2 if world.window else 1
+        shape = KVShape(LAYERS, HEADS, DIM, DIM, torch.float64)
+        size = (world.num_blocks, HEADS, S, 2 * DIM)
+        self.offset = number * 7
+        self.caches = [[torch.zeros(size, dtype=torch.float64) for _ in range(LAYERS)] for _ in range(groups)]
+        self.driver = StepDriver(world.seed + number)
+        self.transports = [FaultyTransport() for _ in range(groups)]
+        pairs = [
+            PoolPair(
+                pool_of(shape, S, world.num_blocks, caches),
+                HostPool(shape, world.host_pages, S),
+                transport,
+                range(group * LAYERS, (group + 1) * LAYERS),
+            )
+            for group, (caches, transport) in enumerate(zip(self.caches, self.transports, strict=True))
+        ]
+        runtime = Runtime(self.driver, self.driver.now, TransferLimits(num_load_slots=64))
+        self.storage = FakeStorage({} if store is None else store)
+        self.role = WorkerRole(pairs, range(groups), self._open, runtime)
+        if store is not None:
+            self.role.attach("fake", {})
+
+    def _open(self, name: str, keys: Mapping[str, Any]) -> Any:
+        return self.storage
+
+    def write(self, group: int, block: int, offset: int, number: int) -> None:
+        for layer, cache in enumerate(self.caches[group]):
+            cache[block, 0, offset, 0] = number + layer + self.offset
+            cache[block, 0, offset, 1] = -(number + layer + self.offset)
+
+    def reads_right(self, layer: int, at: tuple[int, int, int], number: int) -> bool:
+        group, block, offset = at
+        cell = self.caches[group][layer][block, 0, offset]
+        return cell[0] == number + layer + self.offset and cell[1] == -cell[0]
+
+
+class MiniVLLM:
+    """vLLM's scheduler and its workers around the roles; `step` is one engine step."""
+
+    def __init__(self, world: World, store: list[dict[str, bytes]] | None = None) -> None:
+        self.world = world
+        windows = (Component("window", -(-(world.window - 1) // S)),) if world.window else ()
+        self.index = HostIndex(S, (FULL, *windows))
+        self.groups = tuple(range(1 + len(windows)))
+        self.now_s = 0.0
+        limits = PrefetchLimits(S, threshold_tokens=S)
+        self.role = SchedulerRole(
+            SchedulerPlan(
+                self.index,
+                self.groups,
+                world.num_workers,
+                world.load_async,
+                WritePolicy.from_name(world.write_policy),
+                PrefetchPolicy.from_name(world.prefetch_policy, limits),
+                lambda: self.now_s,
+            )  # fmt: skip
+        )
+        self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
+        self.role.open([world.host_pages] * len(self.groups), store is not None)
+        self.free = list(range(world.num_blocks - 1, 0, -1))  # block 0 is vLLM's null block
+        self.waiting: list[FakeRequest] = []
+        self.running: list[FakeRequest] = []
+        self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
+        self.done: list[FakeRequest] = []
+        self.hit_tokens = 0
+        self.num_preempted = 0
+        self.num_recomputed = 0
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def add(self, request: FakeRequest) -> None:
+        request.num_prompt = request.num_tokens
+        self.waiting.append(request)
+        self.role.arrived(request)
+
+    def abort(self, request: FakeRequest) -> None:
+        self.waiting = [r for r in self.waiting if r is not request]
+        self.running = [r for r in self.running if r is not request]
+        self._end(request)
+
+    def _end(self, request: FakeRequest) -> None:
+        self.role.finished(request, [list(table) for table in request.tables])
+        self.done.append(request)
+        if request.is_loading:
+            self.zombies[request.request_id] = request
+        else:
+            self._free(request)
+
+    def _free(self, request: FakeRequest) -> None:
+        for table in request.tables:
+            self.free += [block for block in table if block]
+        request.tables = []
+
+    def _preempt(self) -> None:
+        request = self.running.pop()
+        self._free(request)
+        request.num_computed_tokens = 0
+        self.num_preempted += 1
+        self.waiting.insert(0, request)
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def step(self) -> Orders:
+        """Schedule, let the workers compute and copy, take in what they say."""
+        plans: list[tuple[FakeRequest, int, list[tuple[int, int]]]] = []
+        budget = self._schedule_running(plans)
+        has_sync_loads = self._schedule_waiting(plans, budget)
+        scheduled = [StepRequest(r.request_id, n, new) for r, n, new in plans]
+        tables = {r.request_id: r.tables for r, _, _ in plans}
+        orders = self.role.step(scheduled, lambda request_id: tables[request_id])
+        collected = [self._work(rank, orders, plans, has_sync_loads) for rank in self.ranks]
+        failed_blocks = {block for one in collected for block in one.failed_blocks}
+        self._update(plans, failed_blocks)
+        self._loads_ended(collected)
+        for rank in self.ranks:
+            self.role.apply(rank.role.take_outcomes())
+        self.now_s += 0.01
+        return orders
+
+    def _schedule_running(self, plans: list[Any]) -> int:
+        budget = self.world.budget
+        for request in list(self.running):
+            if request not in self.running or budget == 0:
+                continue
+            count = min(budget, request.num_tokens - request.num_computed_tokens)
+            new = self._grow(request, request.num_computed_tokens + count, request)
+            if new is None:
+                continue
+            plans.append((request, count, new))
+            budget -= count
+        plans[:] = [plan for plan in plans if plan[0] in self.running]
+        return budget
+
+    def _grow(self, request: FakeRequest, end: int, keep: FakeRequest) -> list[tuple[int, int]] | None:
+        """Blocks up to token `end`, preempting others for them; None if the request itself had to go."""
+        self._slide(request, request.num_computed_tokens)
+        short = sum(max(0, -(-end // S) - len(table)) for table in request.tables)
+        while short > len(self.free):
+            self._preempt()
+            if keep not in self.running:
+                return None
+        new = []
+        for group, table in enumerate(request.tables):
+            while len(table) < -(-end // S):
+                table.append(self.free.pop())
+                new.append((group, table[-1]))
+        return new
+
+    def _skipped(self, num_tokens: int) -> int:
+        """Leading pages of the window's group that a request with so many tokens computed needs no more."""
+        return max(0, num_tokens - self.world.window + 1) // S
+
+    def _slide(self, request: FakeRequest, num_tokens: int) -> None:
+        if self.world.window:
+            table = request.tables[1]
+            for page in range(min(self._skipped(num_tokens), len(table))):
+                if table[page]:
+                    self.free.append(table[page])
+                    table[page] = 0
+
+    def _schedule_waiting(self, plans: list[Any], budget: int) -> bool:
+        loads_now = False
+        for request in list(self.waiting):
+            if request.is_loading:
+                continue
+            if budget == 0 or len(self.running) >= self.world.max_running:
+                break
+            external = 0
+            if request.num_computed_tokens == 0:
+                found = self.role.lookup(request, 0)
+                if found is None:
+                    continue
+                external = found
+            goes_async = external > 0 and self.world.load_async
+            start = request.num_computed_tokens + external
+            count = 0 if goes_async else min(budget, request.num_tokens - start)
+            new = self._admit(request, start, start + count)
+            if new is None:
+                break
+            self.hit_tokens += external
+            self.role.allocated(request, lambda r=request: r.tables, external)
+            request.num_computed_tokens = start
+            if goes_async:
+                request.is_loading = True
+                continue
+            self.waiting.remove(request)
+            self.running.append(request)
+            plans.append((request, count, new))
+            budget -= count
+            loads_now |= external > 0
+        return loads_now
+
+    def _admit(self, request: FakeRequest, start: int, end: int) -> list[tuple[int, int]] | None:
+        """Blocks for a request that has none beyond what it has loaded."""
+        tables = request.tables or [[] for _ in self.groups]
+        skipped = [0, self._skipped(start)][: len(tables)]
+        pages = -(-end // S)
+        short = sum(pages - max(len(table), skip) for table, skip in zip(tables, skipped, strict=True))
+        if short > len(self.free):
+            return None
+        new = []
+        for group, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
+            table += [0] * (min(skip, pages) - len(table))
+            while len(table) < pages:
+                table.append(self.free.pop())
+                if len(table) * S > start:
+                    new.append((group, table[-1]))
+        request.tables = tables
+        return new
+
+    # -- workers ------------------------------------------------------------------------------
+
+    def _work(self, rank: Rank, orders: Orders, plans: Sequence[Any], has_sync_loads: bool) -> Any:
+        rank.role.before_forward(orders)
+        if has_sync_loads:
+            rank.role.start_loads(orders)
+        if plans:
+            self._forward(rank, plans)
+        if not has_sync_loads:
+            rank.role.start_loads(orders)
+        rank.role.after_forward(orders)
+        return rank.role.collect(orders)
+
+    def _forward(self, rank: Rank, plans: Sequence[Any]) -> None:
+        wrong: dict[str, tuple[int, int, int]] = {}
+        for layer in range(LAYERS * len(self.groups)):
+            rank.role.wait_layer(layer)
+            for request, _, _ in plans:
+                at = self._misread(rank, request, layer)
+                if at is not None:
+                    wrong.setdefault(request.request_id, at)
+        has_failed = rank.role.step_failed
+        assert not wrong or has_failed, f"read of what is not theirs: {wrong}"
+        for request, count, _ in plans:
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
+                number = request.number(position)
+                # What is computed from a load that failed is wrong in a way of its own.
+                number += 500_000 if request.request_id in wrong else 0
+                for group, table in enumerate(request.tables):
+                    rank.write(group, table[position // S], position % S, number)
+
+    def _misread(self, rank: Rank, request: FakeRequest, layer: int) -> tuple[int, int, int] | None:
+        group, own = divmod(layer, LAYERS)
+        begin = 0 if group == 0 else max(0, request.num_computed_tokens - self.world.window + 1)
+        for position in range(begin, request.num_computed_tokens):
+            at = (group, request.tables[group][position // S], position % S)
+            if not at[1] or not rank.reads_right(own, at, request.number(position)):
+                return at
+        return None
+
+    def _update(self, plans: Sequence[Any], failed_blocks: set[int]) -> None:
+        for request, count, _ in plans:
+            broken = [i for i, block in enumerate(request.tables[0]) if block in failed_blocks]
+            if broken and broken[0] * S < request.num_computed_tokens:
+                request.num_computed_tokens = broken[0] * S
+                self.num_recomputed += 1
+                continue
+            request.num_computed_tokens += count
+            if request.num_computed_tokens == request.num_tokens:
+                request.all_token_ids.append(request.number(request.num_tokens - 1) % 3)
+                if request.num_tokens >= request.num_prompt + request.max_tokens:
+                    self.running.remove(request)
+                    self._end(request)
+
+    def _loads_ended(self, collected: Sequence[Any]) -> None:
+        """A load has ended when it has on every worker; vLLM counts them."""
+        self._ended: dict[str, int] = getattr(self, "_ended", {})
+        self._failed: set[str] = getattr(self, "_failed", set())
+        for one in collected:
+            self._failed |= one.failed
+            for request_id in one.loaded:
+                self._ended[request_id] = self._ended.get(request_id, 0) + 1
+        for request_id in [r for r, n in self._ended.items() if n == len(self.ranks)]:
+            del self._ended[request_id]
+            failed = request_id in self._failed
+            self._failed.discard(request_id)
+            self._load_ended(request_id, failed)
+
+    def _load_ended(self, request_id: str, failed: bool) -> None:
+        if (zombie := self.zombies.pop(request_id, None)) is not None:
+            self._free(zombie)
+            return
+        request = next(r for r in self.waiting if r.request_id == request_id)
+        request.is_loading = False
+        if failed:
+            self._free(request)
+            request.num_computed_tokens = 0
+            self.num_recomputed += 1
+
+    # -- whole ----------------------------------------------------------------------------------
+
+    def run(self, wanted: Callable[[], bool], max_steps: int = 500) -> None:
+        """Step, and let background workers run, until `wanted`."""
+        for _ in range(max_steps):
+            if wanted():
+                return
+            for rank in self.ranks:
+                rank.driver.step()
+            self.step()
+        raise AssertionError(f"not reached in {max_steps} steps: {len(self.waiting)} wait")
+
+    def drain(self) -> None:
+        """Until nothing is left to do, and then everything is in its place."""
+        self.run(lambda: not self.waiting and not self.running and not self.zombies and self.role.is_idle)
+        self.role.check()
+        assert not self.role.requests and len(self.free) == self.world.num_blocks - 1
+        assert self.index.tree.evictable_pages(1) == self.index.tree.resident_pages(1), "something is locked"

@@ -1,0 +1,207 @@
+"""The roles together, in a small vLLM whose model sees every wrong number it reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
+
+
+def request(name: str, num_pages: int, max_tokens: int = 2, first: int = 1, **fields: object) -> FakeRequest:
+    tokens = [first + i % 5 for i in range(num_pages * S + 1)]
+    return FakeRequest(name, tokens, max_tokens, **fields)  # type: ignore[arg-type]
+
+
+WORLDS = {
+    "sync": World(),
+    "async": World(load_async=True),
+    "two workers": World(num_workers=2, load_async=True),
+    "window": World(window=6, load_async=True, num_blocks=32),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), ids=WORLDS)
+def test_a_repeat_is_loaded_from_the_host(world: World) -> None:
+    vllm = MiniVLLM(world)
+    vllm.add(request("a", 4))
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == 4 and vllm.hit_tokens == 0
+    vllm.add(request("b", 4))
+    vllm.drain()
+    assert vllm.hit_tokens == 4 * S
+    assert vllm.role.figures.loaded_pages == 4 and vllm.role.figures.saved_pages == 4
+    assert [r.all_token_ids for r in vllm.done][0] == [r.all_token_ids for r in vllm.done][1]
+
+
+def test_answers_are_saved_too_and_the_next_turn_finds_them() -> None:
+    vllm = MiniVLLM(World())
+    first = request("a", 2, max_tokens=8)
+    vllm.add(first)
+    vllm.drain()
+    turn = FakeRequest("b", [*first.all_token_ids, 7, 7], 2)
+    vllm.add(turn)
+    vllm.drain()
+    computed = first.num_tokens - 1  # nothing was computed of the last answered token
+    assert vllm.hit_tokens == computed // S * S > 2 * S
+
+
+@pytest.mark.parametrize("fields", [{"cache_salt": "x"}, {"lora_request": FakeLora("l", "no/such")}])
+def test_namespaces_are_apart(fields: dict[str, object]) -> None:
+    vllm = MiniVLLM(World())
+    for name, extra in (("a", {}), ("b", fields), ("c", fields)):
+        vllm.add(request(name, 3, **extra))
+        vllm.drain()
+    assert vllm.hit_tokens == 3 * S, "the third finds the second's alone"
+
+
+def test_prompts_of_embeddings_and_streams_are_left_alone() -> None:
+    vllm = MiniVLLM(World())
+    for name, fields in (("a", {"prompt_embeds": object()}), ("b", {"resumable": True})):
+        vllm.add(request(name, 3, **fields))
+        vllm.drain()
+    assert vllm.role.figures.saved_pages == 0 and not vllm.role.requests
+
+
+@pytest.mark.parametrize("load_async", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_load_that_fails_is_computed_again(load_async: bool, num_workers: int) -> None:
+    vllm = MiniVLLM(World(load_async=load_async, num_workers=num_workers))
+    vllm.add(request("a", 4))
+    vllm.drain()
+    vllm.ranks[-1].transports[0].fails = 1
+    vllm.add(request("b", 4))
+    vllm.drain()
+    assert vllm.num_recomputed == 1 and vllm.role.figures.load_failed == 1
+    assert len(vllm.done) == 2
+    vllm.add(request("c", 4))
+    vllm.drain()
+    assert vllm.hit_tokens == 2 * 4 * S, "the recomputed pages were saved again and hit"
+
+
+def test_what_was_computed_beside_a_failed_load_is_not_saved() -> None:
+    vllm = MiniVLLM(World(budget=40))
+    vllm.add(request("a", 4))
+    vllm.drain()
+    vllm.ranks[0].transports[0].fails = 1
+    vllm.add(request("b", 6))
+    vllm.drain()
+    assert vllm.role.figures.save_failed_pages == 2, "the two pages of the step whose load failed"
+
+
+def test_a_save_that_fails_is_never_served() -> None:
+    vllm = MiniVLLM(World())
+    vllm.ranks[0].transports[0].fails = 1
+    vllm.add(request("a", 2, max_tokens=1))
+    vllm.drain()
+    assert vllm.role.figures.save_failed_pages == 2
+    vllm.add(request("b", 3))
+    vllm.drain()
+    assert vllm.hit_tokens == 0 and vllm.role.figures.saved_pages == 3
+
+
+def test_a_lookup_without_a_load_pins_nothing() -> None:
+    vllm = MiniVLLM(World())
+    vllm.add(request("a", 4))
+    vllm.drain()
+    probe = request("b", 4)
+    vllm.role.arrived(probe)
+    for _ in range(3):
+        assert vllm.role.lookup(probe, 0) == 4 * S
+    assert vllm.index.tree.evictable_pages(1) == 4
+    vllm.role.finished(probe, [[]])
+    assert vllm.role.is_idle
+
+
+def test_pages_on_their_way_are_waited_for_and_not_copied_twice() -> None:
+    vllm = MiniVLLM(World(budget=40))
+    vllm.ranks[0].driver.held.add("write")
+    vllm.add(request("a", 3, max_tokens=1))
+    vllm.step()
+    probe = request("b", 3)
+    vllm.role.arrived(probe)
+    assert vllm.role.lookup(probe, 0) is None
+    vllm.now_s += 1.0
+    assert vllm.role.lookup(probe, 0) == 0, "a save that hangs holds nobody for long"
+    vllm.role.finished(probe, [[]])
+    vllm.ranks[0].driver.held.clear()
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == 3
+
+
+def test_a_block_used_again_waits_for_the_copy_that_reads_it() -> None:
+    """Every block is in use again at once; without the fence the save reads the next request's numbers."""
+    vllm = MiniVLLM(World(num_blocks=6, budget=40, max_running=1))
+    for name in "abcd":
+        vllm.add(request(name, 4, max_tokens=1, first=ord(name)))
+    vllm.drain()
+    assert vllm.role.figures.fences > 0
+    for name in "abcd":
+        vllm.add(request(name + "2", 4, max_tokens=1, first=ord(name)))
+    vllm.drain()
+    assert vllm.hit_tokens > 0
+
+
+def test_a_new_process_finds_what_the_first_stored() -> None:
+    store: list[dict[str, bytes]] = [{}, {}]
+    for load_async in (False, True):
+        vllm = MiniVLLM(World(num_workers=2, load_async=load_async), store)
+        vllm.add(request("a", 4))
+        vllm.drain()
+        assert vllm.hit_tokens == (4 * S if load_async else 0)
+        assert vllm.role.figures.stored_pages == (0 if load_async else 4)
+    assert vllm.role.fetches.figures.read == 4
+
+
+def test_storage_that_only_one_worker_has_is_no_hit() -> None:
+    store: list[dict[str, bytes]] = [{}, {}]
+    first = MiniVLLM(World(num_workers=2), store)
+    first.add(request("a", 4))
+    first.drain()
+    third = sorted(store[1])[2]
+    del store[1][third]
+    second = MiniVLLM(World(num_workers=2), store)
+    second.add(request("a", 4))
+    second.drain()
+    assert 0 <= second.hit_tokens < 4 * S
+
+
+def test_a_request_goes_on_at_the_prefetchs_deadline() -> None:
+    store: list[dict[str, bytes]] = [{}]
+    first = MiniVLLM(World(), store)
+    first.add(request("a", 4))
+    first.drain()
+    late = MiniVLLM(World(prefetch_policy="timeout"), store)
+    late.ranks[0].driver.held.add("fetch")
+    late.add(request("b", 4))
+    late.step()
+    assert late.waiting and not late.running
+    late.now_s += 5.0
+    late.run(lambda: bool(late.done))
+    assert late.hit_tokens == 0
+    late.ranks[0].driver.held.clear()
+    late.drain()
+
+
+def test_a_reset_forgets_everything_at_once_and_frees_what_is_in_use_later() -> None:
+    vllm = MiniVLLM(World(budget=40))
+    vllm.add(request("a", 4))
+    vllm.drain()
+    vllm.ranks[0].driver.held.add("write")
+    vllm.add(request("b", 5, first=50))
+    vllm.step()
+    vllm.role.reset()
+    for name, first in (("a", 1), ("b", 50)):
+        probe = request(name + "2", 4, first=first)
+        vllm.role.arrived(probe)
+        assert vllm.role.lookup(probe, 0) == 0
+        vllm.role.finished(probe, [[]])
+    vllm.ranks[0].driver.held.clear()
+    vllm.drain()
+
+
+def test_selective_writes_save_what_is_used_again() -> None:
+    """vLLM's own prefix cache says what is: its hits are what is saved."""
+    vllm = MiniVLLM(World(write_policy="write_through_selective"))
+    vllm.add(request("a", 3))
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == 0

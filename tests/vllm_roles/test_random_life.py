@@ -1,0 +1,163 @@
+"""Random lives of the roles: every read is checked by the model, every page is in one place at the end.
+
+And the same lives with a fault planted in the roles: each must be seen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.adapters.vllm import index, saves, worker
+from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
+
+PREFIXES = 3
+MOVES = (*("add", "step", "step", "work") * 2, "abort", "hold", "copy", "fault", "reset")
+
+
+def drawn_world(rng: random.Random) -> World:
+    window = rng.choice([0, 0, 5, 9])
+    return World(
+        num_blocks=rng.choice([14, 20, 40]) * (2 if window else 1),
+        host_pages=rng.choice([3, 8, 30]),
+        num_workers=rng.choice([1, 1, 2]),
+        window=window,
+        load_async=bool(window) or rng.random() < 0.5,
+        budget=rng.choice([3, 9, 40]),
+        max_running=rng.choice([1, 3, 6]),
+        prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]),
+        seed=rng.randrange(1 << 30),
+    )
+
+
+class Life:
+    """One seed's moves on one engine, and on a second one over the same store."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.world = drawn_world(rng)
+        has_store = not self.world.window and rng.random() < 0.6
+        self.store: list[dict[str, bytes]] | None = (
+            [{} for _ in range(self.world.num_workers)] if has_store else None
+        )
+        self.vllm = MiniVLLM(self.world, self.store)
+        self.count = 0
+
+    def add(self) -> None:
+        rng = self.rng
+        which, length = rng.randrange(PREFIXES), rng.randrange(1, 6 * S)
+        tokens = [1 + (which * 31 + i) % 11 for i in range(length)] + [rng.randrange(3) for _ in range(2)]
+        salt, lora = rng.choice([None, None, "x"]), rng.choice([None, None, FakeLora("l", "no/such")])
+        self.count += 1
+        self.vllm.add(FakeRequest(f"r{self.count}", tokens, rng.randrange(1, 7), salt, lora))
+
+    def abort(self) -> None:
+        alive = [*self.vllm.waiting, *self.vllm.running]
+        if alive:
+            self.vllm.abort(self.rng.choice(alive))
+
+    def step(self) -> None:
+        self.vllm.step()
+        self.vllm.role.check()
+
+    def work(self) -> None:
+        for rank in self.vllm.ranks:
+            for _ in range(self.rng.randrange(4)):
+                rank.driver.step()
+
+    def hold(self) -> None:
+        """A worker's thread makes no progress for a while."""
+        driver = self.rng.choice(self.vllm.ranks).driver
+        name = self.rng.choice(["fetch", "store"])
+        driver.held ^= {name}
+
+    def copy(self) -> None:
+        rank = self.rng.choice(self.vllm.ranks)
+        self.rng.choice(rank.transports).fails = 1
+
+    def fault(self) -> None:
+        self.rng.choice(self.vllm.ranks).storage.fault = self.rng.choice(["", "exists", "get", "put"])
+
+    def reset(self) -> None:
+        if self.rng.random() < 0.1:
+            self.vllm.role.reset()
+
+    def play(self, num_moves: int) -> None:
+        for _ in range(num_moves):
+            getattr(self, self.rng.choice(MOVES))()
+        self.end()
+        if self.store is not None:  # another process with the same store
+            self.vllm = MiniVLLM(self.world, self.store)
+            for _ in range(num_moves // 4):
+                getattr(self, self.rng.choice(["add", "step", "work"]))()
+            self.end()
+
+    def end(self) -> None:
+        for rank in self.vllm.ranks:
+            rank.driver.held.clear()
+            rank.storage.fault = ""
+            for transport in rank.transports:
+                transport.fails = 0
+        self.vllm.drain()
+
+
+@settings(max_examples=120)
+@given(st.integers(0, 1 << 30))
+def test_nothing_wrong_is_read_and_everything_is_given_back(seed: int) -> None:
+    Life(seed).play(90)
+
+
+def no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves.SaveBook, "fences", lambda self, written: ())
+
+
+def promised_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "ARRIVING", index.READY)
+    monkeypatch.setattr(saves, "ARRIVING", index.READY)
+
+
+def failed_saves_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index.HostIndex, "lose", lambda self, key, start, taken: self.arrived(taken))
+
+
+def failed_loads_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = worker.WorkerRole.collect
+
+    def collect(self: worker.WorkerRole, orders: object) -> worker.Collected:
+        return worker.Collected(whole(self, orders).loaded)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(worker.WorkerRole, "collect", collect)
+
+
+def promises_are_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = index.HostIndex.lock
+
+    def lock(self: index.HostIndex, key: object) -> object:
+        held = whole(self, key)  # type: ignore[arg-type]
+        self.tree.unlock(held)
+        return held
+
+    monkeypatch.setattr(index.HostIndex, "lock", lock)
+
+
+FAULTS = (
+    no_fences,
+    promised_before_it_is_there,
+    failed_saves_are_served,
+    failed_loads_are_not_reported,
+    promises_are_not_locked,
+)
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_seen(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(400):
+            Life(seed).play(90)
