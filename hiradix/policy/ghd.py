@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError
-from hiradix.policy.ghd_order import CellOrder
+from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
-from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.segments import Segments
-from hiradix.policy.uses import HINTS, Note, Seen, Use, UseLog
+from hiradix.policy.uses import HINTS, Note, Seen, UseLog
 from hiradix.tree import Node, OrderContext, RadixKey, Tier
 
 logger = logging.getLogger(__name__)
@@ -38,17 +37,9 @@ class GhdLearner(UseLog):
         super().__init__(page_size, page_tokens)
         self.tables = ClassTables()
         self.segments = Segments(self.tables)
-        self.orders: list[CellOrder] = []
+        self.orders: list[LaneOrder] = []
         self._requests = 0
         self._next_count = _COUNT_FIRST
-        self._newborn = Note(Use(0, 0, EMPTY), 0, CONVERSATION, 0)
-
-    @property
-    def newborn(self) -> Note:
-        """The note of what no finished request has used: as if used just now."""
-        if self._newborn.clock != self.clock:
-            self._newborn = Note(self._newborn.use, self.clock, CONVERSATION, 0)
-        return self._newborn
 
     # -- classes ----------------------------------------------------------------------------
 
@@ -89,13 +80,12 @@ class GhdLearner(UseLog):
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         self.segments.forget(note.segment, num_pages)
 
-    def was_noted(self, notes: list[tuple[Note, int]]) -> None:
-        pages: dict[int, int] = {}
-        for note, count in notes:
-            pages[note.class_id] = pages.get(note.class_id, 0) + count
-        numbers = {c: self.segments.start(c, count, self.clock) for c, count in pages.items()}
-        for note, _ in notes:
-            note.segment = numbers[note.class_id]
+    def was_noted(self, pages: dict[Note, int]) -> None:
+        if len(pages) == 1:
+            ((note, count),) = pages.items()
+            note.segment = self.segments.start(note.class_id, count, self.clock)
+        else:
+            self._start_segments(pages)
         self._requests += 1
         if self._requests % _DECAY_EVERY == 0:
             self.segments.count(self.clock)
@@ -104,12 +94,19 @@ class GhdLearner(UseLog):
             self.recompute()
             self._next_count = self._requests + min(max(_COUNT_FIRST, self._requests // 4), _COUNT_LAST)
 
+    def _start_segments(self, pages: dict[Note, int]) -> None:
+        """One of each class: all of a request's pages in a class have one vote."""
+        of_class: dict[int, int] = {}
+        for note, count in pages.items():
+            of_class[note.class_id] = of_class.get(note.class_id, 0) + count
+        numbers = {c: self.segments.start(c, count, self.clock) for c, count in of_class.items()}
+        for note in pages:
+            note.segment = numbers[note.class_id]
+
     def recompute(self) -> None:
-        """Bring the tables and every order up to date."""
+        """Count what happened; the index and every order follow when they are asked."""
         self.segments.count(self.clock)
         self.tables.recompute()
-        for order in self.orders:
-            order.reindex()
 
     def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
         for order in self.orders:
@@ -168,12 +165,12 @@ class GhdPolicy:
         assert self._learner is not None, "no tree was made with this policy"
         return self._learner
 
-    def __call__(self, context: OrderContext) -> CellOrder:
+    def __call__(self, context: OrderContext) -> LaneOrder:
         if self._learner is None:
             self._learner = GhdLearner(context.page_size, self._page_tokens or context.page_size)
             self._load()
         self._learner.order_made(context)
-        order = CellOrder(context, self._learner)
+        order = LaneOrder(context, self._learner, self._learner.tables)
         self._learner.orders.append(order)
         return order
 

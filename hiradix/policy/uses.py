@@ -53,11 +53,7 @@ class Note:
         self.segment = -1
 
 
-class Stretch(NamedTuple):
-    """Pages of a path up to `end` that were last used together. note: None where nothing is known."""
-
-    end: int
-    note: Note | None
+Stretch = tuple[int, Note | None]  # pages of a path up to the first, last used together; None: not known
 
 
 class Seen(NamedTuple):
@@ -89,7 +85,7 @@ class UseLog:
     def was_used(self, note: Note, num_pages: int) -> None:
         """Pages last used as `note` says are used again."""
 
-    def was_noted(self, notes: list[tuple[Note, int]]) -> None:
+    def was_noted(self, pages: dict[Note, int]) -> None:
         """A request's new notes, with the pages of each."""
 
     def was_forgotten(self, note: Note, num_pages: int) -> None:
@@ -107,67 +103,67 @@ class UseLog:
         O(nodes of the path) + about 3 us per 512 tokens that were not on it. May split nodes.
         """
         self.clock += request.prompt_tokens + request.output_tokens
-        nodes = list(tree.path(node))
-        known = _known(nodes)
-        ghosts, trail = self._ghosts(node, key, known)
-        stretches = known + ghosts
-        owner = stretches[-1].note if stretches else None
-        num_known = stretches[-1].end if stretches else 0
+        nodes, stretches = _known(tree, node)
+        ghosts, trail = self._ghosts(node, key, stretches)
+        stretches += ghosts
+        num_known, owner = stretches[-1] if stretches else (0, None)
         pages = -(-request.prompt_tokens // self.page_tokens)
         continues = owner is not None and num_known >= max(2, owner.use.pages - 1)
         turn = owner.use.turn + 1 if continues and owner is not None else 0
         seen = Seen(Use(turn, pages, trail), num_known, continues, request)
         if num_known < node.end:
-            stretches.append(Stretch(node.end, None))
+            stretches.append((node.end, None))
         noted = self._noted(seen, stretches, key)
-        ends = {n.end for n in nodes}
-        for end, _ in noted:
-            if end not in ends:
-                nodes = _cut(tree, node, end)
+        if ghosts:
+            nodes = _cut(tree, nodes, noted)
         _write(nodes, noted)
 
     def _ghosts(self, node: Node, key: RadixKey, known: list[Stretch]) -> tuple[list[Stretch], Trail]:
         """What follows of the path of `node` that is a ghost; and its trail."""
         size = self.pages_per_block
         first, last, trail = 0, node.end // size, EMPTY
-        if known and (note := known[-1].note) is not None:
-            first = known[-1].end // size
+        if known and (note := known[-1][1]) is not None:
+            first = known[-1][0] // size
             trail = note.use.trail.head(first)
-        trail = extend(trail, key, last, self.page_size, size)
+        if last > trail.num_blocks:
+            trail = extend(trail, key, last, self.page_size, size)
         ghosts: list[Stretch] = []
+        if not self.ghosts:
+            return ghosts, trail
         for block, name in enumerate(trail.names(first, last), first + 1):
             note = self.ghosts.pop(name)
             if note is None:
                 break
-            if ghosts and ghosts[-1].note is note:
+            if ghosts and ghosts[-1][1] is note:
                 ghosts.pop()
-            ghosts.append(Stretch(block * size, note))
+            ghosts.append((block * size, note))
         return ghosts, trail
 
-    def _noted(self, seen: Seen, stretches: list[Stretch], key: RadixKey) -> list[Stretch]:
+    def _noted(self, seen: Seen, stretches: list[Stretch], key: RadixKey) -> list[tuple[int, Note]]:
         """The path's new notes, counting the uses of the old; alike neighbours are one."""
-        step = int(not seen.is_continuation)
+        clock, step = self.clock, int(not seen.is_continuation)
         made: dict[tuple[int, int], Note] = {}
-        pages: dict[tuple[int, int], int] = {}
-        noted: list[Stretch] = []
-        start = 0
+        pages: dict[Note, int] = {}
+        noted: list[tuple[int, Note]] = []
+        start, last = 0, None
         for end, old in stretches:
             if old is None:
                 visits, gap = step, None
             else:
-                visits, gap = old.visits + step, self.clock - old.clock
+                visits, gap = old.visits + step, clock - old.clock
                 self.was_used(old, end - start)
-            class_id = self.class_of(seen, visits, gap, key)
-            kind = (class_id, visits)
+            kind = self.class_of(seen, visits, gap, key), visits
             note = made.get(kind)
             if note is None:
-                note = made[kind] = Note(seen.use, self.clock, class_id, visits)
-            if noted and noted[-1].note is note:
+                note = made[kind] = Note(seen.use, clock, *kind)
+                pages[note] = end - start
+            else:
+                pages[note] += end - start
+            if note is last:
                 noted.pop()
-            noted.append(Stretch(end, note))
-            pages[kind] = pages.get(kind, 0) + end - start
-            start = end
-        self.was_noted([(note, pages[kind]) for kind, note in made.items()])
+            noted.append((end, note))
+            start, last = end, note
+        self.was_noted(pages)
         return noted
 
     # -- data leaves ------------------------------------------------------------------------
@@ -218,29 +214,35 @@ class UseLog:
         self.ghosts.clear()
 
 
-def _known(nodes: list[Node]) -> list[Stretch]:
-    """The noted nodes of a path, which come deepest first, as stretches, root first."""
+def _known(tree: RadixTree, node: Node) -> tuple[list[Node], list[Stretch]]:
+    """The path of `node`, deepest first; and those of its nodes that have notes as stretches, root first."""
+    nodes: list[Node] = []
     found: list[Stretch] = []
-    last = None
-    for node in nodes:
-        if node.note is not None and node.note is not last:
-            last = node.note
-            found.append(Stretch(node.end, last))
+    last, at = None, tree.current(node)
+    while at is not None and at.parent is not None:
+        nodes.append(at)
+        note = at.note
+        if note is not last and note is not None:
+            last = note
+            found.append((at.end, note))
+        at = at.parent
     found.reverse()
-    return found
+    return nodes, found
 
 
-def _cut(tree: RadixTree, node: Node, end: int) -> list[Node]:
-    """Cut the node of the path that reaches over page `end`; the path, deepest first."""
-    for _ in tree.path(node, end):
-        pass
-    return list(tree.path(node))
+def _cut(tree: RadixTree, nodes: list[Node], noted: list[tuple[int, Note]]) -> list[Node]:
+    """Cut the nodes of a path that reach over the end of a note; the path, deepest first."""
+    ends = {node.end for node in nodes}
+    for end, _ in noted:
+        if end not in ends:
+            tree.cut(nodes[0], end)
+    return list(tree.path(nodes[0]))
 
 
-def _write(nodes: list[Node], noted: list[Stretch]) -> None:
+def _write(nodes: list[Node], noted: list[tuple[int, Note]]) -> None:
     """Put the notes on the nodes, which come deepest first."""
     at = len(noted) - 1
     for node in nodes:
-        while at and noted[at - 1].end >= node.end:
+        while at and noted[at - 1][0] >= node.end:
             at -= 1
-        node.note = noted[at].note
+        node.note = noted[at][1]

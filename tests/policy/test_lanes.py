@@ -1,0 +1,145 @@
+"""GHD's lanes against the definition: the least index at its age, then the oldest, then the deepest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.policy import ghd
+from hiradix.policy.ghd_order import LaneOrder
+from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassTables
+from hiradix.policy.ghosts import EMPTY
+from hiradix.policy.lanes import INFINITE, ClassRanks, Lane, Place
+from hiradix.policy.leaves import is_blocked
+from hiradix.policy.uses import Note, Use
+from hiradix.replay.generate import generate
+from hiradix.replay.play import Player
+from hiradix.replay.readers import read_trace
+from hiradix.replay.stage import Tiers
+from hiradix.replay.trace import Trace
+from hiradix.tree.node import Residency
+
+TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "conversation_trace.jsonl.xz"
+CLASS = 2
+
+
+def bucket_of(age: int) -> int:
+    return next(b for b in reversed(range(BUCKETS)) if EDGE_LIST[b] <= age)
+
+
+class Life:
+    """One lane, and a list of what is in it."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.tables, self.clock = rng, ClassTables(), 0
+        self.places: list[tuple[int, int, int, Place]] = []
+        self.new_index()
+        self.lane = Lane(CLASS, self.ranks)
+        self.number = 0
+
+    def new_index(self) -> None:
+        """Few values, so that ages are often equal."""
+        self.tables.index[CLASS] = [self.rng.randint(1, 6) for _ in range(BUCKETS)]
+        self.ranks = ClassRanks(self.tables, CLASS)
+
+    def add(self) -> None:
+        used = max(0, self.clock - int(self.rng.choice([0, 0, 10 ** self.rng.uniform(0, 11)])))
+        place = Place(Residency(None), Note(Use(0, 0, EMPTY), used, CLASS, 0))
+        self.number += 1
+        depth = -self.rng.randint(0, 3)
+        self.lane.add(place, depth, self.number)
+        self.lane.joined(place, self.clock)
+        self.places.append((used, depth, self.number, place))
+
+    def leave(self) -> None:
+        if self.places:
+            item = self.rng.choice(self.places)
+            self.places.remove(item)
+            item[3].entry = None
+            self.lane.left(item[3], self.clock)
+
+    def grow_older(self) -> None:
+        self.clock += int(10 ** self.rng.uniform(0, 6))
+        if self.clock >= self.lane.until:
+            self.lane.bound(self.clock)
+
+    def reindex(self) -> None:
+        self.new_index()
+        self.lane.bound(self.clock, self.ranks)
+
+    def check(self) -> None:
+        aged = [(self.ranks.index[b], b, item) for item in self.places
+                for b in [bucket_of(self.clock - item[0])]]  # fmt: skip
+        if not aged:
+            assert self.lane.head is None
+            return
+        index, _, first = min(aged, key=lambda a: (a[0], a[1], a[2][:3]))
+        if self.lane.head is None:
+            assert self.lane.rank <= index, "no lower bound"
+        else:
+            assert (self.lane.rank, self.lane.head) == (index, first[3])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_a_lane_knows_who_goes_first_whatever_happens_in_between(seed: int) -> None:
+    rng = random.Random(seed)
+    life = Life(rng)
+    steps = [life.add, life.add, life.leave, life.grow_older, life.grow_older, life.reindex]
+    for _ in range(120):
+        rng.choices(steps, [4, 4, 3, 4, 4, 1])[0]()
+        life.check()
+        if rng.random() < 0.5 and life.lane.head is None:
+            life.lane.choose(life.clock)
+            assert (life.lane.head is None) == (not life.places) == (life.lane.rank == INFINITE)
+            life.check()
+
+
+class Plain(LaneOrder):
+    """The same order, found by looking at every leaf."""
+
+    def _best(self, gone: Mapping[int, int]) -> Residency | None:
+        while True:
+            self._settle()
+            ranked = []
+            for entry in self._live:
+                if entry.rank is not None:
+                    note, depth = entry.rank.note, -entry.node.start  # type: ignore[union-attr]
+                    bucket = bucket_of(self._log.clock - note.clock)
+                    index = float(self._tables.index[note.class_id, bucket])
+                    ranked.append((index, note.class_id, bucket, note.clock, depth, id(entry), entry))
+            if not ranked:
+                return None
+            entry = min(ranked)[-1]
+            entry.rank.lane.rank = min(ranked)[0]
+            if is_blocked(self._context, entry, gone):
+                self._unseat(entry)
+            elif (entry.node.note or entry.rank.note) is not entry.rank.note:  # type: ignore[union-attr]
+                self._reseat(entry)
+            else:
+                return entry
+
+
+TRACES = {
+    "conversation": lambda: read_trace(TRACE, 500),
+    "chat": lambda: generate("chat", 7, 500),
+    "flip": lambda: generate("flip", 7, 400),
+}
+
+
+@pytest.mark.parametrize("tiers", [Tiers(150_000), Tiers(60_000, 250_000)], ids=["device", "host"])
+@pytest.mark.parametrize("name", TRACES)
+def test_every_decision_is_that_of_a_search_over_all_leaves(
+    name: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace: Trace = TRACES[name]()
+    quick = Player(trace, "ghd", tiers).play()
+    monkeypatch.setattr(ghd, "LaneOrder", Plain)
+    searched = Player(trace, "ghd", tiers).play()
+    assert quick.decisions == searched.decisions
+    assert sum(int(hits.sum()) for hits in quick.hits.values()) > 0
