@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.e2e.tiny_model import write_tiny_model
 from tests.sglang.server import ADMIN_KEY, Reference, Server
+from tests.storage_servers.servers import free_port
 
 PAGE_SIZE = 16
 DEVICE_TOKENS = 2048
@@ -26,6 +28,8 @@ HOST = (
     "--admin-api-key",
     ADMIN_KEY,
 )
+EVENTS_PORT = free_port()
+EVENTS = json.dumps({"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{EVENTS_PORT}", "bind": True})
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +42,7 @@ def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     """Started together: most of a start is imports."""
     plain = ("--disable-radix-cache", "--max-total-tokens", "8192", "--max-running-requests", "8")
     pair = (
-        Server(model, tmp_path_factory.mktemp("ours"), (*HIRADIX, *HOST)),
+        Server(model, tmp_path_factory.mktemp("ours"), (*HIRADIX, *HOST, "--kv-events-config", EVENTS)),
         Server(model, tmp_path_factory.mktemp("plain"), (*plain, "--page-size", str(PAGE_SIZE))),
     )
     try:
