@@ -63,7 +63,9 @@ def build_prefix_cache(
     return cache
 
 
-def build_hybrid_cache(config: HiCacheConfig, params: CacheInitParams, pools: HybridPools) -> SWARadixCache:
+def build_hybrid_cache(
+    config: HiCacheConfig, params: CacheInitParams, pools: HybridPools, runtime: Runtime | None = None
+) -> SWARadixCache:
     """As `build_prefix_cache` for models with sliding windows: `SWAHiRadixCache`, or `SWARadixCache`.
 
     pools: those behind `params.token_to_kv_pool_allocator`. Storage is refused with the flag's name.
@@ -86,7 +88,7 @@ def build_hybrid_cache(config: HiCacheConfig, params: CacheInitParams, pools: Hy
         transport = make_transport(config.hicache_io_backend, pool.device)
         pairs.append(PoolPair(pool, host_pool, transport, layers))
     sources = tuple(PageAllocator(num_pages) for num_pages in counts)
-    host = _tier(config, sources, TransferController.over(pairs))
+    host = _tier(config, sources, TransferController.over(pairs, runtime))
     return SWAHiRadixCache(params, host, _no_storage)
 
 

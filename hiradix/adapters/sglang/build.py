@@ -8,17 +8,24 @@ from typing import Any
 
 import torch
 
-from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams
+from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import Api, api_of, installed_version, refusal, refuse_flags
 from hiradix.config import ExtraConfig, HiCacheConfig, parse_extra_config
 from hiradix.errors import ConfigError
-from hiradix.memory import DevicePool
-from hiradix.prefix_cache import CacheInitParams, HiRadixCache, ModelIdentity, build_prefix_cache
+from hiradix.memory import DevicePool, HybridPools
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    HiRadixCache,
+    ModelIdentity,
+    RadixCache,
+    build_hybrid_cache,
+    build_prefix_cache,
+)
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over
 
 # Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
-_KV_POOL, _LATENT_POOL = "MHATokenToKVPool", "MLATokenToKVPool"
+_KV_POOL, _LATENT_POOL, _WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
 
 
 def build_cache(context: Any) -> Any:
@@ -62,7 +69,7 @@ def _refuse_models(context: Any, flags: Any) -> None:
     if context.is_hybrid_ssm:
         raise refusal("This model", "it has recurrent state, which is not cached")
     if context.is_hybrid_swa:
-        raise refusal("This model", "it mixes full attention and sliding windows")
+        _refuse_windows(context)
     if not context.enable_hierarchical_cache:
         return
     for flag, size in (("--pp-size", params.pp_size), ("--attn-cp-size", params.attn_cp_size)):
@@ -72,16 +79,29 @@ def _refuse_models(context: Any, flags: Any) -> None:
         raise refusal("--disaggregation-decode-enable-offload-kvcache", "it needs SGLang's own host pool")
 
 
+def _refuse_windows(context: Any) -> None:
+    params, allocator = context.params, context.params.token_to_kv_pool_allocator
+    if context.full_tokens_per_layer == 0:
+        raise refusal("This model", "all its layers are sliding windows")
+    if not params.swa_gates_prefix_match or getattr(allocator, "swa_req_ring", False):
+        raise refusal("This model", "its sliding windows belong to requests, not to pages")
+
+
 def _build(context: Any, flags: Any) -> Any:
     from hiradix.adapters.sglang.cache import HiRadixPrefixCache
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    pool = device_pool(kvcache, params.page_size)
-    streams = FencedStreams(pool.device) if pool.device.type == "cuda" else None
+    device = torch.device(params.token_to_kv_pool_allocator.device)
+    streams = FencedStreams(device) if device.type == "cuda" else None
     runtime = None if streams is None else Runtime(streams=streams)
-    inner = build_prefix_cache(config, _own_params(params), pool, _identity(context, flags), runtime)
+    inner: RadixCache
+    if context.is_hybrid_swa:
+        inner = build_hybrid_cache(config, _own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
+    else:
+        pool = device_pool(kvcache, params.page_size)
+        inner = build_prefix_cache(config, _own_params(params), pool, _identity(context, flags), runtime)
     if not isinstance(inner, HiRadixCache):
         return HiRadixPrefixCache(params, inner)
     counter = inner.layer_done_counter
@@ -102,6 +122,20 @@ def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     if kind == _LATENT_POOL:
         return DevicePool.wrap_latent(kvcache.kv_buffer, page_size, kvcache.kv_lora_rank)
     raise refusal(f"This model's device pool {kind}", f"only {_KV_POOL} and {_LATENT_POOL} are known")
+
+
+def hybrid_pools(kvcache: Any) -> HybridPools:
+    """SGLang's pool of full and sliding-window layers as two of ours."""
+    if type(kvcache).__name__ != _WINDOW_POOL:
+        raise refusal(f"This model's device pool {type(kvcache).__name__}", f"only {_WINDOW_POOL} is known")
+    size = kvcache.page_size
+    layers: tuple[dict[int, int], dict[int, int]] = ({}, {})  # model layer by the pool's layer
+    for layer, (own, is_window) in kvcache.layers_mapping.items():
+        layers[is_window][own] = layer
+    full, window = ([of[own] for own in sorted(of)] for of in layers)
+    return HybridPools(
+        device_pool(kvcache.full_kv_pool, size), device_pool(kvcache.swa_kv_pool, size), full, window
+    )
 
 
 def _config(context: Any, flags: Any) -> HiCacheConfig:
@@ -133,18 +167,18 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return dict(value or {})
 
 
-def _own_params(params: Any) -> CacheInitParams:
+def _own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
     group = params.attn_tp_cache_group or params.tp_cache_group
     several = group is not None and torch.distributed.get_world_size(group) > 1
     return CacheInitParams(
         disable=False,
         req_to_token_pool=params.req_to_token_pool,
-        token_to_kv_pool_allocator=AllocatorPort(params.token_to_kv_pool_allocator, params.page_size),
+        token_to_kv_pool_allocator=port(params.token_to_kv_pool_allocator, params.page_size),
         page_size=params.page_size,
         is_eagle=params.is_eagle,
         eviction_policy=params.eviction_policy,
         eviction_policy_config=dict(params.eviction_policy_config or {}),
-        sliding_window_size=params.sliding_window_size,
+        sliding_window_size=params.swa_retain_window,
         agree=least_over(group) if several else None,
     )
 

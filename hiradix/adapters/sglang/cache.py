@@ -30,6 +30,7 @@ from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.prefix_cache.slots import pages_of, slots_of
+from hiradix.prefix_cache.swa import WINDOW
 from hiradix.tree import Lock, Node, Tier
 
 
@@ -96,8 +97,15 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
             root = self.root_node
             return MatchResult(0, root, root, root)
         node, loadable = self.inner.cache.match(key)
-        size = self.page_size
-        return MatchResult(node.end * size, node, loadable, loadable, (loadable.end - node.end) * size)
+        size, num_host = self.page_size, loadable.end - node.end
+        num_window = self._window_tokens_on_host(loadable) if num_host and self.supports_swa() else 0
+        return MatchResult(node.end * size, node, loadable, loadable, num_host * size, num_window)
+
+    def _window_tokens_on_host(self, node: Node) -> int:
+        """Tokens of sliding windows that a load back of `node` brings."""
+        missing = self.inner.tree.missing(node, Tier.HOST, Tier.DEVICE)
+        pages = [segment.end - segment.start for segment in missing if segment.component == WINDOW]
+        return sum(pages) * int(self.page_size)
 
     def touch_prefix(self, key: Any) -> None:
         """Make the cached path of `key` the most recently used."""

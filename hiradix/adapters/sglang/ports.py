@@ -55,6 +55,33 @@ class AllocatorPort:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 
 
+class HybridPort(AllocatorPort):
+    """SGLang's allocator of full slots with window slots beside them, likewise."""
+
+    def __init__(self, allocator: Any, page_size: int):
+        super().__init__(allocator, page_size)
+        self.full_to_swa_index_mapping: torch.Tensor = allocator.full_to_swa_index_mapping
+        self.full_attn_allocator = allocator.full_attn_allocator
+        self.swa_attn_allocator = allocator.swa_attn_allocator
+        self.size_full = allocator.size_full // page_size * page_size
+        self.size_swa = allocator.size_swa // page_size * page_size
+
+    def full_available_size(self) -> int:
+        return int(self._allocator.full_available_size())
+
+    def swa_available_size(self) -> int:
+        return int(self._allocator.swa_available_size())
+
+    def free(self, free_index: torch.Tensor) -> None:
+        """Free full slots and, where there are any, the window slots beside them."""
+        self.free_swa(free_index[self.full_to_swa_index_mapping[free_index] > 0])
+        self._allocator.free_full(free_index)
+
+    def free_swa(self, free_index: torch.Tensor) -> None:
+        """Free the window slots beside these full slots, which all have one."""
+        self._allocator.free_swa(free_index)
+
+
 class HostPoolView:
     """Our host pool as far as SGLang's metrics look at one. Sizes are in tokens."""
 
