@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,6 +39,7 @@ from hiradix.engine.slots import free_tokens
 from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
+from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
     CacheInitParams,
@@ -47,6 +50,9 @@ from hiradix.prefix_cache import (
 )
 from hiradix.transfer.process_group import ProcessGroup
 from hiradix.tree import RadixKey
+
+if TYPE_CHECKING:
+    from hiradix.events.publisher import Publisher
 
 BuildCache = Callable[[HiCacheConfig, CacheInitParams, DevicePool, ModelIdentity], PrefixCache]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -88,6 +94,7 @@ class Engine:
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
         self.num_steps = 0
+        self.publisher: Publisher | None = None  # of KV events
 
     # -- requests -----------------------------------------------------------------------
 
@@ -161,6 +168,8 @@ class Engine:
         self.cache.check_conservation(sum(r.num_allocated - r.cache_protected_len for r in running))
         if self._check:
             check_conservation(self.cache, self._pools.allocator, self._scheduler)
+        if self.publisher is not None:
+            self.publisher.flush()
         return outputs
 
     def wait(self, timeout_s: float) -> None:
@@ -198,6 +207,14 @@ class Engine:
         request = part.request
         end = request.num_computed + part.num_tokens
         return Work(request.tokens(request.num_computed, end), end, self._scheduler.row(request))
+
+    def publish_events(self, config: KVEventsConfig, host: str = "*") -> None:
+        """Publish from here on what is in which tier; before the first request.
+
+        host: what `*` in an endpoint stands for. Raises ConfigError naming the key of `--kv-events-config`.
+        """
+        name = partial(getattr, self.cache, "storage_name", None)
+        self.publisher = open_publisher(config, self.cache.tree, host, name)
 
     # -- administration -----------------------------------------------------------------
 
@@ -265,6 +282,8 @@ class Engine:
         for request in [*self._scheduler.waiting, *self._scheduler.running]:
             self._scheduler.remove(request.rid)
         self.cache.close(timeout_s)
+        if self.publisher is not None:
+            self.publisher.close(timeout_s)
 
     # -- construction -------------------------------------------------------------------
 

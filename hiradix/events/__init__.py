@@ -6,10 +6,19 @@ Nothing here is imported, and nothing is noted, unless events are asked for.
 """
 
 from hiradix.events.config import KVEventsConfig, parse_kv_events_config
+from hiradix.events.open import open_publisher
 from hiradix.events.recorder import KVEvents
-from hiradix.events.records import AllBlocksCleared, BlockRemoved, BlockStored, Event, Medium, Naming
+from hiradix.events.records import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    Medium,
+    Naming,
+    storage_medium,
+)
 
 __all__ = [
     "AllBlocksCleared", "BlockRemoved", "BlockStored", "Event", "KVEvents", "KVEventsConfig", "Medium",
-    "Naming", "parse_kv_events_config",
+    "Naming", "open_publisher", "parse_kv_events_config", "storage_medium",
 ]  # fmt: skip

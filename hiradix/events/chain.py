@@ -7,13 +7,14 @@ halves of a split share it, and a merged node finds its upper part by going up `
 from __future__ import annotations
 
 import hashlib
+import sys
 
 import numpy as np
 
 from hiradix.events.records import Naming
 from hiradix.tree import Node, PageRows, hash_pages
-from hiradix.tree.hashing import DIGEST_BYTES
-from hiradix.tree.key import Extras, Namespace, unpacked
+from hiradix.tree.hashing import DIGEST_BYTES, hash_run
+from hiradix.tree.key import NARROW, Extras, Namespace, unpacked
 
 
 class Chain:
@@ -46,9 +47,7 @@ class Chain:
                 prior, chain.seed = naming.prior(chain.space), naming.seed(chain.space)
             else:
                 prior, chain.seed = above.digest(chain.start - 1), above.seed
-            rows = _rows(chain, page_size)
-            digests = hash_pages(PageRows(prior, rows, chain.extras, chain.space.is_bigram, chain.start))
-            chain.digests = b"".join(digests)
+            chain.digests = b"".join(_digests(chain, prior, page_size))
             chain.run, chain.extras = b"", None
 
     def digest(self, page: int) -> bytes:
@@ -93,10 +92,14 @@ def chain_of(node: Node) -> Chain:
     return chain
 
 
-def _rows(chain: Chain, page_size: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _digests(chain: Chain, prior: bytes, page_size: int) -> list[bytes]:
+    space = chain.space
+    if chain.width == NARROW and chain.extras is None and not space.is_bigram and sys.byteorder == "little":
+        return hash_run(prior, chain.run, page_size)
     tokens = unpacked(chain.run, chain.width).astype(np.int64)
-    windows = np.lib.stride_tricks.sliding_window_view(tokens, page_size + chain.space.lookahead)
-    return np.ascontiguousarray(windows[::page_size][: chain.end - chain.start])
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, page_size + space.lookahead)
+    rows = np.ascontiguousarray(windows[::page_size][: chain.end - chain.start])
+    return hash_pages(PageRows(prior, rows, chain.extras, space.is_bigram, chain.start))
 
 
 def _short(digests: bytes, seed: bytes) -> list[int]:

@@ -16,16 +16,15 @@ FORMATS = ("default", "dynamo")
 ENCODINGS = ("map", "array")
 WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})\Z")
-_PATHS = ("ipc://", "inproc://")
 
 
 @dataclass(frozen=True)
 class KVEventsConfig:
     """What is published where. Raises ConfigError naming the key.
 
-    endpoint: of the PUB socket, `tcp://HOST:PORT` (port 0: any free one), `ipc://` or `inproc://`. Host `*`
-        is the address the HTTP server listens on, and every address where there is none.
-    bind: bind or connect it; None binds wildcards, this machine's own addresses, ipc and inproc.
+    endpoint: of the PUB socket, `tcp://HOST:PORT` (port 0: any free one) or `ipc://PATH`. Host `*` is the
+        address the HTTP server listens on, and every address where there is none.
+    bind: bind or connect it; None binds wildcards and ipc, and connects to another host.
     replay_endpoint: of the ROUTER socket that sends again what a subscriber has missed, of the last
         `buffer_steps` messages.
     hwm: messages for a subscriber that is too slow before it loses some.
@@ -85,9 +84,9 @@ def _require_endpoint(key: str, value: object) -> None:
         tcp = split_tcp(value)
         if tcp is not None and tcp[1] <= 65535:
             return
-        if value.startswith(_PATHS) and not value.endswith("://"):
+        if value.startswith("ipc://") and value != "ipc://":
             return
-    raise ConfigError(f"{_name(key)}: expected tcp://HOST:PORT, ipc://PATH or inproc://NAME, got {value!r}")
+    raise ConfigError(f"{_name(key)}: expected tcp://HOST:PORT or ipc://PATH, got {value!r}")
 
 
 def _name(key: str) -> str:

@@ -25,6 +25,14 @@ class Medium(IntEnum):
     EXTERNAL = 3
 
 
+_LOCAL_STORAGE = ("disk", "file")  # backends of this machine
+
+
+def storage_medium(name: str | None) -> Medium:
+    """The medium of what is stored in the backend of this name."""
+    return Medium.DISK if name in _LOCAL_STORAGE else Medium.EXTERNAL
+
+
 WIRE_NAMES = ("GPU", "CPU_PINNED", "DISK", "EXTERNAL")  # by medium
 
 

@@ -78,7 +78,8 @@ class Information:
             "transfers": {kind: dataclasses.asdict(t) for kind, t in snapshot.transfers.items()},
             "storage": {"backend": snapshot.storage_backend, "figures": redact(dict(snapshot.storage))},
             "hicache_l3_cache_layout": self._admin.layout_json(),
-            "kv_events": None,
+            "kv_events": snapshot.kv_events,
+            "kv_events_figures": snapshot.kv_events_figures,
         }
 
 

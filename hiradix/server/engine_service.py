@@ -244,6 +244,7 @@ def snapshot_of(engine: Engine) -> Snapshot:
     """Engine and cache figures; runs on the engine thread."""
     cache: Any = engine.cache
     stats = cache.stats()
+    publisher = engine.publisher
     figures = {entry.name: getattr(stats, entry.name) for entry in fields(CacheFigures)}
     return Snapshot(
         engine=engine.info(),
@@ -252,4 +253,6 @@ def snapshot_of(engine: Engine) -> Snapshot:
         cache_type=type(cache).__name__,
         storage_backend=stats.storage_backend,
         storage=stats.storage,
+        kv_events=None if publisher is None else publisher.describe(engine.config.cache.page_size),
+        kv_events_figures=None if publisher is None else publisher.figures(),
     )

@@ -240,6 +240,13 @@ _CACHE: tuple[Flag, ...] = (
         str,
         metavar="JSON",
     ),
+    Flag(
+        "--kv-events-config",
+        "Publish which blocks are in which tier over ZeroMQ: a JSON object with SGLang's keys; "
+        "see docs/kv-events.md.",
+        str,
+        metavar="JSON|@FILE",
+    ),
     Flag("--disable-hicache-numa-detect", "The process is never bound to a NUMA node.", status="accepted"),
 )
 
@@ -271,7 +278,6 @@ _REFUSED: tuple[Flag, ...] = (
         "--disaggregation-decode-enable-offload-kvcache", "this server does not split prefill and decode"
     ),
     _refused("--disaggregation-decode-enable-radix-cache", "this server does not split prefill and decode"),
-    _refused("--kv-events-config", "KV events are not published", True),
     _refused("--load-publish-endpoint", "load is read from /metrics", True),
 )
 

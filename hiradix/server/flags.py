@@ -19,6 +19,7 @@ from hiradix.config import (
 )
 from hiradix.engine.api import EngineConfig
 from hiradix.errors import ConfigError
+from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
 from hiradix.server.flag_table import FLAGS, Flag
 from hiradix.storage import guard_limits, load_storage_backend
@@ -49,6 +50,7 @@ class ServeConfig:
     tp_size: int = 1
     rank_timeout_s: float = 90.0
     record_trace: Path | None = None
+    kv_events: KVEventsConfig = KVEventsConfig()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,6 +141,7 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         notes=notes,
         tp_size=args.tp_size,
         rank_timeout_s=args.dist_timeout,
+        kv_events=parse_kv_events_config(args.kv_events_config),
     )
 
 

@@ -17,7 +17,7 @@ import socket
 import sys
 from collections.abc import Generator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.engine.api import EngineConfig
@@ -91,10 +91,7 @@ def _stop_on_signals() -> Generator[None]:
 
 def bind(host: str, port: int) -> socket.socket:
     """A TCP socket on host and port that does not listen yet; ConfigError naming the flag."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host}: {error}") from error
+    family, kind, protocol, _, address = _resolved(host, port)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,6 +100,13 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"--host {host} --port {port}: cannot listen: {error.strerror or error}") from error
     return listener
+
+
+def _resolved(host: str, port: int) -> tuple[Any, ...]:
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error}") from error
 
 
 def build_service(config: ServeConfig) -> EngineService:
@@ -125,6 +129,12 @@ def build_service(config: ServeConfig) -> EngineService:
         chosen = config.engine
         flags = f"--model-path {chosen.model_path} --max-total-tokens {chosen.max_total_tokens}"
         raise ConfigError(f"{flags}: cannot build the engine: {error}") from error
+    if config.kv_events.is_on:
+        try:
+            engine.publish_events(config.kv_events, str(_resolved(config.host, config.port)[4][0]))
+        except BaseException:
+            engine.close()
+            raise
     thread = EngineThread(engine)
     thread.start()
     make = EngineService if config.tp_size == 1 else RankedService

@@ -84,6 +84,7 @@ class Snapshot:
     """One reading of engine and cache for /metrics and /server_info, taken between two engine steps.
 
     `storage` holds the attached backend's own counters; `storage_backend` is None while none is attached.
+    `kv_events` is where events are published, if they are, and `kv_events_figures` how many.
     `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
     """
 
@@ -93,6 +94,8 @@ class Snapshot:
     cache_type: str = "HiRadixCache"
     storage_backend: str | None = None
     storage: Mapping[str, Any] = field(default_factory=dict)
+    kv_events: Mapping[str, Any] | None = None
+    kv_events_figures: Mapping[str, int] | None = None
 
 
 class Tokenizer(Protocol):

@@ -90,7 +90,7 @@ def test_caches_of_several_components(chunk: int) -> None:
         readers.read()
         readers.check()
         kinds += readers.kinds
-    assert kinds["BlockRemoved CPU_PINNED"] and kinds["AllBlocksCleared "], kinds
+    assert kinds["BlockStored CPU_PINNED"] and kinds["AllBlocksCleared "], kinds
 
 
 @pytest.mark.parametrize("index", range(len(whole.SETUPS)))

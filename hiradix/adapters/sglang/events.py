@@ -7,23 +7,26 @@ from typing import Any
 
 from sglang.srt.disaggregation import kv_events as sglang_records
 
-from hiradix.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEvents, Medium, Naming
+from hiradix.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    KVEvents,
+    Naming,
+    storage_medium,
+)
 from hiradix.tree import RadixTree
-
-ON_THIS_MACHINE = ("disk", "file")  # storage backends whose blocks lie on its disks
 
 
 def watch(params: Any, tree: RadixTree, storage_name: Callable[[], str | None]) -> KVEvents | None:
     """Notes what moves in `tree`, if SGLang's CacheInitParams ask for events."""
     if not params.enable_kv_cache_events:
         return None
-
-    def medium() -> Medium:
-        return Medium.DISK if storage_name() in ON_THIS_MACHINE else Medium.EXTERNAL
-
     names = params.kv_event_lora_names
     is_dynamo = params.dynamo_kv_event_format
-    return KVEvents(tree, Naming(is_dynamo, names.resolve if is_dynamo else names.get), medium)
+    naming = Naming(is_dynamo, names.resolve if is_dynamo else names.get)
+    return KVEvents(tree, naming, lambda: storage_medium(storage_name()))
 
 
 def as_sglang(event: Event) -> Any:

@@ -1,0 +1,203 @@
+"""Sends events over ZeroMQ: a PUB socket for everybody, a ROUTER socket for who has missed something.
+
+    scheduler --flush, once per step--> queue --> sender: name, encode, send, keep the last messages
+                                        requests --> replayer: send kept messages again
+
+A message is (topic, sequence number, payload); numbers count up from 0. A subscriber that is too slow loses
+messages, sees the gap and asks for a replay. When the sender is too slow, nothing is queued until it has
+caught up, and then everything is told anew, after `AllBlocksCleared`: nobody is left with a wrong picture.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import zmq
+
+from hiradix.errors import ConfigError
+from hiradix.events.config import FLAG, WILDCARDS, KVEventsConfig, split_tcp
+from hiradix.events.encode import encoder
+from hiradix.events.recorder import KVEvents, Note
+
+logger = logging.getLogger(__name__)
+
+END = (-1).to_bytes(8, "big", signed=True)
+LINGER_MS = 500  # what was sent may take so long to leave when the publisher closes
+RANK = 0  # of the data-parallel replica: there is one
+
+
+class Publisher:
+    """See the module's docstring. Owns its sockets and threads; `flush` and `close` are the scheduler's.
+
+    host: the address that stands for `*`. Raises ConfigError naming the key of an endpoint it cannot have.
+    num_queued, num_done, num_dropped: steps given to the sender, those it is done with, and those that could
+    not be queued. num_sent: messages.
+    """
+
+    def __init__(
+        self,
+        config: KVEventsConfig,
+        events: KVEvents,
+        host: str = "*",
+        clock: Callable[[], float] = time.time,
+    ):
+        self.config, self._events, self._clock = config, events, clock
+        self.num_queued = self.num_done = self.num_sent = self.num_dropped = 0
+        self._queue: SimpleQueue[tuple[float, list[Note]] | None] = SimpleQueue()
+        self._is_behind = False
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
+        self._lock = threading.Lock()  # of _kept
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._pub = self._open(zmq.PUB, "endpoint", config.hwm, host)
+            self._router = None
+            if config.replay_endpoint is not None:
+                self._router = self._open(zmq.ROUTER, "replay_endpoint", config.buffer_steps + 2, host)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        targets = [self._send_all] if self._router is None else [self._send_all, self._replay_all]
+        self._threads = [threading.Thread(target=t, name="hiradix-events", daemon=True) for t in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def _open(self, kind: int, key: str, hwm: int, host: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.SNDHWM, hwm)
+        socket.set(zmq.LINGER, LINGER_MS)
+        endpoint = str(getattr(self.config, key))
+        tcp = split_tcp(endpoint)
+        address = endpoint
+        if tcp is not None:
+            at = host if tcp[0] == "*" else tcp[0]
+            at = f"[{at}]" if ":" in at and not at.startswith("[") else at
+            address = f"tcp://{at}:{tcp[1] or '*'}"
+            socket.set(zmq.IPV6, ":" in at)
+        binds = kind == zmq.ROUTER or self._binds(tcp)
+        try:
+            (socket.bind if binds else socket.connect)(address)
+        except zmq.ZMQError as error:
+            verb = "bind" if binds else "connect to"
+            raise ConfigError(f"{FLAG}: {key}: cannot {verb} {address}: {error.strerror}") from error
+        return socket
+
+    def _binds(self, tcp: tuple[str, int] | None) -> bool:
+        return self.config.bind if self.config.bind is not None else tcp is None or tcp[0] in WILDCARDS
+
+    def describe(self, block_size: int) -> dict[str, Any] | None:
+        """The entry of `/server_info` from which subscribers find the sockets; None if they cannot."""
+        tcp = split_tcp(self.config.endpoint)
+        if tcp is None:
+            return None
+        found = {
+            "publisher": self.config.publisher,
+            "endpoint_host": tcp[0],
+            "endpoint_port_base": _port(self._pub) or tcp[1],
+            "topic": self.config.topic,
+            "block_size": block_size,
+            "dp_size": 1,
+        }
+        if self._router is not None and (port := _port(self._router)) is not None:
+            found["replay_endpoint_port_base"] = port
+        return found
+
+    def figures(self) -> dict[str, int]:
+        """Counts since the start, and what waits to be sent. Any thread."""
+        waiting = self.num_queued - self.num_done
+        return {"num_sent": self.num_sent, "num_waiting": waiting, "num_dropped": self.num_dropped}
+
+    # -- the scheduler's thread ---------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand over what was noted since the last call; never waits."""
+        limit = self.config.max_queue_size
+        if self._is_behind:
+            self._events.take_notes()
+            if self._queue.qsize() > limit // 2:
+                return
+            self._is_behind = False
+            self._events.resync()
+        notes = self._events.take_notes()
+        if not notes:
+            return
+        if self._queue.qsize() < limit:
+            self.num_queued += 1
+            self._queue.put((self._clock(), notes))
+            return
+        self._is_behind = True
+        self.num_dropped += 1
+        logger.warning("%s: %d steps wait to be sent; all blocks will be told anew", FLAG, limit)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Send what is queued and end, within the deadline."""
+        self._queue.put(None)
+        sender = self._threads[0]
+        sender.join(timeout_s)
+        if sender.is_alive():
+            logger.warning("%s: events are still being sent; they are left", FLAG)
+            return
+        self._context.term()  # ends the replayer's wait
+        for thread in self._threads[1:]:
+            thread.join(timeout_s)
+
+    # -- the sender's thread ------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        encode = encoder(self.config.encoding)
+        try:
+            while (item := self._queue.get()) is not None:
+                time_s, notes = item
+                try:
+                    if events := self._events.events_of(notes):
+                        self._send(encode(time_s, events, RANK))
+                except Exception:  # serving goes on; what could not be told is told anew
+                    logger.exception("%s: a message could not be sent", FLAG)
+                    self._is_behind = True
+                self.num_done += 1
+        finally:
+            self._pub.close()
+
+    def _send(self, payload: bytes) -> None:
+        with self._lock:
+            number = self.num_sent
+            self._kept.append((number, payload))
+            self.num_sent += 1
+        self._pub.send_multipart((self.config.topic.encode(), number.to_bytes(8, "big"), payload))
+
+    # -- the replayer's thread ----------------------------------------------------------------
+
+    def _replay_all(self) -> None:
+        router = self._router
+        assert router is not None
+        try:
+            while True:
+                request = router.recv_multipart()
+                if len(request) == 3 and len(request[2]) == 8:
+                    self._replay(router, request[0], int.from_bytes(request[2], "big"))
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            router.close()
+
+    def _replay(self, router: zmq.Socket[bytes], who: bytes, first: int) -> None:
+        """Send the kept messages from number `first` on, and an end."""
+        with self._lock:
+            messages = [message for message in self._kept if message[0] >= first]
+        is_old = self.config.encoding == "array"  # whose replies have no topic
+        topic = [] if is_old else [self.config.topic.encode()]
+        for number, payload in messages:
+            router.send_multipart([who, b"", *topic, number.to_bytes(8, "big"), payload])
+        router.send_multipart([who, b"", *([] if is_old else [b""]), END, b""])
+
+
+def _port(socket: zmq.Socket[bytes]) -> int | None:
+    """The TCP port a socket has bound."""
+    last = socket.get(zmq.LAST_ENDPOINT)
+    tcp = split_tcp(last.decode().rstrip("\0")) if isinstance(last, bytes) else None
+    return None if tcp is None else tcp[1]
