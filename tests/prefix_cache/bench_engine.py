@@ -97,9 +97,7 @@ class Request:
 class Bench:
     """Pools, cache and the moves of a scheduler."""
 
-    def __init__(
-        self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, **switches: bool
-    ):
+    def __init__(self, config: HiCacheConfig, num_pages: int, *, foreign: bool = False, **switches: bool):
         size = config.page_size
         self.page_size, self.num_pages = size, num_pages
         if foreign:

@@ -22,52 +22,9 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     def build(num_pages: int = 16, page_size: int = 4, **config: object) -> Bench:
         defaults = {"enable_hierarchical_cache": True, "hicache_ratio": 2.0, "page_size": page_size}
         switches = {name: bool(config.pop(name, False)) for name in ("disable", "is_eagle")}
-        return Bench(
-            HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, **switches
-        )  # type: ignore[arg-type]
+        return Bench(HiCacheConfig(**{**defaults, **config}), num_pages, foreign=request.param, **switches)  # type: ignore[arg-type]
 
     yield from closed_after(build)
-
-
-def test_second_request_reuses_whole_pages_of_the_first(make: Make) -> None:
-    bench = make()
-    first = bench.start(prompt(10))
-    assert first is not None and first.device_tokens == 0 and first.cache_protected_len == 8
-    bench.finish(first)
-    second = bench.start(prompt(10))
-    assert second is not None and second.device_tokens == 8
-    bench.check()
-    bench.finish(second)
-    bench.check()
-
-
-def test_the_last_token_is_always_computed(make: Make) -> None:
-    bench = make()
-    bench.finish(bench.start(prompt(8)))
-    assert bench.start(prompt(8)).device_tokens == 4
-
-
-def test_equal_prompts_computed_at_the_same_time_share_pages_afterwards(make: Make) -> None:
-    bench = make()
-    a = bench.start(prompt(9))
-    b = bench.start(prompt(9))
-    rows = bench.rows.req_to_token
-    assert torch.equal(rows[a.req_pool_idx][:8], rows[b.req_pool_idx][:8])
-    bench.check()
-    bench.finish(a)
-    bench.finish(b)
-    bench.check()
-
-
-def test_an_aborted_request_gives_back_what_is_its_own(make: Make) -> None:
-    bench = make()
-    req = bench.start(prompt(6))
-    for token in (100, 101, 102):
-        assert bench.decode(req, token)
-    bench.finish(req, insert=False)
-    bench.settle()
-    bench.check()
-    assert bench.cache.protected_size() == 0 and bench.cache.total_size() == 4
 
 
 @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
@@ -96,17 +53,6 @@ def storage(path: object) -> dict[str, object]:
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": parse_extra_config(text),
     }
-
-
-def test_host_hit_after_device_eviction(make: Make) -> None:
-    bench = make()
-    bench.finish(bench.start(prompt(20)))
-    bench.settle()
-    bench.cache.evict(EvictParams(1000))
-    assert bench.cache.total_size() == 0
-    req = bench.start(prompt(20))
-    assert (req.device_tokens, req.host_tokens) == (0, 16)
-    bench.check()
 
 
 def test_load_back_is_all_or_nothing(make: Make) -> None:
@@ -167,16 +113,6 @@ def test_lock_pins_and_unlock_releases(make: Make) -> None:
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 0
     assert bench.cache.dec_lock_ref(node) == 8
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 8
-
-
-def test_disabled_cache_never_reuses_and_never_leaks(make: Make) -> None:
-    bench = make(disable=True, enable_hierarchical_cache=False)
-    for _ in range(3):
-        req = bench.start(prompt(9))
-        assert req.device_tokens == 0
-        bench.decode(req, 7)
-        bench.finish(req)
-        assert bench.allocator.available_size() == bench.num_pages * bench.page_size
 
 
 def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:

@@ -195,16 +195,6 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         SWARadixCache(CacheInitParams(False, rows, plain, 1, sliding_window_size=4))
 
 
-def test_disabled_cache_never_reuses_and_never_leaks(make: Make) -> None:
-    bench = make(disable=True, page_size=4)
-    for _ in range(3):
-        req = bench.start(prompt(9))
-        assert req.device_tokens == 0
-        bench.decode(req, 7)
-        bench.finish(req)
-        assert bench.allocator.full_available_size() == bench.allocator.swa_available_size() == 160
-
-
 # -- with a host tier, and at random --------------------------------------------------------
 
 
