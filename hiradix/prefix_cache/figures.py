@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hiradix.cache import HierarchicalCache
-from hiradix.prefix_cache.records import CacheStats, SlotAllocatorLike
+from hiradix.prefix_cache.records import WINDOW, CacheStats, PoolStats, SlotAllocatorLike
 from hiradix.prefix_cache.slots import SlotPages, slots_of
 from hiradix.storage import GuardedStorage
-from hiradix.tree import Node, RadixTree, Tier
+from hiradix.tree import BACKBONE, Node, RadixTree, Tier
 
 
 class Figures:
@@ -92,24 +92,33 @@ class Figures:
         return self._stats(None, None)
 
     def _stats(self, storage_name: str | None, storage: GuardedStorage | None) -> CacheStats:
-        size, counters, host = self.page_size, self.cache.counters, self.cache.supply.host
+        size, counters = self.page_size, self.cache.counters
         total = {f.name: getattr(counters, f.name) for f in fields(counters)}
         unfulfilled = total.pop("unfulfilled")
         controller = self.cache.controller
         return CacheStats(
-            device_total=self._pages.num_pages * size,
-            device_available=self._pages.available * size,
-            device_evictable=self.evictable_size(),
-            device_protected=self.protected_size(),
-            host_total=host.num_pages * size if host else 0,
-            host_used=(host.num_pages - host.available) * size if host else 0,
+            **self._pool_stats(BACKBONE)._asdict(),
             unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
             num_in_flight=len(self.cache.flights),
             storage_attached=storage is not None,
             storage_backend=storage_name,
             storage=dict(storage.stats()) if storage is not None else {},
             transfers=controller.stats() if controller is not None else None,
+            window=self._pool_stats(WINDOW) if len(self.tree.components) > WINDOW else None,
             **{name: count * size for name, count in total.items()},
+        )
+
+    def _pool_stats(self, component: int) -> PoolStats:
+        tree, supply, size = self.tree, self.cache.supply, self.page_size
+        device = supply.device_pools[component]
+        host = supply.host_pools[component] if supply.host_pools else None
+        return PoolStats(
+            device_total=device.num_pages * size,
+            device_available=device.available * size,
+            device_evictable=tree.evictable_pages(Tier.DEVICE, component) * size,
+            device_protected=tree.protected_pages(Tier.DEVICE, component) * size,
+            host_total=host.num_pages * size if host else 0,
+            host_used=(host.num_pages - host.available) * size if host else 0,
         )
 
     def check_conservation(self, num_held: int) -> None:

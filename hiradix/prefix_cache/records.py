@@ -141,6 +141,20 @@ class LockReceipt(NamedTuple):
     delta: int = 0
 
 
+WINDOW = 1  # the component of sliding windows
+
+
+class PoolStats(NamedTuple):
+    """Tokens of the pools of one component."""
+
+    device_total: int
+    device_available: int
+    device_evictable: int
+    device_protected: int
+    host_total: int
+    host_used: int
+
+
 @dataclass(frozen=True)
 class CacheStats:
     """A snapshot for metrics: tokens where not said otherwise."""
@@ -170,3 +184,4 @@ class CacheStats:
     storage_backend: str | None
     storage: dict[str, Any]
     transfers: TransferStats | None
+    window: PoolStats | None = None  # of sliding windows; the figures above are of full attention

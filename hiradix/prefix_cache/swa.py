@@ -19,6 +19,7 @@ from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.hiradix import HiRadixCache
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
+    WINDOW,
     CacheInitParams,
     EvictParams,
     EvictResult,
@@ -32,7 +33,6 @@ from hiradix.prefix_cache.slots import Pages, SlotPages, pages_of
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
 from hiradix.tree import FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree, Tier
 
-WINDOW = 1  # the window's component
 _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_allocator", "free_swa")
 
 

@@ -255,4 +255,5 @@ def snapshot_of(engine: Engine) -> Snapshot:
         storage=stats.storage,
         kv_events=None if publisher is None else publisher.describe(engine.config.cache.page_size),
         kv_events_figures=None if publisher is None else publisher.figures(),
+        window=stats.window._asdict() if stats.window is not None else {},
     )

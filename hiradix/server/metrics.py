@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -120,7 +121,18 @@ class SnapshotCollector:
         yield self._by_reason(
             "sglang:storage_prefetch_unfulfilled_tokens", storage, snapshot.cache.unfulfilled
         )
-        yield self._storage_figures(storage)
+        yield self._figures(
+            "hiradix:storage_figure",
+            "The attached storage backend's own figures, by name.",
+            storage,
+            snapshot.storage,
+        )
+        yield self._figures(
+            "hiradix:window_tokens",
+            "Tokens of sliding-window pools, by what they are.",
+            cache,
+            snapshot.window,
+        )
         yield from self._transfers(cache)
 
     def _transfers(self, labels: Mapping[str, str]) -> Iterator[Metric]:
@@ -150,13 +162,12 @@ class SnapshotCollector:
             metric.add_metric([*labels.values(), reason], value)
         return metric
 
-    def _storage_figures(self, labels: Mapping[str, str]) -> Metric:
+    def _figures(self, name: str, text: str, labels: Mapping[str, str], values: Mapping[str, Any]) -> Metric:
         labels = {**labels, **self._labels}
-        text = "The attached storage backend's own figures, by name."
-        metric = GaugeMetricFamily("hiradix:storage_figure", text, labels=[*labels, "figure"])
-        for name, value in sorted(self._snapshot.storage.items()):
+        metric = GaugeMetricFamily(name, text, labels=[*labels, "figure"])
+        for figure, value in sorted(values.items()):
             if isinstance(value, int | float):
-                metric.add_metric([*labels.values(), name], float(value))
+                metric.add_metric([*labels.values(), figure], float(value))
         return metric
 
 

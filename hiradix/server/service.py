@@ -86,6 +86,7 @@ class Snapshot:
     `storage` holds the attached backend's own counters; `storage_backend` is None while none is attached.
     `kv_events` is where events are published, if they are, and `kv_events_figures` how many.
     `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
+    `window`: tokens of sliding-window pools, empty for models without; `cache` speaks of full attention.
     """
 
     engine: EngineInfo
@@ -96,6 +97,7 @@ class Snapshot:
     storage: Mapping[str, Any] = field(default_factory=dict)
     kv_events: Mapping[str, Any] | None = None
     kv_events_figures: Mapping[str, int] | None = None
+    window: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tokenizer(Protocol):

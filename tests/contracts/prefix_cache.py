@@ -4,8 +4,8 @@
         def make(self, page_size, foreign, **switches): ...
 
 `make` returns pools, a cache and the moves of a scheduler over them (`tests.prefix_cache.bench_engine.Bench`)
-with room for at least 160 tokens; all are closed after the test. Every move of the bench checks that the slots
-a request runs on hold exactly the data of its tokens. `PrefixCacheContract` is for all classes,
+with room for at least 160 tokens; all are closed after the test. Every move of the bench checks that the
+slots a request runs on hold exactly the data of its tokens. `PrefixCacheContract` is for all classes,
 `HostTierContract` for those with a host tier.
 """
 
@@ -305,6 +305,15 @@ class PrefixCacheContract(_Contract):
         stats = b.cache.stats()
         assert (stats.device_protected, stats.device_evictable) == (20, 0)
         assert stats.device_total == stats.device_available + stats.device_protected + b.page_size
+        window = stats.window
+        assert (window is not None) == b.cache.supports_swa()
+        if window is not None:
+            assert (window.device_protected, window.device_evictable) == (
+                b.cache.swa_protected_size(), b.cache.swa_evictable_size(),
+            )  # fmt: skip
+            assert window.device_protected >= 8, "a window of it"
+            kept = window.device_protected + window.device_evictable
+            assert window.device_total == window.device_available + kept + b.page_size
         b.finish(req)
 
     @pytest.mark.parametrize("page_size", [1, 4])
@@ -375,9 +384,12 @@ class HostTierContract(_Contract):
     def test_reset_empties_the_host_too(self, bench: Make) -> None:
         b = bench()
         served(b, prompt(20))
-        assert b.cache.stats().host_used > 0
+        stats = b.cache.stats()
+        assert stats.host_used == 20 and (stats.window is None or 8 <= stats.window.host_used <= 20)
         b.cache.reset()
-        assert b.cache.stats().host_used == 0 and started(b, prompt(20)).host_tokens == 0
+        stats = b.cache.stats()
+        assert stats.host_used == 0 and (stats.window is None or stats.window.host_used == 0)
+        assert started(b, prompt(20)).host_tokens == 0
 
     def test_close_while_copies_are_under_way_and_again(self, bench: Make) -> None:
         b = bench()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiradix.prefix_cache.swa import WINDOW
+from hiradix.prefix_cache.records import WINDOW
 from hiradix.tree import Node, RadixTree, Tier
 
 

@@ -33,7 +33,7 @@ from hiradix.prefix_cache import (
     SWARadixCache,
 )
 from hiradix.prefix_cache.hiradix import prefetch_limits
-from hiradix.prefix_cache.swa import WINDOW
+from hiradix.prefix_cache.records import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.runs import walk

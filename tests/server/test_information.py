@@ -96,6 +96,14 @@ def test_attaching_storage_changes_no_label_name() -> None:
     assert value(after, "hiradix:storage_figure", figure="num_errors") == 2
 
 
+def test_windows_have_figures_of_their_own() -> None:
+    service = ScriptedService()
+    http = TestClient(application(service))
+    assert not scrape(http).get("hiradix:window_tokens")
+    service.state = replace(service.state, window={"device_total": 64, "host_used": 8})
+    assert value(scrape(http), "hiradix:window_tokens", figure="host_used") == 8
+
+
 def test_extra_labels_are_on_every_metric() -> None:
     app = create_app(ScriptedService(), AppSettings(MODEL, metric_labels={"zone": "a"}))
     http = TestClient(app)
