@@ -29,8 +29,8 @@ from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
+from hiradix.prefix_cache.records import WINDOW
 from hiradix.prefix_cache.slots import pages_of, slots_of
-from hiradix.prefix_cache.swa import WINDOW
 from hiradix.tree import Lock, Node, Tier
 
 
