@@ -84,10 +84,19 @@ class SimEngine:
         self.num_reads = 0
         self.num_parts = 0
 
-    def step(self) -> None:
-        """The forward that was planned, or plan one and, without overlap, run it."""
+    def spend(self, num_tokens: int) -> None:
+        """The time of a forward passes."""
+        self.driver.advance(self.price(num_tokens))
+
+    def price(self, num_tokens: int) -> float:
+        """The time of a forward that waits for nothing."""
+        return FORWARD_S + TOKEN_S * num_tokens
+
+    def step(self) -> bool:
+        """The forward that was planned, or plan one and, without overlap, run it. False: nothing to do."""
         if self._planned:
-            return self.forward()
+            self.forward()
+            return True
         self.cache.check_hicache_events()
         parts = self.scheduler.plan()
         gate = self.cache.ready_to_load_host_cache()
@@ -95,10 +104,11 @@ class SimEngine:
             self._gates = ()
         elif gate not in self._gates:
             self._gates += (gate,)
-        self.driver.advance(FORWARD_S + TOKEN_S * sum(part.num_tokens for part in parts))
+        self.spend(sum(part.num_tokens for part in parts))
         self._planned = parts
         if not self.overlap:
             self.forward()
+        return bool(parts)
 
     def forward(self) -> None:
         """Compute what is planned, if anything is."""
@@ -121,7 +131,7 @@ class SimEngine:
             return
         num_tokens = sum(part.num_tokens for part in parts)
         if not self._gates:
-            self.cache.note_prefill(num_tokens, FORWARD_S + TOKEN_S * num_tokens)
+            self.cache.note_prefill(num_tokens, self.price(num_tokens))
         self._gates = ()
         for part in parts:
             request = part.request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hiradix.policy.no_regret import PROBE_EVERY, Move, NoRegret
+from hiradix.policy.no_regret import PROBE_SHARE, Move, NoRegret
 
 
 def measured(computing: float, loading: float) -> NoRegret:
@@ -40,11 +40,16 @@ def test_off_it_takes_everything() -> None:
 
 def test_a_tier_that_became_fast_is_found_out() -> None:
     gate = measured(200, 100)
-    taken = [gate.takes(Move.LOAD, 1) for _ in range(PROBE_EVERY)]
-    assert taken.count(True) == 1
-    for _ in range(50):
-        gate.moved(Move.LOAD, 1000, 1.0)
+    taken = [gate.takes(Move.LOAD, 1) for _ in range(round(1 / PROBE_SHARE) + 1)]
+    assert taken.count(True) == 1 == gate.num_probes
+    gate.moved(Move.LOAD, 1000, 1.0)
     assert gate.takes(Move.LOAD, 1)
+
+
+def test_the_slower_the_tier_the_rarer_are_probes() -> None:
+    gate = measured(200, 2)
+    assert not any(gate.takes(Move.LOAD, 1) for _ in range(round(99 / PROBE_SHARE) - 1))
+    assert gate.takes(Move.LOAD, 1) or gate.takes(Move.LOAD, 1)
 
 
 def test_measurements_without_length_or_duration_say_nothing() -> None:
@@ -54,17 +59,40 @@ def test_measurements_without_length_or_duration_say_nothing() -> None:
     assert abs(gate.rates()["load"] - 100) < 1e-6
 
 
+def test_a_transfer_too_short_for_its_latency_is_not_taken() -> None:
+    gate = NoRegret()
+    for num_pages in (10, 200, 40, 100):
+        gate.computed(num_pages, num_pages / 100)
+        gate.moved(Move.LOAD, num_pages, 0.5 + num_pages / 1000)
+    assert not gate.takes(Move.LOAD, 50) and gate.takes(Move.LOAD, 60)  # 0.55 against 0.5, 0.56 against 0.6
+
+
+def test_what_a_forward_costs_in_any_case_is_not_saved_by_a_hit() -> None:
+    gate = NoRegret()
+    for num_pages in (10, 200, 40, 100):
+        gate.computed(num_pages, 0.5 + num_pages / 1000)
+        gate.moved(Move.LOAD, num_pages, num_pages / 500)
+    assert gate.rates()["compute"] < gate.rates()["load"]
+    assert not gate.takes(Move.LOAD, 50)
+
+
+def test_a_fetch_must_be_worth_its_load_too() -> None:
+    gate = measured(100, 150)
+    gate.moved(Move.FETCH, 150, 1.0)
+    assert gate.takes(Move.LOAD, 10) and not gate.takes(Move.FETCH, 10)
+
+
 def test_promise_seven_on_virtual_time() -> None:
     """Whatever a tier does, all requests together take at most 2 % longer than computing everything again."""
-    for seed in range(20):
+    for seed in range(40):
         rng = random.Random(seed)
         gate, spent, recomputed = NoRegret(), 0.0, 0.0
         computing = 1000.0
         gate.computed(1000, 1.0)
-        loading = rng.uniform(5, 5000)
+        loading = 10 ** rng.uniform(1, 4)
         for request in range(20_000):
             if request % 7000 == 6999:
-                loading = rng.uniform(500, 20_000)
+                loading = 10 ** rng.uniform(1, 4)
             num_pages = rng.randint(1, 200)
             recomputed += num_pages / computing
             if gate.takes(Move.LOAD, num_pages):
