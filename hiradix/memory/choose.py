@@ -9,20 +9,25 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hiradix.errors import ConfigError
+from hiradix.memory.calibrate import CalibratedTransport
 from hiradix.memory.copy_plan import plan_copies
-from hiradix.memory.dma_transport import DmaTransport, cuda_pieces
+from hiradix.memory.dma_transport import CopyPieces, DmaTransport, cuda_pieces
+from hiradix.memory.packing_transport import PackingTransport
 from hiradix.memory.pools import Pool
+from hiradix.memory.sgl_transport import SglKernelTransport, find_kernels
 from hiradix.memory.transport import PageIds, TorchTransport, Transport
 
 logger = logging.getLogger(__name__)
 
 IO_BACKENDS = ("kernel", "direct", "auto")
 
-# Pieces of this size and more go to the copy engines. From published measurements; not calibrated here.
+# Pieces of this size and more go to the copy engines where nothing was measured. From published measurements.
 DMA_PIECE_BYTES = 32 << 10
 
 
-def choose_transport(io_backend: str, device: torch.device) -> Transport:
+def choose_transport(
+    io_backend: str, device: torch.device, pools: tuple[Pool, Pool] | None = None
+) -> Transport:
     """See `make_transport`."""
     if io_backend not in IO_BACKENDS:
         known = ", ".join(IO_BACKENDS)
@@ -30,18 +35,27 @@ def choose_transport(io_backend: str, device: torch.device) -> Transport:
     if device.type != "cuda":
         transport: Transport = TorchTransport(f"pools on {device.type.upper()} are copied with torch")
     else:
-        transport = _for_cuda(io_backend)
+        transport = _for_cuda(io_backend, device)
     name, note = transport.name, transport.note
     logger.info("--hicache-io-backend %s on %s: %s transport, %s", io_backend, device, name, note)
+    if pools is not None and isinstance(transport, CalibratedTransport):
+        transport.calibrate(*pools)
     return transport
 
 
-def _for_cuda(io_backend: str) -> Transport:
-    kernel = _kernel() if io_backend != "direct" else None
-    copy_engines = _copy_engines() if io_backend != "kernel" or kernel is None else None
-    if kernel is not None and copy_engines is not None:
-        return PieceSizeTransport(kernel, copy_engines)
-    return kernel or copy_engines or TorchTransport("neither triton nor a CUDA runtime library was found")
+def _for_cuda(io_backend: str, device: torch.device) -> Transport:
+    pieces = _copy_engines()
+    if io_backend == "direct":
+        return _direct(pieces) or TorchTransport("no CUDA runtime library was found")
+    kernel = _kernel() if _is_mapped(pieces, device) else None
+    packing = _packing(kernel, pieces)
+    if io_backend == "kernel":
+        reason = "neither triton, sgl_kernel nor a CUDA runtime library was found"
+        return packing or kernel or _sgl() or _direct(pieces) or TorchTransport(reason)
+    found = [each for each in (_direct(pieces), kernel, packing, _sgl()) if each is not None]
+    if len(found) < 2:
+        return found[0] if found else TorchTransport("there is nothing to choose from")
+    return CalibratedTransport(found, PieceSizeTransport(packing or kernel or found[1], found[0]))
 
 
 def _kernel() -> Transport | None:
@@ -52,22 +66,48 @@ def _kernel() -> Transport | None:
     return TritonTransport("the strided copy kernel reads pinned memory in place")
 
 
-def _copy_engines() -> Transport | None:
-    pieces = cuda_pieces()
+def _is_mapped(pieces: CopyPieces | None, device: torch.device) -> bool:
+    """Whether a kernel may read pinned memory in place; where nobody can tell, it is taken to."""
+    ask = getattr(pieces, "reads_host_addresses", None)
+    if ask is None or ask(device.index or 0):
+        return True
+    logger.warning("the device cannot use host addresses of pinned memory: no copy kernel")
+    return False
+
+
+def _sgl() -> Transport | None:
+    kernels = find_kernels()
+    return None if kernels is None else SglKernelTransport(kernels, TorchTransport(), "SGLang's copy kernels")
+
+
+def _copy_engines() -> CopyPieces | None:
+    return cuda_pieces()
+
+
+def _direct(pieces: CopyPieces | None) -> Transport | None:
     if pieces is None:
         return None
-    return DmaTransport(pieces, "cudaMemcpyBatchAsync" if pieces.batched else "cudaMemcpyAsync per piece")
+    batched = getattr(pieces, "batched", False)
+    return DmaTransport(pieces, "cudaMemcpyBatchAsync" if batched else "cudaMemcpyAsync per piece")
+
+
+def _packing(kernel: Transport | None, pieces: CopyPieces | None) -> Transport | None:
+    """The kernel, that packs small pieces on the device before they go to the host."""
+    if kernel is None or pieces is None:
+        return None
+    packing = PackingTransport(kernel, pieces, "packs on the device")
+    note = "the strided copy kernel; small pieces for the host are packed on the device, then moved whole"
+    return PieceSizeTransport(packing, kernel, "kernel", note)
 
 
 class PieceSizeTransport:
-    """The copy engines for pools whose contiguous pieces are large, the kernel for the rest."""
+    """One transport for pools whose contiguous pieces are small, another from `DMA_PIECE_BYTES` on."""
 
-    name = "auto"
-
-    def __init__(self, kernel: Transport, copy_engines: Transport) -> None:
-        self.note = f"copy engines from {DMA_PIECE_BYTES} byte pieces on, the kernel below (not calibrated)"
-        self._kernel = kernel
-        self._copy_engines = copy_engines
+    def __init__(self, small: Transport, large: Transport, name: str = "auto", note: str = "") -> None:
+        self.name = name
+        self.note = note or f"{large.name} from {DMA_PIECE_BYTES} byte pieces on, {small.name} below"
+        self._small = small
+        self._large = large
         self._chosen: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, Transport]] = WeakKeyDictionary()
 
     def copy_pages(
@@ -76,5 +116,5 @@ class PieceSizeTransport:
         by_dst = self._chosen.setdefault(src, WeakKeyDictionary())
         if dst not in by_dst:
             smallest = min(plan.collapsed().src.row_bytes for plan in plan_copies(src, dst))
-            by_dst[dst] = self._copy_engines if smallest >= DMA_PIECE_BYTES else self._kernel
+            by_dst[dst] = self._large if smallest >= DMA_PIECE_BYTES else self._small
         by_dst[dst].copy_pages(src, dst, src_pages, dst_pages, layers)

@@ -119,6 +119,7 @@ class _Attributes(ctypes.Structure):
 
 
 _ORDER_STREAM = 1  # cudaMemcpySrcAccessOrderStream: sources are read in stream order
+_HOST_POINTER_ATTRIBUTE = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _COPY_DEFAULT = 4  # cudaMemcpyDefault: the direction follows from the addresses
 
 
@@ -133,6 +134,14 @@ class CudaPieces:
         self._runtime = runtime
         self._takes_fail_index = cuda_version < (13, 0)
         self.batched = cuda_version >= (12, 8) and hasattr(runtime, "cudaMemcpyBatchAsync")
+
+    def reads_host_addresses(self, device: int) -> bool:
+        """Whether kernels on the device may use the host's own address of registered memory."""
+        value = ctypes.c_int(0)
+        code = self._runtime.cudaDeviceGetAttribute(
+            ctypes.byref(value), ctypes.c_int(_HOST_POINTER_ATTRIBUTE), ctypes.c_int(device)
+        )
+        return code == 0 and value.value == 1
 
     def __call__(self, pieces: Pieces) -> None:
         stream = torch.cuda.current_stream().cuda_stream

@@ -6,8 +6,9 @@ import logging
 import math
 import mmap
 import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 OS_PAGE = mmap.PAGESIZE
 _TOUCH_CHUNK = 64 << 20
 _MAX_TOUCH_THREADS = 16
+_HUGE_BYTES_PER_S = 500_000_000  # small pages come at twice that on one slow core
 _REGISTER_CHUNK = 64 << 30
 _MIN_REGISTER_CHUNK = 1 << 30
 
@@ -31,24 +33,22 @@ _V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2_NAMES = ("memory.max", "memory.current", "inactive_file")
 
 
-def allocate(num_bytes: int, *, pin: bool, unit: int) -> torch.Tensor:
+def allocate(num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()) -> torch.Tensor:
     """uint8 [num_bytes] on the CPU, zero, exactly as large as asked and resident when this returns.
 
-    Begins on an OS page; transparent huge pages are asked for. pin: register with CUDA, in chunks that end on
-    multiples of `unit` bytes, so that no copy of a page spans two registrations; undone when the tensor dies.
+    Begins on an OS page; in huge pages where the system has them at hand. pin: register with CUDA, in chunks
+    that end on multiples of `unit` bytes, so that no copy of a page spans two registrations; undone when the
+    tensor dies.
+    cpus: those that touch it first, which decides the NUMA node it lies on; none given: any.
     Raises CacheError if the memory cannot be had or pinned. Costs about 1 s per GB and core.
     """
     try:
-        memory = mmap.mmap(-1, max(num_bytes, 1))
+        # private: shared anonymous memory gets huge pages only where the administrator allows them for shmem
+        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CacheError(f"host pool: cannot map {num_bytes} bytes: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            logger.debug("huge pages refused for the host pool; using small ones")
     cells = np.frombuffer(memory, np.uint8)
-    touch(cells)
+    prefault(memory, cells, cpus)
     buffer = torch.from_numpy(cells)[:num_bytes]
     if pin:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -57,15 +57,75 @@ def allocate(num_bytes: int, *, pin: bool, unit: int) -> torch.Tensor:
     return buffer
 
 
-def touch(cells: npt.NDArray[np.uint8]) -> None:
-    """Write a zero to every OS page of `cells`, in parallel, so that later use never faults."""
+def prefault(
+    memory: mmap.mmap,
+    cells: npt.NDArray[np.uint8],
+    cpus: Collection[int] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Make `memory`, whose bytes are `cells`, resident; whether huge pages were asked for to its end.
+
+    The first chunk tells what they cost: a system that has to move memory about for them (compaction) can
+    take minutes for what small pages take seconds, so then the rest is in small ones.
+    """
+    if not _advise(memory, "MADV_HUGEPAGE"):
+        touch(cells, cpus)
+        return False
+    first = cells[:_TOUCH_CHUNK]
+    begin = clock()
+    touch(first, cpus)
+    seconds = clock() - begin
+    slow = seconds > len(first) / _HUGE_BYTES_PER_S and len(cells) > len(first)
+    if slow:
+        what = "host pool: huge pages took %.2f s for %d bytes; the rest is in small ones"
+        logger.info(what, seconds, len(first))
+        _advise(memory, "MADV_NOHUGEPAGE")
+    touch(cells[len(first) :], cpus)
+    return not slow
+
+
+def _advise(memory: mmap.mmap, name: str) -> bool:
+    """Whether the system took the advice called `name`."""
+    if not hasattr(mmap, name):
+        return False
+    try:
+        memory.madvise(getattr(mmap, name))
+    except OSError:
+        return False
+    return True
+
+
+def touch(cells: npt.NDArray[np.uint8], cpus: Collection[int] = ()) -> None:
+    """Write a zero to every OS page of `cells`, in parallel, so that later use never faults.
+
+    Done by threads of its own that run on `cpus` only, if any are given.
+    """
     chunks = [cells[begin : begin + _TOUCH_CHUNK : OS_PAGE] for begin in range(0, len(cells), _TOUCH_CHUNK)]
-    if len(chunks) == 1:
-        chunks[0].fill(0)
+    if len(chunks) <= 1 and not cpus:
+        cells[::OS_PAGE] = 0
         return
-    threads = min(len(chunks), len(os.sched_getaffinity(0)), _MAX_TOUCH_THREADS)
-    with ThreadPoolExecutor(threads, "host-pool-touch") as executor:
+    threads = max(1, min(len(chunks), len(cpus or os.sched_getaffinity(0)), _MAX_TOUCH_THREADS))
+    with ThreadPoolExecutor(threads, "host-pool-touch", _stay_on, (frozenset(cpus),)) as executor:
         list(executor.map(_zero, chunks))
+
+
+def _stay_on(cpus: frozenset[int]) -> None:
+    """Keep the calling thread on `cpus`, if any are given."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def huge_page_bytes(address: int, read: ReadText | None = None) -> int:
+    """Bytes in huge pages of the mapping that `address` is in; 0 where the system does not say."""
+    inside = False
+    for line in ((read or read_text)("/proc/self/smaps") or "").splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head and not head.endswith(":"):
+            first, _, last = head.partition("-")
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and head == "AnonHugePages:":
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _zero(cells: npt.NDArray[np.uint8]) -> None:

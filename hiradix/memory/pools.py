@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -9,9 +10,12 @@ import torch
 
 from hiradix.errors import ConfigError
 from hiradix.memory.foreign import check_foreign, foreign_arrays
-from hiradix.memory.host_memory import allocate
+from hiradix.memory.host_memory import allocate, huge_page_bytes
 from hiradix.memory.layout import Extent, Layout, Plane, array_views, layers_view, make_layout
+from hiradix.memory.numa import node_of
 from hiradix.memory.shape import CacheShape, KVShape, MLAShape, array_index, check_page_size
+
+logger = logging.getLogger(__name__)
 
 
 class LayerCounter(Protocol):
@@ -197,12 +201,61 @@ class DevicePool:
             self._counter.wait_until(layer_id - self.start_layer)
 
 
-class HostPool:
-    """Pages in host memory, one buffer in one layout; pinned where `device` is a CUDA device.
+class LaidOutPool:
+    """Pages 0..num_pages-1 in one layout over one buffer uint8 [layout.num_bytes], on any device."""
 
-    Pages are 0..num_pages-1. A page's bytes, its views joined, are SGLang's flat data page. Writers of a page
-    are ordered by whoever owns it: the pool takes no lock. Memory is resident when this returns; see
-    `allocate`.
+    def __init__(self, shape: CacheShape, layout: Layout, page_size: int, buffer: torch.Tensor) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.num_pages = layout.num_pages
+        self.page_size = page_size
+        self.device = buffer.device
+        self.dtype = shape.dtype
+        self.buffer = buffer
+        self._planes = tuple(plane.moved(buffer.data_ptr()) for plane in layout.planes)
+        self._stacked = [
+            layers_view(buffer, plane, Extent.of(plane.spec, shape, layout.num_pages, page_size))
+            for plane in layout.planes
+        ]
+        self._views = [list(stacked) for stacked in self._stacked]
+
+    @property
+    def page_bytes(self) -> int:
+        return self.layout.page_bytes
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return self.num_pages * self.page_size
+
+    @property
+    def page_limit(self) -> int:
+        return self.num_pages
+
+    @property
+    def reachable(self) -> bool:
+        return self.device.type == "cuda"
+
+    def planes(self) -> tuple[Plane, ...]:
+        return self._planes
+
+    def layer_views(self, array: int) -> list[torch.Tensor]:
+        return self._views[array]
+
+    def stacked_view(self, array: int) -> torch.Tensor:
+        return self._stacked[array]
+
+    def array(self, name: str) -> torch.Tensor:
+        """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""
+        return array_views(self.buffer, self.layout)[array_index(self.shape, name)]
+
+
+class HostPool(LaidOutPool):
+    """Pages in host memory, one buffer in one layout; pinned, and near it, where `device` is a CUDA device.
+
+    A page's bytes, its views joined, are SGLang's flat data page. Writers of a page are ordered by whoever
+    owns it: the pool takes no lock. Memory is resident when this returns; see `allocate`. What was had is
+    logged (INFO).
     """
 
     def __init__(
@@ -215,30 +268,29 @@ class HostPool:
         device: torch.device | str = "cpu",
     ) -> None:
         check_page_size(shape, page_size)
-        self.layout: Layout = make_layout(layout, shape, num_pages, page_size)
-        self.shape = shape
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.device = torch.device("cpu")
-        self.dtype = shape.dtype
-        self.reachable = torch.device(device).type == "cuda"
-        self.buffer = allocate(self.layout.num_bytes, pin=self.reachable, unit=self.layout.cut_unit)
-        self._planes = tuple(plane.moved(self.buffer.data_ptr()) for plane in self.layout.planes)
-        self._bytes = memoryview(self.buffer.numpy().data)
-        self._stacked = [
-            layers_view(self.buffer, plane, Extent.of(plane.spec, shape, num_pages, page_size))
-            for plane in self.layout.planes
-        ]
-        self._views = [list(stacked) for stacked in self._stacked]
+        made, near = make_layout(layout, shape, num_pages, page_size), torch.device(device)
+        self.is_pinned = near.type == "cuda"
+        self.node = node_of(near)
+        cpus = () if self.node is None else self.node.cpus
+        buffer = allocate(made.num_bytes, pin=self.is_pinned, unit=made.cut_unit, cpus=cpus)
+        super().__init__(shape, made, page_size, buffer)
+        self._bytes = memoryview(buffer.numpy().data)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", self.describe())
 
     @property
-    def page_bytes(self) -> int:
-        return self.layout.page_bytes
+    def reachable(self) -> bool:
+        return self.is_pinned
 
-    @property
-    def size(self) -> int:
-        """Tokens."""
-        return self.num_pages * self.page_size
+    def describe(self) -> str:
+        """The start-up line: pages, bytes, layout, huge pages, whether it is pinned and where it lies."""
+        huge, total = huge_page_bytes(self.buffer.data_ptr()), self.layout.num_bytes
+        return (
+            f"host memory: {self.num_pages} pages x {self.page_bytes} bytes = {total / 1e9:.2f} GB, "
+            f"layout {self.layout.name}, {min(1.0, huge / total):.0%} in huge pages, "
+            f"{'pinned' if self.is_pinned else 'not pinned'}, "
+            f"NUMA node {'any' if self.node is None else self.node.number}"
+        )
 
     @property
     def kv_buffer(self) -> torch.Tensor:
@@ -257,10 +309,6 @@ class HostPool:
     def v_buffer(self) -> torch.Tensor:
         return self.array("v")
 
-    def array(self, name: str) -> torch.Tensor:
-        """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""
-        return array_views(self.buffer, self.layout)[array_index(self.shape, name)]
-
     @property
     def memory(self) -> memoryview:
         """All of the pool's bytes, for those that register memory before they move pages."""
@@ -274,19 +322,6 @@ class HostPool:
             begin = piece.offset + page * piece.page
             views.append(self._bytes[begin : begin + piece.num_bytes])
         return views
-
-    @property
-    def page_limit(self) -> int:
-        return self.num_pages
-
-    def planes(self) -> tuple[Plane, ...]:
-        return self._planes
-
-    def layer_views(self, array: int) -> list[torch.Tensor]:
-        return self._views[array]
-
-    def stacked_view(self, array: int) -> torch.Tensor:
-        return self._stacked[array]
 
 
 def _device_plane(pool: DevicePool, array: int) -> Plane:

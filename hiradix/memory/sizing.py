@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Protocol
 from hiradix.errors import ConfigError
 from hiradix.memory.host_memory import available_bytes
 from hiradix.memory.shape import CacheShape, page_bytes
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_RATIO = 2.0
 GB = 1_000_000_000
@@ -56,8 +59,9 @@ def size_host_pool(
     shape: CacheShape, page_size: int, device_pages: int, config: HostSizing, num_ranks: int = 1
 ) -> int:
     """Pages of the host pool for one of `num_ranks` ranks on this machine now; see `plan_host_pool`."""
-    own = page_bytes(shape, page_size)
-    return plan_host_pool(own, device_pages, config, available_bytes(), num_ranks).num_pages
+    plan = plan_host_pool(page_bytes(shape, page_size), device_pages, config, available_bytes(), num_ranks)
+    logger.info("%s", plan)
+    return plan.num_pages
 
 
 def size_host_pools(
@@ -70,6 +74,7 @@ def size_host_pools(
     shares = [pages / device_pages[0] for pages in device_pages]
     bytes_per_page = math.ceil(sum(own * share for own, share in zip(page_bytes, shares, strict=True)))
     plan = plan_host_pool(bytes_per_page, device_pages[0], config, available_bytes(), num_ranks)
+    logger.info("%s", plan)
     return [max(1, int(plan.num_pages * share)) for share in shares]
 
 

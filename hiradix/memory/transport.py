@@ -139,11 +139,15 @@ def _runs(src_pages: PageIds, dst_pages: PageIds) -> list[tuple[int, int]]:
     return list(zip(edges[:-1], edges[1:], strict=True))
 
 
-def make_transport(io_backend: str, device: torch.device | str) -> Transport:
+def make_transport(
+    io_backend: str, device: torch.device | str, pools: tuple[Pool, Pool] | None = None
+) -> Transport:
     """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
 
-    On a CPU, and where triton cannot be imported, that is the torch transport; its `note` says why.
+    On a CPU, and where triton cannot be imported, that is the torch transport; its `note` says why. pools:
+    the device pool and the host pool that it will serve, which hold nothing yet: with auto the transports
+    are measured between them, a few ms. Without, auto goes by the size of the contiguous pieces.
     """
     from hiradix.memory.choose import choose_transport
 
-    return choose_transport(io_backend, torch.device(device))
+    return choose_transport(io_backend, torch.device(device), pools)

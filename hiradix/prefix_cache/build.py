@@ -85,7 +85,7 @@ def build_hybrid_cache(
         host_pool = HostPool(
             pool.shape, num_pages, config.page_size, layout=config.hicache_mem_layout, device=pool.device
         )
-        transport = make_transport(config.hicache_io_backend, pool.device)
+        transport = make_transport(config.hicache_io_backend, pool.device, (pool, host_pool))
         pairs.append(PoolPair(pool, host_pool, transport, layers))
     sources = tuple(PageAllocator(num_pages) for num_pages in counts)
     host = _tier(config, sources, TransferController.over(pairs, runtime))
@@ -113,7 +113,7 @@ def _host_tier(
     controller = TransferController(
         device_pool,
         host_pool,
-        transport=make_transport(config.hicache_io_backend, device_pool.device),
+        transport=make_transport(config.hicache_io_backend, device_pool.device, (device_pool, host_pool)),
         runtime=runtime,
     )
     return _tier(config, PageAllocator(host_pool.num_pages), controller)

@@ -137,23 +137,46 @@ def test_auto_goes_by_piece_size() -> None:
         assert calls == [want, want]
 
 
+class Engines:
+    """Copy engines of a device that can, or cannot, use host addresses."""
+
+    batched = True
+
+    def __init__(self, mapped: bool = True) -> None:
+        self._mapped = mapped
+
+    def reads_host_addresses(self, device: int) -> bool:
+        return self._mapped
+
+    def __call__(self, pieces: Pieces) -> None:
+        raise AssertionError("nothing is copied here")
+
+
 @pytest.mark.parametrize(
-    ("io_backend", "parts", "want"),
+    ("io_backend", "kernel", "engines", "want"),
     [
-        ("kernel", ("kernel", "dma"), "kernel"),
-        ("kernel", (None, "dma"), "dma"),
-        ("kernel", (None, None), "torch"),
-        ("direct", ("kernel", "dma"), "dma"),
-        ("direct", ("kernel", None), "torch"),
-        ("auto", ("kernel", "dma"), "auto"),
-        ("auto", ("kernel", None), "kernel"),
-        ("auto", (None, "dma"), "dma"),
+        ("kernel", "triton", Engines(), "kernel"),
+        ("kernel", "triton", None, "triton"),
+        ("kernel", None, Engines(), "dma"),
+        ("kernel", "triton", Engines(mapped=False), "dma"),
+        ("kernel", None, None, "torch"),
+        ("direct", "triton", Engines(), "dma"),
+        ("direct", "triton", None, "torch"),
+        ("auto", "triton", Engines(), "auto"),
+        ("auto", "triton", None, "triton"),
+        ("auto", "triton", Engines(mapped=False), "dma"),
+        ("auto", None, Engines(), "dma"),
+        ("auto", None, None, "torch"),
     ],
 )
 def test_cuda_takes_the_best_that_is_there(
-    io_backend: str, parts: tuple[str | None, str | None], want: str, monkeypatch: pytest.MonkeyPatch
+    io_backend: str,
+    kernel: str | None,
+    engines: Engines | None,
+    want: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = [None if name is None else Recorder(name, []) for name in parts]
-    monkeypatch.setattr(choose, "_kernel", lambda: found[0])
-    monkeypatch.setattr(choose, "_copy_engines", lambda: found[1])
+    monkeypatch.setattr(choose, "_kernel", lambda: None if kernel is None else Recorder(kernel, []))
+    monkeypatch.setattr(choose, "_copy_engines", lambda: engines)
+    monkeypatch.setattr(choose, "find_kernels", lambda: None)
     assert choose.choose_transport(io_backend, torch.device("cuda")).name == want

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import mmap
+import os
+import threading
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.errors import CacheError, ConfigError
-from hiradix.memory import KVShape, host_memory, plan_host_pool, size_host_pool
+from hiradix.memory import HostPool, KVShape, host_memory, plan_host_pool, size_host_pool
 from hiradix.memory.host_memory import OS_PAGE, allocate, available_bytes, chunk_edges, pin_chunks
+from hiradix.memory.numa import cpu_list, node_at, node_of
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -174,3 +180,83 @@ def test_small_machines_keep_a_tenth() -> None:
 
 def test_sizing_on_this_machine() -> None:
     assert size_host_pool(KVShape(2, 1, 8, 8, torch.float32), 4, 16, Flags(hicache_ratio=2)) == 32
+
+
+class Steps:
+    """A clock that goes on by so many seconds per look."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._now = seconds, 0.0
+
+    def __call__(self) -> float:
+        self._now += self._seconds
+        return self._now
+
+
+@pytest.mark.parametrize(("seconds", "want"), [(0.005, True), (1.0, False)])
+def test_huge_pages_are_given_up_where_they_are_slow(
+    seconds: float, want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK", 4 * MIB)
+    asked: list[str] = []
+    monkeypatch.setattr(host_memory, "_advise", lambda memory, name: asked.append(name) is None)
+    memory = mmap.mmap(-1, 10 * MIB)
+    cells = np.frombuffer(memory, np.uint8)
+    assert host_memory.prefault(memory, cells, clock=Steps(seconds)) == want
+    assert asked == (["MADV_HUGEPAGE"] if want else ["MADV_HUGEPAGE", "MADV_NOHUGEPAGE"])
+
+
+def test_memory_near_a_node_is_touched_from_its_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By threads of its own: the caller stays where it was."""
+    before, pinned = os.sched_getaffinity(0), []
+    real = os.sched_setaffinity
+
+    def note(pid: int, cpus: frozenset[int]) -> None:
+        pinned.append((threading.get_ident(), set(cpus)))
+        real(pid, cpus)
+
+    monkeypatch.setattr(os, "sched_setaffinity", note)
+    cpu = max(before)
+    buffer = allocate(3 * MIB, pin=False, unit=64, cpus={cpu})
+    assert not buffer.any() and os.sched_getaffinity(0) == before
+    assert pinned and all(ident != threading.get_ident() and cpus == {cpu} for ident, cpus in pinned)
+
+
+def test_a_devices_node_and_its_cpus() -> None:
+    files = {
+        "/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
+        "/sys/devices/system/node/node1/cpulist": "0-3,8\n",
+        "/sys/bus/pci/devices/0000:5e:00.0/numa_node": "-1\n",
+        "/sys/bus/pci/devices/0000:86:00.0/numa_node": "0\n",
+        "/sys/devices/system/node/node0/cpulist": "100000-100007\n",
+    }
+    node = node_at("0000:3b:00.0", files.get)
+    assert node is not None and node.number == 1
+    assert node.cpus == frozenset({0, 1, 2, 3, 8}) & os.sched_getaffinity(0)
+    assert node_at("0000:5e:00.0", files.get) is None, "the machine has one node"
+    assert node_at("0000:86:00.0", files.get) is None, "we may not run there"
+    assert node_at("0000:ff:00.0", files.get) is None
+    assert node_of(torch.device("cpu")) is None
+    assert cpu_list("") == frozenset() and cpu_list("4") == {4}
+
+
+def test_huge_pages_are_counted_in_the_right_mapping() -> None:
+    smaps = (
+        "7f0000000000-7f0000400000 rw-p 00000000 00:00 0\nRss: 4096 kB\nAnonHugePages:   0 kB\n"
+        "7f0000400000-7f0000c00000 rw-p 00000000 00:00 0\nRss: 8192 kB\nAnonHugePages:   4096 kB\n"
+    )
+    assert host_memory.huge_page_bytes(0x7F0000400000, {"/proc/self/smaps": smaps}.get) == 4 * MIB
+    assert host_memory.huge_page_bytes(0x7F0000000000, {"/proc/self/smaps": smaps}.get) == 0
+    assert host_memory.huge_page_bytes(0x10, {"/proc/self/smaps": smaps}.get) == 0
+    assert host_memory.huge_page_bytes(0x10, {}.get) == 0
+
+
+def test_the_start_up_lines_have_the_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    shape = KVShape(2, 1, 8, 8, torch.float32)
+    with caplog.at_level(logging.INFO, "hiradix.memory"):
+        num_pages = size_host_pool(shape, 4, 16, Flags(hicache_ratio=2), num_ranks=2)
+        HostPool(shape, num_pages, 4)
+    sized, made = (record.getMessage() for record in caplog.records[:2])
+    assert sized.startswith("host pool: 32 pages, 0.00 GB per rank x 2 ranks (--hicache-ratio 2); ")
+    assert made.startswith("host memory: 32 pages x 512 bytes = 0.00 GB, layout page_first, ")
+    assert made.endswith("in huge pages, not pinned, NUMA node any")
