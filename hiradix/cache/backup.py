@@ -92,29 +92,38 @@ class Backup:
     def on_insert(self, node: Node) -> None:
         """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
         if self.policy.writes_on_insert:
-            for run in self._due(node):
-                self._submit(run[-1], run[0].start)
+            for last, start in self._due(node):
+                self._submit(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
         self.store(node)
 
     # -- device to host -----------------------------------------------------------------
 
-    def _due(self, node: Node) -> list[list[Node]]:
-        """Runs of nodes to copy, root first: those with neither a host copy nor one under way."""
-
-        def lacks_host(n: Node) -> bool:
-            assert n.device.pages is not None, f"{n} is above an inserted node but not on the device"
-            return n.host.pages is None and not self._writing[BACKBONE][n.device.pages[0]]
-
-        path = list(self._tree.path(node))
-        path.reverse()
-        for i, n in enumerate(path):  # a child's copy would be unreachable without its parent's
-            is_new = self._learner is not None and n.note is None  # nothing is known of it until it is used
-            if n.host.pages is None and (is_new or not self.policy.is_due(n.hit_count)):
-                del path[i:]
-                break
-        return list(_runs(path, lacks_host))
+    def _due(self, node: Node) -> list[tuple[Node, int]]:
+        """What to copy of the path, root first: (the last node, the first page) of each run of nodes with
+        neither a host copy nor one under way."""
+        runs: list[tuple[Node, int]] = []
+        last: Node | None = None  # of the run that the walk is in
+        at = self._tree.current(node)
+        while at is not None and (parent := at.parent) is not None:
+            assert at.device.pages is not None, f"{at} is above an inserted node but not on the device"
+            if at.host.pages is not None:
+                last = None
+            else:
+                is_new = self._learner is not None and at.note is None  # nothing is known before it is used
+                if is_new or not self.policy.is_due(at.hit_count):
+                    runs, last = [], None  # a child's copy would be unreachable without its parent's
+                elif self._writing[BACKBONE][at.device.pages[0]]:
+                    last = None
+                elif last is None:
+                    last = at
+                    runs.append((last, at.start))
+                else:
+                    runs[-1] = (last, at.start)
+            at = parent
+        runs.reverse()
+        return runs
 
     def _submit(
         self, node: Node, start: int, others: list[Segment] | None = None, is_new: bool = True
@@ -126,24 +135,32 @@ class Backup:
         no host copy above it (see `write_back`).
         """
         locks = self._locked(node) if is_new or not self._is_plain else []
-        nodes = list(self._tree.path(node, start))
-        nodes.reverse()
-        if nodes and is_new and self._learner is not None:
-            nodes = self._admitted(nodes)
-        fitting = self._fitting(nodes)
-        target = fitting[-1] if fitting else node
+        wanted, last = self._affordable(node, start, is_new)
+        target = node if last is None else last
         if locks and target is not node and not self._is_plain:  # its window is another one
             longer, locks = locks, self._locked(target)
             self._unlock(longer)
         down = None
-        if fitting or start == node.end:
+        if last is not None or start == node.end:
             down = self._with_pages(target, start, self._others(target, start) if others is None else others)
-        wanted = nodes[-1].end if nodes else start
         self._counters.write_dropped += wanted - (start if down is None else target.end)
         if down is None:
             self._unlock(locks)
             return None
         return WriteBack(self._write(down, locks), target, locks)
+
+    def _affordable(self, node: Node, start: int, is_new: bool) -> tuple[int, Node | None]:
+        """Of the path from page `start` to `node`: (where what is worth its room ends, the last node that the
+        host has room for or None)."""
+        learns = is_new and self._learner is not None
+        if not learns and node.end - start <= self._supply.host_room():
+            return node.end, node
+        nodes = list(self._tree.path(node, start))
+        nodes.reverse()
+        if nodes and learns:
+            nodes = self._admitted(nodes)
+        fitting = self._fitting(nodes)
+        return nodes[-1].end if nodes else start, fitting[-1] if fitting else None
 
     def _fitting(self, nodes: list[Node]) -> list[Node]:
         """The front of a root-first run that the host has room for.

@@ -49,7 +49,10 @@ class Flights:
         return sum(map(len, self._lanes.values()))
 
     def __contains__(self, ticket: Ticket) -> bool:
-        return any(ticket in lane for lane in self._lanes.values())
+        for lane in self._lanes.values():
+            if ticket in lane:
+                return True
+        return False
 
     def add(self, ticket: Ticket, flight: Flight) -> None:
         assert ticket not in self, f"ticket {ticket} used twice"

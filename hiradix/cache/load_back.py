@@ -38,6 +38,14 @@ class Filled(NamedTuple):
     start: int
 
 
+class Up(NamedTuple):
+    """What one load brings: the backbone's pages [start, node.end) of the path, and segments of others."""
+
+    node: Node
+    start: int
+    others: list[Segment]
+
+
 class LoadBack:
     """Brings host-only nodes back to the device.
 
@@ -58,6 +66,7 @@ class LoadBack:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
+        self._is_plain = len(supply.device_pools) == 1
         self._make_room = make_room
         self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
         self._failed_others: list[Filled] = []  # of further components, not below those
@@ -86,11 +95,11 @@ class LoadBack:
         None: the device cannot hold all of them (or more than `quota_pages`), and nothing changed. The
         copies start with the next `start_loading`; until they are done the path stays locked.
         """
-        segments = self._tree.missing(node, Tier.HOST, Tier.DEVICE)
-        if not segments:
+        start, others = self._tree.absent_from(node, Tier.DEVICE), self._others(node)
+        asked = node.end - start
+        if not asked and not others:
             return 0
-        num_pages = sizes(segments)
-        asked = num_pages[BACKBONE]
+        num_pages = {**sizes(others), BACKBONE: asked}
         is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
@@ -105,8 +114,15 @@ class LoadBack:
             self._unlock(locks)
             return None
         # making room may have applied results, which may have split nodes
-        self._submit(node, self._tree.missing(node, Tier.HOST, Tier.DEVICE), pages, locks)
+        self._submit(Up(node, start, self._others(node)), pages, locks)
         return sum(num_pages.values())
+
+    def _others(self, node: Node) -> list[Segment]:
+        """What a boundary at `node` lacks on the device of further components."""
+        if self._is_plain:
+            return []
+        missing = self._tree.missing(node, Tier.HOST, Tier.DEVICE)
+        return [segment for segment in missing if segment.component != BACKBONE]
 
     def _alloc(self, num_pages: Mapping[int, int]) -> PagesOf | None:
         """Device pages of each component, all or none."""
@@ -125,10 +141,13 @@ class LoadBack:
             found[component] = pages
         return found
 
-    def _submit(self, node: Node, segments: list[Segment], pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
-        """Queue one copy for all segments; the tree has their device pages at once."""
-        host = gathered(segments, pages)
-        for segment, own in shared_out(pages, segments):
+    def _submit(self, up: Up, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
+        """Queue one copy for all of it; the tree has its device pages at once."""
+        further = [component for component in pages if component != BACKBONE]
+        host = gathered(up.others, further)
+        host[BACKBONE] = self._tree.pages(up.node, Tier.HOST, up.start)
+        self._supply.take_path(up.node, pages[BACKBONE])
+        for segment, own in shared_out(pages, up.others):
             self._supply.take_beside(segment, own)
         num_pages = sum(map(len, pages.values()))
 
@@ -140,11 +159,11 @@ class LoadBack:
                 self._unlock(locks)
             else:
                 self._counters.load_failed += len(pages[BACKBONE])
-                self._fail(segments, locks)
+                self._fail(up, locks)
                 if ticket not in self._queued:
                     self._lost.add(ticket)
 
-        others = [Copy(host[c], pages[c], c) for c in pages if c != BACKBONE]
+        others = [Copy(host[c], pages[c], c) for c in further]
         ticket = self._controller.load(host[BACKBONE], pages[BACKBONE], others)
         self._queued.append(ticket)
         self._batch_pages[ticket] = num_pages
@@ -154,13 +173,11 @@ class LoadBack:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def _fail(self, segments: list[Segment], locks: tuple[Lock, Lock]) -> None:
+    def _fail(self, up: Up, locks: tuple[Lock, Lock]) -> None:
         """Note what a copy that failed has filled. Where that is backbone, our device lock stays on it."""
-        backbone = [s.start for s in segments if s.component == BACKBONE]
-        others = [s for s in segments if s.component != BACKBONE]
-        self._failed_others += [Filled(s.node, s.component, s.start) for s in others]
-        if backbone:
-            self._failed.append((locks[1], backbone[0]))
+        self._failed_others += [Filled(s.node, s.component, s.start) for s in up.others]
+        if up.start < up.node.end:
+            self._failed.append((locks[1], up.start))
             self._tree.unlock(locks[0])
         else:
             self._unlock(locks)
@@ -175,14 +192,15 @@ class LoadBack:
         slot = self._controller.start_loading()
         if slot >= 0:
             self._started[slot], self._queued = tuple(self._queued), []
-            total = sum(self._batch_pages.get(t, 0) for t in self._started[slot])
-            self._batch_pages.update((t, total) for t in self._started[slot] if t in self._batch_pages)
+            if len(self._started[slot]) > 1:
+                total = sum(self._batch_pages.get(t, 0) for t in self._started[slot])
+                self._batch_pages.update((t, total) for t in self._started[slot] if t in self._batch_pages)
         elif not self._started:
             return -1
-        first = self._first_failed_slot()
+        first, under_way = self._first_failed_slot(), self._flights.lane(JobKind.LOAD).keys()
         failed = [s for s, loads in self._started.items() if s == first or not self._lost.isdisjoint(loads)]
         for s, tickets in list(self._started.items()):
-            if not (self._has_garbage and s in failed) and not any(t in self._flights for t in tickets):
+            if not (self._has_garbage and s in failed) and under_way.isdisjoint(tickets):
                 del self._started[s]
                 self._lost.difference_update(tickets)
         self._controller.layer_done_counter.set_readable(self._started)

@@ -170,6 +170,11 @@ class PageSupply:
                 pool.free(refused)
         return done.lock
 
+    def take_path(self, node: Node, pages: Pages) -> None:
+        """Give the tree the backbone's device pages that end the path to `node`, which has none there."""
+        refused = self.tree.adopt(node, BACKBONE, Tier.DEVICE, pages)
+        assert not len(refused), f"device pages {refused} for what is resident"
+
     def take_beside(self, segment: Segment, pages: Pages) -> None:
         """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
         refused = self.tree.adopt(segment.node, segment.component, Tier.DEVICE, pages)

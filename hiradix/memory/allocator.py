@@ -6,7 +6,7 @@ All three belong to the scheduler thread and take no locks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,13 @@ class PageAllocator:
             raise ConfigError(f"page allocator: {num_pages} pages from page {first_page} on")
         self.num_pages = num_pages
         self.first_page = first_page
-        self._mark = np.empty(num_pages, np.int32)  # scratch of `free`; only what one call wrote is read back
         self.clear()
 
     def clear(self) -> None:
         """Everything free again, ascending. Costs the pool."""
         self._free = np.arange(self.first_page + self.num_pages - 1, self.first_page - 1, -1, dtype=np.int32)
         self._num_free = self.num_pages
-        self._out = np.zeros(self.num_pages, np.bool_)
+        self._out = np.zeros(self.first_page + self.num_pages, np.int32)  # by id: 0 is free (or foreign)
 
     @property
     def available(self) -> int:
@@ -51,7 +50,7 @@ class PageAllocator:
         rest = self._num_free - num_pages
         pages = self._free[rest : self._num_free][::-1].copy()
         self._num_free = rest
-        self._out[pages - self.first_page] = True
+        self._out[pages] = 1
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
@@ -59,25 +58,34 @@ class PageAllocator:
         ids = np.asarray(pages)
         if len(ids) == 0:
             return
-        index = ids.astype(np.int64) - self.first_page
-        foreign = (index < 0) | (index >= self.num_pages)
-        assert not foreign.any(), f"free of foreign pages {_some(ids[foreign])}: not in {self._span()}"
-        order = np.arange(len(index), dtype=np.int32)
-        self._mark[index] = order
-        wrong = ~self._out[index] | (self._mark[index] != order)
-        free = f"{self._num_free} free of {self.num_pages}"
-        assert not wrong.any(), f"double free of pages {_some(ids[wrong])}, {free}"
-        self._out[index] = False
+        index = ids.astype(np.int64)
+        in_range = np.maximum.reduce(index.view(np.uint64)) < len(self._out)  # as unsigned, -1 is large
+        if not in_range or np.minimum.reduce(self._out[index]) == 0:
+            self._refuse(ids)
+        numbers = np.arange(1, len(index) + 1, dtype=np.int32)
+        self._out[index] = numbers
+        if np.count_nonzero(self._out[index] != numbers):
+            self._refuse(ids)
+        self._out[index] = 0
         self._free[self._num_free : self._num_free + len(index)] = ids[::-1]
         self._num_free += len(index)
 
+    def _refuse(self, ids: npt.NDArray[Any]) -> NoReturn:
+        """Raise the assertion that says what is wrong with freeing `ids`."""
+        foreign = (ids < self.first_page) | (ids >= self.first_page + self.num_pages)
+        assert not foreign.any(), f"free of foreign pages {_some(ids[foreign])}: not in {self._span()}"
+        _, first, where = np.unique(ids, return_index=True, return_inverse=True)
+        wrong = (self._out[ids] == 0) | (first[where] != np.arange(len(ids)))
+        free = f"{self._num_free} free of {self.num_pages}"
+        raise AssertionError(f"double free of pages {_some(ids[wrong])}, {free}")
+
     def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which of these (own) pages are handed out."""
-        return self._out[np.asarray(pages, np.int64) - self.first_page]
+        return self._out[np.asarray(pages, np.int64)] > 0
 
     def out_pages(self) -> Pages:
         """All pages handed out, ascending. Costs the pool; for checks."""
-        return (np.flatnonzero(self._out) + self.first_page).astype(np.int32)
+        return np.flatnonzero(self._out).astype(np.int32)
 
     def _span(self) -> str:
         return f"{self.first_page}..{self.first_page + self.num_pages - 1}"
@@ -98,6 +106,7 @@ class SlotAllocator:
         self.pages = PageAllocator(num_tokens // page_size, first_page=1)
         self.size = self.pages.num_pages * page_size
         self.device = torch.device(device)
+        self._is_cpu = self.device.type == "cpu"
         self._kvcache = kvcache
         self._offsets = np.arange(page_size, dtype=np.int64)
 
@@ -114,8 +123,11 @@ class SlotAllocator:
         pages = self.pages.alloc(need_size // self.page_size)
         if pages is None:
             return None
-        slots = pages.astype(np.int64)[:, None] * self.page_size + self._offsets
-        return torch.from_numpy(slots.reshape(-1)).to(self.device)
+        slots = pages.astype(np.int64)
+        if self.page_size > 1:
+            slots = (slots[:, None] * self.page_size + self._offsets).reshape(-1)
+        found = torch.from_numpy(slots)
+        return found if self._is_cpu else found.to(self.device)
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free every page that has a slot among these, once."""

@@ -18,15 +18,12 @@ class Figures:
     """The reading half of `RadixCache`. Sizes are in tokens."""
 
     cache: HierarchicalCache
+    tree: RadixTree  # the cache's
     page_size: int
     disable: bool
     device: Any
     token_to_kv_pool_allocator: SlotAllocatorLike
     _pages: SlotPages
-
-    @property
-    def tree(self) -> RadixTree:
-        return self.cache.tree
 
     @property
     def root_node(self) -> Node:

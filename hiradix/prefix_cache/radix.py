@@ -45,6 +45,7 @@ class RadixCache(NoLowerTiers, Figures):
         self.device = params.token_to_kv_pool_allocator.device
         self._pages = self._make_pages(params)
         self.cache = self._make_cache(params, host)
+        self.tree = self.cache.tree
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._copies = RowCopies()
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -68,7 +69,9 @@ class RadixCache(NoLowerTiers, Figures):
             return MatchResult(self._empty, root, root)
         match = self.cache.match(key)
         node, loadable = match.device_node, match.loadable_node
-        slots = slots_of(self.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
+        slots = self._empty
+        if node is not root:
+            slots = slots_of(self.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
         return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
 
     # -- locks --------------------------------------------------------------------------
@@ -224,18 +227,12 @@ class RadixCache(NoLowerTiers, Figures):
 
         For nodes that were matched earlier: what was evicted since is left out.
         """
-        root = self.tree.root
-        node = self.tree.current(node) or root
-        path = []
-        while node is not root and node.parent is not None and not node.resident(Tier.DEVICE):
-            path.append(node)
-            node = node.parent
-        loadable = node
-        for below in reversed(path):
-            if below.parent is not loadable or not below.resident(Tier.HOST):
-                break
-            loadable = below
-        return Match(node, loadable)
+        loadable = self.tree.current(node) or self.tree.root
+        at = loadable
+        while at.device.pages is None:
+            assert at.parent is not None and at.host.pages is not None, f"{at} is in neither tier"
+            at = at.parent
+        return Match(at, loadable)
 
 
 def _ended(req: RequestLike) -> Finished:

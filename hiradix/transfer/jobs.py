@@ -28,6 +28,8 @@ class JobKind(Enum):
     READ = "read"  # storage to host
     STORE = "store"  # host to storage
 
+    __hash__ = object.__hash__  # tables by kind are looked up many times in a step; an enum's own is slow
+
 
 STORAGE_KINDS = (JobKind.QUERY, JobKind.READ, JobKind.STORE)
 
@@ -161,7 +163,9 @@ def joined(copies: Iterable[Copy]) -> Copies:
     for copy in copies:
         by_pair.setdefault(copy.pair, []).append(copy)
     return tuple(
-        Copy(np.concatenate([c.source for c in parts]), np.concatenate([c.target for c in parts]), pair)
+        parts[0]
+        if len(parts) == 1
+        else Copy(np.concatenate([c.source for c in parts]), np.concatenate([c.target for c in parts]), pair)
         for pair, parts in by_pair.items()
     )
 

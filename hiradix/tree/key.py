@@ -83,7 +83,7 @@ class RadixKey:
         caller must not change tokens it has put into a key.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None. Pages beyond its end have none. It counts pages from the key's start.
-    bookmark: shared by the keys of a `TokenLog`, None for others.
+    bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
     """
 
     __slots__ = ("tokens", "space", "extras", "bookmark", "_len", "run", "run_start", "run_end", "run_width")
@@ -100,7 +100,7 @@ class RadixKey:
         plain = extra_key is None and cache_salt is None and not is_bigram
         self.space = PLAIN if plain else Namespace(extra_key, cache_salt, is_bigram)
         self.tokens = as_tokens(token_ids)
-        self.bookmark: Bookmark | None = None
+        self.bookmark = Bookmark()
         self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
         self._len = max(len(self.tokens) - 1, 0) if is_bigram else len(self.tokens)
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW

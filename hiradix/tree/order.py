@@ -117,7 +117,11 @@ class LruOrder:
         self.num_pages -= count
 
     def dropped(self, entry: Residency) -> None:
-        self.remove((entry,))
+        hotter, colder = entry.hotter, entry.colder
+        hotter.colder = colder  # type: ignore[union-attr]
+        colder.hotter = hotter  # type: ignore[union-attr]
+        entry.hotter = entry.colder = None
+        self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
 
     def split(self, entry: Residency, upper: Residency) -> None:
         colder = entry if self._upper_is_hotter else entry.colder

@@ -14,13 +14,15 @@ def evict(store: Store, split: Split, component: int, tier: Tier, num_pages: int
     """See `RadixTree.evict`."""
     order, out, missing = store.orders[component][tier], Dropped(), num_pages
     per_page = store.components[component].per_page
+    gone: Node | None = None
     while missing > 0 and (victim := order.coldest()) is not None:
         node = _node(victim)
         if per_page and node.num_pages > store.grain.waste * missing:
             node = _cut(node, split, missing, store.grain.waste, component == BACKBONE)
         missing -= node.num_pages if per_page else 1
         parent = node.parent
-        store.drop(node, component, tier, out)
+        store.drop(node, component, tier, out, gone is not None and gone.parent is node)
+        gone = node
         if store.dead_leaf is not DeadLeaf.KEEP:
             before = store.num_resident[component][tier]
             _drop_dead(store, node if node.parent is not None else parent, out)

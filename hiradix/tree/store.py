@@ -6,7 +6,7 @@ existence of nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from hiradix.tree.node import (
     Rules,
     Tier,
 )
-from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
+from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
 from hiradix.tree.spare import SpareFirst, is_needed
@@ -67,6 +67,7 @@ class Store:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
+        self.host_is_lru = isinstance(self.orders[BACKBONE][Tier.HOST], LruOrder)
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
@@ -76,7 +77,7 @@ class Store:
 
     def take(self, node: Node, component: int, tier: int, pages: Ids) -> bool:
         """Give a node pages it does not have. True: it is evictable now, the caller must `push_taken` it."""
-        entry = node.residency(component, tier)
+        entry = node.residency(component, tier) if component else node.host if tier else node.device
         entry.pages = pages.astype(np.int32)  # a copy: a node never keeps a caller's array alive
         self.num_resident[component][tier] += len(pages)
         if component == BACKBONE:
@@ -109,8 +110,9 @@ class Store:
         order = self.orders[component][tier]
         if component == BACKBONE:
             fresh = set(map(id, entries))
-            path = list(_evictable_path(entries[0].node, tier))
-            order.remove([entry for entry in path if id(entry) not in fresh])
+            path = _evictable_path(entries[0].node, tier)
+            if len(path) > len(fresh):
+                order.remove([entry for entry in path if id(entry) not in fresh])
             order.push(path)
             return
         assert isinstance(order, SpareFirst)
@@ -147,11 +149,13 @@ class Store:
 
     # -- taking -----------------------------------------------------------------------------
 
-    def drop(self, node: Node, component: int, tier: int, out: Dropped) -> None:
+    def drop(
+        self, node: Node, component: int, tier: int, out: Dropped, child_went: bool = False
+    ) -> None:
         """Take a node's unlocked pages; the backbone takes the other components of that tier along.
 
         A node that is left without a backbone leaves the tree, and its descendants, all of them
-        host-only, leave with it.
+        host-only, leave with it. child_went: the same was done to a child just before, and nothing since.
         """
         if component != BACKBONE:
             self._drop_entry(node.residency(component, tier), component, tier, out)
@@ -163,7 +167,8 @@ class Store:
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == Tier.DEVICE:
             self._device_child_left(node)
-            if node.host.pages is not None and node.host.lock_ref == 0:
+            is_moved = child_went and self.host_is_lru  # with its child: again would change nothing
+            if node.host.pages is not None and node.host.lock_ref == 0 and not is_moved:
                 self._moved_down(node)
         if node.device.pages is None and node.host.pages is None:
             self.unlink(node, out)
@@ -172,7 +177,7 @@ class Store:
         """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,
         used since at least as late, leave the host last."""
         order = self.orders[BACKBONE][Tier.HOST]
-        path = list(_evictable_path(node, Tier.HOST))
+        path = _evictable_path(node, Tier.HOST)
         order.remove(path)
         order.push(path)
 
@@ -223,13 +228,15 @@ class Store:
             self.orders[BACKBONE][Tier.DEVICE].expose(parent.device)
 
 
-def _evictable_path(node: Node | None, tier: int) -> Iterator[Residency]:
+def _evictable_path(node: Node | None, tier: int) -> list[Residency]:
     """Backbone entries of `tier` from `node` up to the first locked one, deepest first."""
     assert node is not None
-    while node.parent is not None:
+    found = []
+    while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
         if entry.lock_ref:
-            return
+            break
         if entry.pages is not None:
-            yield entry
-        node = node.parent
+            found.append(entry)
+        node = parent
+    return found

@@ -146,8 +146,10 @@ class RadixTree(TreeView):
 
     def hit(self, node: Node) -> None:
         """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
-        for n in self.path(node):
-            n.hit_count += 1
+        at = self.current(node)
+        while at is not None and at.parent is not None:
+            at.hit_count += 1
+            at = at.parent
 
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
         """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none.
@@ -165,7 +167,7 @@ class RadixTree(TreeView):
         taken, refused = [], []
         at: Node | None = node
         while at is not None and at.end > start:
-            entry = at.residency(component, tier)
+            entry = at.residency(component, tier) if component else at.host if tier else at.device
             if entry.pages is None and (component == BACKBONE or at.resident(tier)):
                 if at.start < start:
                     self._split(at, start - at.start)  # `at` keeps the part that the pages cover
@@ -268,13 +270,12 @@ class RadixTree(TreeView):
     def _walk(self, node: Node, key: RadixKey) -> Node:
         """The deepest node below `node` that lies on `key`, cut to the part that does."""
         mark = key.bookmark
-        if mark is not None and node is self.root and mark.node is not None:
+        if mark.node is not None and node is self.root:
             node = self._resumed(mark.node, key)
         node, child, matched = walk(node, key, len(key) // self.page_size, self.page_size)
         if child is not None:
             node = self._split(child, matched)
-        if mark is not None:
-            mark.node = node
+        mark.node = node
         return node
 
     def _resumed(self, marked: Node, key: RadixKey) -> Node:

@@ -116,13 +116,12 @@ class TreeView:
         All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
         """
         parts = []
-        at = self._in_tree(node)
-        for n in self.path(at):
-            if n.end <= start:
-                break
-            pages = n.residency(component, tier).pages
-            assert pages is not None, f"component {component} of {n} is not in {tier.name}"
-            parts.append(pages if n.start >= start else pages[start - n.start :])
+        at: Node | None = self._in_tree(node)
+        while at is not None and at.end > start:
+            pages = at.residency(component, tier).pages
+            assert pages is not None, f"component {component} of {at} is not in {tier.name}"
+            parts.append(pages if at.start >= start else pages[start - at.start :])
+            at = at.parent
         if len(parts) == 1:
             return parts[0]
         parts.reverse()
@@ -140,6 +139,14 @@ class TreeView:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+    def absent_from(self, node: Node, tier: Tier) -> int:
+        """The page from which on the path of `node` has no backbone in `tier`. O(what is absent)."""
+        at = self._in_tree(node)
+        while (at.host if tier else at.device).pages is None:
+            assert at.parent is not None, "the root is everywhere"
+            at = at.parent
+        return at.end
 
     def missing(self, node: Node, source: Tier, target: Tier) -> list[Segment]:
         """What to copy from `source` so that `node` is usable in `target`; per component, root first.

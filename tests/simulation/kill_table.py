@@ -139,12 +139,11 @@ BUGS = [
         "            node.hit_count += 1\n            if", "            if",
         "tests/cache/test_lost_hits.py"),
     bug("28", "only the last node of a path is written through", BACKUP,
-        "        return list(_runs(path, lacks_host))\n\n    def _submit",
-        "        return list(_runs(path[-1:], lacks_host))\n\n    def _submit",
+        "            at = parent\n        runs.reverse()", "            at = None\n        runs.reverse()",
         "tests/cache/test_lost_hits.py"),
     bug("29", "an eviction prunes the node with its host copy", "tree/removal.py",
-        "        store.drop(node, component, tier, out)\n        if store.dead",
-        "        store.drop(node, component, tier, out)\n"
+        "        gone = node\n        if store.dead",
+        "        gone = node\n"
         "        if tier == Tier.DEVICE and node.host.pages is not None and not node.children:\n"
         "            if node.parent is not None and not node.host.lock_ref:\n"
         "                store.unlink(node, out)\n"

@@ -222,8 +222,8 @@ FAULTS = [
     Fault(
         "adopt: ancestors stay colder than the new data",
         STORE,
-        "        node = node.parent\n",
-        "        return\n",
+        "        node = parent\n    return found",
+        "        break\n    return found",
     ),
     Fault(
         "adopt: a window where the backbone is not",

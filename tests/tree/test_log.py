@@ -18,6 +18,7 @@ class Talk:
     def __init__(self, tokens: list[int], salt: str | None, is_bigram: bool):
         self.log = TokenLog(tokens, None, is_bigram, cache_salt=salt)
         self.tokens, self.salt, self.is_bigram = list(tokens), salt, is_bigram
+        self.kept = self.plain(len(tokens))  # a key of no log, looked up again and again
 
     def plain(self, num_tokens: int) -> RadixKey:
         return RadixKey(self.tokens[:num_tokens], None, self.is_bigram, cache_salt=self.salt)
@@ -64,6 +65,10 @@ def live(seed: int) -> int:
         marked = talk.log.key(asked)
         found, wanted = tree.match(marked), tree.match(talk.plain(asked))
         assert found == wanted, f"seed {seed}: {found} with a bookmark, {wanted} without"
+        kept, fresh = talk.kept, talk.plain(len(talk.kept.tokens))
+        assert tree.match(kept) == tree.match(fresh), f"seed {seed}: a key finds something else a second time"
+        if rng.random() < 0.2:
+            talk.kept = talk.plain(asked)
         num_used += marked.run_start > 0
     for tree, out in zip(trees, locks, strict=True):
         tree.check(out)
@@ -97,7 +102,8 @@ def test_only_a_head_of_the_key_keeps_the_bookmark() -> None:
     log = TokenLog(range(20))
     key = log.key()
     assert key[:8].bookmark is key.bookmark and key.page_aligned(8).bookmark is key.bookmark
-    assert key[4:8].bookmark is None and key.bigrams().bookmark is None and key.joined([1]).bookmark is None
+    for other in (key[4:8], key.bigrams(), key.joined([1])):
+        assert other.bookmark is not key.bookmark and other.bookmark.node is None
 
 
 def test_a_bookmark_in_one_tree_leads_nowhere_in_another() -> None:
