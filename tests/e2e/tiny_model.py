@@ -19,7 +19,7 @@ def write_tiny_model(folder: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    _write_tokenizer(folder)
+    write_tiny_tokenizer(folder)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
@@ -40,7 +40,8 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tiny_tokenizer(folder: Path) -> None:
+    """Its tokenizer's files alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

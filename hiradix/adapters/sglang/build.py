@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import Api, api_of, installed_version, refusal, refuse_flags
@@ -98,10 +99,10 @@ def _build(context: Any, flags: Any) -> Any:
     runtime = None if streams is None else Runtime(streams=streams)
     inner: RadixCache
     if context.is_hybrid_swa:
-        inner = build_hybrid_cache(config, _own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
+        inner = build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
     else:
         pool = device_pool(kvcache, params.page_size)
-        inner = build_prefix_cache(config, _own_params(params), pool, _identity(context, flags), runtime)
+        inner = build_prefix_cache(config, own_params(params), pool, _identity(context, flags), runtime)
     if not isinstance(inner, HiRadixCache):
         return HiRadixPrefixCache(params, inner)
     counter = inner.layer_done_counter
@@ -167,9 +168,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return dict(value or {})
 
 
-def _own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
+def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
+    """SGLang's CacheInitParams as ours, its allocator behind `port`."""
     group = params.attn_tp_cache_group or params.tp_cache_group
-    several = group is not None and torch.distributed.get_world_size(group) > 1
+    several = group is not None and dist.get_world_size(group) > 1
     return CacheInitParams(
         disable=False,
         req_to_token_pool=params.req_to_token_pool,
@@ -191,8 +193,8 @@ def _identity(context: Any, flags: Any) -> ModelIdentity:
     return ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
         revision=f"{flags.revision or ''}:{kvcache.dtype}",
-        tp_rank=torch.distributed.get_rank(group) if several else 0,
-        tp_size=torch.distributed.get_world_size(group) if several else 1,
+        tp_rank=dist.get_rank(group) if several else 0,
+        tp_size=dist.get_world_size(group) if several else 1,
         pp_rank=params.pp_rank,
         pp_size=params.pp_size,
     )

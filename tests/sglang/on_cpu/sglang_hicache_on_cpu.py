@@ -1,7 +1,9 @@
-"""An SGLang plugin that lets SGLang's own HiCache run on a CPU, for comparisons with it.
+"""An SGLang plugin with what SGLang lacks on a CPU: its own HiCache, for comparisons, and sliding windows.
 
 torch.cpu's events and streams get CUDA's surface, host pools are not pinned, and the page copies of the
-`direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of this.
+`direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of that. The
+attention backend `torch_native` writes a hybrid pool's window slots but reads by the numbers of full slots:
+here it reads them where they are.
 """
 
 import contextlib
@@ -93,6 +95,29 @@ def activate():
     for copy in COPIES:
         setattr(pools, copy.__name__, copy)
     pools._cuda_host_unregister = lambda *_, **__: None
+    with contextlib.suppress(ImportError, AttributeError):  # older ones know no windows there
+        _read_window_slots()
+
+
+def _read_window_slots():
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend as Backend
+
+    def reading(original):
+        signature = inspect.signature(original)
+
+        def run(self, *arguments, **named):
+            bound = signature.bind(self, *arguments, **named)
+            bound.apply_defaults()
+            window = bound.arguments["sliding_window_size"]
+            if self.use_sliding_window_kv_pool and window is not None and window > -1:
+                slots = bound.arguments["req_to_token"].long()
+                bound.arguments["req_to_token"] = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+            return original(*bound.args, **bound.kwargs)
+
+        return run
+
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(Backend, name, reading(getattr(Backend, name)))
 
 
 def _without_pinning():

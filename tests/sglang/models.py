@@ -1,0 +1,58 @@
+"""Tiny random models beside the Llama: one with sliding windows, one with latent attention (MLA)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.tiny_model import CONTEXT_LENGTH, VOCAB_SIZE, write_tiny_tokenizer
+
+WINDOW = 64
+_COMMON = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.2,
+    "max_position_embeddings": CONTEXT_LENGTH, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
+}  # fmt: skip
+
+
+def write_window_model(folder: Path) -> Path:
+    """Four layers, every other one with a window of 64 tokens: SGLang serves it from two pools."""
+    from transformers import LagunaConfig, LagunaForCausalLM
+
+    num_layers = 4
+    config = LagunaConfig(
+        **_COMMON, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        num_attention_heads_per_layer=[4] * num_layers, mlp_layer_types=["dense"] * num_layers,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * (num_layers // 2),
+    )  # fmt: skip
+    return _saved(LagunaForCausalLM, config, folder)
+
+
+def write_latent_model(folder: Path) -> Path:
+    """Two dense layers of multi-head latent attention, with the fields SGLang's CPU path asks for."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_COMMON, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=None,
+        kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, first_k_dense_replace=2,
+        moe_intermediate_size=64, n_routed_experts=2, num_experts_per_tok=1, n_shared_experts=1,
+    )  # fmt: skip
+    _saved(DeepseekV2ForCausalLM, config, folder)
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    yarn = {
+        "type": "yarn", "rope_type": "yarn", "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": CONTEXT_LENGTH, "beta_fast": 32, "beta_slow": 1,
+    }  # fmt: skip
+    written |= {"rope_scaling": yarn, "rope_parameters": yarn | {"rope_theta": 10000.0}}
+    path.write_text(json.dumps(written | {"rope_theta": 10000.0, "moe_layer_freq": 1}))
+    return folder
+
+
+def _saved(model_class: Any, config: Any, folder: Path) -> Path:
+    import torch
+
+    torch.manual_seed(0)
+    model_class(config).to(torch.float32).eval().save_pretrained(folder)
+    write_tiny_tokenizer(folder)
+    return folder

@@ -1,0 +1,124 @@
+"""Other kinds of attention on live servers, over SGLang's pools as they are: windows, latent rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
+from tests.sglang.models import write_latent_model, write_window_model
+from tests.sglang.prompts import families, prompts, tokens
+from tests.sglang.server import ADMIN_KEY, Reference, Server
+
+LENGTH = 300
+WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
+FLAGS = (
+    *("--radix-cache-backend", "hiradix", "--page-size", str(PAGE_SIZE), "--admin-api-key", ADMIN_KEY),
+    *(
+        "--max-total-tokens",
+        str(DEVICE_TOKENS),
+        "--max-running-requests",
+        "4",
+        "--chunked-prefill-size",
+        "128",
+    ),
+    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics"),
+)
+
+
+@pytest.fixture(scope="module")
+def servers_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
+    """Started together: most of a start is imports."""
+    folder = tmp_path_factory.mktemp("kinds")
+    models = {
+        "windows": write_window_model(folder / "window-model"),
+        "latent": write_latent_model(folder / "latent-model"),
+    }
+    found = {kind: Server(model, folder / kind, FLAGS) for kind, model in models.items()}
+    try:
+        for server in found.values():
+            server.launch()
+        for server in found.values():
+            server.wait()
+        yield found
+    finally:
+        for server in found.values():
+            server.stop()
+
+
+@pytest.fixture
+def windows(servers_of_kinds: dict[str, Server]) -> Iterator[Server]:
+    server = servers_of_kinds["windows"]
+    server.flush()
+    yield server
+    server.flush()
+    server.assert_healthy()
+
+
+class Apart(Reference):
+    """Answers of the same server, each in a namespace of its own, where nothing is cached."""
+
+    def prepare(self, prompts: list[list[int]], num_tokens: int = 6) -> None:  # type: ignore[override]
+        for number, prompt in enumerate(prompts):
+            answer = self.server.ask(prompt, num_tokens, extra_key=f"apart-{number}")
+            assert answer.cached == 0
+            self._known[tuple(prompt), num_tokens] = answer
+
+
+def test_sliding_windows_are_served_from_two_pools(windows: Server) -> None:
+    assert "hybrid_swa=True" in windows.log()
+
+
+def test_full_and_window_pages_come_back_from_the_host(windows: Server) -> None:
+    asked = prompts(2 * DEVICE_TOKENS // LENGTH, LENGTH, "windows")
+    first, again = [windows.ask(p) for p in asked], [windows.ask(p) for p in asked]
+    assert all(a.cached == 0 for a in first) and all(a.cached == WHOLE for a in again)
+    assert sum(a.tier("host") for a in again) >= WHOLE
+    assert [a.tokens for a in again] == [a.tokens for a in first]
+
+
+def test_concurrent_requests_with_windows(windows: Server) -> None:
+    asked = families(60, 5, "window load")
+    reference = Apart(windows)
+    reference.prepare(asked)
+    windows.flush()
+    answers = windows.ask_all(asked, 60)
+    assert sum(a.cached for a in answers) > 0.2 * sum(map(len, asked))
+    reference.assert_same(answers)
+
+
+def test_long_answers_slide_their_windows(windows: Server) -> None:
+    """Window slots of running requests are freed while they run; the answers can be continued."""
+    prompt = tokens(100, "sliding")
+    apart = windows.ask(prompt, 300, extra_key="apart")
+    answer = windows.ask(prompt, 300)
+    assert answer.tokens == apart.tokens
+    turn = [*prompt, *answer.tokens, *tokens(20, "next turn")]
+    continued, alone = windows.ask(turn), windows.ask(turn, extra_key="apart too")
+    assert continued.cached >= 300 and alone.cached == 0
+    assert continued.tokens == alone.tokens
+
+
+def test_windows_refuse_storage_with_the_reason(windows: Server, tmp_path: Path) -> None:
+    body = {"hicache_storage_backend": "file"}
+    reply = windows.admin("PUT", "/hicache/storage-backend", **body)
+    assert reply.status_code == 400 and "sliding windows" in reply.text
+
+
+def test_latent_rows_come_back_from_the_host_as_they_were(servers_of_kinds: dict[str, Server]) -> None:
+    """Compared with hits on the device: `torch_native` attends to cached latent rows unlike to fresh ones, in
+    SGLang's own cache too."""
+    server = servers_of_kinds["latent"]
+    asked = prompts(2 * DEVICE_TOKENS // LENGTH, LENGTH, "latent")
+    on_device = []
+    for prompt in asked:
+        server.ask(prompt)
+        on_device.append(server.ask(prompt))
+    from_host = [server.ask(p) for p in asked]
+    assert all(a.tier("device") == WHOLE for a in on_device)
+    assert sum(a.tier("host") for a in from_host) >= WHOLE
+    assert [a.tokens for a in from_host] == [a.tokens for a in on_device]
+    server.flush()
+    server.assert_healthy()
