@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.cache.agreement import Agree
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
@@ -96,7 +97,7 @@ class Running:
 class ComponentWorld:
     """See the module's docstring."""
 
-    def __init__(self, setup: Setup, seed: int):
+    def __init__(self, setup: Setup, seed: int, agree: Agree | None = None):
         self.setup, self.size = setup, setup.page_size
         self.driver = StepDriver(seed)
         self.components = setup.components()
@@ -125,7 +126,7 @@ class ComponentWorld:
             WritePolicy.from_name(setup.write_policy),
             PrefetchPolicy.from_name("best_effort", limits),
         )
-        self.cache = HierarchicalCache(self.tree, tuple(self.device), tier)
+        self.cache = HierarchicalCache(self.tree, tuple(self.device), tier, agree=agree)
         self.names: dict[tuple, int] = {}
         self.running: list[Running] = []
         self.known: list[RadixKey] = []
@@ -255,7 +256,7 @@ class ComponentWorld:
         self.gates = () if slot < 0 else (*self.gates, slot)
         if not batch:
             return []
-        if not loads_came(self.controller.layer_done_counter, self.gates):
+        if not self.loads_came():
             self.undo(batch)
             return []
         self.gates = ()
@@ -263,6 +264,10 @@ class ComponentWorld:
             self.read_device(one.key, one.lock.node)
             self.num_hits += one.lock.node.end
         return [self.compute(one, draw) for one in batch]
+
+    def loads_came(self) -> bool:
+        """Wait for what the pass reads; False if it cannot run."""
+        return loads_came(self.controller.layer_done_counter, self.gates)
 
     def compute(self, one: Admitted, draw: Draw) -> Running:
         """Fill the request's pages, give up part of the window behind the last `reach` pages, insert."""

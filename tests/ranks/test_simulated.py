@@ -26,7 +26,8 @@ SETUPS = (
     Setup(8, write_policy="write_through_selective", prefetch_policy="best_effort"),
     Setup(4, write_policy="write_back", replicated=True),
 )
-COUNTED = ("evicted_device", "evicted_host", "written", "loaded", "load_failed", "backed_up", "prefetched")
+COUNTED = ("evicted_device", "evicted_host", "written", "loaded", "load_failed", "backed_up", "prefetched",
+           "load_too_slow")  # fmt: skip
 
 
 def play(seed: int, num_moves: int = NUM_MOVES) -> Ranks:
@@ -130,6 +131,7 @@ PLANTED: dict[str, tuple[str, Any]] = {
     "own outcome of a wait": ("hiradix.cache.agreement.Agreement.exchange", _own_ok),
     "own page counts": ("hiradix.cache.agreement._cut", lambda own, outcome: own),
     "own clock": ("hiradix.cache.agreement.Agreement.share", _own_share("own_clock")),
+    "own speeds": ("hiradix.cache.agreement.Agreement.share", _own_share("speed")),
     "own load failures": ("hiradix.cache.agreement.Agreement.share", _own_share("_find_failed_slot")),
     "own host pool": ("hiradix.cache.core._common_pages", lambda host, agree: host.pages),
     "exchange only with news": ("hiradix.cache.core.HierarchicalCache._apply", _only_with_news),

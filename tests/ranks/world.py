@@ -92,6 +92,7 @@ class Rank:
         self.agree = agree
         self.driver = StepDriver(own.getrandbits(30), max_step_s=own.choice([0.001, 0.01, 0.05]))
         self.speed = own.choice([1, 2, 6])
+        self.page_s = random.Random(seed).choice([0.002, 0.02, 0.2])  # what computing a page takes
         offset = own.uniform(0, 1000)
 
         def own_clock() -> float:
@@ -223,9 +224,12 @@ class Rank:
                 self.device.free(one.pages)
                 self.cache.tree.unlock(one.lock)
             return
-        self.gates = ()
+        waited, self.gates = bool(self.gates), ()
         for one in admitted:
             self.read(one.key, self.cache.tree.pages(one.lock.node, Tier.DEVICE))
+        num_pages = sum(len(one.pages) for one in admitted)
+        if not waited:
+            self.cache.no_regret.computed(num_pages, num_pages * self.page_s * self.own.uniform(0.7, 1.3))
         for one in admitted:
             self._compute(one)
 
@@ -363,8 +367,9 @@ class Rank:
             for p in cache.prefetcher._running
         ]
         room = (self.device.available, cache.supply.host.available)
+        gate = cache.no_regret
         return [nodes, orders, flights, prefetches, room, cache.counters, self.said, self.gates,
-                self.controller.storage_attached]  # fmt: skip
+                (self.controller.storage_attached, gate.num_refused, gate.num_probes)]  # fmt: skip
 
 
 MOVES = {
@@ -380,19 +385,24 @@ def _poison(pool: Pool, page: int) -> None:
 class Ranks:
     """All ranks of one seed, and the comparison at every collective call."""
 
-    def __init__(self, seed: int, setup: Setup):
+    def __init__(self, seed: int, setup: Any):
         self.lockstep = Lockstep(setup.num_ranks, seed, self._compare)
-        self.ranks: list[Rank] = []
+        self.ranks: list[Any] = []
+        self._make = self._makers(seed, setup)
+
+    def _makers(self, seed: int, setup: Any) -> list[Callable[[], Any]]:
+        """What builds each rank, on a thread of its own."""
         store: dict[str, bytes] | None = {} if setup.replicated else None
-        self._make = [
-            lambda number=number: Rank(
-                number, seed, setup, lambda vector: self.lockstep.agree(number, vector), store
-            )
+        return [
+            lambda number=number: Rank(number, seed, setup, self.agree_of(number), store)
             for number in range(setup.num_ranks)
         ]
 
+    def agree_of(self, number: int) -> Callable[[np.ndarray], np.ndarray]:
+        return lambda vector: self.lockstep.agree(number, vector)
+
     def play(self, num_moves: int) -> Ranks:
-        def life(make: Callable[[], Rank]) -> Callable[[], None]:
+        def life(make: Callable[[], Any]) -> Callable[[], None]:
             def body() -> None:
                 rank = make()  # building a cache makes collective calls too
                 self.ranks.append(rank)
@@ -421,4 +431,4 @@ class Ranks:
                 assert one == two, f"{part}: rank {self.ranks[0].number} {one}, rank {rank.number} {two}"
 
 
-PARTS = ("nodes", "orders", "flights", "prefetches", "room", "counters", "decisions", "gates", "attached")
+PARTS = ("nodes", "orders", "flights", "prefetches", "room", "counters", "decisions", "gates", "others")

@@ -1,0 +1,54 @@
+"""Ranks of a model with windows and state records keep identical trees, in every component and tier."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hiradix.cache import agreement, core
+from hiradix.cache.agreement import Agreement
+from tests.ranks.component_ranks import ComponentRanks, setup_of
+from tests.ranks.test_simulated import _own_results, _own_share
+
+SEEDS, NUM_MOVES = 60, 120
+COUNTED = ("written", "loaded", "load_failed", "load_too_slow", "evicted_device", "evicted_host")
+
+
+def play(seed: int) -> ComponentRanks:
+    try:
+        ranks = ComponentRanks(seed, setup_of(seed))
+        ranks.play(NUM_MOVES)
+        return ranks
+    except BaseException as error:
+        raise AssertionError(f"replay with play({seed}) of {setup_of(seed)}: {error!r:.2000}") from error
+
+
+@pytest.mark.timeout(600)
+def test_ranks_keep_identical_trees(record_property: Callable[[str, object], None]) -> None:
+    done: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        ranks = play(seed)
+        done["rank-ticks"] += ranks.num_rank_ticks
+        counters = ranks.ranks[0].cache.counters
+        done.update({name: getattr(counters, name) for name in COUNTED})
+    record_property("told", f"ranks of several components: {SEEDS} seeds, {dict(done)}")
+    assert all(done[name] > 20 for name in COUNTED), done
+
+
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "own results": (Agreement, "exchange", _own_results),
+    "own page counts": (agreement, "_cut", lambda own, outcome: own),
+    "own host pools": (core, "_common_pages", lambda host, agree: host.pages),
+    "own speeds": (Agreement, "share", _own_share("speed")),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_fault_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED[name])
+    with pytest.raises(AssertionError, match="replay with play"):
+        for seed in range(SEEDS):
+            play(seed)
