@@ -28,6 +28,7 @@ MEM_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_first_kv_
 HOST_MEMORY_MODES = ("cache", "buffer_only")
 DEFAULT_PAGE_SIZE = 64
 DEFAULT_HICACHE_RATIO = 2.0
+RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.config import RANK_TIMEOUT_S, ExtraConfig, HiCacheConfig
 from hiradix.engine.api import EngineConfig, Output, SamplingParams, Scope
 from hiradix.engine.engine import Engine
 from hiradix.errors import CacheError, ConfigError
@@ -27,7 +27,6 @@ from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 logger = logging.getLogger(__name__)
 
-RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 JOIN_S = 10.0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hiradix.config import IO_BACKENDS, MEM_LAYOUTS, PREFETCH_POLICIES, WRITE_POLICIES
+from hiradix.config import IO_BACKENDS, MEM_LAYOUTS, PREFETCH_POLICIES, RANK_TIMEOUT_S, WRITE_POLICIES
 
 Status = Literal["implemented", "accepted", "refused"]
 Section = Literal["Server", "Other upstream flags"]
@@ -127,7 +127,7 @@ _ENGINE: tuple[Flag, ...] = (
         "--dist-timeout",
         "Longest wait of one rank for another; after that, or when a rank dies, the server ends.",
         float,
-        90.0,
+        RANK_TIMEOUT_S,
         metavar="SECONDS",
     ),
     Flag("--random-seed", "Seed of sampled requests that bring none.", int, 0),

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
+    RANK_TIMEOUT_S,
     ExtraConfig,
     HiCacheConfig,
     load_mapping,
@@ -48,7 +49,7 @@ class ServeConfig:
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     tp_size: int = 1
-    rank_timeout_s: float = 90.0
+    rank_timeout_s: float = RANK_TIMEOUT_S
     record_trace: Path | None = None
     kv_events: KVEventsConfig = KVEventsConfig()
 

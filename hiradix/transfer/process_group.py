@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from hiradix.config import RANK_TIMEOUT_S
 from hiradix.errors import CacheError, ConfigError
 
 _HEAD_BYTES = 1024
@@ -39,7 +40,7 @@ class Membership:
     rank: int
     size: int
     address: str
-    timeout_s: float = 30.0
+    timeout_s: float = RANK_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
