@@ -19,6 +19,7 @@ from hiradix.cache.pages import BACKBONE, Pages, PageSupply
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, Ticket, TransferController
+from hiradix.transfer.jobs import Chain
 from hiradix.tree import Lock, Node, RadixKey, RadixTree, Tier
 
 
@@ -194,13 +195,14 @@ class Prefetcher:
             if result.error is not None and not p.stopped:
                 self._supply.counters.miss("storage_transfer", p.asked_pages)
             p.nothing_there = result.error is None and result.num_pages == 0
-            self._read(p, start, result.hashes[skip : skip + result.num_pages])
+            chain = None if rows.start else result.hashes
+            self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)
 
         ticket = self._controller.query(rows, p.asked_pages)
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.QUERY, answered))
 
-    def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...]) -> None:
+    def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], chain: Chain) -> None:
         """Allocate host pages for the hits and submit their reads; as many as the host can take."""
         if p.stopped or not self.policy.worth_reading(len(hashes)):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
@@ -217,12 +219,19 @@ class Prefetcher:
             if host_pages is None:
                 self._supply.counters.miss("host_capacity", len(hashes) - at)
                 break
-            self._submit_read(p, start + at, hashes[at : at + num_pages], host_pages)
+            self._submit_read(p, start + at, hashes[at : at + num_pages], host_pages, chain)
             at += num_pages
         if not at:
             self._finish(p)
 
-    def _submit_read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], host_pages: Pages) -> None:
+    def _submit_read(
+        self,
+        p: Prefetch,
+        start: int,
+        hashes: tuple[bytes, ...],
+        host_pages: Pages,
+        chain: Chain,
+    ) -> None:
         def arrived(result: Result) -> None:
             p.tickets.discard(ticket)
             p.unread_pages -= len(host_pages)
@@ -239,7 +248,7 @@ class Prefetcher:
                 self._finish(p)
 
         p.unread_pages += len(host_pages)
-        ticket = self._controller.read(hashes, host_pages)
+        ticket = self._controller.read(hashes, host_pages, chain)
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.READ, arrived, owns={BACKBONE: host_pages}))
 

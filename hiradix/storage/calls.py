@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hiradix.errors import StorageError
 from hiradix.storage.lanes import CallTimeout, Lane
 from hiradix.storage.meters import MissReason
-from hiradix.storage.protocol import Page, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, asked_chain, chain_before, page_bytes
 
 T = TypeVar("T")
 
@@ -22,20 +22,21 @@ class BadAnswer(Exception):
 
 @dataclass
 class Batch:
-    """One call's pages and what became of them."""
+    """One call's pages and what became of them. before: names of the chain before them, where it is known."""
 
     keys: Sequence[str]
     names: Sequence[str]
     pages: Sequence[Page]
+    before: Sequence[str] | None = None
     ok: list[bool] = field(init=False)
     refused: dict[MissReason, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ok = [False] * len(self.keys)
 
-    def part(self, chunk: range) -> tuple[Sequence[str], Sequence[Page]]:
-        """Names and pages of a chunk."""
-        return self.names[chunk.start : chunk.stop], self.pages[chunk.start : chunk.stop]
+    def chain(self, backend: StorageBackend, chunk: range) -> dict[str, Any]:
+        """The chain before a chunk as an argument for `backend`, if it asks for it."""
+        return asked_chain(backend, chain_before(self.names, chunk, self.before))
 
     def answered(self, chunk: range, answer: object) -> None:
         """Take a backend's flags for a chunk; raises BadAnswer."""

@@ -31,17 +31,23 @@ class CompressedStorage(Wrapper):
         self._lock = threading.Lock()
         self._bytes_in = self._bytes_out = self._num_damaged = 0
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         stored = [memoryview(bytearray(page_bytes(page) + OVERHEAD_BYTES)) for page in into]
-        ok = self.inner.get(keys, [[view] for view in stored])
-        return [good and self._unpack(view, page) for good, view, page in zip(ok, stored, into, strict=True)]
+        ok = self._get(keys, [[view] for view in stored], prefix_keys)
+        whole = [good and self._unpack(view, page) for good, view, page in zip(ok, stored, into, strict=True)]
+        self._spoilt.note(key for key, good, fine in zip(keys, ok, whole) if good and not fine)
+        return whole
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         packed = [self._pack(page) for page in pages]
         with self._lock:
             self._bytes_in += sum(page_bytes(page) for page in pages)
             self._bytes_out += sum(len(data) for data in packed)
-        return self.inner.put(keys, [[memoryview(data)] for data in packed])
+        return self._put(keys, [[memoryview(data)] for data in packed], prefix_keys)
 
     def own_stats(self) -> Mapping[str, float]:
         with self._lock:

@@ -64,17 +64,21 @@ class EncryptedStorage(Wrapper):
         self._lock = threading.Lock()
         self._num_refused = 0
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         stored = [memoryview(bytearray(page_bytes(page) + OVERHEAD_BYTES)) for page in into]
-        ok = self.inner.get(keys, [[view] for view in stored])
+        ok = self._get(keys, [[view] for view in stored], prefix_keys)
         return [
             good and self._open(key, view, page)
             for good, key, view, page in zip(ok, keys, stored, into, strict=True)
         ]
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         sealed = [[memoryview(self._seal(key, page))] for key, page in zip(keys, pages, strict=True)]
-        return self.inner.put(keys, sealed)
+        return self._put(keys, sealed, prefix_keys)
 
     def own_stats(self) -> Mapping[str, float]:
         return {"decrypt_refused": self._num_refused}
@@ -96,6 +100,7 @@ class EncryptedStorage(Wrapper):
                 raise InvalidTag
             plain = self._cipher.decrypt(nonce, bytes(body), self._bound(key, length))
         except InvalidTag:
+            self._spoilt.note([key])
             with self._lock:
                 self._num_refused += 1
             return False

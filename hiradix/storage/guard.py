@@ -22,6 +22,7 @@ from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, gather,
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits, check_keys, page_bytes
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.spoilt import Spoilt
 
 logger = logging.getLogger(__name__)
 _REASON = {
@@ -76,6 +77,7 @@ class GuardedStorage:
         self._breaker = Breaker(limits.breaker, clock)
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
+        self._spoilt = Spoilt()
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
 
@@ -94,21 +96,27 @@ class GuardedStorage:
         self._meters.missed(Op.EXISTS, reason or MissReason.ABSENT, len(keys) - found[0])
         return found[0]
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         """Read pages into `into`; True only for pages proven to be what was stored.
 
         Others are untouched, or undefined if the backend is direct.
         """
-        return self._move(Op.GET, keys, into, self._get_chunk if self._direct is None else self._get_direct)
+        batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
+        return self._move(Op.GET, batch, self._get_chunk if self._direct is None else self._get_direct)
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
         """
-        return self._move(Op.PUT, keys, pages, self._put_chunk if self._direct is None else self._put_direct)
+        batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys))
+        return self._move(Op.PUT, batch, self._put_chunk if self._direct is None else self._put_direct)
 
     @property
     def wants_prefix_keys(self) -> bool:
-        """Whether the backend asked for the keys before those of a lookup."""
+        """Whether the backend asked for the keys before those of a call."""
         return self._traits.chained
 
     def delete(self, keys: Sequence[str]) -> bool:
@@ -162,6 +170,9 @@ class GuardedStorage:
     def _names(self, keys: Sequence[str]) -> list[str]:
         return list(keys) if self._traits.namespaced else [f"{self._digest[:32]}-{key}" for key in keys]
 
+    def _before(self, prefix_keys: Sequence[str] | None) -> list[str] | None:
+        return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
+
     def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
         try:
             check_keys(keys)
@@ -170,9 +181,9 @@ class GuardedStorage:
             return False
         return True
 
-    def _move(self, op: Op, keys: Sequence[str], pages: Sequence[Page], move_chunk: _MoveChunk) -> list[bool]:
+    def _move(self, op: Op, batch: Batch, move_chunk: _MoveChunk) -> list[bool]:
+        keys, pages = batch.keys, batch.pages
         assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
-        batch = Batch(keys, self._names(keys), pages)
 
         def move(session: Session) -> None:
             limit_bytes = self.limits.staging_bytes if self._direct is None else DIRECT_PIECE_BYTES
@@ -236,20 +247,25 @@ class GuardedStorage:
         except Exception:  # figures are not worth a page
             self._meters.count("stats_failed")
 
+    def _ask(self, op: Op, session: Session, batch: Batch, chunk: range, pages: Sequence[Page]) -> object:
+        """The backend's answer for a chunk whose bytes are in, or go to, `pages`."""
+        call = getattr(self.backend, op.value)
+        names, chain = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
+        return session.run(lambda: call(names, pages, **chain))
+
     def _get_direct(self, session: Session, batch: Batch, chunk: range) -> None:
-        names, pages = batch.part(chunk)
-        batch.answered(chunk, session.run(lambda: self.backend.get(names, pages)))
+        pages = batch.pages[chunk.start : chunk.stop]
+        batch.answered(chunk, self._ask(Op.GET, session, batch, chunk, pages))
 
     def _put_direct(self, session: Session, batch: Batch, chunk: range) -> None:
-        names, pages = batch.part(chunk)
-        batch.answered(chunk, session.run(lambda: self.backend.put(names, pages)))
+        pages = batch.pages[chunk.start : chunk.stop]
+        batch.answered(chunk, self._ask(Op.PUT, session, batch, chunk, pages))
 
     def _get_chunk(self, session: Session, batch: Batch, chunk: range) -> None:
         assert isinstance(session, LaneSession)
         staged = session.stage(batch, chunk, self._seal_bytes)
-        names = [batch.names[index] for index in chunk]
-        answer = session.run(lambda: self.backend.get(names, [[view] for view in staged]))
-        for index, view, ok in zip(chunk, staged, checked_flags(answer, len(names))):
+        answer = self._ask(Op.GET, session, batch, chunk, [[view] for view in staged])
+        for index, view, ok in zip(chunk, staged, checked_flags(answer, len(chunk))):
             if not ok:
                 continue
             verdict = self._check(batch.keys[index], view)
@@ -259,6 +275,8 @@ class GuardedStorage:
             else:
                 reason = _REASON[verdict]
                 batch.refused[reason] = batch.refused.get(reason, 0) + 1
+                if verdict is not Verdict.UNKNOWN:
+                    self._spoilt.note([batch.names[index]])
 
     def _check(self, key: str, view: memoryview) -> Verdict:
         if not self._seal_bytes:
@@ -274,8 +292,10 @@ class GuardedStorage:
             gather(batch.pages[index], payload)
             if self._seal_bytes:
                 view[-self._seal_bytes :] = self._sealer.seal(batch.keys[index], [payload])
-        names = [batch.names[index] for index in chunk]
-        batch.answered(chunk, session.run(lambda: self.backend.put(names, [[view] for view in staged])))
+        spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
+        if spoilt:
+            session.run(lambda: self.backend.delete(spoilt))
+        batch.answered(chunk, self._ask(Op.PUT, session, batch, chunk, [[view] for view in staged]))
 
     def _admin(self, what: str, work: Callable[[], None], timeout_s: float | None = None) -> bool:
         timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.storage.protocol import Page, StorageBackend
+from hiradix.storage.protocol import Page, StorageBackend, chain_before
 from hiradix.storage.wrapper import Wrapper
 
 MAX_KEYS = 1 << 16
@@ -35,20 +35,25 @@ class NegativeCache(Wrapper):
             self._remember(keys[found : found + 1])
         return found
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         absent = self._known_absent(keys)
         wanted = [index for index in range(len(keys)) if index not in absent]
         ok = [False] * len(keys)
         if wanted or not keys:
-            answers = self.inner.get([keys[i] for i in wanted], [into[i] for i in wanted])
+            before = chain_before(keys, wanted, prefix_keys)
+            answers = self._get([keys[i] for i in wanted], [into[i] for i in wanted], before)
             for index, good in zip(wanted, answers, strict=True):
                 ok[index] = good
             self._remember([keys[index] for index, good in zip(wanted, answers) if not good])
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         self._forget(keys)
-        return self.inner.put(keys, pages)
+        return self._put(keys, pages, prefix_keys)
 
     def own_stats(self) -> Mapping[str, float]:
         return {"negative_keys": len(self._absent), "negative_hits": self._num_saved}

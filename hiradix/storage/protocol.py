@@ -75,8 +75,8 @@ class Traits:
     the key. direct: `exists`, `get` and `put` run on the caller's thread with the caller's own buffers, which
     saves a copy and two changes of thread; for local stores that verify, whose calls the kernel ends. Such a
     call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
-    backend does as it is told by `StorageContext.ragged`. chained: lookups get `prefix_keys` where the chain
-    is known from its start.
+    backend does as it is told by `StorageContext.ragged`. chained: `exists`, `get` and `put` take
+    `prefix_keys`, the keys before `keys` in the same chain: None where that is not known from its start.
     """
 
     verifies: bool = False
@@ -84,6 +84,21 @@ class Traits:
     direct: bool = False
     ragged: bool = False
     chained: bool = False
+
+
+def asked_chain(backend: Any, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
+    """`prefix_keys` as an argument of `get` and `put`, for a backend that asks for it."""
+    asked = prefix_keys is not None and getattr(backend, "traits", Traits()).chained
+    return {"prefix_keys": prefix_keys} if asked else {}
+
+
+def chain_before(
+    keys: Sequence[str], which: Sequence[int], prefix_keys: Sequence[str] | None
+) -> list[str] | None:
+    """`prefix_keys` of a part of `keys`, by places in order; None where the part has gaps."""
+    if prefix_keys is None or not which or which[-1] - which[0] + 1 != len(which):
+        return None
+    return [*prefix_keys, *keys[: which[0]]]
 
 
 @dataclass(frozen=True)

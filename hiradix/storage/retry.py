@@ -34,11 +34,15 @@ class RetryingStorage(Wrapper):
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         return self._again(lambda: self.inner.exists(keys, prefix_keys))
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        return self._again(lambda: self.inner.get(keys, into))
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._again(lambda: self._get(keys, into, prefix_keys))
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        return self._again(lambda: self.inner.put(keys, pages))
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._again(lambda: self._put(keys, pages, prefix_keys))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._again(lambda: self.inner.delete(keys))

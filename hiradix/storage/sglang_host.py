@@ -18,12 +18,21 @@ from typing import Any
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
+from hiradix.storage.protocol import (
+    Page,
+    StorageBackend,
+    StorageContext,
+    Traits,
+    chain_before,
+    check_keys,
+    page_bytes,
+)
 from hiradix.storage.seal import SEAL_BYTES
 from hiradix.storage.sglang_base import base_module, inherits, make_config
 from hiradix.storage.sglang_pool import ArenaPool
 
 ARENA_PAGES = 128
+Chain = Sequence[str] | None
 MAX_FORGOTTEN = 1 << 20
 
 
@@ -77,18 +86,23 @@ class SglangBackend(StorageBackend):
         found: int = self._store.batch_exists(known, **extra)
         return found
 
-    def get(self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] = ()) -> list[bool]:
-        self._check(keys)
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        self._check([*keys, *(prefix_keys or ())])
         move = self._get_v1 if self._v1 else self._get_v0
         wanted = [index for index, key in enumerate(keys) if key not in self._forgotten]
         ok = [False] * len(keys)
-        answers = move([keys[i] for i in wanted], [into[i] for i in wanted], prefix_keys)
+        before = chain_before(keys, wanted, prefix_keys)
+        answers = move([keys[i] for i in wanted], [into[i] for i in wanted], before)
         for index, good in zip(wanted, answers):
             ok[index] = good
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] = ()) -> list[bool]:
-        self._check(keys)
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        self._check([*keys, *(prefix_keys or ())])
         ok = (self._put_v1 if self._v1 else self._put_v0)(keys, pages, prefix_keys)
         with self._lock:
             self._forgotten.difference_update(key for key, stored in zip(keys, ok) if stored)
@@ -127,10 +141,10 @@ class SglangBackend(StorageBackend):
         count = next((i for i, key in enumerate(keys) if key in self._forgotten), len(keys))
         return list(keys[:count])
 
-    def _info(self, prefix_keys: Sequence[str]) -> Any:
-        return base_module().HiCacheStorageExtraInfo(prefix_keys=list(prefix_keys) or None)
+    def _info(self, prefix_keys: Sequence[str] | None) -> Any:
+        return base_module().HiCacheStorageExtraInfo(prefix_keys=list(prefix_keys or ()) or None)
 
-    def _get_v0(self, keys: list[str], into: list[Page], prefix_keys: Sequence[str]) -> list[bool]:
+    def _get_v0(self, keys: list[str], into: list[Page], prefix_keys: Chain) -> list[bool]:
         targets = [_blank(page_bytes(page)) for page in into]
         try:
             found = self._store.batch_get(keys, targets) if keys else []
@@ -146,14 +160,14 @@ class SglangBackend(StorageBackend):
         except Exception:  # of this page only
             return None
 
-    def _put_v0(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str]) -> list[bool]:
+    def _put_v0(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain) -> list[bool]:
         values = [_filled(page) for page in pages]
         if not keys or self._store.batch_set(list(keys), values) is True:
             return [True] * len(keys)
         return [self._store.set(key, value) is True for key, value in zip(keys, values)]
 
-    def _get_v1(self, keys: list[str], into: list[Page], prefix_keys: Sequence[str]) -> list[bool]:
-        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: list[str]) -> list[bool]:
+    def _get_v1(self, keys: list[str], into: list[Page], prefix_keys: Chain) -> list[bool]:
+        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: Chain) -> list[bool]:
             ok = _flags(self._store.batch_get_v1(part, self._pool.indices(slots), self._info(before)), part)
             for slot, page, good in zip(slots, pages, ok):
                 if good:
@@ -162,8 +176,8 @@ class SglangBackend(StorageBackend):
 
         return self._in_pieces(keys, into, prefix_keys, move)
 
-    def _put_v1(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str]) -> list[bool]:
-        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: list[str]) -> list[bool]:
+    def _put_v1(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain) -> list[bool]:
+        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: Chain) -> list[bool]:
             for slot, page in zip(slots, pages):
                 self._pool.fill(slot, page)
             return _flags(self._store.batch_set_v1(part, self._pool.indices(slots), self._info(before)), part)
@@ -171,18 +185,19 @@ class SglangBackend(StorageBackend):
         return self._in_pieces(keys, pages, prefix_keys, move)
 
     def _in_pieces(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str], move: _Move
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain, move: _Move
     ) -> list[bool]:
         ok: list[bool] = []
         while len(ok) < len(keys):
             rest = pages[len(ok) :]
             with self._pool.lease([page_bytes(page) for page in rest]) as slots:
                 part = list(keys[len(ok) : len(ok) + len(slots)])
-                ok += move(part, rest[: len(slots)], slots, [*prefix_keys, *keys[: len(ok)]])
+                before = chain_before(keys, range(len(ok), len(ok) + len(slots)), prefix_keys)
+                ok += move(part, rest[: len(slots)], slots, before)
         return ok
 
 
-_Move = Callable[[list[str], Sequence[Page], list[int], list[str]], list[bool]]
+_Move = Callable[[list[str], Sequence[Page], list[int], Chain], list[bool]]
 
 
 class DynamicBackend(SglangBackend):

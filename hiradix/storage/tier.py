@@ -14,7 +14,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import open_storage
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.options import Options, flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
 
 DEADLINES_S = {"upper": 0.5, "lower": 1.0}
 
@@ -25,7 +25,7 @@ class TierBackend(StorageBackend):
     promote: put what was read from the lower store into the upper one. Thread-safe.
     """
 
-    traits = Traits(verifies=True, namespaced=True)
+    traits = Traits(verifies=True, namespaced=True)  # and chained, if one of the two is
 
     def __init__(self, context: StorageContext):
         options = Options(context.extra_config)
@@ -40,6 +40,8 @@ class TierBackend(StorageBackend):
         except ConfigError:
             self.upper.close()
             raise
+        chained = self.upper.wants_prefix_keys or self.lower.wants_prefix_keys
+        self.traits = Traits(verifies=True, namespaced=True, chained=chained)
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check([*keys, *prefix_keys])
@@ -53,25 +55,31 @@ class TierBackend(StorageBackend):
                 break
         return found
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        self._check(keys)
-        ok = self.upper.get(keys, into)
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        self._check([*keys, *(prefix_keys or ())])
+        ok = self.upper.get(keys, into, prefix_keys)
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
-        answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing])
+        before = chain_before(keys, missing, prefix_keys)
+        answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing], before)
         found = [index for index, good in zip(missing, answers) if good]
         for index in found:
             ok[index] = True
         if self._promote and found:
-            stored = self.upper.put([keys[i] for i in found], [into[i] for i in found])
+            before = chain_before(keys, found, prefix_keys)
+            stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
             self._num_promoted += sum(stored)
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
         """True where at least one of the two took the page."""
-        self._check(keys)
-        near, far = self.upper.put(keys, pages), self.lower.put(keys, pages)
+        self._check([*keys, *(prefix_keys or ())])
+        near, far = (store.put(keys, pages, prefix_keys) for store in (self.upper, self.lower))
         return [a or b for a, b in zip(near, far, strict=True)]
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.storage.protocol import Page, StorageBackend, Traits
+from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain
+from hiradix.storage.spoilt import Spoilt
 
 
 class Wrapper(StorageBackend):
-    """Owns `inner`; has its traits unless a subclass says otherwise."""
+    """Owns `inner`; has its traits unless a subclass says otherwise.
+
+    Pages that a subclass notes in `_spoilt` are removed before they are put again.
+    """
 
     def __init__(self, inner: StorageBackend):
         self.inner = inner
         self.traits: Traits = getattr(inner, "traits", Traits())
+        self._spoilt = Spoilt()
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         return self.inner.exists(keys, prefix_keys)
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        return self.inner.get(keys, into)
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._get(keys, into, prefix_keys)
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        return self.inner.put(keys, pages)
+    def put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._put(keys, pages, prefix_keys)
+
+    def _get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None
+    ) -> list[bool]:
+        """The inner backend's, with the chain if it asks for that."""
+        call: Callable[..., list[bool]] = self.inner.get
+        return call(keys, into, **asked_chain(self.inner, prefix_keys))
+
+    def _put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None
+    ) -> list[bool]:
+        spoilt = self._spoilt.take(keys)
+        if spoilt:
+            self.inner.delete(spoilt)
+        call: Callable[..., list[bool]] = self.inner.put
+        return call(keys, pages, **asked_chain(self.inner, prefix_keys))
 
     def delete(self, keys: Sequence[str]) -> None:
         self.inner.delete(keys)

@@ -28,6 +28,7 @@ from hiradix.transfer.drivers import Driver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import (
     STORAGE_KINDS,
+    Chain,
     Copies,
     Copy,
     FailReason,
@@ -208,11 +209,11 @@ class TransferController:
         assert 0 <= asked <= len(rows), f"{asked} pages of {len(rows)} rows"
         return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked))
 
-    def read(self, hashes: Sequence[bytes], host_pages: PageIds) -> Ticket:
+    def read(self, hashes: Sequence[bytes], host_pages: PageIds, chain: Chain = None) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined."""
         target = as_pages(host_pages)
         assert len(hashes) == len(target), f"{len(hashes)} hashes for {len(target)} pages"
-        return self._submit(JobKind.READ, self._stored_size(target), Read(tuple(hashes), target))
+        return self._submit(JobKind.READ, self._stored_size(target), Read(tuple(hashes), target, chain))
 
     def store(self, rows: PageRows, host_pages: PageIds) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""

@@ -79,12 +79,17 @@ class Query:
     num_pages: int
 
 
+Chain = tuple[bytes, ...] | None
+"""Hashes of a sequence's leading pages, those of a job among them; None where they are not known."""
+
+
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Bring the pages named by `hashes` into `target`."""
+    """Bring the pages named by `hashes` into `target`. chain: the sequence's hashes from its start on."""
 
     hashes: tuple[bytes, ...]
     target: Pages
+    chain: Chain = None
 
 
 @dataclass(frozen=True, eq=False)

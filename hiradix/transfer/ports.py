@@ -10,6 +10,8 @@ from hiradix.tree.hashing import PageRows
 
 HashPages = Callable[[PageRows], list[bytes]]
 Clock = Callable[[], float]
+Chain = Sequence[str] | None
+Views = Sequence[Sequence[memoryview]]
 
 
 class PoolShape(Protocol):
@@ -47,6 +49,6 @@ class StorageLike(Protocol):
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = (), /) -> object: ...
 
-    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], /) -> object: ...
+    def get(self, keys: Sequence[str], into: Views, prefix_keys: Chain = None, /) -> object: ...
 
-    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]], /) -> object: ...
+    def put(self, keys: Sequence[str], pages: Views, prefix_keys: Chain = None, /) -> object: ...

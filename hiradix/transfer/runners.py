@@ -106,6 +106,11 @@ class StorageRunner:
         if register is not None and memory is not None:
             register(memory)
 
+    @property
+    def wants_prefix_keys(self) -> bool:
+        """Whether the storage attached asks for the chain before a call's pages."""
+        return bool(getattr(self.storage, "wants_prefix_keys", False))
+
     def query(self, task: Task) -> Iterator[None]:
         """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss."""
         query = task.job.payload
@@ -134,7 +139,9 @@ class StorageRunner:
             task.check()
             batch = keys[start : start + self._batch_pages]
             views = self._views(read.target[start : start + self._batch_pages])
-            if not add_leading(task, storage.get(batch, views), len(batch)):
+            before = self._before_read(read, start)
+            answer = storage.get(batch, views) if before is None else storage.get(batch, views, before)
+            if not add_leading(task, answer, len(batch)):
                 return
             yield
 
@@ -149,15 +156,23 @@ class StorageRunner:
             task.check()
             batch = keys[start : start + self._batch_pages]
             views = self._views(store.source[start : start + self._batch_pages])
-            if not add_leading(task, storage.put(batch, views), len(batch)):
+            before = self._keys_before(task, store.rows, len(keys) - start)
+            answer = storage.put(batch, views) if before is None else storage.put(batch, views, before)
+            if not add_leading(task, answer, len(batch)):
                 return
             yield
 
     def _keys_before(self, task: Task, rows: PageRows, num_left: int) -> list[str] | None:
         """The chain before the last `num_left` pages, for storage that asked and rows that begin it."""
-        if rows.start or not getattr(self.storage, "wants_prefix_keys", False):
+        if rows.start or not self.wants_prefix_keys:
             return None
         return [digest.hex() for digest in task.hashes[: len(task.hashes) - num_left]]
+
+    def _before_read(self, read: Read, start: int) -> list[str] | None:
+        """The same before the page at `start` of a read."""
+        if read.chain is None or not self.wants_prefix_keys:
+            return None
+        return [digest.hex() for digest in read.chain[: read.chain.index(read.hashes[start])]]
 
     def _attached(self) -> StorageLike:
         assert self.storage is not None, "a storage job is running with no storage attached"

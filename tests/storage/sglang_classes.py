@@ -70,6 +70,7 @@ class ZeroCopyStore(TensorStore):
         return ok
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        self.seen.append(extra_info.prefix_keys)
         for key, (address, size) in zip(keys, self._pages(host_indices), strict=True):
             self.pages.setdefault(key, ctypes.string_at(address, size))
         return [True] * len(keys)

@@ -111,6 +111,22 @@ def test_faulty_get_is_a_miss_with_its_reason_and_touches_nothing(make: Make, na
     assert all(hits(world.storage, keys_of(4)))
 
 
+@pytest.mark.parametrize("damage", ["flipped", "swapped"])
+def test_damaged_page_is_replaced_by_the_next_put(make: Make, damage: str) -> None:
+    world = make()
+    put(world.storage, keys_of(4))
+    pages = world.faulty.inner.pages
+    names = [next(name for name in pages if name.endswith(key)) for key in keys_of(4)]
+    if damage == "flipped":
+        pages[names[1]] = bytes([pages[names[1]][0] ^ 1]) + pages[names[1]][1:]
+    else:
+        pages[names[1]] = pages[names[2]]
+    assert hits(world.storage, keys_of(4)) == [True, False, True, True]
+    world.faulty.calls.clear()
+    assert all(put(world.storage, keys_of(4))) and all(hits(world.storage, keys_of(4)))
+    assert world.faulty.calls.count("delete") == 1, "more was removed than what was damaged"
+
+
 @pytest.mark.parametrize("value", [None, True, -1, 5, "4", 4.0, [True] * 4])
 def test_faulty_exists_is_zero(make: Make, value: Any) -> None:
     world = make()

@@ -22,6 +22,7 @@ from tests.contracts.storage import (
     bytes_of,
     hits,
     keys_of,
+    page_of,
     put,
 )
 
@@ -102,6 +103,7 @@ def test_prefix_keys_arrive(tmp_path: Path) -> None:
     store = DynamicBackend(context(tmp_path, "ZeroCopyStore", interface_v1=True))
     keys = keys_of(5)
     put(store, keys)
+    store._store.seen.clear()
     pages = [[memoryview(bytearray(PAGE_BYTES))] for _ in keys[2:]]
     assert store.exists(keys[2:], keys[:2]) == 3
     assert store.get(keys[2:], pages, keys[:2]) == [True] * 3
@@ -118,11 +120,34 @@ def test_prefix_keys_are_asked_for_through_the_guard(tmp_path: Path) -> None:
     store.close()
 
 
+def test_prefix_keys_reach_get_and_put_through_guard_and_wrappers(tmp_path: Path) -> None:
+    """In pieces too; where the chain is not known, or a wrapper leaves a gap in the batch, none are given."""
+    keys = {"interface_v1": True, "staging_size": 2 * (PAGE_BYTES + 64), "negative_ttl_s": 100.0}
+    store = open_storage("dynamic", context(tmp_path, "ZeroCopyStore", **keys))
+    hosted = store.backend.inner.inner._store  # type: ignore[attr-defined]
+    names = keys_of(7)
+    chain = [f"{FINGERPRINT.digest()[:32]}-{key}" for key in names]
+    pages = [[memoryview(bytearray(bytes_of(key)))] for key in names]
+    assert store.put(names[1:5], pages[1:5], names[:1]) == [True] * 4
+    assert hosted.seen == [chain[:1], chain[:3]]
+    hosted.seen.clear()
+    assert store.get(names[1:6], pages[1:6], names[:1]) == [True] * 4 + [False]
+    assert hosted.seen == [chain[:1], chain[:3], chain[:5]]
+    hosted.seen.clear()
+    assert store.get(names[4:7], pages[4:7], names[:4]) == [True, False, False]
+    assert store.get(names[1:3], pages[1:3]) == [True] * 2
+    assert hosted.seen == [chain[:4], chain[:6], None]
+    store.close()
+
+
 def test_longer_batches_than_the_arena_go_in_pieces_with_their_prefix(tmp_path: Path) -> None:
     store = DynamicBackend(context(tmp_path, "ZeroCopyStore", interface_v1=True))
     keys = keys_of(300)
-    assert put(store, keys) == [True] * 300 and hits(store, keys) == [True] * 300
-    assert [len(seen or ()) for seen in store._store.seen] == [0, 128, 256]
+    pages = [page_of(key) for key in keys]
+    assert store.put(keys, pages, ()) == [True] * 300 and store.get(keys, pages, ()) == [True] * 300
+    assert [len(seen or ()) for seen in store._store.seen] == [0, 128, 256] * 2
+    store._store.seen.clear()
+    assert hits(store, keys) == [True] * 300 and store._store.seen == [None] * 3
 
 
 @pytest.mark.parametrize("fault", ["none", "cut", "strings"])

@@ -130,6 +130,7 @@ def test_changed_moved_and_foreign_pages_are_misses(own_redis: Server, client: A
     for name in names[32:36]:
         client.set(name, rng.randbytes(len(values[0])))
     assert hits(store, keys) == [False] * 36 + [True] * 4
+    assert all(put(store, keys)) and all(hits(store, keys)), "bad pages stay"
 
 
 def test_each_fingerprint_has_a_key_of_its_own(tmp_path: Path) -> None:
@@ -198,6 +199,16 @@ def test_garbage_is_no_compressed_page() -> None:
         into = [memoryview(bytearray(b"x" * PAGE_BYTES))]
         if store.get(["k"], [into]) == [True]:
             assert bytes(into[0]) == bytes(PAGE_BYTES), f"damage {number} passed as another page"
+
+
+def test_damaged_compressed_page_is_replaced_by_the_next_put(own_redis: Server, client: Any) -> None:
+    store = open_redis(own_redis, compression="zstd")
+    put(store, keys_of(3))
+    name = next(name for name in client.keys("*") if name.endswith(keys_of(1)[0].encode()))
+    client.setrange(name, 50, b"damaged")
+    assert hits(store, keys_of(3)) == [False, True, True]
+    assert all(put(store, keys_of(3))) and all(hits(store, keys_of(3)))
+    store.close()
 
 
 @pytest.mark.parametrize("name", ["file", "tier"])

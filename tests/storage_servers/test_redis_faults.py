@@ -96,6 +96,7 @@ def test_a_flipped_bit_is_a_miss_behind_the_guard(own_redis: Server, client: Any
         break
     assert sorted(hits(guard, keys_of(2))) == [False, True]
     assert guard.stats()["get_missed_damaged"] == 1
+    assert all(put(guard, keys_of(2))) and all(hits(guard, keys_of(2))), "the damaged page stays"
     guard.close()
 
 
@@ -107,6 +108,7 @@ def test_swapped_values_are_foreign(own_redis: Server, client: Any) -> None:
     client.set(a, two)
     client.set(b, one)
     assert hits(guard, keys_of(2)) == [False, False] and guard.stats()["get_missed_foreign"] == 2
+    assert all(put(guard, keys_of(2))) and all(hits(guard, keys_of(2))), "foreign pages stay"
     guard.close()
 
 

@@ -130,6 +130,7 @@ def test_flipped_and_swapped_objects_are_misses_behind_the_guard(own_s3: Server)
     assert hits(guard, keys_of(4)) == [False, False, False, True]
     stats = guard.stats()
     assert (stats["get_missed_damaged"], stats["get_missed_foreign"]) == (1, 2)
+    assert all(put(guard, keys_of(4))) and all(hits(guard, keys_of(4))), "bad objects stay"
     guard.close()
 
 

@@ -18,9 +18,18 @@ from hiradix.demo.view import View
 from hiradix.demo.workload import Size, make_workload
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
-from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port, rclone, redis_like
+from tests.storage_servers.servers import (
+    ACCESS,
+    BUCKET,
+    Server,
+    free_port,
+    mooncake_master,
+    mooncake_member,
+    rclone,
+    redis_like,
+)
 
-BACKENDS = ["file", "disk", "redis", "valkey", "s3", "tier", "dynamic"]
+BACKENDS = ["file", "disk", "redis", "valkey", "s3", "mooncake", "nixl", "tier", "dynamic"]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +44,11 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
         "redis": redis_like("redis-server", folder / "redis").start(),
         "valkey": redis_like("valkey-server", folder / "valkey").start(),
         "s3": rclone(folder / "s3").start(),
+        "mooncake": mooncake_master(folder / "mooncake").start(),
     }
+    started["member"] = mooncake_member(started["mooncake"], folder / "member").start()
     yield started
-    for server in started.values():
+    for server in reversed(started.values()):
         server.kill()
 
 
@@ -53,6 +64,11 @@ def keys_of_backend(name: str, servers: dict[str, Server], folder: Path) -> dict
         "redis": {"url": f"redis://127.0.0.1:{servers['redis'].port}/0", "compression": "zstd"},
         "valkey": {"url": f"redis://127.0.0.1:{servers['valkey'].port}/0"},
         "s3": far,
+        "mooncake": {
+            "master_server_address": f"127.0.0.1:{servers['mooncake'].port}",
+            "global_segment_size": 0, "key_prefix": folder.name,
+        },
+        "nixl": {"file_storage_path": str(folder / "nixl"), "min_free_space": 0},
         "tier": {
             "upper": {"backend": "disk", **near, "disk_storage_path": str(folder / "near")},
             "lower": {"backend": "s3", **far, "url": f"{far['url']}-far"},

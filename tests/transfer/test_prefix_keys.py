@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import Query
+from hiradix.transfer.jobs import Query, Read, Store
 from hiradix.transfer.runners import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
 
@@ -20,6 +20,12 @@ class Asked:
     def __init__(self, wants: bool):
         self.wants_prefix_keys = wants
         self.calls: list[tuple[list[str], list[str]]] = []
+
+    def get(self, keys: Sequence[str], into: Any, prefix_keys: Sequence[str] | None = None) -> list[bool]:
+        self.calls.append((list(keys), list(prefix_keys or ["-"])))
+        return [True] * len(keys)
+
+    put = get
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self.calls.append((list(keys), list(prefix_keys)))
@@ -34,6 +40,16 @@ def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
     for _ in runner.query(cast(Any, task)):
         pass
     return task.num_pages
+
+
+def moved(storage: Asked, payload: Any, move: str) -> list[tuple[list[str], list[str]]]:
+    host = SimpleNamespace(page_views=lambda page: [])
+    runner = StorageRunner(cast(Any, host), hash_pages, 2)
+    runner.storage = cast(Any, storage)
+    task = SimpleNamespace(job=SimpleNamespace(payload=payload), check=lambda: None, num_pages=0, hashes=())
+    for _ in getattr(runner, move)(cast(Any, task)):
+        pass
+    return storage.calls
 
 
 def rows_of(count: int, start: int = 0) -> PageRows:
@@ -52,3 +68,24 @@ def test_nothing_is_said_unasked_or_without_the_start(wants: bool, start: int) -
     storage = Asked(wants)
     assert look_up(storage, rows_of(4, start), 3) == 3
     assert [before for _, before in storage.calls] == [[], []]
+
+
+UNKNOWN = ["-"]
+
+
+@pytest.mark.parametrize(("wants", "start"), [(True, 0), (False, 0), (True, 3)])
+def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) -> None:
+    rows = rows_of(5, start)
+    chain = [digest.hex() for digest in hash_pages(rows)]
+    calls = moved(Asked(wants), Store(rows, np.arange(4)), "store")
+    known = wants and not start
+    assert calls == [(chain[at : at + 2], chain[:at] if known else UNKNOWN) for at in (1, 3)]
+
+
+@pytest.mark.parametrize(("wants", "known"), [(True, True), (False, True), (True, False)])
+def test_pages_are_read_with_the_chain_before_them(wants: bool, known: bool) -> None:
+    digests = tuple(hash_pages(rows_of(5)))
+    chain = [digest.hex() for digest in digests]
+    read = Read(digests[1:], np.arange(4), digests if known else None)
+    calls = moved(Asked(wants), read, "read")
+    assert calls == [(chain[at : at + 2], chain[:at] if wants and known else UNKNOWN) for at in (1, 3)]
