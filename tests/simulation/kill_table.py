@@ -3,8 +3,8 @@
     python -m tests.simulation.kill_table            all; prints the table of docs/reliability.md
     python -m tests.simulation.kill_table h1 h17     those of these rows
 
-First the simulation looks for a seed that fails, then the named tests run. Run on demand: a few seconds
-each. A bug that survives is a hole in the tests.
+First the simulation tries a few seeds, then the named tests run, then the simulation tries many. Run on
+demand: a few seconds each. A bug that survives is a hole in the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.tree.mutation import Fault, copied, planted, refuse_stale
 
-SEEDS = "200"
+FEW_SEEDS, SEEDS = 20, 200
 TIMEOUT_S = 900
 
 CORE, BACKUP, LOAD, FETCH = "cache/core.py", "cache/backup.py", "cache/load_back.py", "cache/prefetch.py"
@@ -214,14 +214,24 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def killer(copy: Path, bug: Bug) -> str | None:
     """What sees the bug planted in the copy: a seed of the simulation or a test; None if nothing does."""
-    if bug.fault.file not in NOT_SIMULATED and (
-        done := run(copy, "tests.simulation.run", "hunt", SEEDS)
-    ).returncode:
-        found = re.search(r"(.*) of \[python -m tests\.simulation\.run (\d+) \d+\]: (.*)", done.stdout)
-        assert found is not None, done.stdout + done.stderr
-        return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
-    if not bug.tests:
+    is_simulated = bug.fault.file not in NOT_SIMULATED
+    if is_simulated and (seen := failing_seed(copy, FEW_SEEDS)):
+        return seen
+    if bug.tests and (seen := failing_test(copy, bug)):
+        return seen
+    return failing_seed(copy, SEEDS) if is_simulated else None
+
+
+def failing_seed(copy: Path, num_seeds: int) -> str | None:
+    done = run(copy, "tests.simulation.run", "hunt", str(num_seeds))
+    if not done.returncode:
         return None
+    found = re.search(r"(.*) of \[python -m tests\.simulation\.run (\d+) \d+\]: (.*)", done.stdout)
+    assert found is not None, done.stdout + done.stderr
+    return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
+
+
+def failing_test(copy: Path, bug: Bug) -> str | None:
     done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *bug.tests)
     if done.returncode == 0:
         return None
