@@ -127,9 +127,9 @@ BUGS = [
         "        return Match(device_node, device_node)", "        return match",
         "tests/cache/test_lost_hits.py"),
     bug("25", "a query that failed never ends its prefetch", FETCH,
-        "            self._read(p, start, result.hashes[skip : skip + result.num_pages])",
+        "            self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)",
         "            if result.error is None:\n"
-        "                self._read(p, start, result.hashes[skip : skip + result.num_pages])"),
+        "                self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)"),
     bug("25", "a prefetch without a hit never ends", FETCH,
         "            return self._finish(p)\n        p.phase = Phase.READ",
         "            return\n        p.phase = Phase.READ"),
