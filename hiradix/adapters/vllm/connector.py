@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -18,14 +19,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker, identity_of
+from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.scheduler import SchedulerPlan, SchedulerRole, StepRequest
 from hiradix.adapters.vllm.settings import Settings, parse_settings, with_served_name
+from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
@@ -98,6 +102,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             loads_async(self._settings.load_mode, vllm_config, len(self._grouping.groups)),
             WritePolicy.from_name(cache.hicache_write_policy),
             PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
+            events=_events(vllm_config, self._kv_cache_config, self._grouping),
         )
 
     @property
@@ -141,6 +146,24 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._planner.take_events()
+
+    def get_kv_connector_stats(self) -> HiRadixStats | None:
+        if self.scheduler is not None:
+            figures = self.scheduler.take_figures()
+        else:
+            figures = self._built.role.traffic.take() if self.worker is not None else {}
+        return HiRadixStats(figures) if figures else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HiRadixStats:
+        return HiRadixStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> HiRadixPromMetrics:
+        return HiRadixPromMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool:
         self._planner.reset()
@@ -216,6 +239,35 @@ def loads_async(mode: str, vllm_config: VllmConfig, num_groups: int) -> bool:
         why = "several KV cache groups" if num_groups > 1 else "overlapping steps (--no-async-scheduling)"
         raise ConfigError(f"load_mode sync: vLLM cannot compute a failed load again with {why}")
     return mode == "async" or (mode == "auto" and (overlaps or num_groups > 1))
+
+
+def _events(vllm_config: VllmConfig, kv_cache_config: Any, grouping: Grouping) -> HostEvents | None:
+    """Where vLLM publishes KV events, those of the host tier."""
+    listening = vllm_config.kv_events_config
+    if listening is None or not listening.enable_kv_cache_events:
+        return None
+    page_size, group = grouping.page_size, grouping.groups[0]
+    convert = maybe_convert_block_hash
+
+    def stored(event: Stored) -> KVCacheEvent:
+        return BlockStored(
+            block_hashes=[convert(name) for name in event.hashes],
+            parent_block_hash=None if event.parent is None else convert(event.parent),
+            token_ids=list(event.token_ids),
+            block_size=page_size,
+            lora_id=event.lora.lora_int_id if event.lora else None,
+            medium=MEDIUM_CPU,
+            lora_name=event.lora.lora_name if event.lora else None,
+            group_idx=group,
+        )
+
+    def removed(names: Sequence[bytes]) -> KVCacheEvent:
+        return BlockRemoved(
+            block_hashes=[convert(name) for name in names], medium=MEDIUM_CPU, group_idx=group
+        )
+
+    hash_size = getattr(kv_cache_config, "hash_block_size", None) or page_size
+    return HostEvents(page_size, page_size // hash_size, stored, removed)
 
 
 def _model_name(vllm_config: VllmConfig) -> str:

@@ -123,16 +123,17 @@ class FetchBook:
         begin = fetch.start - fetch.first_hash
         self.reads.append(Read(outcome.ticket, outcome.hashes[begin : begin + len(host)], host))
 
-    def arrived(self, outcome: Outcome) -> None:
-        """The first `num_pages` of the read are on the host of every worker."""
+    def arrived(self, outcome: Outcome) -> Pages:
+        """The first `num_pages` of the read are on the host of every worker. Those the tree took."""
         fetch = self.flights[outcome.ticket]
         assert fetch.host is not None, f"a read of ticket {outcome.ticket}, which asked only"
         count = 0 if fetch.is_orphan else outcome.num_pages
         self.index.free(fetch.host[count:])
+        taken = fetch.host[:0]
         if count:
             end = fetch.start + count
             size = self.index.page_size
-            lock, _ = self.index.insert(fetch.key.head(end, size), [fetch.host[:count]], READY)
+            lock, (taken,) = self.index.insert(fetch.key.head(end, size), [fetch.host[:count]], READY)
             self.index.tree.set_hashes(lock.node, fetch.first_hash, fetch.hashes[: end - fetch.first_hash])
             self.figures.read += count
             if fetch.owner is None:
@@ -141,6 +142,7 @@ class FetchBook:
             else:
                 fetch.owner.hold = lock
         self._finish(outcome.ticket)
+        return taken if len(taken) == count else fetch.host[:0]
 
     def _finish(self, ticket: Ticket) -> None:
         fetch = self.flights.pop(ticket)

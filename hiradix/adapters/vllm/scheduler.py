@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
+from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.fetches import FetchBook
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Pages, Save, Stage, StorageOrder, Ticket
@@ -46,6 +48,7 @@ class SchedulerPlan:
     writes: WritePolicy
     prefetch: PrefetchPolicy
     clock: Callable[[], float] = time.monotonic
+    events: HostEvents | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ class SchedulerRole:
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket)
         self._loads: dict[Ticket, LoadFlight] = {}
         self._next = _Orders()
+        self._told: dict[str, float] = {}
 
     def _ticket(self) -> Ticket:
         return next(self._tickets)
@@ -284,7 +288,7 @@ class SchedulerRole:
         if outcome.error is None:
             self.figures.saved_pages += len(flight.pages[BACKBONE])
             self.index.arrived(flight.pages)
-            self.on_saved(flight.owner, flight.start, flight.pages[BACKBONE])
+            self._tell_entered(flight.owner, flight.start, flight.pages[BACKBONE])
         else:
             self.figures.save_failed_pages += len(flight.pages[BACKBONE])
             flight.owner.num_saved = 0
@@ -315,6 +319,13 @@ class SchedulerRole:
             self.index.lose_path(flight.lock)
         self.index.unlock(flight.lock)
 
+    def _read(self, outcome: Outcome) -> None:
+        fetch = self.fetches.flights[outcome.ticket]
+        owner = fetch.owner
+        entered = self.fetches.arrived(outcome)
+        if owner is not None:
+            self._tell_entered(owner, fetch.start, entered)
+
     def _attached(self, outcome: Outcome) -> None:
         self.has_storage = outcome.error is None and outcome.num_pages > 0
 
@@ -323,12 +334,31 @@ class SchedulerRole:
         Stage.STORED: _stored,
         Stage.LOADED: _loaded,
         Stage.FOUND: lambda self, outcome: self.fetches.found(outcome),
-        Stage.READ: lambda self, outcome: self.fetches.arrived(outcome),
+        Stage.READ: _read,
         Stage.ATTACHED: _attached,
     }
 
-    def on_saved(self, tracked: Tracked, start: int, pages: Pages) -> None:
-        """Pages [start, start + len(pages)) of a request are on the host. For who reports events."""
+    def _tell_entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
+        if self.plan.events is not None:
+            self.plan.events.left(self.index.take_dropped())
+            self.plan.events.entered(tracked, start, pages)
+
+    def take_events(self) -> list[Any]:
+        """What entered and left the host since the last call; none where nobody listens."""
+        dropped = self.index.take_dropped()
+        if self.plan.events is None:
+            return []
+        self.plan.events.left(dropped)
+        return self.plan.events.take()
+
+    def take_figures(self) -> dict[str, float]:
+        """What has changed since the last call, by name; empty if nothing has."""
+        fetched = asdict(self.fetches.figures)
+        now = {**asdict(self.figures), "no_host_page": self.saves.num_dropped}
+        now |= {f"prefetch_{name}_pages": value for name, value in fetched.items()}
+        changed = {name: now[name] - self._told.get(name, 0) for name in now}
+        self._told = now
+        return {name: value for name, value in changed.items() if value}
 
     # -- the whole ------------------------------------------------------------------------------
 
