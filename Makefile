@@ -3,6 +3,8 @@
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
+# make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
+# make bench-vllm    the connector beside none, vLLM's prefix cache and vLLM's example connector, on conversations
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
@@ -65,7 +67,8 @@ lint: $(READY)
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
-LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang
+LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang \
+	tests/vllm
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -93,6 +96,16 @@ test-storage: $(READY)
 test-sglang: $(READY)
 	$(PY) -m tests.sglang.install
 	build/sglang-venv/bin/python -m pytest -q --timeout 600 tests/sglang $(PYTEST_FLAGS)
+
+# vLLM too.
+.PHONY: test-vllm bench-vllm
+test-vllm: $(READY)
+	$(PY) -m tests.vllm.install
+	build/vllm-venv/bin/python -m pytest -q --timeout 600 tests/vllm $(PYTEST_FLAGS)
+
+bench-vllm: $(READY)
+	$(PY) -m tests.vllm.install
+	build/vllm-venv/bin/python -m benchmarks.bench_vllm $(BENCH_FLAGS)
 
 .PHONY: compiled test-compiled
 # PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.

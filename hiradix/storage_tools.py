@@ -16,6 +16,7 @@ import numpy as np
 
 from hiradix.errors import CacheError, ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.options import parse_size
 
@@ -96,7 +97,25 @@ def show_sums(args: argparse.Namespace) -> int:
     for name, count in counts.most_common():
         print(f"{name:32}  {count:>10}  {sizes[name]:>16}")
     print(f"{'all':32}  {sum(counts.values()):>10}  {sum(sizes.values()):>16}")
+    _tell_apart([name for name, _ in counts.most_common()])
     return 0
+
+
+def _tell_apart(names: Sequence[str]) -> None:
+    """What the fingerprints stand for, and why the others' pages are misses for the first one's."""
+    known = {name: fields for name in names if (fields := recall(name)) is not None}
+    first: Mapping[str, Any] | None = None
+    print()
+    for name, fields in known.items():
+        if first is None:
+            first = fields
+            print(f"{name}  " + " ".join(f"{field}={value}" for field, value in sorted(fields.items())))
+            continue
+        changed = differences(first, fields)
+        why = ", ".join(f"{field} {there!r}, not {here!r}" for field, (here, there) in changed.items())
+        print(f"{name}  {why}")
+    if unknown := len(names) - len(known):
+        print(f"{unknown} fingerprints were made on other hosts: what they stand for is not known here")
 
 
 def verify(args: argparse.Namespace) -> int:

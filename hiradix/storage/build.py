@@ -9,6 +9,7 @@ from typing import Any
 
 from hiradix.storage.breaker import BreakerLimits
 from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.identities import remember
 from hiradix.storage.options import Options
 from hiradix.storage.protocol import StorageContext
 from hiradix.storage.registry import create_storage_backend
@@ -56,4 +57,5 @@ def open_storage(
     rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
     backend = wrap(create_storage_backend(name, inside), inside, wrappers)
+    remember(context.fingerprint)
     return GuardedStorage(backend, context.fingerprint, limits, clock)

@@ -1,0 +1,62 @@
+"""What fingerprints stand for, remembered on this host: a store keeps digests, people want to know why.
+
+One small file per fingerprint in the user's cache folder, written when a store is opened. A help for people
+alone: nothing that is read from there decides whether a page is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hiradix.storage.fingerprint import PageFingerprint
+
+logger = logging.getLogger(__name__)
+
+MOST = 1000
+SHOWN = 32  # hex digits by which stores name a fingerprint
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+def identities_folder() -> Path:
+    """Where they are remembered."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hiradix" / "fingerprints"
+
+
+def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
+    """Note what a fingerprint stands for. A folder that is full or cannot be written costs the note."""
+    if type(fingerprint) is not PageFingerprint:
+        return  # a tool's stand-in, which has the digest and not the fields
+    folder = folder or identities_folder()
+    target = folder / f"{fingerprint.digest()[:SHOWN]}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not target.exists() and len(os.listdir(folder)) < MOST:
+            written = target.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
+            written.replace(target)
+    except OSError as error:
+        logger.debug("a fingerprint is not remembered: %s", error)
+
+
+def recall(name: str, folder: Path | None = None) -> dict[str, Any] | None:
+    """The fields of the fingerprint that stores call `name`, or None where this host never opened it."""
+    if _NAME.fullmatch(name) is None:
+        return None
+    try:
+        fields = json.loads(((folder or identities_folder()) / f"{name}.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields in which two fingerprints differ: why pages of the one are misses for the other."""
+    names = sorted({*one, *other})
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}

@@ -1,0 +1,41 @@
+"""Models for the lane, and one vLLM without a connector to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.tiny_model import write_tiny_model
+from tests.vllm.player import Player
+
+Start = Callable[..., Player]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
+    """vLLM on the tiny model, without connector and prefix cache."""
+    player = Player(model, None, tmp_path_factory.mktemp("plain") / "log")
+    yield player
+    player.kill()
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts vLLM with our connector; everything started is ended with the test."""
+    players: list[Player] = []
+
+    def start_one(connector: dict[str, Any] | None, path: Path = model, **engine: Any) -> Player:
+        players.append(Player(path, connector, tmp_path / f"log{len(players)}", **engine))
+        return players[-1]
+
+    yield start_one
+    for player in players:
+        player.kill()

@@ -1,0 +1,202 @@
+"""One vLLM process that does as it is told: a line of JSON in, a line of JSON out behind `MARK`.
+
+python -m tests.vllm.play '{"engine": {LLM's arguments}, "connector": {extra config} or null}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+MARK = "@@"
+FIRST = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+TOP = 5
+
+
+class Play:
+    """The engine and what can be asked of it. Every answer is plain data."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        from hiradix.storage import register_storage_backend
+
+        register_storage_backend("naughty", "tests.vllm.naughty:Naughty")
+        transfer = setup["connector"]
+        if isinstance(transfer, dict) and "kv_connector" not in transfer:
+            transfer = {
+                "kv_connector": "HiRadixConnector", "kv_connector_module_path": "hiradix.adapters.vllm",
+                "kv_role": "kv_both", "kv_connector_extra_config": transfer,
+            }  # fmt: skip
+        config = None if transfer is None else KVTransferConfig(**transfer)
+        self.llm = LLM(**setup["engine"], kv_transfer_config=config)
+        self.preemptions = 0
+        self._count_preemptions()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+
+    def _count_preemptions(self) -> None:
+        if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1":
+            return
+        scheduler, whole = self._scheduler, self._scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preemptions += 1
+            return whole(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None) -> Any:
+        """Greedy answers: tokens, the most likely tokens' log probabilities at each, cached prompt tokens."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP)
+        extra = {} if salt is None else {"cache_salt": salt}
+        asked = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
+        outputs = self.llm.generate(asked, params, use_tqdm=False)  # type: ignore[arg-type]
+        return [_answer(output) for output in outputs]
+
+    def first_tokens(self, prompts: list[list[int]]) -> Any:
+        """One after the other: seconds to each prompt's first token, and how much of it was cached."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        rows = []
+        for prompt in prompts:
+            begin = time.perf_counter()
+            (output,) = self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            rows.append([time.perf_counter() - begin, output.num_cached_tokens or 0])
+        return rows
+
+    def storm(self, prompts: list[list[int]], max_tokens: int, keep: int) -> Any:
+        """All prompts at once; all but every `keep`-th are aborted at different steps. The kept answers."""
+        from vllm import SamplingParams
+
+        engine = self.llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP)
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"storm{number}", {"prompt_token_ids": prompt}, params)  # type: ignore[arg-type]
+        doomed = [number for number in range(len(prompts)) if number % keep]
+        answers: dict[str, Any] = {}
+        step = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    answers[output.request_id] = output
+            step += 1
+            if doomed and step % 2 == 0:
+                engine.abort_request([f"storm{doomed.pop(step % len(doomed))}"])
+        return {
+            number: _answer(answers[f"storm{number}"])
+            for number in range(len(prompts))
+            if f"storm{number}" in answers and number % keep == 0
+        }
+
+    def state(self) -> Any:
+        """The connector's figures, with its invariants checked, and how often vLLM preempted."""
+        connector = self._scheduler.connector
+        role = connector.scheduler
+        role.check()
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group().worker
+        told = {name: value for name, value in vars(role.figures).items()}
+        return {
+            **told, **{f"fetch_{name}": value for name, value in vars(role.fetches.figures).items()},
+            "preemptions": self.preemptions, "load_async": role.plan.load_async, "idle": role.is_idle,
+            "has_storage": role.has_storage, "host_pages": role.index.num_pages,
+            "storage": dict(worker.role.storage.stats()) if worker.role.storage is not None else None,
+            "groups": list(role.plan.groups), "waiting": len(role.requests),
+        }  # fmt: skip
+
+    def corrupt(self) -> Any:
+        """Flip a number in every host page: the identity checks must see what comes of it."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        role = get_kv_transfer_group().worker.role
+        for pair in role._controller._copies._pairs:
+            pair.host.buffer.view(pair.host.dtype).mul_(-1.0)
+        return True
+
+    def listen(self) -> Any:
+        """From now on keep what vLLM would publish."""
+        self.batches: list[Any] = []
+        scheduler = self._scheduler
+        scheduler.kv_event_publisher.publish = self.batches.append
+        self.told: dict[str, float] = {}
+        whole = scheduler.make_stats
+
+        def make_stats(*args: Any, **kwargs: Any) -> Any:
+            from hiradix.adapters.vllm.stats import HiRadixStats
+
+            for stats in (*args, *kwargs.values()):
+                if isinstance(stats, HiRadixStats):
+                    self.told = HiRadixStats(self.told).aggregate(stats).data
+            return whole(*args, **kwargs)
+
+        scheduler.make_stats = make_stats
+        return True
+
+    def heard(self) -> Any:
+        """Per event its medium and the blocks stored and removed."""
+        shown = []
+        for event in (event for batch in self.batches for event in batch.events):
+            names = [str(name) for name in getattr(event, "block_hashes", ())]
+            kind = type(event).__name__
+            shown.append(
+                {
+                    "medium": getattr(event, "medium", None),
+                    "stored": names if kind == "BlockStored" else [],
+                    "removed": names if kind == "BlockRemoved" else [],
+                }
+            )
+        return shown
+
+    def figures(self) -> Any:
+        """What vLLM's log and metrics were given since `listen`, summed."""
+        return self.told
+
+    def reset(self) -> Any:
+        """vLLM's own call to forget its prefix cache and the connector's."""
+        return self._scheduler.reset_prefix_cache(reset_connector=True)
+
+    def fault(self, mode: str) -> Any:
+        """How the naughty backend behaves from now on."""
+        from tests.vllm.naughty import Naughty
+
+        Naughty.mode = mode
+        return True
+
+    def stop(self) -> Any:
+        """vLLM's own end, which ends the connectors of all workers."""
+        self.llm.llm_engine.engine_core.shutdown()
+        return True
+
+
+def _answer(output: Any) -> Any:
+    one = output.outputs[0]
+    tops = [{str(token): entry.logprob for token, entry in top.items()} for top in one.logprobs]
+    return {"tokens": list(one.token_ids), "logprobs": tops, "cached": output.num_cached_tokens}
+
+
+def main() -> None:
+    for name, value in FIRST.items():
+        os.environ.setdefault(name, value)
+    play = Play(json.loads(sys.argv[1]))
+    print(MARK, json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(MARK, json.dumps(getattr(play, asked.pop("do"))(**asked)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

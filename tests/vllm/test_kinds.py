@@ -1,0 +1,113 @@
+"""Kinds of models and engines: windows, several workers, SmolLM2, and the KV events of the host tier."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vllm.player import Player, assert_same, cached
+from tests.vllm.test_host import conversation
+
+Start = Callable[..., Player]
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "head_dim": 32,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def checkpoint(folder: Path, kind: str, **fields: Any) -> Path:
+    """A seeded model of transformers' class `kind`."""
+    import transformers
+
+    text = f"{kind}TextConfig"
+    name = text if hasattr(transformers, text) else f"{kind}Config"
+    torch.manual_seed(3)
+    config = getattr(transformers, name)(**SIZES | fields)
+    getattr(transformers, f"{kind}ForCausalLM")(config).float().eval().save_pretrained(folder)
+    return folder
+
+
+def both(start: Start, path: Path, extra: dict[str, Any], **engine: Any) -> tuple[Player, Player]:
+    """With and without us, started together."""
+    return start(None, path, **engine), start({"hicache_size": 0.1, **extra}, path, **engine)
+
+
+def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
+    """Two KV cache groups under vLLM's hybrid allocator; a window's host pages cover what a hit reads."""
+    path = checkpoint(
+        tmp_path / "gemma", "Gemma3", query_pre_attn_scalar=32, sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    prompts = [conversation(seed, 200 + 70 * seed) for seed in range(4)]
+    plain, ours = both(start, path, {}, skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False)
+    expected = plain.generate(prompts, max_tokens=40)
+    assert_same(expected, ours.generate(prompts, max_tokens=40))
+    again = ours.generate(prompts, max_tokens=40)
+    assert cached(again) == sum((len(prompt) - 1) // 32 * 32 for prompt in prompts)
+    assert_same(expected, again)
+    longer = [prompt + answer["tokens"] for prompt, answer in zip(prompts, expected, strict=True)]
+    assert_same(plain.generate(longer), ours.generate(longer))
+    state = ours.state()
+    assert len(state["groups"]) == 2 and state["load_async"] and state["load_failed"] == 0
+
+
+def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
+    """Two tensor parallel ranks: each saves, stores and loads its own half."""
+    keys = {
+        "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": {
+            "file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": 32,
+        },
+    }  # fmt: skip
+    prompts = [conversation(seed, 300) for seed in range(3)]
+    plain = start(None)
+    expected = plain.generate(prompts)
+    for want in (0, 3 * 288):
+        ours = start({"hicache_size": 0.05, **keys}, tensor_parallel_size=2)
+        answers = ours.generate(prompts)
+        assert cached(answers) == want
+        assert_same(expected, answers)
+        assert cached(ours.generate(prompts)) == 3 * 288
+        ours.stop()
+
+
+def test_events_name_host_blocks_as_vllm_does(start: Start) -> None:
+    """What enters and leaves the host, with the hashes vLLM's own events have."""
+    ours = start(
+        {"hicache_size": 0.002}, enable_prefix_caching=True, num_gpu_blocks_override=80,
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+    )  # fmt: skip
+    ours.ask("listen")
+    for seed in range(12):
+        ours.generate([conversation(seed, 200)])
+    events = ours.ask("heard")
+    on_device = {name for event in events if event["medium"] == "GPU" for name in event["stored"]}
+    stored = [name for event in events if event["medium"] == "CPU" for name in event["stored"]]
+    removed = [name for event in events if event["medium"] == "CPU" for name in event["removed"]]
+    assert stored and removed and set(stored) <= on_device and set(removed) < set(stored)
+    figures = ours.ask("figures")
+    assert figures["saved_pages"] == len(stored) and figures["write_through_bytes"] > 0
+
+
+@pytest.mark.parametrize("served", ["SmolLM2"])
+def test_a_real_model(start: Start, tmp_path_factory: pytest.TempPathFactory, served: str) -> None:
+    """SmolLM2-135M on conversations: the next turn begins where the last answer ended."""
+    from hiradix.engine.smollm2 import smollm2_path
+
+    path = smollm2_path(dtype="float32")
+    engine = {"max_model_len": 1024, "max_num_seqs": 4}
+    plain, ours = both(start, path, {}, **engine)
+    turns = [conversation(3, 300), conversation(4, 260)]
+    for _ in range(2):
+        expected = plain.generate(turns, max_tokens=24)
+        got = ours.generate(turns, max_tokens=24)
+        assert_same(expected, got)
+        turns = [turn + answer["tokens"] + [17, 18, 19] * 8 for turn, answer in zip(turns, expected)]
+    assert cached(got) >= sum((len(turn) - 24 - 24 - 32) // 32 * 32 for turn in turns) - 128
+    assert json.dumps(ours.state()["load_failed"]) == "0"

@@ -1,0 +1,135 @@
+"""Storage behind a real vLLM: restarts, kinds of stores, stores that fail, one store for two engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.engine import Engine, EngineConfig, SamplingParams
+from hiradix.storage_tools import main as storage_tool
+from tests.engine.driving import serve
+from tests.storage_servers.servers import Server, redis_like
+from tests.vllm.player import Player, assert_same, cached
+from tests.vllm.test_host import conversation, shared_prefixes
+
+Start = Callable[..., Player]
+PROMPTS = [conversation(50 + seed, 300) for seed in range(4)]
+PAGES = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
+
+
+def with_storage(name: str, policy: str = "wait_complete", **keys: Any) -> dict[str, Any]:
+    return {
+        "hicache_size": 0.1,
+        "hicache_storage_backend": name,
+        "hicache_storage_prefetch_policy": policy,
+        "hicache_storage_backend_extra_config": {"prefetch_threshold": 32, **keys},
+        "served_model_name": "tiny",
+    }
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Server]:
+    server = redis_like("redis-server", tmp_path / "redis").start()
+    yield server
+    server.kill()
+
+
+@pytest.mark.parametrize("kind", ["file", "disk", "redis"])
+def test_a_restart_is_served_from_storage(
+    start: Start, plain: Player, tmp_path: Path, kind: str, redis: Server
+) -> None:
+    keys = {
+        "file": {"file_storage_path": str(tmp_path / "pages")},
+        "disk": {"disk_storage_path": str(tmp_path / "pages"), "max_size": "64MiB"},
+        "redis": {"url": f"redis://127.0.0.1:{redis.port}/0"},
+    }[kind]
+    expected = plain.generate(PROMPTS)
+    first, second = start(with_storage(kind, **keys)), None
+    assert_same(expected, first.generate(PROMPTS))
+    first.stop()
+    second = start(with_storage(kind, **keys))
+    again = second.generate(PROMPTS)
+    assert cached(again) == PAGES * 32
+    assert_same(expected, again)
+    state = second.state()
+    assert state["fetch_read"] == PAGES and state["stored_pages"] == 0
+
+
+@pytest.mark.parametrize("mode", ["hang", "raise", "lie"])
+def test_a_store_that_misbehaves_costs_hits_and_nothing_else(start: Start, plain: Player, mode: str) -> None:
+    ours = start(
+        with_storage("naughty", "timeout", deadline_s=0.3, prefetch_timeout_base=0.5),
+        num_gpu_blocks_override=80,
+    )
+    prompts = shared_prefixes(24)
+    expected = plain.generate(prompts)
+    assert_same(expected, ours.generate(prompts))
+    assert ours.ask("reset")
+    ours.ask("fault", mode=mode)
+    assert_same(expected, ours.generate(prompts))
+    state = ours.state()
+    assert state["fetch_read"] == 0, "nothing of what it gave was taken"
+    figures = state["storage"]
+    assert figures["breaker_opened"] > 0 or figures.get("get_missed_damaged", 0) > 0
+    ours.ask("fault", mode="")
+
+
+def test_a_store_that_is_killed(start: Start, plain: Player, redis: Server) -> None:
+    keys = {"url": f"redis://127.0.0.1:{redis.port}/0", "deadline_s": 0.5, "prefetch_timeout_base": 0.5}
+    ours = start(with_storage("redis", "timeout", **keys))
+    expected = plain.generate(PROMPTS)
+    assert_same(expected, ours.generate(PROMPTS[:2]) + ours.generate(PROMPTS[2:]))
+    redis.kill()
+    assert ours.ask("reset")
+    assert_same(expected, ours.generate(PROMPTS))
+    assert_same(expected, ours.generate(PROMPTS))
+    assert ours.state()["loaded_pages"] == PAGES, "the host tier goes on alone"
+
+
+def test_one_store_for_two_engines(
+    start: Start, plain: Player, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What vLLM wrote the reference engine hits, and back; another page size or model name is a miss."""
+    keys = {"file_storage_path": str(tmp_path / "pages")}
+    expected = plain.generate(PROMPTS)
+    ours = start(with_storage("file", **keys))
+    assert_same(expected, ours.generate(PROMPTS[:2]))
+    ours.stop()
+    hits, answers = reference_engine(model, tmp_path, PROMPTS, name="tiny", page_size=32)
+    assert hits == [288, 288, 0, 0]
+    assert answers == [answer["tokens"] for answer in expected]
+    back = start(with_storage("file", **keys)).generate(PROMPTS)
+    assert [answer["cached"] for answer in back] == [288] * 4, "the last two were written by the other engine"
+    assert_same(expected, back)
+    for name, size in (("other", 32), ("tiny", 64)):
+        hits, _ = reference_engine(model, tmp_path, PROMPTS[:1], name=name, page_size=size)
+        assert hits == [0]
+    storage_tool(["stat", f"file://{tmp_path / 'pages'}"])
+    shown = capsys.readouterr().out
+    assert "model_id='other'" in shown or "model_id 'other', not 'tiny'" in shown, shown
+    assert "page_size 64, not 32" in shown, shown
+
+
+def reference_engine(
+    model: Path, folder: Path, prompts: list[list[int]], *, name: str, page_size: int
+) -> tuple[list[int], list[list[int]]]:
+    """Cached tokens and answers of our own engine over the same store, empty pools."""
+    extra = ExtraConfig.from_mapping({"file_storage_path": str(folder / "pages"), "prefetch_threshold": 32})
+    cache = HiCacheConfig(
+        page_size=page_size, enable_hierarchical_cache=True, hicache_size=0.1,
+        hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_backend_extra_config=extra,
+    )  # fmt: skip
+    engine = Engine(EngineConfig(str(model), model_name=name, max_total_tokens=4096, cache=cache))
+    params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    try:
+        answers = serve(engine, prompts, params)
+        assert engine.drain(30.0)
+    finally:
+        engine.close()
+    hits = [answer.usage.cached_tokens if answer.usage else 0 for answer in answers]
+    return hits, [answer.token_ids for answer in answers]
