@@ -95,7 +95,6 @@ class Rig:
         inner = build_prefix_cache(config, own_params(params), pool, ModelIdentity("rig"), runtime)
         assert isinstance(inner, HiRadixCache)
         self.cache = HiRadixHostCache(params, inner, ControllerView(inner.layer_done_counter))
-        self.cache.show_storage()
         self._num_requests = 0
 
     # -- one request, as SGLang's scheduler leads it -------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
 from tests.sglang.models import write_latent_model, write_window_model
 from tests.sglang.prompts import families, prompts, tokens
-from tests.sglang.server import ADMIN_KEY, Reference, Server
+from tests.sglang.server import ADMIN_KEY, Apart, Server
 
 LENGTH = 300
 WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
@@ -55,16 +55,6 @@ def windows(servers_of_kinds: dict[str, Server]) -> Iterator[Server]:
     yield server
     server.flush()
     server.assert_healthy()
-
-
-class Apart(Reference):
-    """Answers of the same server, each in a namespace of its own, where nothing is cached."""
-
-    def prepare(self, prompts: list[list[int]], num_tokens: int = 6) -> None:  # type: ignore[override]
-        for number, prompt in enumerate(prompts):
-            answer = self.server.ask(prompt, num_tokens, extra_key=f"apart-{number}")
-            assert answer.cached == 0
-            self._known[tuple(prompt), num_tokens] = answer
 
 
 def test_sliding_windows_are_served_from_two_pools(windows: Server) -> None:

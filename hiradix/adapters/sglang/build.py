@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
-from hiradix.adapters.sglang.support import Api, api_of, installed_version, refusal, refuse_flags
+from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
 from hiradix.config import ExtraConfig, HiCacheConfig, parse_extra_config
-from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
     CacheInitParams,
@@ -37,25 +35,24 @@ def build_cache(context: Any) -> Any:
         from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
         return default_radix_cache_factory(context)
-    if api_of(BasePrefixCache) is not Api.CHECKPOINT:
-        raise ConfigError(f"--radix-cache-backend hiradix: SGLang {installed_version()} is too old")
-    flags = _Flags(context.server_args)
+    api, flags = api_of(BasePrefixCache), _Flags(context.server_args)
     refuse_flags(flags)
     _refuse_models(context, flags)
-    return _build(context, flags)
+    if api is Api.FINISHED_REQ:
+        _refuse_legacy(context, flags)
+    return _build(context, flags, api)
 
 
 class _Flags:
     """SGLang's options as they are in effect; what resolution and the admin API changed is in."""
 
     def __init__(self, server_args: Any):
-        from sglang.srt import runtime_context
-
-        self._sources = [
-            getattr(runtime_context, name)()
-            for name in ("get_memory", "get_serving", "get_disagg")
-            if hasattr(runtime_context, name)
-        ]
+        try:
+            from sglang.srt import runtime_context as resolved
+        except ImportError:  # older ones change their arguments in place
+            resolved = None
+        names = ("get_memory", "get_serving", "get_disagg")
+        self._sources = [getattr(resolved, name)() for name in names if hasattr(resolved, name)]
         self._sources.append(server_args)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,29 +85,49 @@ def _refuse_windows(context: Any) -> None:
         raise refusal("This model", "its sliding windows belong to requests, not to pages")
 
 
-def _build(context: Any, flags: Any) -> Any:
-    from hiradix.adapters.sglang.cache import HiRadixPrefixCache
-    from hiradix.adapters.sglang.tiers import HiRadixHostCache
+def _refuse_legacy(context: Any, flags: Any) -> None:
+    """What needs more than the older contract has."""
+    needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
+    if context.is_hybrid_swa:
+        raise refusal("This model", f"it mixes full attention and sliding windows, and {needs}")
+    if flags.hicache_storage_backend is not None:
+        raise refusal(f"--hicache-storage-backend {flags.hicache_storage_backend}", needs)
+    if context.params.enable_kv_cache_events:
+        raise refusal("--kv-events-config", needs)
 
-    params, config = context.params, _config(context, flags)
-    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+
+def _build(context: Any, flags: Any, api: Api) -> Any:
+    params = context.params
     device = torch.device(params.token_to_kv_pool_allocator.device)
     streams = FencedStreams(device) if device.type == "cuda" else None
-    runtime = None if streams is None else Runtime(streams=streams)
-    inner: RadixCache
-    if context.is_hybrid_swa:
-        inner = build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
-    else:
-        pool = device_pool(kvcache, params.page_size)
-        inner = build_prefix_cache(config, own_params(params), pool, _identity(context, flags), runtime)
-    if not isinstance(inner, HiRadixCache):
+    inner = _inner(context, flags, None if streams is None else Runtime(streams=streams))
+    controller = None
+    if isinstance(inner, HiRadixCache):
+        controller = ControllerView(inner.layer_done_counter, streams)
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        kvcache.register_layer_transfer_counter(controller.layer_done_counter)
+        context.tp_worker.register_hicache_layer_transfer_counter(controller.layer_done_counter)
+    if api is Api.FINISHED_REQ:
+        from hiradix.adapters.sglang.legacy import HiRadixLegacyCache
+
+        return HiRadixLegacyCache(params, inner, controller)
+    if not isinstance(inner, HiRadixCache) or controller is None:
+        from hiradix.adapters.sglang.cache import HiRadixPrefixCache
+
         return HiRadixPrefixCache(params, inner)
-    counter = inner.layer_done_counter
-    kvcache.register_layer_transfer_counter(counter)
-    context.tp_worker.register_hicache_layer_transfer_counter(counter)
-    cache = HiRadixHostCache(params, inner, ControllerView(counter, streams))
-    cache.show_storage()
-    return cache
+    from hiradix.adapters.sglang.tiers import HiRadixHostCache
+
+    return HiRadixHostCache(params, inner, controller)
+
+
+def _inner(context: Any, flags: Any, runtime: Runtime | None) -> RadixCache:
+    """Our cache over SGLang's pools, device only or with host and storage."""
+    params, config = context.params, _config(context, flags)
+    kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    if context.is_hybrid_swa:
+        return build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
+    pool = device_pool(kvcache, params.page_size)
+    return build_prefix_cache(config, own_params(params), pool, _identity(context, flags), runtime)
 
 
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:
@@ -149,7 +166,7 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
         "disable_radix_cache": False,
         "hicache_host_memory_fraction": 1.0,
         "hicache_storage_backend_extra_config": _extra_config(flags),
-        "radix_eviction_policy_config": _mapping(context.params.eviction_policy_config),
+        "radix_eviction_policy_config": _policy_config(context.params),
     }
     if not context.enable_hierarchical_cache:
         taken["hicache_storage_backend"] = None
@@ -164,8 +181,8 @@ def _extra_config(flags: Any) -> ExtraConfig:
     return extra
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return dict(value or {})
+def _policy_config(params: Any) -> dict[str, Any]:
+    return dict(getattr(params, "eviction_policy_config", None) or {})
 
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
@@ -179,8 +196,8 @@ def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheI
         page_size=params.page_size,
         is_eagle=params.is_eagle,
         eviction_policy=params.eviction_policy,
-        eviction_policy_config=dict(params.eviction_policy_config or {}),
-        sliding_window_size=params.swa_retain_window,
+        eviction_policy_config=_policy_config(params),
+        sliding_window_size=getattr(params, "swa_retain_window", None),
         agree=least_over(group) if several else None,
     )
 

@@ -34,6 +34,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._has_unclaimed_load = False
         assert inner.cache.prefetcher is not None
         self._prefetcher = inner.cache.prefetcher
+        self.show_storage()
 
     # -- every scheduler step -----------------------------------------------------------
 

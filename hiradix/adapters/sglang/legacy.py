@@ -1,0 +1,159 @@
+"""The prefix cache for SGLangs with `cache_finished_req` (0.5.15), over device and host.
+
+Their scheduler reads hashes and residencies off the nodes themselves before it prefetches, so storage needs a
+newer SGLang.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+
+from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
+from hiradix.cache.pages import BACKBONE
+from hiradix.prefix_cache import EvictParams as OwnEvictParams
+from hiradix.prefix_cache import HiRadixCache, RadixCache, RadixKey
+from hiradix.prefix_cache import MatchPrefixParams as OwnMatchPrefixParams
+from hiradix.tree import Lock, Node, Tier
+
+
+class LegacyRequest:
+    """SGLang's request with the names of our contract. What is set on it is set on SGLang's."""
+
+    __slots__ = ("_req",)
+
+    def __init__(self, req: Any):
+        object.__setattr__(self, "_req", req)
+
+    @property
+    def fill_ids(self) -> Any:
+        get: Any = getattr(self._req, "get_fill_ids", None)
+        return self._req.fill_ids if get is None else get()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._req, name, value)
+
+
+class HiRadixLegacyCache(BasePrefixCache):  # type: ignore[misc]
+    """hiradix's radix tree as the `tree_cache` of an older SGLang, with a host tier if `inner` has one."""
+
+    def __init__(self, params: Any, inner: RadixCache, controller: ControllerView | None):
+        self.inner = inner
+        self.disable = False
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.device = torch.device(params.token_to_kv_pool_allocator.device)
+        self.enable_storage = False
+        self.hicache_storage_pass_prefix_keys = False
+        self.cache_controller = controller
+        if isinstance(inner, HiRadixCache):
+            host = inner.cache.supply.host_pools[BACKBONE]
+            self.token_to_kv_pool_host = HostPoolView(host, self.page_size)
+
+    @property
+    def root_node(self) -> Node:
+        return self.inner.root_node
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        key = params.key
+        limit = getattr(key, "limit", None)
+        tokens = key.token_ids if limit is None else key.token_ids[:limit]
+        own = RadixKey(tokens, key.extra_key, key.is_bigram, cache_salt=getattr(key, "cache_salt", None))
+        found = self.inner.match_prefix(OwnMatchPrefixParams(own))
+        host_node = found.last_host_node
+        return MatchResult(
+            found.device_indices, found.last_device_node, host_node, host_node, found.host_hit_length
+        )
+
+    def cache_unfinished_req(self, req: Any, chunked: bool = False, **_: Any) -> None:
+        ours: Any = LegacyRequest(req)
+        self.inner.cache_unfinished_req(ours, chunked)
+
+    def cache_finished_req(self, req: Any, is_insert: bool = True, **_: Any) -> None:
+        ours: Any = LegacyRequest(req)
+        self.inner.cache_finished_req(ours, is_insert)
+
+    def inc_lock_ref(self, node: Node) -> IncLockRefResult:
+        return IncLockRefResult(delta=self.inner.inc_lock_ref(node).delta)
+
+    def dec_lock_ref(self, node: Node, params: Any = None, **_: Any) -> DecLockRefResult:
+        before = self.inner.evictable_size()
+        self.inner.tree.unlock(Lock(node, Tier.DEVICE, (0,)))
+        return DecLockRefResult(delta=self.inner.evictable_size() - before)
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        return EvictResult(self.inner.evict(OwnEvictParams(params.num_tokens)).num_tokens_evicted)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[torch.Tensor, Node]:
+        return self.inner.init_load_back(params.best_match_node, params.host_hit_length, params.mem_quota)
+
+    def check_hicache_events(self) -> None:
+        self.inner.check_hicache_events()
+
+    flush_write_through_acks = check_hicache_events
+
+    def ready_to_load_host_cache(self) -> int:
+        return self.inner.ready_to_load_host_cache()
+
+    @property
+    def ongoing_write_through(self) -> Any:
+        return self.inner.ongoing_write_through
+
+    @property
+    def ongoing_load_back(self) -> Any:
+        return self.inner.ongoing_load_back
+
+    def attach_storage_backend(self, **_: Any) -> tuple[bool, str]:
+        return False, "hiradix: storage needs SGLang 0.5.23 or newer"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return True, "HiCache storage backend is detached."
+
+    def clear_storage_backend(self) -> bool:
+        return False
+
+    def release_aborted_request(self, rid: str) -> None:
+        """Nothing is kept of requests that wait."""
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+    def evictable_size(self) -> int:
+        return self.inner.evictable_size()
+
+    def full_evictable_size(self) -> int:
+        return self.inner.evictable_size()
+
+    def protected_size(self) -> int:
+        return self.inner.protected_size()
+
+    def full_protected_size(self) -> int:
+        return self.inner.protected_size()
+
+    def total_size(self) -> Any:
+        return self.inner.total_size()
+
+    def all_values_flatten(self) -> torch.Tensor:
+        return self.inner.all_values_flatten()
+
+    def pretty_print(self) -> None:
+        self.inner.pretty_print()
+
+    def sanity_check(self) -> None:
+        self.inner.check()

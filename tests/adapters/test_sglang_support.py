@@ -1,0 +1,128 @@
+"""What the SGLang adapter says where it cannot serve, without SGLang: versions, flags, pools."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hiradix.adapters.sglang import plugin
+from hiradix.adapters.sglang.ports import AllocatorPort, HybridPort
+from hiradix.adapters.sglang.support import Api, api_of, refuse_flags
+from hiradix.errors import ConfigError
+from hiradix.memory import HybridSlotAllocator
+
+
+def base_class(*abstract: str) -> type:
+    return type("BasePrefixCache", (), {"__abstractmethods__": frozenset(abstract)})
+
+
+def test_the_contract_is_told_by_what_it_asks_for() -> None:
+    assert api_of(base_class("reset", "match_prefix", "checkpoint")) is Api.CHECKPOINT
+    assert api_of(base_class("reset", "cache_finished_req", "cache_unfinished_req")) is Api.FINISHED_REQ
+
+
+def test_an_unknown_contract_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9")
+    with pytest.raises(ConfigError, match=r"SGLang 9\.9\.9 is not supported.*Tested with SGLang 0\.5\.23"):
+        api_of(base_class("reset", "something_new"))
+
+
+def test_an_sglang_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.registry", None)
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "0.5.9")
+    with pytest.raises(ConfigError, match=r"SGLang 0\.5\.9 is not supported: it has no .*registry"):
+        plugin.activate()
+
+
+@pytest.mark.parametrize(
+    "attribute", ["enable_lmcache", "enable_flexkv", "enable_unified_memory", "enable_session_radix_cache"]
+)
+def test_an_option_that_cannot_be_served_is_named(attribute: str) -> None:
+    flag = "--" + attribute.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"^{flag} is not supported with --radix-cache-backend hiradix: "):
+        refuse_flags(SimpleNamespace(**{attribute: True}))
+    refuse_flags(SimpleNamespace(**{attribute: False}))
+
+
+class Registry(ModuleType):
+    """SGLang's registry module, as far as the entry point uses it."""
+
+    def __init__(self) -> None:
+        super().__init__("registry")
+        self.factories: dict[str, object] = {}
+
+    def registered_radix_cache_backends(self) -> list[str]:
+        return list(self.factories)
+
+    def register_radix_cache_backend(self, name: str, factory: object) -> None:
+        assert name not in self.factories
+        self.factories[name] = factory
+
+
+def test_activation_registers_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.registry", registry)
+    plugin.activate()
+    plugin.activate()
+    assert registry.factories == {"hiradix": plugin.make_cache}
+
+
+class FreeList:
+    """SGLang's paged allocator, whose `free_pages` is a tensor."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        self.page_size, self.size, self.device = page_size, num_pages * page_size + 1, "cpu"
+        self.free_pages = torch.arange(1, num_pages + 1)
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * self.page_size
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        count = need_size // self.page_size
+        if count > len(self.free_pages):
+            return None
+        pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+        return (pages[:, None] * self.page_size + torch.arange(self.page_size)).reshape(-1)
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        self.free_pages = torch.cat([self.free_pages, page_ids])
+
+
+def test_pages_of_a_foreign_allocator() -> None:
+    allocator = FreeList(4, 8)
+    port = AllocatorPort(allocator, 8)
+    assert port.size == 32
+    pages = port.alloc_pages(3)
+    assert pages is not None and pages.tolist() == [1, 2, 3]
+    assert port.alloc_pages(2) is None and port.available_size() == 8
+    port.free_pages(np.array([3, 1], np.int32))
+    assert port.available_size() == 24 and allocator.free_pages.tolist() == [4, 3, 1]
+
+
+class StrictHybrid(HybridSlotAllocator):
+    """As SGLang's: `free_full` and `free_swa` refuse slots that are not what they say."""
+
+    def free_swa(self, free_index: torch.Tensor) -> None:
+        assert (self.full_to_swa_index_mapping[free_index] > 0).all(), "no window slot beside one"
+        super().free_swa(free_index)
+
+    def free_full(self, free_index: torch.Tensor) -> None:
+        assert (self.full_to_swa_index_mapping[free_index] == 0).all(), "a window slot is left beside one"
+        self.full_attn_allocator.free(free_index)
+
+
+def test_full_slots_are_freed_with_and_without_windows() -> None:
+    allocator = StrictHybrid(8 * 4, 8 * 4, 4)
+    port = HybridPort(allocator, 4)
+    slots = allocator.alloc(16)
+    assert slots is not None
+    port.free_swa(slots[:8])
+    assert (port.full_available_size(), port.swa_available_size()) == (16, 24)
+    port.free(slots)
+    assert (port.full_available_size(), port.swa_available_size()) == (32, 32)

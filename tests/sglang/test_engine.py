@@ -1,0 +1,46 @@
+"""SGLang's Engine with other flags than the live servers have: page sizes, write-back, layouts, orders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.sglang.engine_run import run
+from tests.sglang.prompts import prompts
+from tests.sglang.server import Reference
+
+LENGTH = 200
+BASE: dict[str, Any] = {
+    "radix_cache_backend": "hiradix", "max_total_tokens": 1024, "max_running_requests": 4,
+    "chunked_prefill_size": 64,
+}  # fmt: skip
+
+
+def assert_same(asked: list[list[int]], rounds: list[Any], reference: Reference) -> None:
+    reference.prepare(asked)
+    for answers in rounds:
+        for prompt, (tokens, _, _) in zip(asked, answers, strict=True):
+            assert tuple(tokens) == reference.answer(prompt).tokens
+
+
+def test_write_back_with_pages_of_one_token(model: Path, reference: Reference) -> None:
+    flags = BASE | {
+        "page_size": 1, "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
+        "radix_eviction_policy": "slru", "hicache_write_policy": "write_back",
+        "hicache_mem_layout": "layer_first", "hicache_io_backend": "direct",
+    }  # fmt: skip
+    asked = prompts(10, LENGTH, "write back")
+    rounds = run(dict(os.environ), model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    assert [cached for _, cached, _ in rounds[0]] == [0] * len(asked)
+    assert [cached for _, cached, _ in rounds[1]] == [LENGTH - 1] * len(asked)
+    assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 4
+    assert_same(asked, rounds, reference)
+
+
+def test_the_device_alone_without_overlap(model: Path, reference: Reference) -> None:
+    flags = BASE | {"page_size": 32, "disable_overlap_schedule": True, "radix_eviction_policy": "lfu"}
+    asked = prompts(3, LENGTH, "device alone")
+    rounds = run(dict(os.environ), model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 32 * 32] * len(asked)
+    assert_same(asked, rounds, reference)
