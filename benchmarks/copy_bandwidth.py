@@ -1,25 +1,28 @@
 """How fast do pages move between the pools, and how near is that to what the machine can do at all?
 
-    python benchmarks/copy_bandwidth.py [--device cuda] [--out results.json]
+    python benchmarks/copy_bandwidth.py [--device cuda] [--out benchmarks/results/NAME.json]
 
-Prints the ceilings (one large copy each way and, on CUDA, both ways at once), then every transport per page
-size, layout and model shape, as GB/s and as a share of the ceiling. Every transport's copy is compared byte
-for byte with the torch transport's before it is timed. On a CPU the ceiling is one contiguous copy on one
-thread.
+Prints the ceilings (one pinned copy of 1 GiB each way and both ways at once), then every transport per page
+size, layout and model shape as GB/s and as a share of the ceiling; then how much matrix products slow down
+beside the copies, and how much of a load back a forward pass hides. Every transport's copy is compared byte
+for byte with the torch transport's before it is timed. Without a GPU it says so and runs the rows a CPU has:
+the ceiling is one contiguous copy on one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import common
+import copy_overlap
 import numpy as np
 import torch
 
@@ -29,23 +32,29 @@ from hiradix.memory import (
     HostPool,
     KVShape,
     MLAShape,
+    SparseMLAShape,
     TorchTransport,
     Transport,
-    token_bytes,
+    make_transport,
+    page_bytes,
 )
-from hiradix.memory.choose import choose_transport
 from hiradix.memory.copy_plan import plan_copies
-from hiradix.memory.dma_transport import DmaTransport, memmove_pieces
+from hiradix.memory.dma_transport import DmaTransport, cuda_pieces, memmove_pieces
+from hiradix.memory.packing_transport import PackingTransport
+from hiradix.memory.sgl_transport import SglKernelTransport, find_kernels
 
 SHAPES: dict[str, CacheShape] = {
     "MHA-8B": KVShape(32, 8, 128, 128, torch.bfloat16),
     "MHA-70B-TP8": KVShape(80, 1, 128, 128, torch.bfloat16),
     "MLA": MLAShape(61, 512, 64, torch.bfloat16),
+    "DSA": SparseMLAShape(61, 512, 64, torch.bfloat16),
     "SmolLM2-fp32": KVShape(30, 3, 64, 64, torch.float32),
 }
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_blob")
-PAGE_SIZES = (1, 16, 64)
+PAGE_SIZES = (64, 16, 1)
 PROGRAMS = (2, 4, 8, 16, 32)
+STAGES = (1, 3)
+SLOW_S = 0.5  # a copy that takes longer is timed once
 
 
 @dataclass(frozen=True)
@@ -63,27 +72,23 @@ class Row:
 
 
 class Clock:
-    """Median seconds of a call: wall clock on a CPU, events on the current stream on CUDA."""
+    """Median seconds of a call, until the copy has ended, with the host's part in it."""
 
     def __init__(self, cuda: bool, repeats: int) -> None:
         self._cuda = cuda
         self._repeats = repeats
 
     def seconds(self, call: Callable[[], None]) -> float:
-        call()
-        return statistics.median(self._once(call) for _ in range(self._repeats))
+        first = self.once(call)
+        repeats = 1 if first > SLOW_S else self._repeats
+        return statistics.median(self.once(call) for _ in range(repeats))
 
-    def _once(self, call: Callable[[], None]) -> float:
-        if not self._cuda:
-            begin = time.perf_counter()
-            call()
-            return time.perf_counter() - begin
-        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin_event.record()
+    def once(self, call: Callable[[], None]) -> float:
+        begin = time.perf_counter()
         call()
-        end_event.record()
-        end_event.synchronize()
-        return begin_event.elapsed_time(end_event) / 1000
+        if self._cuda:
+            torch.cuda.current_stream().synchronize()
+        return time.perf_counter() - begin
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Case:
 def make_case(shape_name: str, layout: str, page_size: int, args: argparse.Namespace) -> Case:
     """Pools of twice the pages that are copied, so that lists have holes."""
     shape = SHAPES[shape_name]
-    num_pages = max(2, int(args.megabytes * 1e6) // (token_bytes(shape) * page_size))
+    num_pages = max(2, int(args.megabytes * 1e6) // page_bytes(shape, page_size))
     device = DevicePool(shape, 2 * num_pages, page_size, args.device)
     host = HostPool(shape, 2 * num_pages, page_size, layout=layout, device=args.device)
     host.buffer.random_(0, 255)
@@ -148,30 +153,43 @@ def contents(case: Case, transport: Transport) -> torch.Tensor:
     return case.device.layer_views(0)[0].cpu().view(torch.uint8)
 
 
-class KernelWith:
-    """The kernel with a fixed number of programs, for the sweep."""
+class Named:
+    """A transport under another name."""
 
     note = ""
 
-    def __init__(self, num_programs: int) -> None:
-        from hiradix.memory.triton_transport import TritonTransport
-
-        self.name = f"triton x{num_programs}"
-        self.copy_pages = TritonTransport(num_programs=num_programs).copy_pages
+    def __init__(self, name: str, transport: Transport) -> None:
+        self.name = name
+        self.copy_pages = transport.copy_pages
 
 
-def transports(device: str) -> list[Transport]:
-    """What there is to compare on `device`."""
-    if not device.startswith("cuda"):
-        return [TorchTransport(), DmaTransport(memmove_pieces)]
-    return [choose_transport("direct", torch.device(device)), *(KernelWith(count) for count in PROGRAMS)]
+def transports(case: Case, args: argparse.Namespace) -> Iterator[Transport]:
+    """What there is to compare, each made when its turn comes."""
+    yield TorchTransport()
+    if not args.cuda:
+        packing = PackingTransport(TorchTransport(), memmove_pieces)
+        yield from (DmaTransport(memmove_pieces), Named("pack", packing))
+        yield Named("auto", make_transport("auto", args.device, (case.device, case.host)))
+        return
+    from hiradix.memory.triton_transport import TritonTransport
+
+    pieces = cuda_pieces()
+    if pieces is not None:
+        yield Named("dma" if pieces.batched else "dma, one by one", DmaTransport(pieces))
+        yield PackingTransport(TritonTransport(), pieces)
+    for stages in STAGES:
+        for count in PROGRAMS:
+            yield Named(f"triton x{count} s{stages}", TritonTransport("", count, stages))
+    kernels = find_kernels()
+    if kernels is not None:
+        yield SglKernelTransport(kernels, TorchTransport())
+    yield Named("auto", make_transport("auto", args.device, (case.device, case.host)))
 
 
 def ceilings(args: argparse.Namespace, clock: Clock) -> dict[str, float]:
     """GB/s of one contiguous copy of 1 GiB (CPU: of the case's size) to the device, to the host, and both."""
-    cuda = args.device.startswith("cuda")
-    num_bytes = 1 << 30 if cuda else int(args.megabytes * 1e6)
-    host, host_out = (torch.ones(num_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(2))
+    num_bytes = 1 << 30 if args.cuda else int(args.megabytes * 1e6)
+    host, host_out = (torch.ones(num_bytes, dtype=torch.uint8, pin_memory=args.cuda) for _ in range(2))
     device, device_in = (torch.ones(num_bytes, dtype=torch.uint8, device=args.device) for _ in range(2))
 
     def loads() -> None:
@@ -184,7 +202,7 @@ def ceilings(args: argparse.Namespace, clock: Clock) -> dict[str, float]:
         "to device": num_bytes / clock.seconds(loads) / 1e9,
         "to host": num_bytes / clock.seconds(writes) / 1e9,
     }
-    if cuda:
+    if args.cuda:
         found["both ways"] = 2 * num_bytes / clock.seconds(lambda: both(loads, writes)) / 1e9
     return found
 
@@ -201,7 +219,9 @@ def both(loads: Callable[[], None], writes: Callable[[], None]) -> None:
 
 def measure(case: Case, args: argparse.Namespace, clock: Clock, ceiling: dict[str, float]) -> Iterator[Row]:
     plan = plan_copies(case.host, case.device)[0].collapsed()
-    for transport in transports(args.device):
+    for transport in transports(case, args):
+        if time.monotonic() > args.deadline:
+            return
         check(case, transport)
         for direction in ("to host", "to device"):
             to_device = direction == "to device"
@@ -212,57 +232,99 @@ def measure(case: Case, args: argparse.Namespace, clock: Clock, ceiling: dict[st
             )  # fmt: skip
 
 
-def machine(device: str) -> dict[str, str]:
+def machine(device: str) -> dict[str, object]:
     """What the numbers were measured on."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "CPU"
-    return {
-        "device": name,
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    versions = {}
+    for package in ("torch", "triton", "numpy", "sgl-kernel"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    about = common.machine() | {"versions": versions, "device": "CPU"}
+    if device.startswith("cuda"):
+        about["device"] = torch.cuda.get_device_name(device)
+        about["cuda"] = torch.version.cuda
+    return about
 
 
-def main() -> None:
+def best(rows: list[Row]) -> Iterator[str]:
+    """The goals on a GPU: `auto` beside the ceiling, and the kernel beside the copy engines."""
+    for page_size, goal in ((64, 0.90), (16, 0.85)):
+        found = [row for row in rows if row.transport == "auto" and row.page_size == page_size]
+        if found:
+            least = min(found, key=lambda row: row.share)
+            where = f"{least.direction}, {least.shape}, {least.layout}"
+            yield f"auto at {page_size}-token pages: at least {least.share:.0%} ({where}); goal {goal:.0%}"
+    speeds: dict[tuple[object, ...], dict[str, float]] = {}
+    for row in rows:
+        if row.direction == "to device" and row.piece <= 16 << 10:
+            kind = row.transport.split(" ")[0]
+            own = speeds.setdefault((row.shape, row.layout, row.page_size), {})
+            own[kind] = max(own.get(kind, 0.0), row.gb_per_s)
+    ratios = [own["triton"] / own["dma"] for own in speeds.values() if {"triton", "dma"} <= own.keys()]
+    if ratios:
+        yield f"kernel over copy engines, pieces of 16 KiB or less: {min(ratios):.1f}x at least; goal 3x"
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--megabytes", type=float, default=None, help="bytes per copy; 1000 on CUDA, 64 on a CPU"
-    )
+    parser.add_argument("--megabytes", type=float, help="bytes per copy; 256 on CUDA, 64 on a CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shape", action="append", choices=list(SHAPES))
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES)
+    parser.add_argument("--budget-s", type=float, default=480.0, help="no new row is begun after so long")
     parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
     args = parser.parse_args()
-    cuda = args.device.startswith("cuda")
-    args.megabytes = args.megabytes or (1000 if cuda else 64)
+    args.cuda = args.device.startswith("cuda")
+    args.megabytes = args.megabytes or (256 if args.cuda else 64)
+    args.deadline = time.monotonic() + args.budget_s
+    return args
+
+
+def main() -> None:
+    args = parse()
     torch.set_num_threads(1)
-    clock = Clock(cuda, args.repeats)
-    stream = torch.cuda.stream(torch.cuda.Stream()) if cuda else torch.no_grad()
-    with stream:
-        run(args, clock)
+    with torch.cuda.stream(torch.cuda.Stream()) if args.cuda else torch.no_grad():
+        run(args, Clock(args.cuda, args.repeats))
 
 
 def run(args: argparse.Namespace, clock: Clock) -> None:
     """Measure everything asked for, a printed line each, and keep the raw numbers."""
     about, ceiling, rows = machine(args.device), ceilings(args, clock), []
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ")
+    if not args.cuda:
+        print("no GPU here: torch, memmove in place of the copy engines, and packing; nothing about a bus")
     print("ceiling:", ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in ceiling.items()))
     head = ("direction", "transport", "shape", "layout", "page", "piece", "GB/s", "share")
-    print("{:10} {:11} {:13} {:18} {:>4} {:>7} {:>6} {}".format(*head))
-    for shape_name in args.shape or SHAPES:
-        for layout in args.layout or LAYOUTS:
-            for page_size in PAGE_SIZES:
-                for row in measure(make_case(shape_name, layout, page_size, args), args, clock, ceiling):
-                    rows.append(row)
-                    print(
-                        f"{row.direction:10} {row.transport:11} {row.shape:13} {row.layout:18} "
-                        f"{row.page_size:4} {row.piece:7} {row.gb_per_s:6.1f} {row.share:4.0%}",
-                        flush=True,
-                    )
+    print("{:10} {:14} {:13} {:18} {:>4} {:>8} {:>6} {}".format(*head))
+    for case in cases(args):
+        for row in measure(case, args, clock, ceiling):
+            rows.append(row)
+            print(
+                f"{row.direction:10} {row.transport:14} {row.shape:13} {row.layout:18} "
+                f"{row.page_size:4} {row.piece:8} {row.gb_per_s:6.2f} {row.share:4.0%}",
+                flush=True,
+            )
+    if args.cuda:
+        print(*best(rows), sep="\n")
+    beside = copy_overlap.report(args, clock.once)
     if args.out is not None:
-        result = {"machine": about, "ceiling": ceiling, "rows": [asdict(row) for row in rows]}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": about, "ceiling": ceiling, "rows": [asdict(row) for row in rows], **beside}
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """The cases asked for, the large pages first; none begins after the deadline."""
+    for page_size in args.page_size or PAGE_SIZES:
+        for shape_name in args.shape or SHAPES:
+            if page_size != getattr(SHAPES[shape_name], "page_size", page_size):
+                continue
+            for layout in args.layout or LAYOUTS:
+                if time.monotonic() < args.deadline:
+                    yield make_case(shape_name, layout, page_size, args)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
 from hiradix.errors import ConfigError
 
-_INDEX_SCALE_SPAN = 128  # elements of an indexer key that share a scale
+_SCALE_SPAN = 128  # elements of an indexer key, or of a packed latent, that share a scale
 
 # Element types whose bytes are moved as they are. The integer of the same size stands in for them in index
 # operations, so that float8 and friends need no kernels of their own.
@@ -101,6 +101,12 @@ class MLAShape:
     def __post_init__(self) -> None:
         _require_sizes(self)
 
+    @classmethod
+    def packed_fp8(cls, num_layers: int, kv_lora_rank: int, qk_rope_head_dim: int, **more: int) -> Self:
+        """Rows as engines pack them: fp8 latents, a float32 scale per 128 of them, the rope part in bf16."""
+        scales = kv_lora_rank // _SCALE_SPAN * 4
+        return cls(num_layers, kv_lora_rank + scales, 2 * qk_rope_head_dim, torch.uint8, **more)
+
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         return (ArraySpec("latent", 1, self.kv_lora_rank + self.qk_rope_head_dim, self.dtype),)
@@ -122,7 +128,7 @@ class SparseMLAShape(MLAShape):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        token = self.index_head_dim + self.index_head_dim // _INDEX_SCALE_SPAN * 4
+        token = self.index_head_dim + self.index_head_dim // _SCALE_SPAN * 4
         block = ArraySpec("index_k", 1, self.page_size * token, torch.uint8, per_page=True)
         return (*super().arrays, block)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -14,6 +14,7 @@ from hiradix.memory.copy_plan import plan_by_arrays
 from hiradix.memory.pools import Pool
 from hiradix.memory.transport import PageIds, TorchTransport, check_copy, checked_layers
 from hiradix.triton_kernels.page_copy import INTERPRETED, Tables, launch, make_tables
+from hiradix.triton_kernels.sides import VECTOR_BYTES, Tile, pick_tile
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ _PairsTo = WeakKeyDictionary[Pool, _Pair]
 class TritonTransport:
     """Copies with `triton_kernels.page_copy`; pools on CUDA or pinned, or any CPU pools when interpreted.
 
-    num_programs: at most so many SMs are taken; None: an estimate per direction.
+    num_programs: at most so many SMs are taken; None: an estimate per direction. stages: tiles in flight
+    per program; None: by the tile.
     Arrays whose rows are not whole 16-byte vectors go to the torch transport, which is logged per pool pair.
     Address tables are made once per pair of pools. Raises ConfigError for CPU pools without the interpreter
     and for host memory that is not pinned.
@@ -44,9 +46,12 @@ class TritonTransport:
 
     name = "triton"
 
-    def __init__(self, note: str = "", num_programs: int | None = None) -> None:
+    def __init__(
+        self, note: str = "", num_programs: int | None = None, stages: int | None = None
+    ) -> None:
         self.note = note
         self._num_programs = num_programs
+        self._stages = stages
         self._pairs: WeakKeyDictionary[Pool, _PairsTo] = WeakKeyDictionary()
 
     def copy_pages(
@@ -64,9 +69,16 @@ class TritonTransport:
             num_programs = self._num_programs or _default_programs(dst, device)
             with torch.cuda.device(device if device.type == "cuda" else -1):
                 for table in pair.tables:
-                    launch(table, on_device, span, num_programs)
+                    launch(table, on_device, span, num_programs, self._tile(table))
         if pair.rest is not None:
             pair.rest.copy_pages(src, dst, src_pages, dst_pages, layers)
+
+    def _tile(self, table: Tables) -> Tile | None:
+        """The kernel's own choice, or that with other stages."""
+        if self._stages is None:
+            return None
+        vectors = table.plan.src.page_bytes // VECTOR_BYTES
+        return replace(pick_tile(vectors, interpreted=INTERPRETED), stages=self._stages)
 
     def _pair(self, src: Pool, dst: Pool) -> _Pair:
         by_dst = self._pairs.setdefault(src, WeakKeyDictionary())

@@ -70,6 +70,10 @@ CASES = [
     copy_case("8B, page 16, page_head", 16, 256),
     copy_case("8B, page 1", 1, 2048),
     copy_case("SmolLM2 fp32, page 64, page_first", 64, 768),
+    copy_case("MLA fp8 with scales, page 64, page_first", 64, 656),
+    copy_case("DSA indexer, page 64", 1, 64 * 132),
+    copy_case("recurrent state, 32 x 64 x 128", 1, 32 * 64 * 128 * 4),
+    copy_case("fp8, page 64, scales per token, 8 heads", 1, 64 * 8 * 4),
     Case("quantise, page 64", page_quantise_kernel, QUANT, 8),
     Case("dequantise, page 64", page_dequantise_kernel, QUANT, 8),
 ]

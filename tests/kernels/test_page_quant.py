@@ -132,6 +132,28 @@ def test_pages_there_and_back(rows: int, dim: int, planes: range) -> None:
     assert not back[:, [1, 3]].any()
 
 
+def test_pages_of_every_bf16_value() -> None:
+    """All 65282 that are no NaN, of like sizes in a page: codes, scales and values back, bit for bit."""
+    bits = torch.arange(1 << 16, dtype=torch.int32)
+    bits = bits[(bits & 0x7FFF) <= 0x7F80]
+    size = (bits & 0x7FFF).sort(stable=True).indices  # else the small ones would all be 0 beside the large
+    values = torch.zeros(64, 32, 2, 16, dtype=torch.int16)
+    values.view(-1)[: len(bits)] = bits[size].to(torch.int16)
+    values = values.view(torch.bfloat16)[None]
+    codes, scales = torch.zeros(1, 64, 32, 2, 16, dtype=torch.uint8), torch.zeros(64, 1, 2)
+    tables = make_quant_tables(QuantPlan(heads_side(values), heads_side(codes), scales_side(scales)), CPU)
+    pages = torch.arange(64)
+    quantise_pages(tables, pages, pages, range(2), num_programs=2)
+    want, want_scales = quantise(values[0])
+    assert torch.equal(scales[:, 0], want_scales) and torch.equal(codes[0], want)
+    back = torch.zeros_like(values)
+    back_tables = make_quant_tables(QuantPlan(heads_side(back), heads_side(codes), scales_side(scales)), CPU)
+    dequantise_pages(back_tables, pages, pages, range(2), num_programs=2)
+    exact, nan = dequantise(want, want_scales), torch.isnan(dequantise(want, want_scales).float())
+    assert torch.equal(back[0].view(torch.int16)[~nan], exact.view(torch.int16)[~nan])
+    assert torch.isnan(back[0].float()[nan]).all()
+
+
 def test_the_loss_is_bounded() -> None:
     generator = torch.Generator().manual_seed(2)
     pages = torch.randn(3, 8, 2, 32, generator=generator).to(torch.bfloat16)

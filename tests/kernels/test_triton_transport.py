@@ -79,6 +79,16 @@ def test_rows_of_odd_size_fall_back_to_torch() -> None:
     check_pair(shape, "page_first")
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_sweeps_of_the_benchmark_copy_the_same(stages: int) -> None:
+    shape = SHAPES["mha"]
+    device, host = device_pool(shape, NUM_PAGES, 1), host_pool(shape, NUM_PAGES, "page_first", 2)
+    reference, pages = host_pool(shape, NUM_PAGES, "page_first", 2), np.array([2, 4])
+    TritonTransport(num_programs=2, stages=stages).copy_pages(device, host, pages, pages, None)
+    TorchTransport().copy_pages(device, reference, pages, pages, None)
+    assert torch.equal(host.buffer, reference.buffer)
+
+
 def test_tables_are_made_once_and_die_with_their_pools() -> None:
     transport = TritonTransport()
     device, host = device_pool(SHAPES["mha"], 2, 1), host_pool(SHAPES["mha"], 2, "page_first", 2)

@@ -80,6 +80,18 @@ def test_manifest_counts_every_plane(shape: CacheShape, page_size: int, want: di
         assert make_layout(layout, shape, 3, page_size).page_bytes == manifest.page_bytes
 
 
+def test_packed_fp8_rows_keep_their_scales() -> None:
+    """Known bug: 512 bytes of a row were kept where the device has 512 + 16 + 128."""
+    packed = MLAShape.packed_fp8(2, 512, 64)
+    assert SlotManifest.of(packed, 64).planes == {"latent": 2 * 64 * 656}
+    sparse = SparseMLAShape.packed_fp8(2, 512, 64, page_size=64)
+    assert SlotManifest.of(sparse, 64).planes == {"latent": 2 * 64 * 656, "index_k": 2 * 8448}
+    rows = {"latent": [torch.zeros(256, 1, 656, dtype=torch.uint8) for _ in range(2)]}
+    assert DevicePool.wrap_arrays(packed, rows, 64).num_pages == 3
+    with pytest.raises(ConfigError, match="656 bytes per entry; needed: contiguous, 576 bytes"):
+        DevicePool.wrap_arrays(MLAShape(2, 512, 64, torch.uint8), rows, 64)
+
+
 def test_a_page_is_storable_only_with_every_plane_of_every_pool() -> None:
     manifest = SlotManifest.of(DSA, 64, window=MHA, state=STATE)
     every = {"latent", "index_k", "window.k", "window.v", "state.conv", "state.ssm"}
