@@ -51,14 +51,16 @@ class Lane:
         return f"{self.peer}, {self.kind}, page {self.setup.page_size}, {tier}"
 
 
-PEERS = ("0.5.9", "0.5.23 python", "0.5.23 rust")
+OLD_PEERS = ("0.5.9", "0.5.15")  # whose class with a host tier is HiRadixCache; the second is 0.5.15.post1
+WINDOW_PEERS = ("0.5.9", "0.5.23 python", "0.5.23 rust")
+PEERS = (*OLD_PEERS, *WINDOW_PEERS[1:])
 PAGE_SIZES = (1, 4, 16)
 KINDS = (("turns", 80, LIKE_PEER), ("held", 40, LIKE_PEER), ("anywhere", 80, LIKE_PEER_TOUCHING))
 
 
 def _lanes() -> Iterator[Lane]:
     for peer in PEERS:
-        old = peer == "0.5.9"
+        old = peer in OLD_PEERS
         for policy in ("", "write_through", "write_back", "write_through_selective"):
             kinds = KINDS if not old or policy != "write_through_selective" else COUNTING
             for kind, num_pages, manner in kinds:
@@ -74,7 +76,7 @@ WINDOWS = {1: (1, 8), 4: (1, 4, 12), 16: (5, 16, 48)}  # page size: tokens below
 
 
 def _window_lanes() -> Iterator[Lane]:
-    for peer in PEERS:
+    for peer in WINDOW_PEERS:
         for kind in ("turns", "anywhere"):
             for size, windows in WINDOWS.items():
                 for window in windows:
@@ -83,7 +85,7 @@ def _window_lanes() -> Iterator[Lane]:
                     yield Lane(peer, kind, setup, manner)
 
 
-COUNTING = (("inserted", 80, LIKE_PEER_TOUCHING),)  # of requests, 0.5.9 counts other things as a use
+COUNTING = (("inserted", 80, LIKE_PEER_TOUCHING),)  # of requests, old peers count other things as a use
 LANES = [*_lanes(), *_window_lanes()]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable
 from typing import Any
 
 from tests.differential.wheels import share_drivers
@@ -30,7 +29,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool, SWATokenToKVPoolAllocator  # noqa: E402
 
 from tests.differential.peer_main import copy, main  # noqa: E402
-from tests.differential.sides import Found, Pages, RequestTable, Side, page_stamps  # noqa: E402
+from tests.differential.sides import Found, Pages, RequestTable, Side, pages_of_nodes  # noqa: E402
 from tests.differential.windows import WindowSide  # noqa: E402
 
 RECORDS = types.SimpleNamespace(
@@ -46,19 +45,6 @@ def count_instead_of_time() -> None:
     ticks = itertools.count(1)
     clock = types.SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=lambda: 0.0)
     radix_cache.time = hiradix_cache.time = clock
-
-
-def pages_of(cache: Any, page_size: int, tiers: Callable[[Any], str]) -> Pages:
-    """Every page of a tree. tiers: which of them have a node's pages."""
-    found: Pages = {}
-    stack = [(child, 0) for child in cache.root_node.children.values()]
-    while stack:
-        node, prior = stack.pop()
-        tokens, namespace = list(node.key.token_ids), node.key.extra_key
-        for name, stamp in page_stamps(namespace, tokens, prior, page_size):
-            found[name], prior = tiers(node), stamp
-        stack.extend((child, prior) for child in node.children.values())
-    return found
 
 
 class PeerSide(Side):
@@ -96,7 +82,7 @@ class PeerSide(Side):
         return "D" * (node.value is not None) + "H" * (node.host_value is not None)
 
     def pages(self) -> Pages:
-        return pages_of(self.cache, self.page_size, self.tiers)
+        return pages_of_nodes(self.cache.root_node, self.page_size, self.tiers)
 
 
 class PeerWindowSide(WindowSide):
@@ -130,7 +116,7 @@ class PeerWindowSide(WindowSide):
         return "D" if node.swa_tombstone else "DW"
 
     def pages(self) -> Pages:
-        return pages_of(self.cache, self.page_size, self.tiers)
+        return pages_of_nodes(self.cache.root_node, self.page_size, self.tiers)
 
 
 def make(setup: dict[str, Any]) -> Side:

@@ -6,7 +6,7 @@ overrides what differs. Runs in the peers' processes too, so it imports nothing 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,19 @@ def page_stamps(
     """(name, last stamp) per page of a run of tokens that follows a position stamped `prior`."""
     for value in stamps(namespace, tokens, prior)[page_size - 1 :: page_size]:
         yield f"{value:x}", value
+
+
+def pages_of_nodes(root: Any, page_size: int, tiers: Callable[[Any], str]) -> Pages:
+    """Every page of a tree of SGLang's nodes. tiers: which of them have a node's pages."""
+    found: Pages = {}
+    stack = [(child, 0) for child in root.children.values()]
+    while stack:
+        node, prior = stack.pop()
+        tokens, namespace = list(node.key.token_ids), node.key.extra_key
+        for name, stamp in page_stamps(namespace, tokens, prior, page_size):
+            found[name], prior = tiers(node), stamp
+        stack.extend((child, prior) for child in node.children.values())
+    return found
 
 
 @dataclass(eq=False)

@@ -246,6 +246,18 @@ def test_the_host_keeps_what_was_used_last(theirs: dict[str, Outcome]) -> None:
     assert play("host order", Manner(as_inserted=True)).on_host() == {"A", "C"}
 
 
+def test_which_differences_are_left_in_0_5_15(theirs: dict[str, Outcome]) -> None:
+    """1 to 6, to the move. 7 and 8 are gone: there it does what ours does."""
+    plain = [name for name, (setup, _) in CASES.items() if not setup.window]
+    theirs_now = play_on("0.5.15", plain)
+    gone = ("full host", "orphan")
+    for name in plain:
+        if name in gone:
+            assert theirs_now[name].seen == play(name).seen != theirs[name].seen, name
+        else:
+            assert theirs_now[name].seen == theirs[name].seen, name
+
+
 @pytest.mark.parametrize("peer", ["0.5.23 python", "0.5.23 rust"])
 def test_which_differences_are_left_in_0_5_23(peer: str, theirs: dict[str, Outcome]) -> None:
     plain = [name for name, (setup, _) in CASES.items() if not setup.window]

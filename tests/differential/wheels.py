@@ -2,7 +2,7 @@
 
     python -m tests.differential.wheels
 
-50 MB, a few seconds, once; `benchmarks/peers/install.py` uses the same folders for SGLang.
+65 MB, a few seconds, once; `benchmarks/peers/install.py` uses the same folders for SGLang.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.peers.install import FOLDER, HERE, SGLANG_VERSIONS, unpack_wheel, wheel_folder
 
-# 0.5.23's records are made with it. The pin is the benchmarks'.
+VERSIONS = (*SGLANG_VERSIONS, "0.5.15.post1")
+# The records of 0.5.15 and 0.5.23 are made with it. The pin is the benchmarks'.
 MSGSPEC = next(
     line for line in (HERE / "requirements.txt").read_text().splitlines() if line.startswith("msgspec")
 )
@@ -21,7 +22,7 @@ MSGSPEC_FOLDER = FOLDER / MSGSPEC.replace("==", "-")
 
 def folders() -> list[Path]:
     """What has to be there."""
-    return [*map(wheel_folder, SGLANG_VERSIONS), MSGSPEC_FOLDER]
+    return [*map(wheel_folder, VERSIONS), MSGSPEC_FOLDER]
 
 
 def share_drivers() -> None:
@@ -32,7 +33,7 @@ def share_drivers() -> None:
 
 def main() -> None:
     """Unpack what is not there yet."""
-    for version in SGLANG_VERSIONS:
+    for version in VERSIONS:
         unpack_wheel(f"sglang=={version}", wheel_folder(version))
     unpack_wheel(MSGSPEC, MSGSPEC_FOLDER)
 

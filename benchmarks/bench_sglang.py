@@ -1,0 +1,198 @@
+"""What does the prefix cache cost and give inside SGLang 0.5.23, ours beside SGLang's own?
+
+    make bench-sglang
+    python benchmarks/bench_sglang.py [--rounds N] [--quick] [--out FILE] [--venv FOLDER]
+
+Real SGLang engines on this CPU, a tiny random Llama, one request at a time, the same conversations and pool
+sizes for all. One engine per way; in each round every engine plays the same turns once on an empty cache,
+while the others are stopped. Medians of the rounds.
+
+| case | engines | conversations |
+|---|---|---|
+| device | SGLang's default (`UnifiedRadixCache`, Rust core); hiradix | few at a time: the device holds them |
+| host | the same with `--enable-hierarchical-cache` | many at a time: they fit the host pool only |
+
+| metric | what one number is |
+|---|---|
+| cached tokens | of a round, as SGLang reports them in `meta_info`; more is better |
+| scheduler CPU | microseconds of the scheduler's thread inside the cache, per turn; without page copies |
+| TTFT | milliseconds until the first token of a turn, median of a round's turns |
+
+Installs SGLang as `make test-sglang` does (build/sglang-venv). Writes build/bench/sglang.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from common import Row, machine, table, write_json
+from sglang_turns.worker import MARK
+
+from tests.e2e.tiny_model import CONTEXT_LENGTH, VOCAB_SIZE, write_tiny_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PEER = "sglang"
+ENGINE = {
+    "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
+    "skip_server_warmup": True, "mem_fraction_static": 0.05, "page_size": 64, "max_total_tokens": 8192,
+    "max_running_requests": 4, "log_level": "error", "enable_cache_report": True, "sleep_on_idle": True,
+    "context_length": CONTEXT_LENGTH,
+}  # fmt: skip
+HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_io_backend": "direct"}
+OURS = {"radix_cache_backend": "hiradix"}
+CASES = {"device": ({}, {"groups": 8, "together": 3}), "host": (HOST, {"groups": 2, "together": 12})}
+PLAN = {"turns": 6, "new_tokens": [200, 450], "vocabulary": VOCAB_SIZE, "seed": 7}
+PLUGIN = "[sglang.srt.plugins]\nhiradix_turn_meter = turn_meter:activate\n"
+
+
+@dataclass
+class Player:
+    """An engine in a process group of its own, stopped while it is not asked."""
+
+    case: str
+    is_ours: bool
+    process: subprocess.Popen[str]
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
+                return found
+        raise RuntimeError(f"the engine of case {self.case} ended with {self.process.wait()}")
+
+    def play(self) -> None:
+        assert self.process.stdin is not None
+        os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.stdin.write("round\n")
+        self.process.stdin.flush()
+        self.rounds.append(self.answer())
+        self.pause()
+
+    def pause(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    # -- figures of the rounds ------------------------------------------------------------
+
+    def cached(self) -> float:
+        return statistics.median(r["cached"] for r in self.rounds)
+
+    def cpu_us(self) -> float:
+        return statistics.median(
+            sum(seconds for _, seconds in r["meter"]["methods"].values()) / len(r["first_s"]) * 1e6
+            for r in self.rounds
+        )
+
+    def first_ms(self) -> float:
+        return statistics.median(statistics.median(r["first_s"]) for r in self.rounds) * 1e3
+
+
+def start(case: str, is_ours: bool, folder: Path, python: Path, quick: bool) -> Player:
+    """An engine that has played a few turns and is stopped."""
+    tiers, shape = CASES[case]
+    plan = PLAN | shape | ({"groups": 1, "turns": 2} if quick else {})
+    name = f"{case}-{'ours' if is_ours else PEER}"
+    engine = ENGINE | tiers | (OURS if is_ours else {}) | {"model_path": str(folder / "model")}
+    environment = os.environ | {
+        "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": f"{folder / 'plugin'}:{HERE / 'sglang_turns'}:{ROOT}",
+        "TURN_METER": str(folder / f"{name}.json"),
+    }  # fmt: skip
+    with (folder / f"{name}.log").open("w") as log:
+        process = subprocess.Popen(
+            [str(python), str(HERE / "sglang_turns" / "worker.py"), json.dumps(engine), json.dumps(plan)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    player = Player(case, is_ours, process)
+    try:
+        ready = player.answer()
+    except RuntimeError as error:
+        player.close()
+        raise RuntimeError((folder / f"{name}.log").read_text()[-3000:]) from error
+    print(f"{name}: {ready['turns']} turns of {ready['tokens']:,} tokens in all", flush=True)
+    player.pause()
+    return player
+
+
+def rows_of(case: str, ours: Player, peer: Player) -> list[Row]:
+    same = sum(a == b for a, b in zip(ours.rounds[0]["outputs"], peer.rounds[0]["outputs"], strict=True))
+    turns = len(ours.rounds[0]["outputs"])
+    return [
+        Row(case, "cached tokens", "tokens", ours.cached(), {PEER: peer.cached()}),
+        Row(case, "scheduler CPU", "us/turn", ours.cpu_us(), {PEER: peer.cpu_us()}),
+        Row(case, "TTFT p50", "ms", ours.first_ms(), {PEER: peer.first_ms()}),
+        Row(case, "same answers", "share", same / turns, {PEER: 1.0}),
+    ]
+
+
+def methods_of(player: Player) -> str:
+    """Where the time goes: the most expensive methods of a round, in microseconds per turn."""
+    last, turns = player.rounds[-1]["meter"], len(player.rounds[-1]["first_s"])
+    costly = sorted(last["methods"].items(), key=lambda item: -item[1][1])[:6]
+    parts = [
+        f"{name} {seconds / turns * 1e6:.0f} ({calls / turns:.1f}x)" for name, (calls, seconds) in costly
+    ]
+    return f"{player.case} {last['cache']}: " + ", ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", choices=CASES, help="one case")
+    parser.add_argument("--venv", type=Path, default=ROOT / "build" / "sglang-venv")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "sglang.json")
+    args = parser.parse_args()
+    cases = [args.only] if args.only else list(CASES)
+    players: list[Player] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        write_tiny_model(folder / "model")
+        metadata = folder / "plugin" / "hiradix_turn_meter-0.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: hiradix-turn-meter\nVersion: 0\n")
+        (metadata / "entry_points.txt").write_text(PLUGIN)
+        try:
+            for case in cases:
+                for is_ours in (True, False):
+                    python = args.venv / "bin" / "python"
+                    players.append(start(case, is_ours, folder, python, args.quick))
+            for _ in range(args.rounds):
+                for player in players:
+                    player.play()
+        finally:
+            for player in players:
+                player.close()
+    rows = [row for ours, peer in zip(players[::2], players[1::2]) for row in rows_of(ours.case, ours, peer)]
+    about = machine() | {"sglang": "0.5.23", "rounds": args.rounds}
+    print(table(rows, [PEER]))
+    for player in players:
+        print(methods_of(player))
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    write_json(args.out, rows, about)
+
+
+if __name__ == "__main__":
+    main()
