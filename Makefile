@@ -15,6 +15,7 @@
 # make test-differential   our classes beside SGLang's of two versions, move by move (unpacks wheels under build/peers)
 # make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
 # make test-compiled the tests of tree and cache on that form
+# make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-policy  eviction policies on a real trace, beside models and the optimum (3 minutes; POLICY_FLAGS=--quick)
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 #
@@ -129,6 +130,11 @@ bench-tree: $(READY)
 bench-storage: $(READY)
 	$(PY) -m benchmarks.storage_peers.install
 	$(PY) benchmarks/bench_storage.py $(BENCH_FLAGS)
+
+.PHONY: bench-sglang
+bench-sglang: $(READY)
+	$(PY) -m tests.sglang.install
+	$(PY) benchmarks/bench_sglang.py $(BENCH_FLAGS)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)
