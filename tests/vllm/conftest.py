@@ -32,8 +32,13 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts vLLM with our connector; everything started is ended with the test."""
     players: list[Player] = []
 
-    def start_one(connector: dict[str, Any] | None, path: Path = model, **engine: Any) -> Player:
-        players.append(Player(path, connector, tmp_path / f"log{len(players)}", **engine))
+    def start_one(
+        connector: dict[str, Any] | None,
+        path: Path = model,
+        env: dict[str, str] | None = None,
+        **engine: Any,
+    ) -> Player:
+        players.append(Player(path, connector, tmp_path / f"log{len(players)}", env, **engine))
         return players[-1]
 
     yield start_one

@@ -27,7 +27,7 @@ START_S = 300.0
 
 
 class Serving:
-    """`vllm serve` on a free port of loopback."""
+    """vLLM's OpenAI server on a free port of loopback."""
 
     def __init__(self, model: Path, extra: dict[str, Any], folder: Path) -> None:
         folder.mkdir()
@@ -38,7 +38,7 @@ class Serving:
             "kv_role": "kv_both", "kv_connector_extra_config": extra,
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model),
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
             "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
             "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
             "--num-gpu-blocks-override", "60", "--max-num-batched-tokens", "256",

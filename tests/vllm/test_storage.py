@@ -97,7 +97,7 @@ def test_one_store_for_two_engines(
     keys = {"file_storage_path": str(tmp_path / "pages")}
     expected = plain.generate(PROMPTS)
     ours = start(with_storage("file", **keys))
-    assert_same(expected, ours.generate(PROMPTS[:2]))
+    assert_same(expected[:2], ours.generate(PROMPTS[:2]))
     ours.stop()
     hits, answers = reference_engine(model, tmp_path, PROMPTS, name="tiny", page_size=32)
     assert hits == [288, 288, 0, 0]

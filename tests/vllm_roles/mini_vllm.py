@@ -19,7 +19,8 @@ import torch
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import pool_of
 from hiradix.adapters.vllm.orders import Orders
-from hiradix.adapters.vllm.scheduler import SchedulerPlan, SchedulerRole, StepRequest
+from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy

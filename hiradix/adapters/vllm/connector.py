@@ -22,12 +22,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
 from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
-from hiradix.adapters.vllm.scheduler import SchedulerPlan, SchedulerRole, StepRequest
+from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.errors import ConfigError
@@ -82,8 +84,12 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None
         self._failed_blocks: set[int] = set()
+        self.admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
+            if settings.admin_port is not None:
+                calls = AdminCalls(self.scheduler.storage.ask, self._shown, settings.admin_api_key)
+                self.admin = AdminServer(settings.admin_port, calls)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -104,6 +110,10 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
         )
+
+    def _shown(self) -> dict[str, Any]:
+        role = self._planner
+        return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": vars(role.fetches.figures)}
 
     @property
     def _planner(self) -> SchedulerRole:
@@ -219,6 +229,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return Answers(outcomes) if outcomes else None
 
     def shutdown(self) -> None:
+        if self.admin is not None:
+            self.admin.close()
         if self.worker is not None:
             self.worker.role.close(self._settings.drain_timeout_s)
 

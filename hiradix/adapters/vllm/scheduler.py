@@ -12,78 +12,22 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
 import numpy as np
 
-from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Pages, Save, Stage, StorageOrder, Ticket
+from hiradix.adapters.vllm.plan import Figures, LoadFlight, SchedulerPlan, StepRequest, StorageAsks
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable, Pending, SaveBook
 from hiradix.adapters.vllm.tally import Tally
-from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.policy.write import WritePolicy
 from hiradix.tree import BACKBONE, Lock
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
-
-
-@dataclass(frozen=True)
-class SchedulerPlan:
-    """What the role is built from. groups: the KV cache group of each of the index's components.
-
-    load_async: loads run beside other requests' steps, and their request waits for them.
-    """
-
-    index: HostIndex
-    groups: tuple[int, ...]
-    num_workers: int
-    load_async: bool
-    writes: WritePolicy
-    prefetch: PrefetchPolicy
-    clock: Callable[[], float] = time.monotonic
-    events: HostEvents | None = None
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """A request of which this step computes `num_tokens`.
-
-    new_blocks: (group, block) that the step is the first to write to.
-    """
-
-    request_id: str
-    num_tokens: int
-    new_blocks: Sequence[tuple[int, int]]
-
-
-@dataclass
-class Figures:
-    """Tokens and pages since start, and since the last report to vLLM."""
-
-    hit_tokens: int = 0
-    saved_pages: int = 0
-    save_failed_pages: int = 0
-    loaded_pages: int = 0
-    load_failed: int = 0
-    stored_pages: int = 0
-    store_failed_pages: int = 0
-    fences: int = 0
-
-
-@dataclass(eq=False)
-class LoadFlight:
-    """A load that some worker may still be doing."""
-
-    owner: Tracked
-    lock: Lock
-    num_pages: int
 
 
 @dataclass
@@ -93,7 +37,6 @@ class _Orders:
     loads: list[Load] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
-    storage: list[StorageOrder] = field(default_factory=list)
 
 
 class SchedulerRole:
@@ -104,6 +47,7 @@ class SchedulerRole:
         self.index = plan.index
         self.figures = Figures()
         self.has_storage = False
+        self.storage = StorageAsks()
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
         self.tally = Tally(plan.num_workers)
@@ -120,6 +64,11 @@ class SchedulerRole:
         """Before the first request: host pages per component that every worker has."""
         self.index.open(num_pages)
         self.has_storage = has_storage
+
+    def _storage_orders(self) -> Iterator[StorageOrder]:
+        for name, keys in self.storage.take():
+            self.has_storage = False  # until every worker has followed
+            yield StorageOrder(self._ticket(), name, keys)
 
     # -- one request's life -------------------------------------------------------------------
 
@@ -241,8 +190,13 @@ class SchedulerRole:
         fetches.queries, fetches.reads, fetches.cancels = [], [], []
         return Orders(
             fences, tuple(saves), tuple(mine.loads), tuple(queries), tuple(reads), tuple(cancels),
-            tuple(mine.storage), bool(scheduled), bool(fetches.flights or self.saves.flights or self._loads),
+            tuple(self._storage_orders()), bool(scheduled), self._is_awaited,
         )  # fmt: skip
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether a request may be waiting for what workers do."""
+        return bool(self.fetches.flights or self.saves.flights or self._loads)
 
     def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> Save | None:
         tracked = self.requests.get(one.request_id)

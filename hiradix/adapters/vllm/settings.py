@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import ExtraConfig, HiCacheConfig, require_choice, require_number
+from hiradix.config import ExtraConfig, HiCacheConfig, require_choice, require_int, require_number
 from hiradix.errors import ConfigError
 
 LOAD_MODES = ("auto", "sync", "async")
@@ -25,13 +25,16 @@ WRITE_BACK = (
 
 @dataclass(frozen=True)
 class Settings:
-    """cache: as the flags of `hiradix serve`. load_mode: see docs/vllm.md. drain_timeout_s: how long a
-    shutdown waits for what is on its way to storage. admin_port: of the admin endpoint, 0 for none."""
+    """cache: as the flags of `hiradix serve`. load_mode: see docs/vllm.md.
+
+    drain_timeout_s: how long a shutdown waits for what is on its way to storage. admin_port: of the admin
+    endpoint (see `admin`); None for none, 0 for a free port.
+    """
 
     cache: HiCacheConfig
     load_mode: str = "auto"
     drain_timeout_s: float = 10.0
-    admin_port: int = 0
+    admin_port: int | None = None
     admin_api_key: str | None = None
 
 
@@ -47,9 +50,9 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
     if cache.hicache_write_policy == "write_back":
         raise ConfigError(f"hicache_write_policy write_back: {WRITE_BACK}")
-    port = values.get("admin_port", 0)
-    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
-        raise ConfigError(f"admin_port must be a port number, got {port!r}")
+    port = values.get("admin_port")
+    if port is not None and (require_int("admin_port", port) > 65535):
+        raise ConfigError(f"admin_port must be at most 65535, got {port}")
     return Settings(
         cache,
         require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),

@@ -1,0 +1,133 @@
+"""Control while vLLM serves: which storage is attached, in the words of `hiradix serve`'s admin endpoint.
+
+    GET     /hicache/storage-backend    what is attached or asked for, and figures
+    PUT     the same                    attach: {"hicache_storage_backend": NAME,
+                                                 "hicache_storage_backend_extra_config_json": TEXT}
+    DELETE  the same                    detach
+
+vLLM has no place for endpoints of a connector, so this is a listener of its own in the scheduler's process,
+on loopback, if `admin_port` is set. What is asked is taken up with vLLM's next step: the answer is 202.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig, load_mapping, redact
+from hiradix.errors import ConfigError
+from hiradix.storage.registry import load_storage_backend
+
+logger = logging.getLogger(__name__)
+
+PATH = "/hicache/storage-backend"
+MAX_BODY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class AdminCalls:
+    """What the endpoint does: both may be called on any thread.
+
+    ask: attach the named backend with its keys, or detach where the name is None. show: for GET.
+    """
+
+    ask: Callable[[str | None, Mapping[str, Any]], None]
+    show: Callable[[], Mapping[str, Any]]
+    api_key: str | None = None
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    calls: AdminCalls
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Listener
+    timeout = 10.0
+
+    def do_GET(self) -> None:
+        if self._may():
+            self._answer(200, redact(self.server.calls.show()))
+
+    def do_PUT(self) -> None:
+        if not self._may():
+            return
+        try:
+            name, keys = _parsed(self.rfile.read(self._length()))
+        except ConfigError as error:
+            self._answer(400, {"message": str(error)})
+            return
+        self.server.calls.ask(name, keys)
+        self._answer(202, {"message": f"{name} is attached with the next step"})
+
+    def do_DELETE(self) -> None:
+        if self._may():
+            self.server.calls.ask(None, {})
+            self._answer(202, {"message": "storage is detached with the next step"})
+
+    def _may(self) -> bool:
+        if self.path.partition("?")[0] != PATH:
+            self._answer(404, {"message": f"there is only {PATH}"})
+            return False
+        given = self.headers.get("Authorization", "").encode()
+        if self.server.calls.api_key is not None and not hmac.compare_digest(
+            given, f"Bearer {self.server.calls.api_key}".encode()
+        ):
+            self._answer(401, {"message": "the admin key is needed"})
+            return False
+        return True
+
+    def _length(self) -> int:
+        text = self.headers.get("Content-Length", "0")
+        return min(int(text), MAX_BODY_BYTES) if text.isascii() and text.isdigit() else 0
+
+    def _answer(self, status: int, body: Mapping[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        logger.debug(format, *args)
+
+
+class AdminServer:
+    """The listener, on 127.0.0.1. Port 0 takes a free one. Raises ConfigError when the port is taken."""
+
+    def __init__(self, port: int, calls: AdminCalls) -> None:
+        try:
+            self._server = _Listener(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise ConfigError(f"admin_port {port}: {error}") from error
+        self._server.calls = calls
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, name="hiradix-vllm-admin", daemon=True).start()
+        logger.info("hiradix: admin endpoint on 127.0.0.1:%d", self.port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _parsed(body: bytes) -> tuple[str, Mapping[str, Any]]:
+    """The backend's name and keys. Raises ConfigError naming what is wrong."""
+    try:
+        values = json.loads(body)
+    except ValueError as error:
+        raise ConfigError(f"the body is no JSON: {error}") from error
+    name = values.get("hicache_storage_backend") if isinstance(values, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ConfigError("hicache_storage_backend: the name of a storage backend is needed")
+    load_storage_backend(name)
+    text = values.get("hicache_storage_backend_extra_config_json")
+    if text is not None and not isinstance(text, str):
+        raise ConfigError("hicache_storage_backend_extra_config_json must be text")
+    return name, dict(ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text)).backend)

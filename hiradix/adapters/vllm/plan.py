@@ -1,0 +1,83 @@
+"""What the scheduler role is made from, and the records it keeps."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hiradix.adapters.vllm.events import HostEvents
+from hiradix.adapters.vllm.index import HostIndex
+from hiradix.adapters.vllm.requests import Tracked
+from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.write import WritePolicy
+from hiradix.tree import Lock
+
+
+@dataclass(frozen=True)
+class SchedulerPlan:
+    """What the role is built from. groups: the KV cache group of each of the index's components.
+
+    load_async: loads run beside other requests' steps, and their request waits for them.
+    """
+
+    index: HostIndex
+    groups: tuple[int, ...]
+    num_workers: int
+    load_async: bool
+    writes: WritePolicy
+    prefetch: PrefetchPolicy
+    clock: Callable[[], float] = time.monotonic
+    events: HostEvents | None = None
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A request of which this step computes `num_tokens`.
+
+    new_blocks: (group, block) that the step is the first to write to.
+    """
+
+    request_id: str
+    num_tokens: int
+    new_blocks: Sequence[tuple[int, int]]
+
+
+@dataclass
+class Figures:
+    """Tokens and pages since start, and since the last report to vLLM."""
+
+    hit_tokens: int = 0
+    saved_pages: int = 0
+    save_failed_pages: int = 0
+    loaded_pages: int = 0
+    load_failed: int = 0
+    stored_pages: int = 0
+    store_failed_pages: int = 0
+    fences: int = 0
+
+
+@dataclass(eq=False)
+class LoadFlight:
+    """A load that some worker may still be doing."""
+
+    owner: Tracked
+    lock: Lock
+    num_pages: int
+
+
+@dataclass
+class StorageAsks:
+    """Backends to attach (name, keys) or detach (name None), taken up by the next step. Any thread asks."""
+
+    _asked: deque[tuple[str | None, Mapping[str, Any]]] = field(default_factory=deque)
+
+    def ask(self, name: str | None, keys: Mapping[str, Any]) -> None:
+        self._asked.append((name, dict(keys)))
+
+    def take(self) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
+        """What was asked since the last call, oldest first."""
+        while self._asked:
+            yield self._asked.popleft()

@@ -1,0 +1,100 @@
+"""Storage attached and detached while requests run, and the endpoint that asks for it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
+from hiradix.errors import ConfigError
+from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
+from tests.vllm_roles.test_life import request
+
+Asked = list[tuple[str | None, Mapping[str, Any]]]
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return []
+
+
+@pytest.fixture
+def server(asked: Asked) -> Iterator[AdminServer]:
+    calls = AdminCalls(lambda name, keys: asked.append((name, keys)), lambda: {"password": "x"}, "k")
+    server = AdminServer(0, calls)
+    yield server
+    server.close()
+
+
+def call(server: AdminServer, method: str, body: object = None, path: str = PATH, key: str = "k") -> Any:
+    """The status and the answer."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}"}
+    asking = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data, headers, method=method)
+    try:
+        with urllib.request.urlopen(asking, timeout=10) as reply:
+            return reply.status, json.load(reply)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_put_and_delete_are_asked_and_shown(server: AdminServer, asked: Asked) -> None:
+    keys = json.dumps({"file_storage_path": "/tmp/x"})
+    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": keys}
+    assert call(server, "PUT", body)[0] == 202
+    assert call(server, "DELETE")[0] == 202
+    assert asked == [("file", {"file_storage_path": "/tmp/x"}), (None, {})]
+    assert call(server, "GET") == (200, {"password": "***"})
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "hicache_storage_backend"),
+        ({"hicache_storage_backend": "no such"}, "unknown storage backend"),
+        ({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": 3}, "must be text"),
+    ],
+)
+def test_bad_bodies_are_named(server: AdminServer, asked: Asked, body: object, words: str) -> None:
+    status, answer = call(server, "PUT", body)
+    assert status == 400 and words in answer["message"] and not asked
+
+
+def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
+    assert call(server, "DELETE", key="wrong")[0] == 401
+    assert call(server, "DELETE", path="/elsewhere")[0] == 404
+    assert not asked
+    with pytest.raises(ConfigError, match="admin_port"):
+        AdminServer(server.port, AdminCalls(lambda name, keys: None, dict))
+
+
+def test_storage_comes_and_goes_between_steps() -> None:
+    vllm = MiniVLLM(World(num_workers=2))
+    for rank in vllm.ranks:
+        rank.storage.pages = {}
+
+    def asks(name: str | None) -> None:
+        vllm.role.storage.ask(name, {})
+        vllm.step()
+        vllm.run(lambda: vllm.role.has_storage is (name is not None), max_steps=100_000)
+
+    vllm.add(request("a", 3))
+    vllm.drain()
+    asks("fake")
+    vllm.add(request("b", 3, first=40))
+    vllm.drain()
+    assert vllm.role.figures.stored_pages == 3
+    asks(None)
+    vllm.add(request("c", 3, first=80))
+    vllm.drain()
+    assert vllm.role.figures.stored_pages == 3
+    asks("fake")
+    vllm.role.reset()
+    vllm.add(request("d", 3, first=40))
+    vllm.drain()
+    assert vllm.hit_tokens == 3 * S and vllm.role.fetches.figures.read == 3
