@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -141,8 +140,8 @@ def _cut(own: Result, outcome: int) -> Result:
     num_pages, fine = divmod(outcome, 2)
     assert num_pages <= own.num_pages, f"ticket {own.ticket}: {num_pages} agreed of {own.num_pages}"
     if fine:
-        return replace(own, num_pages=num_pages, error=None, reason=None)
-    return replace(own, num_pages=num_pages, error=own.error or "another rank has fewer pages")
+        return own._replace(num_pages=num_pages, error=None, reason=None)
+    return own._replace(num_pages=num_pages, error=own.error or "another rank has fewer pages")
 
 
 def least(agree: Agree, *values: int) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
-from hiradix.prefix_cache.slots import slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.tree import Node, RadixKey, Tier
@@ -105,7 +104,7 @@ class HiRadixCache(RadixCache):
         if not whole or not self.cache.load_back(match, quota):
             return self._empty, match.device_node
         pages = self.tree.pages(last_host_node, Tier.DEVICE, start=match.device_node.end)
-        return slots_of(pages, self.page_size, self.device), last_host_node
+        return self._slots.of(pages), last_host_node
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with.

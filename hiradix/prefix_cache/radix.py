@@ -27,7 +27,7 @@ from hiradix.prefix_cache.records import (
     MatchResult,
     RequestLike,
 )
-from hiradix.prefix_cache.slots import RowCopies, SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.slots import RowCopies, SlotPages, Slots, pages_of
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
 
@@ -48,6 +48,7 @@ class RadixCache(NoLowerTiers, Figures):
         self.tree = self.cache.tree
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._copies = RowCopies()
+        self._slots = Slots(self._pages.num_pages, params.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _make_pages(self, params: CacheInitParams) -> SlotPages:
@@ -71,7 +72,7 @@ class RadixCache(NoLowerTiers, Figures):
         node, loadable = match.device_node, match.loadable_node
         slots = self._empty
         if node is not root:
-            slots = slots_of(self.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
+            slots = self._slots.of(self.tree.pages(node, Tier.DEVICE))
         return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
 
     # -- locks --------------------------------------------------------------------------
@@ -145,7 +146,7 @@ class RadixCache(NoLowerTiers, Figures):
         old = self._held(req)
         lock = self.insert_row(key, row, old)
         start, end = old.node.end, lock.node.end
-        slots = slots_of(self.tree.pages(lock.node, Tier.DEVICE, start=start), self.page_size, self.device)
+        slots = self._slots.of(self.tree.pages(lock.node, Tier.DEVICE, start=start))
         first = start * self.page_size
         self.req_to_token_pool.write(
             (req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype)

@@ -43,6 +43,29 @@ def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | No
     return (first // page_size).astype(np.int32)
 
 
+class Slots:
+    """The slots of one pool's pages, spread ahead: 8 bytes for each of its slots. Pages 0 .. num_pages."""
+
+    def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
+        self._page_size = page_size
+        self._device = device
+        self._is_cpu = getattr(device, "type", device) == "cpu"
+        first = np.arange(num_pages + 1, dtype=np.int64) if page_size > 1 else np.empty(0, np.int64)
+        self._spread = first[:, None] * page_size + _offsets(page_size)
+
+    def of(self, pages: Pages) -> torch.Tensor:
+        """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
+        if self._page_size == 1:
+            wide = pages.astype(np.int64)
+        else:
+            try:
+                wide = self._spread.take(pages, 0).reshape(-1)
+            except IndexError:  # an allocator that did not say how many pages it has
+                return slots_of(pages, self._page_size, self._device)
+        slots = torch.from_numpy(wide)
+        return slots if self._is_cpu else slots.to(self._device)  # type: ignore[call-overload]
+
+
 class SlotPages:
     """A foreign slot allocator as a source of pages. Uses page calls where the allocator has them."""
 

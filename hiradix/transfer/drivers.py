@@ -7,6 +7,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
@@ -45,26 +47,27 @@ class _WorkerThread:
 
     def __init__(self, worker: Steppable):
         self._worker = weakref.ref(worker)
-        self._work = threading.Event()
+        self._work: SimpleQueue[None] = SimpleQueue()  # holds something: there may be work
         self._stopping = False
         self.num_loop_errors = 0
         self.thread = threading.Thread(target=self._loop, name=f"hiradix-{worker.name}", daemon=True)
         self.thread.start()
 
     def wake(self) -> None:
-        self._work.set()
+        if self._work.empty():
+            self._work.put(None)
 
     def stop(self, timeout_s: float) -> bool:
         """Ask the thread to end after its present step; True if it did within the deadline."""
         self._stopping = True
-        self._work.set()
+        self._work.put(None)
         self.thread.join(timeout_s)
         return not self.thread.is_alive()
 
     def _loop(self) -> None:
         while not self._stopping:
-            self._work.wait(IDLE_CHECK_S)
-            self._work.clear()
+            with suppress(Empty):
+                self._work.get(timeout=IDLE_CHECK_S)
             worker = self._worker()
             if worker is None:
                 return

@@ -51,8 +51,7 @@ class FailReason(Enum):
     ABANDONED = "abandoned"  # still running when close() gave up on it: its pages must not be reused
 
 
-@dataclass(frozen=True, eq=False)
-class Copy:
+class Copy(NamedTuple):
     """Copy `source[i]` of one pool to `target[i]` of the other, all layers. pair: which pair of pools."""
 
     source: Pages
@@ -111,8 +110,7 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True, eq=False)
-class Job:
+class Job(NamedTuple):
     """One order to a worker.
 
     parts: the tickets it answers, with the pages and bytes of each; one, but for a layer-wise load.
@@ -126,8 +124,7 @@ class Job:
     after: object = None
 
 
-@dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """Outcome of one ticket. Once it is posted no worker touches the ticket's pages again.
 
     num_pages: leading pages that are done; for a query, leading pages that storage has. True whether or

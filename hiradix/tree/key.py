@@ -43,11 +43,16 @@ NARROW, WIDE = 4, 8  # bytes per packed token
 WINDOW_TOKENS = 16384  # packed at once, so that a key is not packed beyond what is looked at
 
 
-def packed(tokens: npt.NDArray[Any]) -> tuple[bytes, int]:
+def packed(tokens: Tokens) -> tuple[bytes, int]:
     """`tokens` as bytes and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8 (int64)."""
-    if np.bitwise_or.reduce(tokens) >> 31:
+    if is_wide(tokens):
         return tokens.tobytes(), WIDE
     return tokens.astype(np.int32).tobytes(), NARROW
+
+
+def is_wide(tokens: Tokens) -> bool:
+    """Whether a token is not in [0, 2**31): as unsigned numbers, negative ones are large."""
+    return bool(np.maximum.reduce(tokens.view(np.uint64), initial=0) >> 31)
 
 
 def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:

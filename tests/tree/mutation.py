@@ -94,7 +94,7 @@ FAULTS = [
         "return row",
     ),
     Fault("key: extras are no part of the row", KEY, "            row = (row, extra)", "            pass"),
-    Fault("key: wide tokens are cut to 32 bits", KEY, "if np.bitwise_or.reduce(tokens) >> 31:", "if False:"),
+    Fault("key: wide tokens are cut to 32 bits", KEY, "if is_wide(tokens):", "if False:"),
     Fault(
         "key: a slice loses the bigram's last token",
         KEY,
