@@ -144,6 +144,12 @@ class RadixTree(TreeView):
             node = node.parent
         return Insertion(lock, duplicates)
 
+    def prioritise(self, lock: Lock, priority: int) -> None:
+        """Have what `lock` covers, on the way to its node, be of that priority at least."""
+        for node in self.path(lock.node):
+            if priority > node.priority:
+                node.priority = priority
+
     def hit(self, node: Node) -> None:
         """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
         at = self.current(node)

@@ -20,12 +20,19 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 VENV = ROOT / "build" / "sglang-venv"
 SGLANG = "0.5.23"
+# The last line with the older contract that was tried, and what of its dependencies differs.
+OLD_SGLANG = ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.2")
 # What the tests themselves need there, of the versions that constraints.txt pins.
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "redis", "hiredis", "peercache", "radixview", "sgtop")
 
 
 def python(venv: Path = VENV) -> Path:
     return venv / "bin" / "python"
+
+
+def old_packages(venv: Path = VENV) -> Path:
+    """A folder that, before all others on the path, makes it the older SGLang."""
+    return venv / "older-sglang"
 
 
 def main(venv: Path = VENV) -> None:
@@ -42,6 +49,7 @@ def main(venv: Path = VENV) -> None:
     # pins that hold SGLang's own packages still while the tests' are added
     _pip(venv, "-c", str(HERE / "requirements.txt"), *(_pinned(name) for name in FOR_TESTS))
     _pip(venv, "--no-deps", "-e", str(ROOT))
+    _pip(venv, "--no-deps", "--target", str(old_packages(venv)), *OLD_SGLANG)
     for part in (HERE / "on_cpu").iterdir():
         copy = shutil.copytree if part.is_dir() else shutil.copy
         copy(part, _site_packages(venv) / part.name)

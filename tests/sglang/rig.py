@@ -78,6 +78,7 @@ class Rig:
             page_size=PAGE,
             is_eagle=is_eagle,
             enable_kv_cache_events=True,
+            eviction_policy=flags.get("radix_eviction_policy", "lru"),
         )
         extra = f'{{"file_storage_path": "{storage}", "prefetch_threshold": 1}}' if storage else None
         config = HiCacheConfig(

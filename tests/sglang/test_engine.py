@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.sglang.engine_run import run
+from tests.sglang.install import old_packages
 from tests.sglang.prompts import prompts
 from tests.sglang.server import Reference
 
@@ -43,4 +44,15 @@ def test_the_device_alone_without_overlap(model: Path, reference: Reference) -> 
     asked = prompts(3, LENGTH, "device alone")
     rounds = run(dict(os.environ), model_path=str(model), prompts=asked, rounds=2, flags=flags)
     assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 32 * 32] * len(asked)
+    assert_same(asked, rounds, reference)
+
+
+def test_an_older_sglang_with_its_older_contract(model: Path, reference: Reference) -> None:
+    """0.5.15: device and host. Its allocator's kernels run in Triton's interpreter."""
+    flags = BASE | {"page_size": 16, "enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+    asked = prompts(8, LENGTH, "older")
+    environment = dict(os.environ) | {"PYTHONPATH": str(old_packages()), "TRITON_INTERPRET": "1"}
+    rounds = run(environment, model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 16 * 16] * len(asked)
+    assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 3
     assert_same(asked, rounds, reference)

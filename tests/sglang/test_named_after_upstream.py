@@ -265,3 +265,29 @@ def test_touch_prefix_keeps_what_waits() -> None:
     rig.cache.evict(EvictParams(num_tokens=8 * PAGE))
     assert rig.match(rig.request(PROMPT + [1])).device_prefix_len == len(PROMPT)
     assert rig.match(rig.request(ids(900, 8 * PAGE) + [1])).device_prefix_len == 0
+
+
+def test_priority_decides_what_stays() -> None:
+    rig = Rig(radix_eviction_policy="priority")
+    for start, priority in ((100, 5), (300, None), (500, 7)):
+        req = rig.request(ids(start, 8 * PAGE) + [1])
+        req.priority = priority
+        rig.admit(req)
+        rig.finish(req)
+    rig.settle()
+    for expected in ([32, 0, 32], [0, 0, 32]):
+        rig.cache.evict(EvictParams(num_tokens=8 * PAGE))
+        asked = [rig.request(ids(start, 8 * PAGE) + [1]) for start in (100, 300, 500)]
+        assert [rig.match(req).device_prefix_len for req in asked] == expected
+    rig.check()
+
+
+def test_our_names_are_taken_by_the_command_line() -> None:
+    from sglang.srt.server_args import prepare_server_args
+
+    from hiradix.adapters.sglang.plugin import activate
+
+    activate()
+    flags = ["--model-path", "m", "--radix-eviction-policy", "ghd", "--hicache-storage-backend", "disk"]
+    args = prepare_server_args(flags)
+    assert (args.hicache_storage_backend, args.radix_eviction_policy) == ("disk", "ghd")

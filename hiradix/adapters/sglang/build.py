@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hiradix.prefix_cache import (
     build_hybrid_cache,
     build_prefix_cache,
 )
+from hiradix.prefix_cache.identity import weights_digest
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over
 
@@ -185,6 +187,11 @@ def _policy_config(params: Any) -> dict[str, Any]:
     return dict(getattr(params, "eviction_policy_config", None) or {})
 
 
+def _weights(model_path: str) -> str:
+    """A digest of the weights in a folder; "" for names that SGLang finds elsewhere."""
+    return weights_digest(model_path, "config.json") if Path(model_path).is_dir() else ""
+
+
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
     """SGLang's CacheInitParams as ours, its allocator behind `port`."""
     group = params.attn_tp_cache_group or params.tp_cache_group
@@ -209,7 +216,7 @@ def _identity(context: Any, flags: Any) -> ModelIdentity:
     several = group is not None
     return ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{flags.revision or ''}:{kvcache.dtype}",
+        revision=f"{flags.revision or _weights(flags.model_path)}:{kvcache.dtype}",
         tp_rank=dist.get_rank(group) if several else 0,
         tp_size=dist.get_world_size(group) if several else 1,
         pp_rank=params.pp_rank,

@@ -176,6 +176,8 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(key)]
         taken = self.inner.insert_row(key, row, held, ended)
+        if req.priority:
+            self.inner.tree.prioritise(taken, req.priority)
         self._repoint(req, row, held.node.end, taken.node)
         self.inner.tree.unlock(held)
         req.lock, req.last_node = TreeLock(taken.node, taken), taken.node

@@ -7,8 +7,8 @@ the cache only when SGLang asks for it.
 from __future__ import annotations
 
 import importlib
-import typing
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, get_type_hints
 
 NAME = "hiradix"
 _REGISTRY = "sglang.srt.mem_cache.registry"
@@ -46,12 +46,12 @@ def offer_choices() -> None:
     _extend("radix_eviction_policy", eviction_policies())
 
 
-def _extend(flag: str, names: typing.Iterable[str]) -> None:
+def _extend(flag: str, names: Iterable[str]) -> None:
     try:
-        memory = importlib.import_module("sglang.srt.arg_groups.fields.memory").Memory
-    except (ImportError, AttributeError):
-        return  # an SGLang that keeps its flags elsewhere; `dynamic` and the admin API take any name there
-    annotation = typing.get_type_hints(memory, include_extras=True)[flag]
+        flags = importlib.import_module("sglang.srt.server_args").ServerArgs
+        annotation = get_type_hints(flags, include_extras=True)[flag]
+    except (ImportError, AttributeError, KeyError, NameError):
+        return  # an SGLang that keeps its flags elsewhere: its admin API and its Engine take any name
     for argument in getattr(annotation, "__metadata__", ()):
         choices = getattr(argument, "choices", None)
         if choices is not None:
