@@ -91,11 +91,16 @@ def _pool(shape: KVShape, layers: Sequence[int], num_pages: int, config: EngineC
 
 
 def _num_window_pages(config: EngineConfig, windows: Windows, num_pages: int, row_tokens: int) -> int:
-    """Pages of the window pool, which must hold what one request needs at a time."""
+    """Pages of the window pool, which must hold what one request needs at a time.
+
+    Its lock holds a window of what it shares to its end. Beside that it has a chunk, or later a window of its
+    own, and the pages that these begin and end in.
+    """
     assert config.swa_full_tokens_ratio is not None
     size = config.cache.page_size
     chunk = min(config.chunked_prefill_size or row_tokens, row_tokens)
-    least = -(-windows.size // size) + -(-chunk // size) + 2
+    reach = -(-windows.size // size)
+    least = reach + max(reach, -(-chunk // size)) + 2
     pages = int(num_pages * config.swa_full_tokens_ratio)
     if pages < min(least, num_pages):
         raise ConfigError(

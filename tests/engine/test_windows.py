@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, EngineConfig, SamplingParams
+from hiradix.engine import Engine, EngineConfig, Output, SamplingParams
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool
 from hiradix.tree import Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
-from tests.engine.driving import assert_empty, drain, serve, tokens
+from tests.engine.driving import Answer, assert_empty, collect, drain, serve, tokens
 from tests.engine.test_tiers import GREEDY, converse, served_from, settle
 
 WINDOW = 1  # the component
@@ -105,6 +106,23 @@ def test_windows_run_short_before_full_slots(gemma: Reference, make_hybrid: Make
     assert_empty(engine)
 
 
+@pytest.mark.parametrize("name", ["off", "device", "tiers", "write_back"])
+def test_the_smallest_window_pool_is_enough(name: str, gemma: Reference, make_hybrid: MakeEngine) -> None:
+    """Eight pages: a locked window of three, one of its own, and two ends. Found: six were thought enough."""
+    engine = make_hybrid(
+        cache=CONFIGS[name], max_total_tokens=240, swa_full_tokens_ratio=0.27, chunked_prefill_size=8
+    )
+    assert engine._pools.hybrid is not None and engine._pools.hybrid.window.num_pages == 8
+    with pytest.raises(ConfigError, match=r"7 window pages of 8 tokens; a request needs 8"):
+        make_hybrid(max_total_tokens=240, swa_full_tokens_ratio=0.25, chunked_prefill_size=8)
+    asked = prompts([90, 33, 61], seed=12)
+    for _ in range(2):
+        answers = serve(engine, asked, SamplingParams(max_new_tokens=30))
+        gemma.judge(asked, tokens(answers)).assert_holds()
+    settle(engine)
+    assert_empty(engine)
+
+
 def test_whole_prompts_without_chunks(gemma: Reference, make_hybrid: MakeEngine) -> None:
     engine = make_hybrid(chunked_prefill_size=None, swa_full_tokens_ratio=1.0)
     asked = prompts([120, 61, 90], seed=8)
@@ -169,3 +187,35 @@ def test_what_does_not_fit_is_named(gemma: Reference, llama: Reference) -> None:
     stored = replace(TIERED, hicache_storage_backend="file")
     with pytest.raises(ConfigError, match="--hicache-storage-backend file: stores full attention only"):
         Engine(EngineConfig(str(gemma.path), swa_full_tokens_ratio=0.9, cache=stored, max_total_tokens=2048))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_requests_loses_no_page(seed: int, gemma: Reference, make_hybrid: MakeEngine) -> None:
+    """Shared beginnings, short and long answers, aborts at any step, both pools short: all pages counted."""
+    rng = random.Random(seed)
+    engine = make_hybrid(
+        cache=replace(rng.choice([DEVICE_ONLY, TIERED, CONFIGS["write_back"], CONFIGS["small_host"]])),
+        max_total_tokens=rng.choice([256, 400, 640]), swa_full_tokens_ratio=rng.choice([0.4, 0.5, 0.9]),
+        chunked_prefill_size=rng.choice([8, 24, 40]), max_running_requests=rng.choice([2, 5]),
+    )  # fmt: skip
+    stems = prompts([70, 45], seed=seed)
+    asked: dict[str, list[int]] = {}
+    answers: dict[str, Answer] = {}
+    for number in range(14):
+        rid, stem = f"r{number}", rng.choice(stems)
+        [more] = prompts([rng.randrange(1, 40)], seed=99 + number)
+        asked[rid] = stem[: rng.randrange(8, len(stem))] + more
+        engine.add_request(rid, asked[rid], SamplingParams(max_new_tokens=rng.randrange(1, 40)))
+        for _ in range(rng.randrange(4)):
+            collect(answers, engine.step())
+        if rng.random() < 0.3:
+            engine.abort(rng.choice(list(asked)))
+    for rid, rest in drain(engine).items():
+        last = Output(rid, tuple(rest.token_ids), rest.usage, finish_reason=rest.finish_reason)
+        collect(answers, [last])
+    whole = [rid for rid in asked if answers[rid].finish_reason == "length"]
+    assert len(whole) >= 5 and set(answers) == set(asked)
+    judged = gemma.judge([asked[rid] for rid in whole], [answers[rid].token_ids for rid in whole])
+    judged.assert_holds()
+    settle(engine)
+    assert_empty(engine)
