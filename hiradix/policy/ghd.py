@@ -27,7 +27,7 @@ SENDERS = 16  # namespaces are told apart in so many groups where they give hint
 _HINT_CLASS = 8  # conversation classes from here on: hint, then sender
 _DECAY_EVERY = 256  # requests
 _DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
-_COUNT_FIRST, _COUNT_LAST = 32, 256  # requests between two recomputations, at the start and later
+_COUNT_FIRST = 32  # requests between two countings at the start; in the end as many as between two decays
 
 
 class GhdLearner(UseLog):
@@ -39,7 +39,6 @@ class GhdLearner(UseLog):
         self.segments = Segments(self.tables)
         self.orders: list[LaneOrder] = []
         self._requests = 0
-        self._next_count = _COUNT_FIRST
 
     # -- classes ----------------------------------------------------------------------------
 
@@ -87,12 +86,12 @@ class GhdLearner(UseLog):
         else:
             self._start_segments(pages)
         self._requests += 1
-        if self._requests % _DECAY_EVERY == 0:
-            self.segments.count(self.clock)
-            self.tables.decay(_DECAY)
-        if self._requests >= self._next_count:
+        if self._requests % _COUNT_FIRST == 0 and self._requests % self._interval() == 0:
             self.recompute()
-            self._next_count = self._requests + min(max(_COUNT_FIRST, self._requests // 4), _COUNT_LAST)
+
+    def _interval(self) -> int:
+        """Requests between two countings: a power of two, at most a quarter of all so far."""
+        return min(max(1 << (self._requests // 4).bit_length() - 1, _COUNT_FIRST), _DECAY_EVERY)
 
     def _start_segments(self, pages: dict[Note, int]) -> None:
         """One of each class: all of a request's pages in a class have one vote."""
@@ -106,6 +105,8 @@ class GhdLearner(UseLog):
     def recompute(self) -> None:
         """Count what happened; the index and every order follow when they are asked."""
         self.segments.count(self.clock)
+        if self._requests % _DECAY_EVERY == 0:
+            self.tables.decay(_DECAY)
         self.tables.recompute()
 
     def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
