@@ -27,7 +27,7 @@ from hiradix.cache.pages import (
     shared_out,
     sizes,
 )
-from hiradix.policy.eviction import learner_of
+from hiradix.policy.learning import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import Lock, Node, RadixTree, Segment, Tier

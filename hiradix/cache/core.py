@@ -38,7 +38,7 @@ from hiradix.cache.pages import (
 )
 from hiradix.cache.prefetch import Prefetcher
 from hiradix.errors import CacheError, ConfigError, StorageError
-from hiradix.policy.eviction import LearningPolicy, learner_of
+from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.uses import Finished

@@ -248,8 +248,10 @@ class Engine:
 
     def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:
         """Tell the eviction policy `scope.hint` of a conversation; its cached tokens."""
+        if scope.hint is None:
+            raise RequestError("hint: says nothing of the conversation")
         key = RadixKey(list(prompt_ids), scope.extra_key, cache_salt=scope.cache_salt)
-        return self.cache.hint(key, scope.hint or "end_of_session")
+        return self.cache.hint(key, scope.hint)
 
     def drain(self, timeout_s: float) -> bool:
         """Let transfers under way end; False if the deadline passed first."""

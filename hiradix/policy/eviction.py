@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from hiradix.errors import ConfigError
 from hiradix.policy.ghd import GhdPolicy, check_config
+from hiradix.policy.learning import LearningPolicy, SharedLog
 from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.uses import Seen, UseLog
 from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, RadixKey, Tier
@@ -221,26 +222,14 @@ class _GhostHeapOrder(HeapOrder):
             self._log.left(entry)
 
 
-class TwoQueuePolicy:
+class TwoQueuePolicy(SharedLog[UseLog]):
     """`2q`: what has been used once goes first, what has come back, also from a ghost, later; each lru."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self._page_tokens = config.get("page_tokens")
-        self._log: UseLog | None = None
-
-    @property
-    def learner(self) -> UseLog:
-        assert self._log is not None, "no tree was made with this policy"
-        return self._log
+        super().__init__(config, _SecondUse)
 
     def __call__(self, context: OrderContext) -> EvictionOrder:
-        if self._log is None:
-            self._log = _SecondUse(context.page_size, self._page_tokens or context.page_size)
-        self._log.order_made(context)
-        return _GhostHeapOrder(context, self._log)
-
-    def close(self) -> None:
-        pass
+        return _GhostHeapOrder(context, self.log_of(context))
 
 
 class _PerTier:
@@ -274,15 +263,18 @@ def _per_tier(name: str, config: Mapping[str, Any]) -> OrderFactory:
         raise ConfigError(
             f"--radix-eviction-policy {name!r}: give one policy, or one for device and host: a,b"
         )
-    learning = [part for part in names if part in _LEARNING]
-    if len(learning) == 2 or (config and not learning):
+    num_learning = sum(part in _LEARNING for part in names)
+    if num_learning == 2 or (config and not num_learning):
         raise ConfigError(f"--radix-eviction-policy {name!r}: of two policies one at most may learn, and it "
                           f"alone may have a {_FLAG}")  # fmt: skip
-    device, host = (make_order(part, config if part in learning else None) for part in names)
-    for factory in (device, host):
-        if isinstance(factory, GhdPolicy | TwoQueuePolicy):
-            return _LearningPerTier(device, host, factory)
-    return _PerTier(device, host)
+    first, second = names
+    if first in _LEARNING:
+        learning = _learning(first, config)
+        return _LearningPerTier(learning, make_order(second), learning)
+    if second in _LEARNING:
+        learning = _learning(second, config)
+        return _LearningPerTier(make_order(first), learning, learning)
+    return _PerTier(make_order(first), make_order(second))
 
 
 _LEARNING: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], LearningPolicy]]] = {
@@ -291,21 +283,11 @@ _LEARNING: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]], Learni
 }
 
 
-@runtime_checkable
-class LearningPolicy(Protocol):
-    """An order factory whose orders share what they learn from requests that have ended."""
-
-    @property
-    def learner(self) -> UseLog: ...
-
-    def __call__(self, context: OrderContext) -> EvictionOrder: ...
-
-    def close(self) -> None: ...
-
-
-def learner_of(factory: OrderFactory) -> UseLog | None:
-    """What a tree's order factory learns from requests that have ended; None: it does not."""
-    return factory.learner if isinstance(factory, LearningPolicy) else None
+def _learning(name: str, config: Mapping[str, Any]) -> LearningPolicy:
+    fields, make = _LEARNING[name]
+    _reject_unknown(name, config, fields)
+    check_config(name, config)
+    return make(config)
 
 
 # -- registry ---------------------------------------------------------------------------
@@ -340,10 +322,7 @@ def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFacto
     if name not in eviction_policies():
         raise ConfigError(f"--radix-eviction-policy {name!r} is not one of {', '.join(eviction_policies())}")
     if name in _LEARNING:
-        fields, learning = _LEARNING[name]
-        _reject_unknown(name, config, fields)
-        check_config(name, config)
-        return learning(config)
+        return _learning(name, config)
     fields, configured = _CONFIGURED.get(name, ((), None))
     _reject_unknown(name, config, fields)
     if name == "lru":

@@ -17,6 +17,7 @@ from typing import Any
 from hiradix.errors import ConfigError
 from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
+from hiradix.policy.learning import SharedLog
 from hiradix.policy.segments import Segments
 from hiradix.policy.uses import HINTS, Note, Seen, UseLog
 from hiradix.tree import Node, OrderContext, RadixKey, Tier
@@ -149,47 +150,37 @@ def old_pages(node: Node, note: Note) -> int:
     return max(count, 1)
 
 
-class GhdPolicy:
+class GhdPolicy(SharedLog[GhdLearner]):
     """`ghd` for one cache: an order factory that shares one learner among tiers and components.
 
-    config: `page_tokens`, tokens that a page stands for if not `page_size` (a replay's page is a name);
-    `tables`, a file to start from and to save to when the cache is closed.
+    config: beside `page_tokens`, `tables`, a file to start from and to save to when the cache is closed.
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        self._page_tokens = config.get("page_tokens")
+        super().__init__(config, GhdLearner)
         self._path = None if config.get("tables") is None else Path(str(config["tables"]))
-        self._learner: GhdLearner | None = None
-
-    @property
-    def learner(self) -> GhdLearner:
-        assert self._learner is not None, "no tree was made with this policy"
-        return self._learner
 
     def __call__(self, context: OrderContext) -> LaneOrder:
-        if self._learner is None:
-            self._learner = GhdLearner(context.page_size, self._page_tokens or context.page_size)
-            self._load()
-        self._learner.order_made(context)
-        order = LaneOrder(context, self._learner, self._learner.tables)
-        self._learner.orders.append(order)
+        learner = self.log_of(context)
+        order = LaneOrder(context, learner, learner.tables)
+        learner.orders.append(order)
         return order
 
-    def _load(self) -> None:
+    def begun(self, log: GhdLearner) -> None:
         if self._path is None or not self._path.exists():
             return
         try:
-            self.learner.tables.load(self._path)
+            log.tables.load(self._path)
         except ConfigError as error:
             logger.warning("%s; starting without", error)
 
     def close(self) -> None:
         """Save the tables, if a file was named."""
-        if self._path is None or self._learner is None:
+        if self._path is None or self._log is None:
             return
-        self._learner.recompute()
+        self._log.recompute()
         try:
-            self._learner.tables.save(self._path)
+            self._log.tables.save(self._path)
         except OSError as error:
             logger.warning("ghd tables %s: not saved: %s", self._path, error)
 

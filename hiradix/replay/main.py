@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--time-scale", type=float, default=1.0, help="multiply all time stamps")
     add("--processes", type=int, default=2, help="at work at a time (default: 2)")
     add("--json", type=Path, metavar="FILE", help="every number")
-    add("--plot", type=Path, metavar="FILE", help=".svg or .png; needs hiradix[replay]")
+    add("--plot", type=Path, metavar="FILE", help=".svg or .png; needs hiradix[plots]")
     add("--advice", action="store_true", help="what more host memory and disk would buy")
     add_machine_flags(parser)
     return parser

@@ -94,7 +94,7 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'hiradix[replay]'") from error
+        raise ConfigError("--plot needs matplotlib: pip install 'hiradix[plots]'") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -105,8 +105,11 @@ def plot(path: Path, rows: Sequence[Row]) -> None:
         for policy in dict.fromkeys(r["policy"] for r in mine):
             points = sorted((r["device_tokens"], r["hit_percent"]) for r in mine if r["policy"] == policy)
             style = "k--" if policy == "belady" else "o-"
-            axis.plot([x / 1e6 for x, _ in points], [y for _, y in points], style, label=policy, markersize=3)
-        axis.set(title=trace, xlabel="capacity, million tokens", ylabel="token hit rate, %", xscale="log")
+            axis.plot(*zip(*points), style, label=policy, markersize=3)
+        axis.set(title=trace, xlabel="capacity, tokens", ylabel="token hit rate, %", xscale="log")
+        sizes = sorted({r["device_tokens"] for r in mine})
+        axis.set_xticks(sizes, [millions(size) for size in sizes])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     figure.tight_layout()

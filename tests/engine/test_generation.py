@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hiradix.config import HiCacheConfig
-from hiradix.engine import EngineConfig, RequestError, SamplingParams
+from hiradix.engine import EngineConfig, RequestError, SamplingParams, Scope
 from hiradix.errors import ConfigError
 from tests.engine.checkpoints import CONTEXT, FAMILIES, VOCAB, Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -121,6 +121,11 @@ def test_prompt_larger_than_the_pool_is_refused(make_engine: MakeEngine) -> None
     engine = make_engine(cache=PAGES, max_total_tokens=64)
     with pytest.raises(RequestError, match="device pool holds 64"):
         engine.add_request("a", [1] * 65, GREEDY)
+
+
+def test_a_hint_that_says_nothing_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(RequestError, match="hint"):
+        make_engine(cache=PAGES).hint([1, 2], Scope())
 
 
 def test_id_in_use_is_refused(make_engine: MakeEngine) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import lzma
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from hiradix.replay.lab import Cell, Source, run, run_cell
 from hiradix.replay.models import MODELS, belady
 from hiradix.replay.play import Player
 from hiradix.replay.readers import read_trace
-from hiradix.replay.report import row
+from hiradix.replay.report import plot, row
 from hiradix.replay.stage import Tiers
 from hiradix.replay.timing import Machine
 from hiradix.replay.trace import Call, Namer, Trace
@@ -222,6 +223,25 @@ def test_the_command_prints_a_table_and_writes_the_numbers(
     assert "belady" in shown and "seed 0" in shown and "hits per added GB" in shown
     rows = json.loads(out.read_text())["rows"]
     assert len(rows) == 6 and all(r["synthetic"] and 0 <= r["hit_percent"] <= 100 for r in rows)
+
+
+SIGNATURES = {"png": b"\x89PNG\r\n", "svg": b"<?xml"}
+
+
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_the_command_draws_hit_rates_over_capacities(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "deep" / f"plot.{kind}"
+    arguments = "replay synthetic:chat --limit 40 --policies lru,ghd --capacities 50k,1M --processes 1"
+    assert hiradix([*arguments.split(), "--plot", str(out)]) == 0
+    drawn = out.read_bytes()
+    assert drawn.startswith(SIGNATURES[kind]) and len(drawn) > 5000
+
+
+def test_a_plot_without_what_draws_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"hiradix\[plots\]"):
+        plot(tmp_path / "plot.svg", [])
 
 
 @pytest.mark.parametrize(
