@@ -73,8 +73,8 @@ def write_model(folder: Path) -> Path:
 def scaled(trace: Trace) -> Trace:
     """Its blocks as pages of `PAGE` tokens.
 
-    Behind the last is at least one token, as an engine computes one, and no more than leave the page open when
-    the answer's token is behind them: the lab caches no answers.
+    Behind the last is at least one token, as an engine computes one, and no more than leave the page open
+    when the answer's token is behind them: the lab caches no answers.
     """
     ratio = PAGE / trace.block_tokens
 
