@@ -1,0 +1,166 @@
+"""vLLM's cache tensors and groups as our layouts and components, and settings as our configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiradix.adapters.vllm.layout import Latent, group_layers, grouping, layer_order, pool_of, shape_of
+from hiradix.adapters.vllm.settings import parse_settings
+from hiradix.errors import ConfigError
+from hiradix.memory import HostPool, MLAShape, TorchTransport
+from hiradix.tree import UNBOUNDED
+
+BLOCKS, S, HEADS = 6, 8, 2
+
+
+class Mode(Enum):
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    NVFP4 = 2
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    block_size: int = S
+    num_kv_heads: int = HEADS
+    head_size: int = 4
+    head_size_v: int = 4
+    dtype: torch.dtype = torch.float32
+    kv_quant_mode: Mode = Mode.NONE
+    tokens_per_state: int = 1
+    state_content_bytes: int | None = None
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec(FullAttentionSpec):
+    sliding_window: int = 17
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+def round_trip(spec: Any, caches: list[torch.Tensor], latent: Latent | None = None) -> None:
+    """Blocks 1 and 4 to the host and back into 2 and 0, compared with the tensors themselves."""
+    shape = shape_of(spec, len(caches), latent)
+    pool = pool_of(shape, S, BLOCKS, caches)
+    host = HostPool(shape, 3, S)
+    before = [logical(cache).clone() for cache in caches]
+    TorchTransport().copy_pages(pool, host, np.array([1, 4]), np.array([2, 0]))
+    TorchTransport().copy_pages(host, pool, np.array([2, 0]), np.array([3, 0]))
+    for cache, was in zip(caches, before, strict=True):
+        now = logical(cache)
+        assert torch.equal(now[3], was[1]) and torch.equal(now[0], was[4])
+        assert torch.equal(now[[1, 2, 4, 5]], was[[1, 2, 4, 5]])
+
+
+def logical(cache: torch.Tensor) -> torch.Tensor:
+    """[B, S, H, C] by tokens, however the block is cut."""
+    blocks, heads, tokens, content = cache.shape
+    return cache.permute(0, 2, 1, 3).reshape(BLOCKS, blocks * tokens // BLOCKS, heads, content)
+
+
+def test_heads_outside_tokens_as_on_cpus() -> None:
+    round_trip(FullAttentionSpec(), [torch.randn(BLOCKS, HEADS, S, 8) for _ in range(3)])
+
+
+def test_tokens_outside_heads_cut_into_kernel_blocks() -> None:
+    memory = [torch.randn(BLOCKS * 2, S // 2, HEADS, 8) for _ in range(2)]
+    round_trip(FullAttentionSpec(), [one.permute(0, 2, 1, 3) for one in memory])
+
+
+def test_layers_side_by_side_in_a_block() -> None:
+    memory = torch.randn(BLOCKS, 3, S, HEADS, 8)
+    round_trip(FullAttentionSpec(), [memory[:, layer].permute(0, 2, 1, 3) for layer in range(3)])
+
+
+def test_values_of_another_size_than_keys() -> None:
+    round_trip(FullAttentionSpec(head_size_v=6), [torch.randn(BLOCKS, HEADS, S, 10) for _ in range(2)])
+
+
+def test_a_latent() -> None:
+    spec = MLAAttentionSpec(num_kv_heads=1, head_size=12, head_size_v=0)
+    latent = Latent(8, 4)
+    assert isinstance(shape_of(spec, 2, latent), MLAShape)
+    round_trip(spec, [torch.randn(BLOCKS, 1, S, 12) for _ in range(2)], latent)
+    with pytest.raises(ConfigError, match="latent attention"):
+        shape_of(spec, 2, None)
+
+
+def test_heads_outside_tokens_cannot_be_cut() -> None:
+    shape = shape_of(FullAttentionSpec(), 1, None)
+    with pytest.raises(ConfigError, match="--block-size 4"):
+        pool_of(shape, S, BLOCKS, [torch.randn(BLOCKS * 2, HEADS, S // 2, 8)])
+
+
+def test_scales_beside_the_data_are_refused() -> None:
+    for spec in (FullAttentionSpec(kv_quant_mode=Mode.NVFP4), FullAttentionSpec(state_content_bytes=9)):
+        with pytest.raises(ConfigError, match="--kv-cache-dtype"):
+            shape_of(spec, 1, None)
+    shape_of(FullAttentionSpec(kv_quant_mode=Mode.FP8_PER_TENSOR, dtype=torch.float8_e4m3fn), 1, None)
+
+
+def test_groups_become_components_the_first_full_one_in_front() -> None:
+    found = grouping([SlidingWindowSpec(), FullAttentionSpec(), SlidingWindowSpec(sliding_window=9)])
+    assert found.groups == (1, 0, 2) and found.page_size == S
+    assert [component.reach for component in found.components] == [UNBOUNDED, 2, 1]
+    assert grouping([SlidingWindowSpec()]).components[0].reach == UNBOUNDED
+
+
+@pytest.mark.parametrize(
+    ("specs", "words"),
+    [
+        ([MambaSpec()], "MambaSpec"),
+        ([SlidingWindowSpec(), SlidingWindowSpec()], "none of full attention"),
+        ([FullAttentionSpec(), FullAttentionSpec(block_size=16)], "different block sizes"),
+    ],
+)
+def test_groups_that_are_refused(specs: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        grouping(specs)
+
+
+def test_layers_in_the_models_order() -> None:
+    names = ["model.layers.10.attn", "model.layers.2.attn", "model.layers.0.attn"]
+    order = layer_order(names)
+    assert order == names[::-1]
+    caches = dict.fromkeys(names, torch.empty(0))
+    assert group_layers(order, names[:2], caches) == [1, 2]
+    with pytest.raises(ConfigError, match="layers.3"):
+        group_layers(order, ["model.layers.3.attn"], caches)
+
+
+def test_settings_have_the_flags_names_and_defaults() -> None:
+    settings = parse_settings({"hicache_size": 2, "radix_eviction_policy": "slru"}, 32)
+    assert settings.cache.page_size == 32 and settings.cache.hicache_write_policy == "write_through"
+    assert settings.load_mode == "auto" and settings.admin_port is None
+    extra = {"prefetch_threshold": 32, "file_storage_path": "/x"}
+    with_store = parse_settings(
+        {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config": extra}, 32
+    )
+    assert with_store.cache.hicache_storage_backend_extra_config.backend == {"file_storage_path": "/x"}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hicache_sizes": 1}, "unknown key 'hicache_sizes'"),
+        ({"hicache_write_policy": "write_back"}, "write_back"),
+        ({"load_mode": "later"}, "load_mode"),
+        ({"admin_port": 70_000}, "admin_port"),
+        ({"hicache_storage_backend_extra_config": "{}"}, "must be an object"),
+    ],
+)
+def test_bad_settings_are_named(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_settings(values, 32)
