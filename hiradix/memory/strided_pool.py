@@ -15,7 +15,8 @@ from hiradix.memory.shape import WORDS, CacheShape
 class StridedPool:
     """Pages that another allocator owns: per array and layer a view [P, S, H, D] of any strides, zero copy.
 
-    arrays: one list of [L] views per array of `shape`, alike in all layers; their last axis is contiguous.
+    arrays: one list of [L] views per array of `shape`, alike in all layers. Where a last axis is not
+    contiguous, as of keys kept transposed, only the torch transport can copy: there are no planes then.
     The engine keeps the memory alive and in place, and knows which pages are in use. Raises ConfigError if
     the views do not fit the shape or differ between layers.
     """
@@ -33,9 +34,11 @@ class StridedPool:
             _check(shape, number, views, first)
         self._views = [list(views) for views in arrays]
         self._planes = tuple(_plane(shape, number, views) for number, views in enumerate(arrays))
+        self._has_planes = all(views[0].stride(3) == 1 or views[0].shape[3] == 1 for views in arrays)
         self.counter: LayerCounter | None = None
 
     def planes(self) -> tuple[Plane, ...]:
+        assert self._has_planes, f"{self.shape} with last axes that are not contiguous has no planes"
         return self._planes
 
     def layer_views(self, array: int) -> list[torch.Tensor]:
@@ -55,11 +58,11 @@ def _check(shape: CacheShape, number: int, views: Sequence[torch.Tensor], first:
     wanted = (*first.shape[:2], spec.num_heads, spec.head_dim)
     for layer, view in enumerate(views):
         same = (tuple(view.shape), view.dtype, view.device) == (wanted, spec.dtype, first.device)
-        if not same or view.stride() != views[0].stride() or (view.shape[3] > 1 and view.stride(3) != 1):
+        if not same or view.stride() != views[0].stride():
             raise ConfigError(
                 f"device pool: {spec.name} of layer {layer} is {tuple(view.shape)} {view.dtype} on "
                 f"{view.device} with strides {view.stride()}; needed: {wanted} {spec.dtype} on "
-                f"{first.device}, strides alike in all layers, the last axis contiguous"
+                f"{first.device}, strides alike in all layers"
             )
     if spec.dtype.itemsize not in WORDS:
         raise ConfigError(f"device pool: elements of {spec.dtype.itemsize} bytes")

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hiradix.adapters.vllm.index import HostIndex
-from hiradix.adapters.vllm.layout import pool_of
+from hiradix.adapters.vllm.layout import Blocks, pool_of
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
@@ -153,7 +153,7 @@ class Rank:
         self.transports = [FaultyTransport() for _ in range(groups)]
         pairs = [
             PoolPair(
-                pool_of(shape, S, world.num_blocks, caches),
+                pool_of(shape, Blocks(S, world.num_blocks), caches),
                 HostPool(shape, world.host_pages, S),
                 transport,
                 range(group * LAYERS, (group + 1) * LAYERS),

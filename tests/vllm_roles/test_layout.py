@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.vllm.layout import Latent, group_layers, grouping, layer_order, pool_of, shape_of
+from hiradix.adapters.vllm.layout import (
+    Blocks,
+    Interior,
+    Latent,
+    group_layers,
+    grouping,
+    layer_order,
+    pool_of,
+    shape_of,
+)
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool, MLAShape, TorchTransport
@@ -50,10 +59,15 @@ class MambaSpec(FullAttentionSpec):
     pass
 
 
-def round_trip(spec: Any, caches: list[torch.Tensor], latent: Latent | None = None) -> None:
+def round_trip(
+    spec: Any,
+    caches: list[torch.Tensor],
+    latent: Latent | None = None,
+    interior: Interior = Interior.TOKENS,
+) -> None:
     """Blocks 1 and 4 to the host and back into 2 and 0, compared with the tensors themselves."""
     shape = shape_of(spec, len(caches), latent)
-    pool = pool_of(shape, S, BLOCKS, caches)
+    pool = pool_of(shape, Blocks(S, BLOCKS, interior), caches)
     host = HostPool(shape, 3, S)
     before = [logical(cache).clone() for cache in caches]
     TorchTransport().copy_pages(pool, host, np.array([1, 4]), np.array([2, 0]))
@@ -72,6 +86,24 @@ def logical(cache: torch.Tensor) -> torch.Tensor:
 
 def test_heads_outside_tokens_as_on_cpus() -> None:
     round_trip(FullAttentionSpec(), [torch.randn(BLOCKS, HEADS, S, 8) for _ in range(3)])
+
+
+def test_cpu_kernels_keep_keys_transposed_before_values() -> None:
+    """The page on the host is what any engine would have: [S, H, D] of K, then of V."""
+    spec, caches = FullAttentionSpec(), [torch.zeros(BLOCKS, HEADS, S, 8) for _ in range(2)]
+    keys, values = torch.randn(2, 2, S, HEADS, 4)
+    for layer, cache in enumerate(caches):
+        inside = cache.view(BLOCKS, HEADS, 2, S * 4)
+        inside[4, :, 0] = keys[layer].permute(1, 2, 0).reshape(HEADS, -1)
+        inside[4, :, 1] = values[layer].permute(1, 0, 2).reshape(HEADS, -1)
+    pool = pool_of(shape_of(spec, 2, None), Blocks(S, BLOCKS, Interior.K_THEN_V), caches)
+    host = HostPool(shape_of(spec, 2, None), 1, S)
+    TorchTransport().copy_pages(pool, host, np.array([4]), np.array([0]))
+    assert torch.equal(host.k_buffer.permute(1, 0, 2, 3), keys)
+    assert torch.equal(host.v_buffer.permute(1, 0, 2, 3), values)
+    round_trip(spec, [torch.randn(BLOCKS, HEADS, S, 8) for _ in range(3)], interior=Interior.K_THEN_V)
+    with pytest.raises(AssertionError, match="no planes"):
+        pool.planes()
 
 
 def test_tokens_outside_heads_cut_into_kernel_blocks() -> None:
@@ -100,7 +132,7 @@ def test_a_latent() -> None:
 def test_heads_outside_tokens_cannot_be_cut() -> None:
     shape = shape_of(FullAttentionSpec(), 1, None)
     with pytest.raises(ConfigError, match="--block-size 4"):
-        pool_of(shape, S, BLOCKS, [torch.randn(BLOCKS * 2, HEADS, S // 2, 8)])
+        pool_of(shape, Blocks(S, BLOCKS), [torch.randn(BLOCKS * 2, HEADS, S // 2, 8)])
 
 
 def test_scales_beside_the_data_are_refused() -> None:

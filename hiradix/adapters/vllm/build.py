@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from hiradix.adapters.vllm.layout import Grouping, Latent, group_layers, layer_order, pool_of, shape_of
+from hiradix.adapters.vllm.layout import (
+    Blocks,
+    Grouping,
+    Interior,
+    Latent,
+    group_layers,
+    layer_order,
+    pool_of,
+    shape_of,
+)
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.worker import WorkerRole
@@ -42,6 +51,7 @@ class WorkerPlan:
     latent: Latent | None
     model: ModelIdentity
     num_ranks: int
+    interior: Interior = Interior.TOKENS
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     pairs = []
     for part, shape, num_pages in zip(parts, shapes, counts, strict=True):
         own = [caches[name] for name in layer_order(part.layers)]
-        device = pool_of(shape, size, plan.num_blocks, own)
+        device = pool_of(shape, Blocks(size, plan.num_blocks, plan.interior), own)
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
         transport = make_transport(config.hicache_io_backend, device.device)
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
@@ -95,6 +105,8 @@ def _storage_opener(plan: WorkerPlan, pool: Any, has_windows: bool) -> Any:
     if isinstance(pool.shape, MLAShape):
         model = replace(model, tp_rank=0, tp_size=1)  # every rank has the same rows
     layout = plan.settings.cache.hicache_mem_layout
+    if plan.interior is Interior.OWN:
+        layout += "+kernel"  # pages that only the same kernel understands
     fingerprint = page_fingerprint(model, pool.shape, plan.grouping.page_size, layout)
 
     def open_it(name: str, keys: Mapping[str, Any]) -> GuardedStorage:

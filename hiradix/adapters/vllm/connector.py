@@ -26,7 +26,7 @@ from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
 from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
-from hiradix.adapters.vllm.layout import Grouping, Latent, grouping
+from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
@@ -311,7 +311,20 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
             pp_size=pp.world_size,
         ),
         config.parallel_config.world_size,
+        _interior(config, groups[0].kv_cache_spec),
     )
+
+
+def _interior(config: VllmConfig, spec: Any) -> Interior:
+    """What vLLM's kernels have inside a block: of CPU kernels only the usual one is known here."""
+    if config.device_config.device_type != "cpu" or not spec.head_size_v:
+        return Interior.TOKENS
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    except ImportError:
+        return Interior.OWN
+    kernel = _get_attn_isa(spec.dtype, spec.block_size, spec.head_size, config.cache_config.cache_dtype)
+    return Interior.K_THEN_V if kernel == "vec" else Interior.OWN
 
 
 def _scheduled(output: Any, page_size: int) -> Iterable[StepRequest]:

@@ -4,6 +4,10 @@ vLLM gives each layer's cache as one logical tensor [B, H, N, C]: blocks, heads,
 concatenation of a token's K and V (or the latent alone, for latent attention). Its layouts, on CPU and CUDA
 alike, differ only in the order these axes, and the layers, have in memory: in strides. So K is `[..., :D]`
 and V is `[..., D:]` of the same tensor, and one description serves all of them.
+
+All but the CPU kernels: what they keep in the N * C numbers of a block and head is not [N, C]. The usual one
+("vec") has K there, transposed to [D, N], and then V as [N, D]; strides again. What others do is their own
+affair: such a block is taken as it is, and its layout has another name, so that no other engine reads it.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -31,6 +36,14 @@ class Latent:
 
     kv_lora_rank: int
     qk_rope_head_dim: int
+
+
+class Interior(Enum):
+    """What a block and head has inside."""
+
+    TOKENS = "tokens"  # [N, K | V], all but CPU kernels
+    K_THEN_V = "k-then-v"  # K as [D, N], then V as [N, D]
+    OWN = "own"  # the kernel's own: bytes that only the same kernel understands
 
 
 @dataclass(frozen=True)
@@ -85,11 +98,20 @@ def shape_of(spec: Any, num_layers: int, latent: Latent | None) -> CacheShape:
     return MLAShape(num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, spec.dtype)
 
 
-def pool_of(
-    shape: CacheShape, page_size: int, num_blocks: int, caches: Sequence[torch.Tensor]
-) -> StridedPool:
+@dataclass(frozen=True)
+class Blocks:
+    """How a group's blocks lie: `num_blocks` of `page_size` tokens, and what is inside."""
+
+    page_size: int
+    num_blocks: int
+    interior: Interior = Interior.TOKENS
+
+
+def pool_of(shape: CacheShape, blocks: Blocks, caches: Sequence[torch.Tensor]) -> StridedPool:
     """The device pool over a group's layers, each [B, H, N, C]; page p is block p."""
-    pages = [_in_blocks(cache, page_size, num_blocks) for cache in caches]
+    if blocks.interior is Interior.K_THEN_V and len(shape.arrays) == 2:
+        return StridedPool(shape, _keys_then_values(shape, blocks, caches))
+    pages = [_in_blocks(cache, blocks.page_size, blocks.num_blocks) for cache in caches]
     arrays, begin = [], 0
     for spec in shape.arrays:
         arrays.append([page[..., begin : begin + spec.head_dim] for page in pages])
@@ -97,6 +119,25 @@ def pool_of(
     if begin != pages[0].shape[3]:
         raise ConfigError(f"a cache of {tuple(caches[0].shape)}: {begin} numbers per head and token expected")
     return StridedPool(shape, arrays)
+
+
+def _keys_then_values(
+    shape: CacheShape, blocks: Blocks, caches: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """[P, S, H, D] views of K, which is kept transposed, and of V behind it."""
+    keys, values = shape.arrays
+    size, wanted = blocks.page_size, (blocks.num_blocks, keys.num_heads, blocks.page_size)
+    arrays: list[list[torch.Tensor]] = [[], []]
+    for cache in caches:
+        page, head, token, number = cache.stride()
+        if cache.shape[:3] != wanted or (token, number) != (cache.shape[3], 1):
+            raise ConfigError(f"a cache of {tuple(cache.shape)} with strides {cache.stride()} for {wanted}")
+        sizes, begin = (blocks.num_blocks, size, keys.num_heads), cache.storage_offset()
+        arrays[0].append(cache.as_strided((*sizes, keys.head_dim), (page, 1, head, size), begin))
+        begin += size * keys.head_dim
+        strides = (page, values.head_dim, head, 1)
+        arrays[1].append(cache.as_strided((*sizes, values.head_dim), strides, begin))
+    return arrays
 
 
 def _in_blocks(cache: torch.Tensor, page_size: int, num_blocks: int) -> torch.Tensor:
