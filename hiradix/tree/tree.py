@@ -147,8 +147,7 @@ class RadixTree(TreeView):
     def prioritise(self, lock: Lock, priority: int) -> None:
         """Have what `lock` covers, on the way to its node, be of that priority at least."""
         for node in self.path(lock.node):
-            if priority > node.priority:
-                node.priority = priority
+            node.priority = max(node.priority, priority)
 
     def hit(self, node: Node) -> None:
         """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
