@@ -7,6 +7,7 @@ python -m tests.simulation.run SEED                     replays one seed
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -40,7 +41,9 @@ class Memory:
         self.points: list[tuple[int, int]] = []
 
     def note(self, num_moves: int) -> None:
+        """What is held now: garbage, and freed memory that the C library keeps, would hide a slope."""
         gc.collect()
+        getattr(ctypes.CDLL(None), "malloc_trim", lambda size: None)(0)
         self.points.append((num_moves, resident_bytes()))
 
     @property
