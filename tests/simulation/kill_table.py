@@ -235,8 +235,9 @@ def failing_test(copy: Path, bug: Bug) -> str | None:
     done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *bug.tests)
     if done.returncode == 0:
         return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
-    return f"`{found.group(1)}`" if found else f"exit status {done.returncode}"
+    found = re.search(r"^FAILED (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
+    assert found is not None, f"no test ran to see it:\n{done.stdout}{done.stderr}"
+    return f"`{found.group(1)}`"
 
 
 def main(rows: list[str]) -> int:

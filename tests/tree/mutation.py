@@ -470,7 +470,7 @@ def killer(copy: Path) -> str | None:
 
 
 def copied(to: Path) -> Path:
-    for name in ("hiradix", "tests"):
+    for name in ("hiradix", "tests", "docs"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", to)
     return to
