@@ -75,10 +75,10 @@ def test_page_sizes_and_places_of_windows(
 
 
 def test_a_long_request_holds_a_window_of_pages(gemma: Reference, make_hybrid: MakeEngine) -> None:
-    """A prompt of 300 tokens and an answer of 60 through a window pool of 96."""
+    """A prompt of 300 tokens and an answer of 120 through a window pool of 96."""
     engine = make_hybrid(max_total_tokens=480, swa_full_tokens_ratio=0.2)
     [prompt] = prompts([300], seed=9)
-    engine.add_request("long", prompt, SamplingParams(max_new_tokens=60))
+    engine.add_request("long", prompt, SamplingParams(max_new_tokens=120))
     allocator = engine._pools.allocator
     most, answer = 0, []
     while engine.has_work:
