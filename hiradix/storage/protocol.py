@@ -49,7 +49,7 @@ def check_keys(keys: Sequence[str]) -> None:
 
 def page_bytes(page: Page) -> int:
     """Length of a page over all its buffers."""
-    return sum(view.nbytes for view in page)
+    return page[0].nbytes if len(page) == 1 else sum([view.nbytes for view in page])
 
 
 def fits(num_bytes: int, page: Page, ragged: bool) -> bool:

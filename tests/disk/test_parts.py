@@ -6,11 +6,14 @@ import errno
 import mmap
 import os
 import random
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.storage.disk import kernel
@@ -31,7 +34,8 @@ from hiradix.storage.disk.record import (
 )
 from hiradix.storage.disk.segments import Segment
 from hiradix.storage.disk.uring import OPERATION, READ, Ring
-from tests.contracts.storage import HOSTILE_KEYS, key_of, keys_of
+from tests.contracts.storage import HOSTILE_KEYS, hits, key_of, keys_of, put
+from tests.disk.places import open_disk
 
 PAGE = 4096
 
@@ -128,6 +132,55 @@ def test_a_chain_has_an_end_and_its_times_go_down() -> None:
         times = [used_ns for _, used_ns in uses]
         assert len(uses) == 20 * (number + 1) and times == sorted(times) and times[-1] == 5_000_000
     assert len(recency.used("get", keys_of(20, 9999), 5_000_040)) == 20
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 5), st.integers(14, 18),
+                  st.sampled_from([1, 1000, MOMENT_NS]), st.booleans()),
+        max_size=40,
+    )
+)  # fmt: skip
+def test_settling_gives_the_order_and_times_of_going_call_by_call(calls: list[Any]) -> None:
+    at_once, later = Recency(), Recency()
+    orders: list[OrderedDict[Any, int]] = [OrderedDict(), OrderedDict()]
+
+    def use(order: OrderedDict[Any, int], uses: Any) -> None:
+        for name, used_ns in uses:
+            order[name] = used_ns
+            order.move_to_end(name)
+
+    now_ns = 10 * MOMENT_NS
+    for kind, start, count, wait_ns, settles in calls:
+        now_ns += wait_ns
+        names = keys_of(count, 20 * start)
+        use(orders[0], at_once.used(kind, names, now_ns))
+        later.later(kind, names, now_ns)
+        if settles:
+            use(orders[1], later.settle())
+            assert list(orders[0].items()) == list(orders[1].items()) and not later.num_waiting
+    use(orders[1], later.settle())
+    assert list(orders[0].items()) == list(orders[1].items())
+
+
+def test_reading_a_long_chain_orders_each_page_once(tmp_path: Path) -> None:
+    """Going over the pages before with each call cost more than reading from a fast disk."""
+    store = open_disk(tmp_path)
+    gone_through: list[int] = []
+    settle = store._recency.settle
+
+    def counted() -> Any:
+        uses = settle()
+        gone_through.append(len(uses))
+        return uses
+
+    store._recency.settle = counted  # type: ignore[method-assign]
+    for start in range(0, 640, 64):
+        hits(store, keys_of(64, start))
+    assert sum(gone_through) == 0
+    put(store, keys_of(1, 9999))
+    assert sum(gone_through) == 640
+    store.close()
 
 
 # -- io_uring and threads ---------------------------------------------------------------------

@@ -115,6 +115,7 @@ class DiskBackend(StorageBackend):
         given = {name: (page, used_ns) for page, (name, used_ns) in zip(reversed(pages), uses)}
         with self._store.locked():
             with self._store.mutex:
+                self._use([])
                 there = self._store.shelf.pages
                 todo = [name for name in dict.fromkeys(names) if name not in there]
                 writes = self._place(todo, given, frozenset(names))
@@ -200,7 +201,9 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             if any(name not in pages for name in names):
                 self._store.refresh()
-            self._use(self._recency.used("get", names, self._time_ns()))
+            self._recency.later("get", names, self._time_ns())
+            if self._recency.num_waiting > MAX_UNLOGGED_USES:
+                self._use([])
             pages = self._store.shelf.pages
             for index, name in enumerate(names):
                 entry = pages.get(name)
@@ -232,10 +235,13 @@ class DiskBackend(StorageBackend):
         return True
 
     def _use(self, uses: Uses) -> None:
-        """Make those pages that are there the hottest, the first the coldest of them. Needs the mutex."""
+        """Make those pages that are there the hottest, the first the coldest of them. Needs the mutex.
+
+        What was read since the last time comes before them: so this goes before all that depends on order.
+        """
         pages = self._store.shelf.pages
         interval_ns = int(self.config.touch_interval_s * 1e9)
-        for name, used_ns in uses:
+        for name, used_ns in [*self._recency.settle(), *uses]:
             entry = pages.get(name)
             if entry is not None:
                 pages.move_to_end(name)
@@ -245,6 +251,7 @@ class DiskBackend(StorageBackend):
 
     def _log_uses(self) -> None:
         """Locked."""
+        self._use([])
         used, self._used = self._used, {}
         self._store.touch(sorted(used.values(), key=lambda entry: entry.used_ns))
 

@@ -18,10 +18,11 @@ from pathlib import Path
 
 from hiradix.errors import StorageError
 from hiradix.storage.dir_lock import is_in_place
-from hiradix.storage.disk.index import Index
+from hiradix.storage.disk.index import Entry, Index
 from hiradix.storage.disk.kernel import file_size
 from hiradix.storage.disk.record import (
     FORMAT_VERSION,
+    NO_NAMESPACE,
     RECORD_BYTES,
     Kind,
     Record,
@@ -224,3 +225,20 @@ def _read(fd: int, start: int, end: int) -> bytes:
         parts.append(part)
         start += len(part)
     return b"".join(parts)
+
+
+def pages_in(root: Path) -> list[Entry]:
+    """The pages of every fingerprint that the log in `root` names, for those that only look.
+
+    Takes no lock and changes nothing. Raises OSError or StorageError where there is no log.
+    """
+    with open(os.path.join(root, NAME), "rb") as file:
+        raw = file.read()
+    number = header_number(raw)
+    if number is None:
+        raise StorageError("its log is of no known format")
+    index = Index(NO_NAMESPACE)
+    for record in unpack(raw, number, 0):
+        if record is not None:
+            index.apply(record)
+    return list(index.by_place.values())

@@ -22,22 +22,50 @@ MIN_CALL_PAGES = 16
 MAX_CALLS = 32
 
 
-@dataclass
+@dataclass(eq=False)
 class _Chain:
     began_ns: int
     last_ns: int
     calls: list[Sequence[Name]] = field(default_factory=list)
     num_pages: int = 0
 
+    def uses(self) -> Uses:
+        rank = self.num_pages
+        found: Uses = []
+        for call in reversed(self.calls):
+            for name in reversed(call):
+                rank -= 1
+                found.append((name, self.began_ns - rank))
+        return found
+
 
 class Recency:
-    """Chains under way, by thread and kind of call. Thread-safe."""
+    """Chains under way, by thread and kind of call. `later` and `settle` are for one thread at a time."""
 
     def __init__(self) -> None:
         self._local = threading.local()
+        self._waiting: dict[_Chain, None] = {}  # in order of their last calls
+        self.num_waiting = 0
 
     def used(self, kind: str, names: Sequence[Name], now_ns: int) -> Uses:
         """What counts as used by a call: `names`, from the last to the first, then what they continue."""
+        return self._extended(kind, names, now_ns).uses()
+
+    def later(self, kind: str, names: Sequence[Name], now_ns: int) -> None:
+        """The same, to be had from `settle`: a chain of many calls is then gone through once, not each time.
+        """
+        chain = self._extended(kind, names, now_ns)
+        self._waiting.pop(chain, None)
+        self._waiting[chain] = None
+        self.num_waiting += len(names)
+
+    def settle(self) -> Uses:
+        """What the calls since the last time count for, in an order that is the same as one by one."""
+        chains, self._waiting, self.num_waiting = self._waiting, {}, 0
+        return [use for chain in chains for use in chain.uses()]
+
+    def _extended(self, kind: str, names: Sequence[Name], now_ns: int) -> _Chain:
+        """The chain that a call continues, or begins."""
         chain: _Chain | None = getattr(self._local, kind, None)
         follows = (
             chain is not None
@@ -51,10 +79,4 @@ class Recency:
         chain.calls.append(names)
         chain.last_ns = now_ns
         chain.num_pages += len(names)
-        rank = chain.num_pages
-        found: Uses = []
-        for call in reversed(chain.calls):
-            for name in reversed(call):
-                rank -= 1
-                found.append((name, chain.began_ns - rank))
-        return found
+        return chain
