@@ -21,6 +21,8 @@ from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan,
 from hiradix.storage.options import parse_size
 
 BATCH = 64
+LOOKING = {"disk": {"verify": "always", "max_size": 1 << 60, "touch_interval_s": 1e9}}
+"""Keys for stores that are only looked at or emptied: check all, shrink nothing, count nothing as used."""
 PATIENT = {"deadline_s": 60.0, "admin_timeout_s": 3600.0}
 
 
@@ -54,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     for made in (
         tool("ls", list_pages, "fingerprint, length and name of each page"),
         tool("stat", show_sums, "pages and bytes of each fingerprint"),
-        tool("verify", verify, "read every page and check it; file stores drop damaged ones"),
+        tool("verify", verify, "read every page and check it; file and disk stores drop damaged ones"),
     ):
         made.add_argument("--fingerprint", help="only the pages of this one")
     made = tool("clear", clear, "remove the pages of a fingerprint, or all")
@@ -154,7 +156,7 @@ def copy(args: argparse.Namespace) -> int:
     """Copies page by page, checked on the way; status 1 when a page could not be read or written."""
     source, target = StoreAddress.parse(args.url, args.set), StoreAddress.parse(args.to, args.set_to)
     copied = unread = unwritten = 0
-    with _Stores(source) as sources, _Stores(target) as targets:
+    with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_pages(args)):
             buffers = _buffers(batch)
             ok = sources.of(batch[0]).get([page.key for page in batch], buffers)
@@ -199,20 +201,23 @@ def bench(args: argparse.Namespace) -> int:
 
 
 class _Stores:
-    """Guarded stores of one address, one for each fingerprint and length, closed together."""
+    """Guarded stores of one address, one for each fingerprint and length, closed together.
 
-    def __init__(self, address: StoreAddress):
+    is_target: pages are put into it.
+    """
+
+    def __init__(self, address: StoreAddress, is_target: bool = False):
         if address.config.get("compression") not in (None, "none"):
             raise ConfigError("compressed pages do not show their length: only ls, stat and bench work")
         self._address = address
+        self._keys = {**PATIENT, **({} if is_target else LOOKING.get(address.backend, {})), **address.config}
         self._open: dict[tuple[str, int], GuardedStorage] = {}
 
     def of(self, page: StoredPage) -> GuardedStorage:
         """The store that holds pages like this one."""
         kind = (page.fingerprint, page.num_bytes)
         if kind not in self._open:
-            config = {**PATIENT, **self._address.config}
-            context = StorageContext(stored_fingerprint(page.fingerprint), config, max(1, page.num_bytes))
+            context = StorageContext(stored_fingerprint(page.fingerprint), self._keys, max(1, page.num_bytes))
             self._open[kind] = open_storage(self._address.backend, context)
         return self._open[kind]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.page_dir import SUFFIX
@@ -90,13 +90,12 @@ def scan(address: StoreAddress) -> Iterator[StoredPage]:
     """Every page in the store, in no order. Raises ConfigError where a backend cannot list."""
     scanner = _SCANNERS.get(address.backend)
     if scanner is None or address.config.get("naming") == "sglang":
-        why = "keeps only hashes of names" if address.backend == "disk" else "cannot list its pages"
-        raise ConfigError(f"the {address.backend} store {why}: only bench works on it")
+        raise ConfigError(f"the {address.backend} store cannot list its pages: only bench works on it")
     load_storage_backend(address.backend)  # says what to install
     extra = 0
     if address.config.get("encryption_key_file"):
         extra = encryption().OVERHEAD_BYTES
-        if address.backend != "file":
+        if address.backend not in ("file", "disk"):
             extra -= SEAL_BYTES  # encrypted pages have no seal beside them
     for page in scanner(address.config):
         yield dataclasses.replace(page, num_bytes=page.num_bytes - extra)
@@ -110,6 +109,20 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
         for path in folder.glob(f"*/*/*{SUFFIX}"):
             size = os.lstat(path).st_size - SEAL_BYTES
             yield StoredPage(folder.name.removeprefix("v1-"), path.name.removesuffix(SUFFIX), size)
+
+
+def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
+    """What the log says, without its lock. Names that are no page hashes are kept as hashes: left out."""
+    from hiradix.storage.disk.log import pages_in
+
+    root = Path(str(config["disk_storage_path"])).expanduser()
+    try:
+        entries = pages_in(root)
+    except (OSError, StorageError) as error:
+        raise ConfigError(f"{root} is no disk store: {error}") from error
+    for entry in entries:
+        if isinstance(entry.name, str):
+            yield StoredPage(entry.namespace.hex(), entry.name, entry.num_bytes)
 
 
 def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
@@ -154,6 +167,7 @@ def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
 _SCANNERS: dict[str, Callable[[Mapping[str, Any]], Iterator[StoredPage]]] = {
     "file": _scan_files,
+    "disk": _scan_disk,
     "redis": _scan_redis,
     "s3": _scan_objects,
 }

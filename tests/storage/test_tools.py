@@ -14,7 +14,7 @@ from hiradix.cli import main
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
 from hiradix.storage.inventory import StoreAddress
-from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, put
+from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, bytes_of, hits, key_of, keys_of, put
 
 OURS, THEIRS = FINGERPRINT.digest()[:32], OTHER.digest()[:32]
 ROOM = ["--set", "min_free_space=0"]
@@ -124,7 +124,7 @@ def test_bench_leaves_nothing_behind(tmp_path: Path, capsys: Any, scheme: str) -
     [
         (["ls", "http://x"], "is no store; expected one of"),
         (["ls", "file://"], "nothing after file://"),
-        (["ls", "disk:///x"], "keeps only hashes of names"),
+        (["ls", "disk:///nowhere"], "/nowhere is no disk store"),
         (["ls", "file:///does/not/exist"], "is no folder"),
         (["ls", "file:///x", "--fingerprint", "abc"], "is no fingerprint"),
         (["ls", "file:///x", "--set", "novalue"], "expected key=value"),
@@ -164,3 +164,56 @@ def test_missing_package_says_what_to_install(
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert done.returncode == 2 and f"pip install 'hiradix[{extra}]'" in done.stderr, done.stderr
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Path:
+    """A disk store: 40 pages of ours, two of another model and length, one whose name is not kept."""
+    for fingerprint, num_bytes, keys in ((FINGERPRINT, PAGE_BYTES, keys_of(40)), (OTHER, 4096, keys_of(2))):
+        store = open_slots(tmp_path / "slots", fingerprint, num_bytes)
+        assert all(store.put(keys, [[memoryview(bytes_of(key, num_bytes))] for key in keys]))
+        if fingerprint is FINGERPRINT:
+            assert put(store, ["a-name"]) == [True]
+        store.close()
+    return tmp_path / "slots"
+
+
+def open_slots(folder: Path, fingerprint: PageFingerprint = FINGERPRINT, num_bytes: int = PAGE_BYTES) -> Any:
+    keys = {"disk_storage_path": str(folder), "min_free_space": 0, "max_size": "2MiB"}
+    return open_storage("disk", StorageContext(fingerprint, keys, num_bytes))
+
+
+def test_disk_store_is_listed_and_verified_and_left_as_it_is(slots: Path, capsys: Any) -> None:
+    url = f"disk://{slots}"
+    status, text = run(capsys, "stat", url)
+    rows = [line.split() for line in text.splitlines()[1:]]
+    assert status == 0 and rows[:2] == [[OURS, "40", str(40 * PAGE_BYTES)], [THEIRS, "2", str(2 * 4096)]]
+    assert run(capsys, "ls", url)[1].count("\n") == 42
+    log = (slots / "log").read_bytes()
+    assert run(capsys, "verify", url) == (0, "42 pages are whole, 0 are not\n")
+    assert (slots / "log").read_bytes() == log, "looking changed the store"
+    store = open_slots(slots)
+    assert all(hits(store, keys_of(40)))
+    store.close()
+
+
+def test_damaged_slot_is_found(slots: Path, capsys: Any) -> None:
+    for path in slots.glob("segment-*.pages"):
+        data = path.read_bytes()
+        at = data.find(bytes_of(key_of(7))[:64])
+        if at >= 0:
+            path.write_bytes(data[: at + 100] + bytes([data[at + 100] ^ 1]) + data[at + 101 :])
+    status, text = run(capsys, "verify", f"disk://{slots}")
+    assert status == 1 and text == f"damaged  {OURS}  {key_of(7)}\n41 pages are whole, 1 are not\n"
+
+
+def test_disk_store_is_copied_and_cleared(slots: Path, tmp_path: Path, capsys: Any) -> None:
+    target = f"file://{tmp_path / 'copy'}"
+    status, text = run(capsys, "copy", f"disk://{slots}", target, "--set-to", "min_free_space=0")
+    assert (status, text) == (0, "copied 42 pages; 0 could not be read, 0 could not be written\n")
+    assert run(capsys, "verify", target, *ROOM) == (0, "42 pages are whole, 0 are not\n")
+    run(capsys, "clear", f"disk://{slots}", "--fingerprint", OURS)
+    store, other = open_slots(slots), open_slots(slots, OTHER, 4096)
+    assert not any(hits(store, keys_of(40))) and other.exists(keys_of(2)) == 2
+    store.close()
+    other.close()
