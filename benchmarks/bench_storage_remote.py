@@ -1,0 +1,267 @@
+"""How fast are the remote backends, beside the plain client of each server and the physical limit?
+
+    make bench-storage-remote                          installs servers and clients, then runs it all
+    python benchmarks/bench_storage_remote.py [--quick] [--only TEXT,...]
+
+Real servers on loopback, on the same processors as the clients. hiradix is the backend behind its guard, with
+seals and checksums. The ways of a case take turns, and each row is the median of its rounds; rows named
+`best` have each one's best round. GB/s is 1e9 bytes per second; a batch is 128 pages. tcp: as many bytes from
+another process over loopback. memcpy: one thread. redis-py: MGET, and SET in a pipeline. boto3: get_object
+and put_object, 16 at a time, which is SGLang's way. Writes build/bench/storage-remote.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Row, machine, table, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.storage_servers import servers  # noqa: E402
+
+BATCH = 128
+PEERS = ("tcp", "memcpy", "redis-py", "boto3")
+SENDER = """
+import socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+data = bytes(int(sys.argv[1]))
+peer, _ = server.accept()
+while peer.recv(1):
+    peer.sendall(data)
+"""
+Way = Callable[[], None]
+
+
+class Pages:
+    """Host memory, touched, in pages with names."""
+
+    def __init__(self, page_bytes: int, total_bytes: int):
+        self.page_bytes, self.total_bytes = page_bytes, total_bytes
+        self.memory = memoryview(mmap.mmap(-1, total_bytes))
+        self.cells = np.frombuffer(self.memory, np.uint8)
+        self.cells[:] = np.random.default_rng(1).integers(0, 256, total_bytes, dtype=np.uint8)
+        self.views = [self.memory[at : at + page_bytes] for at in range(0, total_bytes, page_bytes)]
+        rng = random.Random(page_bytes)
+        self.keys = [rng.randbytes(32).hex() for _ in self.views]
+        self.size = f"{page_bytes >> 10}KiB" if page_bytes < 1 << 20 else f"{page_bytes >> 20}MiB"
+
+    def batches(self) -> Iterator[tuple[list[str], list[memoryview]]]:
+        for start in range(0, len(self.keys), BATCH):
+            yield self.keys[start : start + BATCH], self.views[start : start + BATCH]
+
+
+def opened(name: str, pages: Pages, **keys: Any) -> Any:
+    from hiradix.storage import PageFingerprint, StorageContext, open_storage
+
+    context = StorageContext(PageFingerprint("bench"), {"deadline_s": 120.0} | keys, pages.page_bytes)
+    store = open_storage(name, context)
+    store.register(pages.memory)
+    return store
+
+
+def ours(store: Any, pages: Pages) -> tuple[Way, Way]:
+    """Put and get of everything; fails when a page is missing."""
+
+    def put() -> None:
+        assert store.clear()
+        for keys, views in pages.batches():
+            assert all(store.put(keys, [[view] for view in views]))
+
+    def get() -> None:
+        for keys, views in pages.batches():
+            assert all(store.get(keys, [[view] for view in views]))
+
+    return put, get
+
+
+@contextmanager
+def tcp(pages: Pages) -> Iterator[Way]:
+    command = [sys.executable, "-c", SENDER, str(pages.total_bytes)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    link = socket.create_connection(("127.0.0.1", int(process.stdout.readline())))
+
+    def receive() -> None:
+        link.sendall(b"x")
+        at = 0
+        while at < pages.total_bytes:
+            at += link.recv_into(pages.memory[at:], min(1 << 20, pages.total_bytes - at))
+
+    yield receive
+    link.close()
+    process.wait(30)
+
+
+def memcpy(pages: Pages) -> Way:
+    other = np.frombuffer(mmap.mmap(-1, pages.total_bytes), np.uint8)
+    other.fill(1)
+
+    def copy() -> None:
+        for start in range(0, pages.total_bytes, pages.page_bytes):
+            end = start + pages.page_bytes
+            np.copyto(other[start:end], pages.cells[start:end])
+
+    return copy
+
+
+def redis_py(port: int, pages: Pages) -> tuple[Way, Way]:
+    import redis
+
+    client = redis.Redis(port=port)
+
+    def put() -> None:
+        for keys, views in pages.batches():
+            pipeline = client.pipeline(transaction=False)
+            for key, view in zip(keys, views):
+                pipeline.set(key, view)
+            pipeline.execute()
+
+    def get() -> None:
+        for keys, views in pages.batches():
+            for value, view in zip(client.mget(keys), views):
+                view[:] = value
+
+    return put, get
+
+
+def boto3_way(port: int, pages: Pages) -> tuple[Way, Way]:
+    import boto3
+    from botocore.config import Config
+
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key"}
+    client = boto3.client(
+        "s3", endpoint_url=f"http://127.0.0.1:{port}", region_name=servers.ACCESS["region"],
+        config=Config(max_pool_connections=16, request_checksum_calculation="when_required",
+                      response_checksum_validation="when_required"),
+        **{theirs: servers.ACCESS[mine] for theirs, mine in names.items()},
+    )  # fmt: skip
+    threads = ThreadPoolExecutor(16)
+
+    def put() -> None:
+        def one(key: str, view: memoryview) -> None:
+            client.put_object(Bucket=servers.BUCKET, Key="boto3/" + key, Body=bytes(view))
+
+        list(threads.map(one, pages.keys, pages.views))
+
+    def get() -> None:
+        def one(key: str, view: memoryview) -> None:
+            view[:] = client.get_object(Bucket=servers.BUCKET, Key="boto3/" + key)["Body"].read()
+
+        list(threads.map(one, pages.keys, pages.views))
+
+    return put, get
+
+
+def rows_of(case: str, ways: dict[str, Way], pages: Pages, rounds: int) -> list[Row]:
+    """All ways take turns; `hiradix` is one of them."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            begin = time.perf_counter()
+            way()
+            found[name].append(pages.total_bytes / (time.perf_counter() - begin) / 1e9)
+    made = []
+    for what, pick in (("", statistics.median), (", best", max)):
+        rates = {name: float(pick(values)) for name, values in found.items()}
+        mine = rates.pop("hiradix")
+        made.append(Row(f"{case} {pages.size}{what}", "rate", "GB/s", mine, rates))
+    return made
+
+
+def measure_redis(folder: Path, pages: Pages, rounds: int) -> list[Row]:
+    server = servers.redis_like("redis-server", folder / "redis", "--maxmemory", "2gb").start()
+    try:
+        store = opened("redis", pages, url=f"redis://127.0.0.1:{server.port}/0", timeout_s=30.0)
+        (put, get), (their_put, their_get) = ours(store, pages), redis_py(server.port, pages)
+        rows = rows_of("redis set", {"hiradix": put, "redis-py": their_put}, pages, rounds)
+        with tcp(pages) as receive:
+            ways = {"hiradix": get, "redis-py": their_get, "tcp": receive}
+            rows += rows_of("redis get", ways, pages, rounds)
+        store.close()
+    finally:
+        server.kill()
+    return rows
+
+
+def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
+    server = servers.weed(folder / "weed").start()
+    try:
+        keys = {"url": f"s3://{servers.BUCKET}/ours", "endpoint": f"http://127.0.0.1:{server.port}"}
+        store = opened("s3", pages, **keys, **servers.ACCESS, timeout_s=60.0)
+        (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, pages)
+        rows = rows_of("s3 set", {"hiradix": put, "boto3": their_put}, pages, min(rounds, 3))
+        with tcp(pages) as receive:
+            rows += rows_of("s3 get", {"hiradix": get, "boto3": their_get, "tcp": receive}, pages, rounds)
+        store.close()
+    finally:
+        server.kill()
+    return rows
+
+
+def measure_mooncake(folder: Path, pages: Pages, rounds: int) -> list[Row]:
+    """Own memory, then that of another process."""
+    rows: list[Row] = []
+    master = servers.mooncake_master(folder / "master").start()
+    member = servers.mooncake_member(master, folder / "member", 4 * pages.total_bytes)
+    try:
+        for where, lent in (("own memory", 4 * pages.total_bytes), ("another process", 0)):
+            if not lent:
+                member.start()
+            keys = {"master_server_address": f"127.0.0.1:{master.port}", "global_segment_size": lent}
+            store = opened("mooncake", pages, **keys)
+            put, get = ours(store, pages)
+            case, copy = f"mooncake {where}", memcpy(pages)
+            rows += rows_of(f"{case} set", {"hiradix": put, "memcpy": copy}, pages, rounds)
+            with tcp(pages) as receive:
+                ways = {"hiradix": get, "memcpy": copy, "tcp": receive}
+                rows += rows_of(f"{case} get", ways, pages, rounds)
+            assert store.clear()
+            store.close()
+    finally:
+        member.kill()
+        master.kill()
+    return rows
+
+
+CASES = {"redis": measure_redis, "s3": measure_s3, "mooncake": measure_mooncake}
+
+
+def main() -> None:
+    """Run the cases, print and write their rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="64 MiB and three rounds")
+    parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}, comma separated")
+    options = parser.parse_args()
+    total, rounds = (64 << 20, 3) if options.quick else (256 << 20, 5)
+    rows: list[Row] = []
+    out = ROOT / "build" / "bench" / "storage-remote.json"
+    for name in options.only.split(",") if options.only else CASES:
+        for page_bytes in (256 << 10, 2 << 20):
+            with tempfile.TemporaryDirectory() as folder:
+                rows += CASES[name](Path(folder), Pages(page_bytes, total), rounds)
+            write_json(out, rows, machine())
+    print(" ".join(f"{name}={value}" for name, value in machine().items()))
+    print(table(rows, PEERS))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    main()
