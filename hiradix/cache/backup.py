@@ -235,6 +235,8 @@ class Backup:
             self._unlock(locks)
             if ok:
                 self.store(node)
+                if self.policy.writes_on_evict:
+                    self._store_below(node)
 
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=down.host))
         return ticket
@@ -313,6 +315,18 @@ class Backup:
                 break
         for run in list(_runs(path, lambda n: not n.stored)):
             self._submit_store(run[-1], run[0].start)
+
+    def _store_below(self, node: Node) -> None:
+        """Store what went down before `node`, as evicted leaves do: it can be reached now."""
+        if not self._controller.storage_attached:
+            return
+        at = self._tree.current(node)
+        below = [] if at is None else list(at.children.values())
+        while below:
+            child = below.pop()
+            if child.host.pages is not None and not child.stored:
+                self.store(child)
+                below.extend(child.children.values())
 
     def _submit_store(self, node: Node, start: int) -> None:
         """Store the host pages of the path from page `start` to the end of `node`."""

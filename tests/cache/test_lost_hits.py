@@ -47,6 +47,20 @@ def test_write_back_copies_exactly_what_it_evicts() -> None:
     world.assert_drained()
 
 
+def test_what_is_written_back_leaf_first_is_stored_whole() -> None:
+    """A leaf goes down before what is above it, and cannot be stored then: nobody could reach it."""
+    world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)
+    world.cache.attach_storage(world.storage)
+    serve(world, key(2, shared=2))
+    serve(world, key(4, shared=2, tail=1))
+    assert world.cache.evict(2) == 2 and world.cache.evict(2) == 2
+    world.settle()
+    assert len(world.storage.pages) == 4
+    world.cache.reset()
+    assert fetch(world, key(4, shared=2, tail=1)) == 4
+    world.assert_drained()
+
+
 def test_write_back_saves_what_a_load_back_evicts() -> None:
     world = World(Setup(write_policy="write_back", device_pages=6, host_pages=20), 1)
     first, second = key(5, tail=1), key(5, tail=2)

@@ -48,6 +48,8 @@ class Lane:
         tier = self.setup.write_policy if self.setup.host_ratio else "device only"
         if self.setup.window:
             tier = f"window {self.setup.window}"
+        if self.setup.storage:
+            tier += ", storage"
         return f"{self.peer}, {self.kind}, page {self.setup.page_size}, {tier}"
 
 
@@ -72,6 +74,12 @@ def _lanes() -> Iterator[Lane]:
                     yield Lane(peer, kind, setup, manner)
 
 
+def _storage_lanes() -> Iterator[Lane]:
+    for size in PAGE_SIZES:
+        setup = Setup(size, 80, 30.0, "write_through", chunked=False, storage=True)
+        yield Lane("0.5.15", "stored", setup, LIKE_PEER_TOUCHING)
+
+
 WINDOWS = {1: (1, 8), 4: (1, 4, 12), 16: (5, 16, 48)}  # page size: tokens below, equal to and above it
 
 
@@ -86,7 +94,7 @@ def _window_lanes() -> Iterator[Lane]:
 
 
 COUNTING = (("inserted", 80, LIKE_PEER_TOUCHING),)  # of requests, old peers count other things as a use
-LANES = [*_lanes(), *_window_lanes()]
+LANES = [*_lanes(), *_storage_lanes(), *_window_lanes()]
 
 
 def play_on_peer(streams: Sequence[Stream], peer: str = "0.5.9") -> list[Seen]:

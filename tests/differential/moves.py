@@ -8,6 +8,8 @@ JSON moves that name tokens, never slots or nodes; each side plays it on its own
     ["peek", ns, tokens]                 match only
     ["hold", id, ns, tokens]             match and lock;   ["release", id] unlocks
     ["load", ns, tokens]                 match and load back what is on the host, making no room before
+    ["forget"]                           empty device and host; storage keeps what it has
+    ["fetch", ns, tokens]                match, and bring what storage has of the rest to the host
     ["evict", num_tokens]                or ["evict", num_tokens, num_window_tokens]
     ["say", num_tokens, num_window_tokens]   evict; what the cache says it evicted
     ["start", id, ns, tokens, n]         admit a request and prefill its first n uncached tokens
@@ -82,6 +84,13 @@ class Player:
         found = self._match(namespace, tokens)
         loaded, _ = self.side.load(found)
         return [*self._lengths(found), len(loaded)]
+
+    def _forget(self) -> Any:
+        return self.side.forget()
+
+    def _fetch(self, namespace: str | None, tokens: list[int]) -> Any:
+        found = self._match(namespace, tokens)
+        return [*self._lengths(found), self.side.fetch(namespace, tokens, found)]
 
     def _evict(self, *num_tokens: int) -> Any:
         return self.side.evict(*num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from hiradix.prefix_cache.records import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.runs import walk
+from tests.cache.world import SimulatedStorage
 from tests.differential.last_walks import LastWalks
 from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
@@ -100,7 +102,10 @@ class OurSide(Side):
             num_host = int(setup.num_pages * setup.host_ratio)
             self._host = PageAllocator(num_host)
             self._taken = self._host.alloc(setup.host_taken) if setup.host_taken else None
-            self.cache = HiRadixCache(params, self._host_tier(num_host, setup.write_policy), _no_storage)
+            tier = self._host_tier(num_host, setup.write_policy)
+            self.cache = HiRadixCache(params, tier, _no_storage if not setup.storage else _in_memory)
+            if setup.storage:
+                self.cache.attach("memory", ExtraConfig())
         if manner.as_inserted:
             self.cache.tree._store.grain = AS_INSERTED  # the class has no parameter for it
 
@@ -112,8 +117,10 @@ class OurSide(Side):
             self.pool, host_pool, transport=transport, runtime=Runtime(driver=driver, clock=driver.now)
         )
         assert self._host is not None
-        prefetch = PrefetchPolicy.from_name("best_effort", prefetch_limits(self.page_size, ExtraConfig()))
-        return HostTier(self._host, controller, WritePolicy.from_name(write_policy), prefetch)
+        limits = prefetch_limits(self.page_size, ExtraConfig(prefetch_threshold=1))
+        prefetch = PrefetchPolicy.from_name("wait_complete", limits)
+        policy = WritePolicy.from_name(write_policy)
+        return HostTier(self._host, controller, policy, prefetch, no_regret=False)
 
     def before_walk(self, namespace: str | None, tokens: list[int]) -> None:
         tree, key = self.cache.tree, self.key(namespace, tokens).page_aligned(self.page_size)
@@ -127,6 +134,17 @@ class OurSide(Side):
     def settle(self) -> None:
         if self._host is not None:
             assert self.cache.drain(60.0)
+
+    def forget(self) -> None:
+        self.cache.reset()
+
+    def fetch(self, namespace: str | None, tokens: list[int], found: Found) -> int:
+        rest = tokens[len(found.slots) + found.num_host :]
+        request = types.SimpleNamespace(fill_ids=tokens, extra_key=namespace)
+        self.cache.prefetch_from_storage("r", found.host_node, rest, req=request)
+        while not self.cache.check_prefetch_progress("r"):
+            self.settle()
+        return int(self.cache.pop_prefetch_loaded_tokens("r"))
 
     def host_free(self) -> int:
         return self._host.available * self.page_size if self._host is not None else 0
@@ -255,6 +273,10 @@ class OurWindowSide(WindowSide, OurSide):
             if entry is not None and entry.pages is not None and not entry.lock_ref:
                 order.remove((entry,))
                 order.push((entry,))
+
+
+def _in_memory(name: str, extra: object) -> Any:
+    return SimulatedStorage(random.Random(0))
 
 
 def _no_storage(name: str, extra: object) -> Any:

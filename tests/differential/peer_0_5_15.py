@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import os
+import tempfile
 import types
 from array import array
 from typing import Any
@@ -61,6 +63,7 @@ from tests.differential.sides import (  # noqa: E402
     pages_of_nodes,
 )
 
+FOLDER = ""  # where storage is, by stream
 RECORDS = types.SimpleNamespace(InsertParams=InsertParams, EvictParams=EvictParams)
 
 
@@ -78,19 +81,24 @@ def prepare() -> None:
     host_base.HostKVCache.__init__ = unpinned
     memory_pool_host.transfer_kv_direct = copy
     cache_controller.is_dp_attention_enabled = lambda: False
-    cache_controller.get_tensor_model_parallel_rank = lambda: 0
-    cache_controller.get_tensor_model_parallel_world_size = lambda: 1
+    for kind in ("tensor", "pipeline"):
+        setattr(cache_controller, f"get_{kind}_model_parallel_rank", lambda: 0)
+        setattr(cache_controller, f"get_{kind}_model_parallel_world_size", lambda: 1)
     ticks = itertools.count(1)
     clock = types.SimpleNamespace(monotonic=lambda: next(ticks), perf_counter=lambda: 0.0)
     radix_cache.time = hiradix_cache.time = clock
 
 
-def flags(ratio: float, write_policy: str) -> Any:
+def flags(setup: dict[str, Any]) -> Any:
     """What HiRadixCache reads of the server's flags."""
+    ratio, write_policy, storage = setup["host_ratio"], setup["write_policy"], setup["storage"]
+    if storage:
+        os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = tempfile.mkdtemp(dir=FOLDER)
     return types.SimpleNamespace(
         hicache_io_backend="direct", hicache_mem_layout="layer_first", hicache_ratio=ratio, hicache_size=0,
-        hicache_storage_backend=None, hicache_storage_backend_extra_config=None,
-        hicache_storage_prefetch_policy="best_effort", hicache_write_policy=write_policy,
+        hicache_storage_backend="file" if storage else None,
+        hicache_storage_backend_extra_config='{"prefetch_threshold": 1}' if storage else None,
+        hicache_storage_prefetch_policy="wait_complete", hicache_write_policy=write_policy,
         served_model_name="m", extra_metric_labels=None,
     )  # fmt: skip
 
@@ -121,10 +129,11 @@ class PeerSide(Side):
         self.cache: Any = self._tiered(params, setup) if self.tiered else radix_cache.RadixCache(params)
 
     def _tiered(self, params: Any, setup: dict[str, Any]) -> Any:
-        cache = hiradix_cache.HiRadixCache(params, flags(setup["host_ratio"], setup["write_policy"]))
-        host = cache.token_to_kv_pool_host
-        spare = host.available_size() - int(setup["num_pages"] * setup["host_ratio"]) * self.page_size
-        host.alloc(spare + setup["host_taken"] * self.page_size)
+        cache = hiradix_cache.HiRadixCache(params, flags(setup))
+        free = cache.token_to_kv_pool_host.available_size()
+        spare = free - int(setup["num_pages"] * setup["host_ratio"]) * self.page_size
+        self.taken = spare + setup["host_taken"] * self.page_size
+        cache.token_to_kv_pool_host.alloc(self.taken)
         if not setup["load_back_minimum"]:
             cache.load_back_threshold = 0
         return cache
@@ -156,12 +165,39 @@ class PeerSide(Side):
     def finish(self, request: Request, is_insert: bool) -> None:
         self.cache.cache_finished_req(OwnRequest(request), is_insert=is_insert)
 
+    def forget(self) -> None:
+        self.cache.reset()
+        self.allocator.clear()
+        self.cache.token_to_kv_pool_host.alloc(self.taken)
+
+    def fetch(self, namespace: str | None, tokens: list[int], found: Found) -> int:
+        node, cache = found.host_node, self.cache
+        rest = array("q", tokens[len(found.slots) + found.num_host :])
+        cache.prefetch_from_storage("r", node, rest, node.get_last_hash_value())
+        while "r" in cache.ongoing_prefetch:
+            cache.check_hicache_events()
+            cache.check_prefetch_progress("r")
+        return int(cache.pop_prefetch_loaded_tokens("r"))
+
     # -- what is seen ---------------------------------------------------------------------
 
     def settle(self) -> None:
         if self.tiered:
             self.cache.ready_to_load_host_cache()
             self.cache.check_hicache_events()
+            while self.cache.ongoing_backup or self._has_host_pages_under_way():
+                self.cache.check_hicache_events()
+
+    def _has_host_pages_under_way(self) -> bool:
+        """Whether its threads have not given back yet what a prefetch did not need."""
+        if self.cache.cache_controller.storage_backend_type is None:
+            return False
+        host, nodes, used = self.cache.token_to_kv_pool_host, [self.cache.root_node], self.taken
+        while nodes:
+            node = nodes.pop()
+            nodes.extend(node.children.values())
+            used += len(node.host_value) if node.host_value is not None else 0
+        return bool(host.available_size() + used != host.size)
 
     def host_free(self) -> int:
         return int(self.cache.token_to_kv_pool_host.available_size()) if self.tiered else 0
@@ -203,4 +239,5 @@ class OwnRequest:
 
 if __name__ == "__main__":
     prepare()
-    main(PeerSide)
+    with tempfile.TemporaryDirectory() as FOLDER:
+        main(PeerSide)

@@ -183,6 +183,14 @@ class Side:
         self.cache.ready_to_load_host_cache()
         return slots, node
 
+    def forget(self) -> None:
+        """Empty device and host, once everything is in storage."""
+        raise NotImplementedError
+
+    def fetch(self, namespace: str | None, tokens: list[int], found: Found) -> int:
+        """Bring what storage has of `tokens` behind `found` to the host; that many tokens."""
+        raise NotImplementedError
+
     def evict(self, num_tokens: int) -> Any:
         params = self.records.EvictParams(num_tokens=num_tokens)
         return int(self.cache.evict(params).num_tokens_evicted)

@@ -5,13 +5,14 @@ All of them release locks in access order: first in, first out, or right before 
     held       prefixes of a few trees of segments, inserted, looked at, held and released first in, first out
     anywhere   prompts that part anywhere, so that walks end inside nodes (see docs/differences.md, 1)
     inserted   of those, the insertions, looks and evictions
+    stored     paths of segments over storage: inserted, evicted, forgotten, fetched again
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tests.differential.moves import Move
@@ -29,6 +30,7 @@ class Setup:
     load_back_minimum: leave the peer its own.
     chunked: prompts may be prefilled in chunks (docs/differences.md, 5).
     window: tokens of a sliding window, 0 for none; its pool has `num_window_pages`.
+    storage: a storage tier below the host.
     """
 
     page_size: int
@@ -40,6 +42,7 @@ class Setup:
     chunked: bool = True
     window: int = 0
     num_window_pages: int = 0
+    storage: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,29 @@ def inserted(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
     return [move for move in anywhere(rng, setup, 2 * num_moves) if move[0] in kept]
 
 
+def stored(rng: random.Random, setup: Setup, num_moves: int) -> list[Move]:
+    """Paths of segments; what was forgotten or has left is asked of storage now and then. One namespace."""
+    prompts, moves = _Prompts(rng, setup.page_size), []
+    paths = [prompts.pages(1, 3) for _ in range(3)]
+    for _ in range(9):
+        paths.append(rng.choice(paths) + prompts.pages(1, 3))
+    known: set[int] = set()
+    while len(moves) < num_moves:
+        at, action = rng.randrange(len(paths)), rng.random()
+        if action < 0.35:
+            moves.append(["insert", None, paths[at]])
+            known.add(at)
+        elif action < 0.5:
+            moves.append(["look", None, paths[at]])
+        elif action < 0.65:
+            moves.append(["evict", rng.randint(1, 6) * setup.page_size])
+        elif action < 0.93:
+            moves += [["fetch", None, paths[at]], ["load", None, paths[at]], ["look", None, paths[at]]]
+        else:
+            moves.append(["forget"])
+    return [*moves, ["forget"], *(["fetch", None, paths[at]] for at in sorted(known))]
+
+
 def _chunks(setup: Setup) -> list[int]:
     """Tokens to prefill at once."""
     return [setup.page_size, 3 * setup.page_size, WHOLE] if setup.chunked else [WHOLE]
@@ -227,7 +253,7 @@ def _emptied(setup: Setup) -> list[Move]:
     return [*windows, *(["evict", page_size] for _ in range(24)), ["evict", 10_000 * page_size]]
 
 
-KINDS = {"turns": turns, "held": held, "anywhere": anywhere, "inserted": inserted}
+KINDS = {"turns": turns, "held": held, "anywhere": anywhere, "inserted": inserted, "stored": stored}
 
 
 def draw(kind: str, setup: Setup, seeds: range, num_moves: int = 60) -> Iterator[Stream]:

@@ -97,6 +97,18 @@ CASES: dict[str, tuple[Setup, list[Move]]] = {
             ["finish", "r", True],
         ],
     ),
+    "behind the device": (
+        Setup(4, 30, 30.0, "write_back", storage=True),
+        [insert(A[:8]), evict(8), ["forget"], insert(A[:4]), ["fetch", None, A[:8]]],
+    ),
+    "tenants": (
+        Setup(4, 30, 30.0, storage=True),
+        [["insert", "a", A[:8]], ["forget"], ["fetch", "b", A[:8]], ["peek", None, A[:8]]],
+    ),
+    "leaves first": (
+        Setup(4, 30, 30.0, "write_back", storage=True),
+        [insert(A[:4]), insert(A[:8]), evict(4), evict(4), ["forget"], ["fetch", None, A[:8]]],
+    ),
     "host order": (
         Setup(1, 8, 1.5, host_taken=1),
         [insert(A[:4]), insert(B[:4]), look(A[:4]), evict(8), insert(C[:4])],
@@ -137,9 +149,18 @@ def play_on(peer: str, names: Iterable[str] = CASES) -> dict[str, Outcome]:
     return {stream.name: Outcome(seen) for stream, seen in zip(streams, play_on_peer(streams, peer))}
 
 
+NO_STORAGE = [name for name, (setup, _) in CASES.items() if not setup.storage]
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Outcome]:
+    """Cases with storage on 0.5.15.post1."""
+    return play_on("0.5.15", [name for name in CASES if name not in NO_STORAGE])
+
+
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, Outcome]:
-    return play_on("0.5.9")
+    return play_on("0.5.9", NO_STORAGE)
 
 
 def play(name: str, manner: Manner = AS_SHIPPED) -> Outcome:
@@ -234,6 +255,21 @@ def test_10_a_leaf_where_no_match_can_end_leaves(theirs: dict[str, Outcome]) -> 
     assert play("dead leaf", Manner(dead_leaf=DeadLeaf.BARE)).answer(4) == [2, 2]
 
 
+def test_11_storage_is_asked_behind_what_is_on_the_device_only(stored: dict[str, Outcome]) -> None:
+    assert stored["behind the device"].answer(4) == [4, 0, 0]
+    assert play("behind the device").answer(4) == [4, 0, 4]
+
+
+def test_12_storage_keeps_tenants_apart(stored: dict[str, Outcome]) -> None:
+    """B asks for the tokens that A stored. Theirs reads them, for prompts of nobody to find."""
+    assert stored["tenants"].answer(2) == [0, 0, 8] and stored["tenants"].answer(3) == [0, 8]
+    assert play("tenants").answer(2) == [0, 0, 0] and play("tenants").answer(3) == [0, 0]
+
+
+def test_what_was_written_back_leaf_first_is_stored_whole(stored: dict[str, Outcome]) -> None:
+    assert stored["leaves first"].answer(5) == play("leaves first").answer(5) == [0, 0, 8]
+
+
 def test_writing_back_leaves_what_is_above_as_cold_as_it_was(theirs: dict[str, Outcome]) -> None:
     """A0 is older than B. Copying A1 down to evict it makes A0 no hotter."""
     assert theirs["write back"].left(4) == {"A"}
@@ -248,7 +284,7 @@ def test_the_host_keeps_what_was_used_last(theirs: dict[str, Outcome]) -> None:
 
 def test_which_differences_are_left_in_0_5_15(theirs: dict[str, Outcome]) -> None:
     """1 to 6, to the move. 7 and 8 are gone: there it does what ours does."""
-    plain = [name for name, (setup, _) in CASES.items() if not setup.window]
+    plain = [name for name in NO_STORAGE if not CASES[name][0].window]
     theirs_now = play_on("0.5.15", plain)
     gone = ("full host", "orphan")
     for name in plain:
@@ -260,7 +296,7 @@ def test_which_differences_are_left_in_0_5_15(theirs: dict[str, Outcome]) -> Non
 
 @pytest.mark.parametrize("peer", ["0.5.23 python", "0.5.23 rust"])
 def test_which_differences_are_left_in_0_5_23(peer: str, theirs: dict[str, Outcome]) -> None:
-    plain = [name for name, (setup, _) in CASES.items() if not setup.window]
+    plain = [name for name in NO_STORAGE if not CASES[name][0].window]
     theirs_now = play_on(peer, plain)
     for name in ("rest", "match alone", "part of a node", "small load", "mirrors"):  # 1, 2, 3, 6
         assert theirs_now[name].seen == theirs[name].seen, name
