@@ -36,8 +36,8 @@ NUM_SEEDS = int(os.environ.get("HIRADIX_DIFFERENTIAL_SEEDS", "20"))
 
 
 def num_seeds(lane: Lane) -> int:
-    """The two cores of 0.5.23 share theirs; 0.5.15 has hardly changed since 0.5.9, and needs a second for each
-    time that it is emptied with storage."""
+    """The two cores of 0.5.23 share theirs; 0.5.15 has hardly changed, and with storage it takes a second to
+    forget."""
     if lane.setup.storage:
         return max(NUM_SEEDS // 5, 1)
     return NUM_SEEDS if lane.peer == "0.5.9" else max(NUM_SEEDS // 2, 1)
