@@ -10,8 +10,9 @@ core; the policies take turns at each request, an engine each. The lab plays the
     hits      token hit rate of the second half, %: the engine's; beside it what the lab said
     ttft      mean time to the first token of the second half, ms: measured, and by the time model
 
-The model knows two numbers, overhead and prefill rate. They come from prompts that share nothing with the
-trace or each other (60 of them, before the trace's first request), not from what is predicted.
+The model knows two numbers, overhead and prefill rate. They come from 60 prompts that share nothing with the
+trace or each other, served by an engine of their own now and then between the trace's, so that a machine
+whose speed changes is calibrated as it is; not from what is predicted.
 --clock cpu counts the engine thread's time, so that other work on the machine does not; wall, what a user
 sees.
 """
@@ -26,7 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -51,7 +51,6 @@ CALIBRATION = 60  # prompts
 WARM = 0.5
 
 Clock = Callable[[], float]
-Floats = npt.NDArray[np.float64]
 
 
 def write_model(folder: Path) -> Path:
@@ -132,50 +131,67 @@ class Server:
         return self.served.seconds[-1]
 
 
-def calibrate(trace: Trace, clock: Clock) -> Machine:
+class Calibration:
     """Overhead and prefill rate of prompts as long as the trace's, none of which shares anything."""
-    lengths = np.quantile([call.prompt_tokens for call in trace.calls], np.linspace(0.02, 0.98, CALIBRATION))
-    server, rng = Server("lru", 4 * CONTEXT, clock), np.random.default_rng(1)
-    lengths = rng.permutation(lengths.astype(int))
-    prompts = [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
-    for prompt in prompts[:5]:
-        server.serve(prompt[::-1])  # warms up
-    taken = np.array([server.serve(prompt) for prompt in prompts])
-    rate, overhead = np.polyfit(lengths, taken, 1)
-    return Machine(prefill_rate=float(1 / rate), overhead_s=max(float(overhead), 0.0))
+
+    def __init__(self, trace: Trace, clock: Clock):
+        rng = np.random.default_rng(1)
+        lengths = [call.prompt_tokens for call in trace.calls]
+        lengths = np.quantile(lengths, np.linspace(0.02, 0.98, CALIBRATION)).astype(int)
+        self._prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in rng.permutation(lengths)]
+        self._server = Server("lru", 4 * CONTEXT, clock)
+        for prompt in self._prompts[:5]:
+            self._server.serve(prompt[::-1])  # warms up
+        self._every = max(len(trace.calls) // CALIBRATION, 1)
+        self._taken: list[float] = []
+
+    def before(self, number: int) -> None:
+        """A request of the trace is about to be served: now and then one of the calibration's goes first."""
+        if number % self._every == 0 and len(self._taken) < CALIBRATION:
+            self._taken.append(self._server.serve(self._prompts[len(self._taken)]))
+
+    def machine(self) -> Machine:
+        """What the prompts so far say."""
+        lengths = [len(prompt) for prompt in self._prompts[: len(self._taken)]]
+        rate, overhead = np.polyfit(lengths, self._taken, 1)
+        return Machine(prefill_rate=float(1 / rate), overhead_s=max(float(overhead), 0.0))
 
 
-def compare(trace: Trace, policies: Sequence[str], blocks: int, timing: tuple[Machine, Clock]) -> list[Row]:
+def compare(trace: Trace, policies: Sequence[str], blocks: int, clock: Clock) -> list[Row]:
     """Serve the trace with every policy, in turn at each request; rows of measured and predicted."""
-    model, clock = timing
     servers = {policy: Server(policy, blocks, clock) for policy in policies}
+    calibration = Calibration(trace, clock)
     for number, call in enumerate(trace.calls):
+        calibration.before(number)
         prompt = tokens_of(call, number)
-        order = policies if number % 2 else policies[::-1]
-        for policy in order:
+        for policy in policies if number % 2 else policies[::-1]:
             servers[policy].serve(prompt)
         if number % 200 == 199:
             print(f"{blocks} blocks: {number + 1} of {len(trace.calls)}", file=sys.stderr, flush=True)
-    span = slice(int(len(trace.calls) * WARM), None)
+    model = calibration.machine()
+    print(f"{blocks} blocks: {model.prefill_rate:.0f} tokens/s, overhead {model.overhead_s * 1e3:.2f} ms")
     rows = []
-    prompts = np.array([call.prompt_tokens for call in trace.calls])[span]
     for policy, server in servers.items():
-        tiers = Tiers(blocks * PAGE)
-        cell = Cell(Source(str(TRACE)), policy, tiers)
-        outcome = Outcome(cell, trace, run_cell(cell, trace))
-        hits = 100 * np.array(server.served.cached)[span].sum() / prompts.sum()
-        case = f"{trace.name} {blocks} blocks, {policy}"
-        rows.append(Row(case, "hits", "%", float(hits), {"lab": outcome.rate(span)}))
-        measured = float(np.mean(server.served.seconds[span])) * 1e3
-        rows.append(
-            Row(case, "ttft", "ms", measured, {"model": float(model.ttft_s(outcome, span).mean()) * 1e3})
-        )
+        cell = Cell(Source(str(TRACE)), policy, Tiers(blocks * PAGE))
+        rows += _rows(Outcome(cell, trace, run_cell(cell, trace)), server.served, model)
     return rows
+
+
+def _rows(outcome: Outcome, served: Served, model: Machine) -> list[Row]:
+    trace, tiers = outcome.trace, outcome.cell.tiers
+    span = slice(int(len(trace.calls) * WARM), None)
+    hits = 100 * sum(served.cached[span]) / int(outcome.prompt_tokens[span].sum())
+    measured, predicted = np.mean(served.seconds[span]), model.ttft_s(outcome, span).mean()
+    case = f"{trace.name} {tiers.device // PAGE} blocks, {outcome.cell.policy}"
+    return [
+        Row(case, "hits", "%", hits, {"lab": outcome.rate(span)}),
+        Row(case, "ttft", "ms", float(measured) * 1e3, {"model": float(predicted) * 1e3}),
+    ]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--requests", type=int, default=2000, help="of the trace")
     parser.add_argument("--sizes", default="2000,3000", help="device blocks")
     parser.add_argument("--policies", default="lru,ghd")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
@@ -188,13 +204,11 @@ def main() -> None:
     args = arguments()
     clock = time.thread_time if args.clock == "cpu" else time.perf_counter
     trace = scaled(Source(str(TRACE), limit=args.requests).load())
-    model = calibrate(trace, clock)
-    about = machine() | {"clock": args.clock, "prefill tokens/s": round(model.prefill_rate),
-                         "overhead ms": round(model.overhead_s * 1e3, 2)}  # fmt: skip
+    about = machine() | {"clock": args.clock}
     print("  ".join(f"{name}={value}" for name, value in about.items()), flush=True)
     rows: list[Row] = []
     for size in args.sizes.split(","):
-        rows += compare(trace, args.policies.split(","), int(size), (model, clock))
+        rows += compare(trace, args.policies.split(","), int(size), clock)
     print(table(rows, ("lab", "model")).replace("hiradix", " engine"))
     write_json(args.out, rows, about)
 
