@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-import numpy as np
-
-from hiradix.tree.key import NARROW, PLAIN, RadixKey, is_wide, packed, unpacked
+from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
 from hiradix.tree.node import Node
 
 LONG_BYTES = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
@@ -59,18 +57,14 @@ def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Nod
 def _matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
     """Pages of `child` that `key` continues with; the first does, as the child was found by it.
 
-    Compares arrays; int32 with int64 widens, so a token that does not fit 32 bits equals none that does. A
-    long run, whose tokens fit, is compared with tokens made as narrow: that is the faster of the two.
+    Compares arrays; int32 with int64 widens, so a token that does not fit 32 bits equals none that does.
     """
     limit = min(child.end, num_pages) - child.start
     if limit > 1:
         lookahead = child.space.lookahead
         at, count = child.start * page_size, limit * page_size + lookahead
-        own, asked = unpacked(child.run, child.width)[:count], key.tokens[at : at + count]
-        if child.width == NARROW and not is_wide(asked):
-            mismatch = int((own != asked.astype(np.int32)).argmax())
-        else:
-            mismatch = int((own != asked).argmax())
+        own = unpacked(child.run, child.width)
+        mismatch = int((own[:count] != key.tokens[at : at + count]).argmax())
         if mismatch:  # 0: none, as the first token is equal
             limit = (mismatch - lookahead) // page_size
     if child.extras is not None or key.extras is not None:
