@@ -199,8 +199,8 @@ class OurWindowSide(WindowSide, OurSide):
     def _drop_with_window(self, store: Any) -> None:
         drop = store.drop
 
-        def dropped(node: Node, component: int, tier: int, out: Any) -> None:
-            drop(node, component, tier, out)
+        def dropped(node: Node, component: int, tier: int, out: Any, child_went: bool = False) -> None:
+            drop(node, component, tier, out, child_went)
             entries = (node.device, node.host, *node.others)
             if component == WINDOW and not node.children and not any(entry.lock_ref for entry in entries):
                 store.unlink(node, out)
