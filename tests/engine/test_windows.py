@@ -219,3 +219,19 @@ def test_a_storm_of_requests_loses_no_page(seed: int, gemma: Reference, make_hyb
     judged.assert_holds()
     settle(engine)
     assert_empty(engine)
+
+
+def test_administration(gemma: Reference, make_hybrid: MakeEngine) -> None:
+    """Figures, a storage backend that is refused, and a flush, as with one pool."""
+    engine = make_hybrid()
+    asked = prompts([100, 60], seed=3)
+    serve(engine, asked, GREEDY)
+    settle(engine)
+    info, stats = engine.info(), engine.cache.stats()  # type: ignore[attr-defined]
+    assert info.max_total_tokens == 384 and info.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
+    assert stats.host_used > 0 and stats.device_total == 384
+    ok, message = engine.attach_storage("file")
+    assert not ok and "sliding windows" in message
+    assert engine.flush() and window_tokens(engine) == 0
+    assert engine.info().available_tokens == 384
+    gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
