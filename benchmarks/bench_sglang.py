@@ -48,13 +48,13 @@ ROOT = HERE.parent
 PEER = "sglang"
 ENGINE = {
     "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
-    "skip_server_warmup": True, "mem_fraction_static": 0.05, "page_size": 64, "max_total_tokens": 8192,
+    "skip_server_warmup": True, "mem_fraction_static": 0.6, "page_size": 64, "max_total_tokens": 8192,
     "max_running_requests": 4, "log_level": "error", "enable_cache_report": True, "sleep_on_idle": True,
     "context_length": CONTEXT_LENGTH,
 }  # fmt: skip
 HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_io_backend": "direct"}
 OURS = {"radix_cache_backend": "hiradix"}
-CASES = {"device": ({}, {"groups": 8, "together": 3}), "host": (HOST, {"groups": 2, "together": 12})}
+CASES = {"device": ({}, {"groups": 4, "together": 3}), "host": (HOST, {"groups": 1, "together": 12})}
 PLAN = {"turns": 6, "new_tokens": [200, 450], "vocabulary": VOCAB_SIZE, "seed": 7}
 PLUGIN = "[sglang.srt.plugins]\nhiradix_turn_meter = turn_meter:activate\n"
 
@@ -105,6 +105,26 @@ class Player:
 
     def first_ms(self) -> float:
         return statistics.median(statistics.median(r["first_s"]) for r in self.rounds) * 1e3
+
+
+def stopped(number: int, frame: object) -> None:
+    """Engines end with the benchmark, whoever ends it; rounds that all have played are shown."""
+    raise KeyboardInterrupt
+
+
+def play_rounds(players: list[Player], count: int) -> None:
+    """Each player's turn in each round; an interrupt ends it, and the round under way counts for nobody."""
+    try:
+        for _ in range(count):
+            for player in players:
+                player.play()
+    except KeyboardInterrupt:
+        done = min(len(player.rounds) for player in players)
+        print(f"interrupted after {done} rounds", flush=True)
+        for player in players:
+            del player.rounds[done:]
+        if not done:
+            raise
 
 
 def start(case: str, is_ours: bool, folder: Path, python: Path, quick: bool) -> Player:
@@ -165,6 +185,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / "build" / "sglang-venv")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "sglang.json")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, stopped)
     cases = [args.only] if args.only else list(CASES)
     players: list[Player] = []
     with tempfile.TemporaryDirectory() as name:
@@ -180,14 +201,12 @@ def main() -> None:
                 for is_ours in (True, False):
                     python = args.venv / "bin" / "python"
                     players.append(start(case, is_ours, folder, python, args.quick))
-            for _ in range(args.rounds):
-                for player in players:
-                    player.play()
+            play_rounds(players, args.rounds)
         finally:
             for player in players:
                 player.close()
     rows = [row for ours, peer in zip(players[::2], players[1::2]) for row in rows_of(ours.case, ours, peer)]
-    about = machine() | {"sglang": "0.5.23", "rounds": args.rounds}
+    about = machine() | {"sglang": "0.5.23", "rounds": len(players[0].rounds)}
     print(table(rows, [PEER]))
     for player in players:
         print(methods_of(player))
