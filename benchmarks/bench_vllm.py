@@ -123,12 +123,15 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--turn-tokens", type=int, default=160)
     parser.add_argument("--apart", type=int, default=3, help="prompts per round that repeat nothing")
+    parser.add_argument("--only", default="", help="variants whose names have one of these words, and none")
     args = parser.parse_args()
     longest = max(args.turns, 2) * args.turn_tokens + 2 * BLOCK_SIZE
     third = args.conversations * args.turns * args.turn_tokens // 3
     blocks = max(longest, third) // BLOCK_SIZE + 2
     with tempfile.TemporaryDirectory() as name:
+        words = [word for word in args.only.split(",") if word]
         every = variants(Path(name))
+        every = every[:1] + [v for v in every[1:] if not words or any(word in v.name for word in words)]
         for number, variant in enumerate(every):
             variant.player = Player(
                 smollm2_path(), variant.connector, Path(name) / f"log{number}", dtype="bfloat16",
