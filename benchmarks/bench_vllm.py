@@ -83,7 +83,7 @@ def schedule(rng: random.Random, args: argparse.Namespace) -> Iterator[tuple[int
 
 def play(every: Sequence[Variant], number: int, args: argparse.Namespace) -> None:
     """One round: the same prompts on each variant, which takes the lead in turns."""
-    talks = list(schedule(random.Random(number), args))
+    talks = list(schedule(random.Random(f"talks {number}"), args))
     rng = random.Random(f"apart {number}")
     apart = [[rng.randrange(10, VOCAB) for _ in range(args.turn_tokens * 2)] for _ in range(args.apart)]
     for shift in range(len(every)):
