@@ -17,7 +17,7 @@ from tests.sglang.server import CHECKS, ON_CPU
 
 ALWAYS = {
     "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
-    "skip_server_warmup": True, "log_level": "warning", "context_length": 2048, "mem_fraction_static": 0.05,
+    "skip_server_warmup": True, "log_level": "warning", "context_length": 2048, "mem_fraction_static": 0.4,
     "enable_cache_report": True,
 }  # fmt: skip
 SAMPLING = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}

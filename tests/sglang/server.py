@@ -38,7 +38,7 @@ ON_CPU = {
 }
 ALWAYS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"),
-    *("--skip-server-warmup", "--mem-fraction-static", "0.05", "--context-length", "2048"),
+    *("--skip-server-warmup", "--mem-fraction-static", "0.4", "--context-length", "2048"),
     *("--enable-cache-report", "--log-level", "info", "--host", "127.0.0.1"),
 )
 _FAULTS = re.compile(r"Traceback|leak|Error|double free|use-after-free|exception", re.IGNORECASE)
