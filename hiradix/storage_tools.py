@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import logging
 import os
@@ -29,9 +30,9 @@ PATIENT = {"deadline_s": 60.0, "admin_timeout_s": 3600.0}
 def main(arguments: Sequence[str]) -> int:
     """Run one tool; the process's exit status. 1: something is wrong with the store, 2: with the question."""
     args = _parser().parse_args(list(arguments))
-    logging.getLogger("hiradix").setLevel(logging.ERROR)
     try:
-        status: int = args.run(args)
+        with _only_errors_logged():
+            status: int = args.run(args)
     except CacheError as error:
         print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
         return 2
@@ -39,6 +40,17 @@ def main(arguments: Sequence[str]) -> int:
         print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
         return 1
     return status
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    log = logging.getLogger("hiradix")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -140,6 +140,11 @@ class ProcessGroup:
         self._group = None
 
 
+def place_in(group: Any) -> tuple[int, int]:
+    """This process's rank in an engine's own process group, and the group's size; (0, 1) without one."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+
+
 def least_over(group: Any) -> Callable[[Vector], Vector]:
     """The elementwise minimum of int64 vectors over an engine's own process group, on CPU.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
@@ -23,7 +22,7 @@ from hiradix.prefix_cache import (
 )
 from hiradix.prefix_cache.identity import weights_digest
 from hiradix.transfer import Runtime
-from hiradix.transfer.process_group import least_over
+from hiradix.transfer.process_group import least_over, place_in
 
 # Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
 _KV_POOL, _LATENT_POOL, _WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
@@ -195,7 +194,7 @@ def _weights(model_path: str) -> str:
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
     """SGLang's CacheInitParams as ours, its allocator behind `port`."""
     group = params.attn_tp_cache_group or params.tp_cache_group
-    several = group is not None and dist.get_world_size(group) > 1
+    _, num_ranks = place_in(group)
     return CacheInitParams(
         disable=False,
         req_to_token_pool=params.req_to_token_pool,
@@ -205,20 +204,19 @@ def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheI
         eviction_policy=params.eviction_policy,
         eviction_policy_config=_policy_config(params),
         sliding_window_size=getattr(params, "swa_retain_window", None),
-        agree=least_over(group) if several else None,
+        agree=least_over(group) if num_ranks > 1 else None,
     )
 
 
 def _identity(context: Any, flags: Any) -> ModelIdentity:
     """What tells this model's pages from another's; the type of fp8 elements is not that of their memory."""
     kvcache, params = context.params.token_to_kv_pool_allocator.get_kvcache(), context.params
-    group = params.attn_tp_cache_group or params.tp_cache_group
-    several = group is not None
+    tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
     return ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
         revision=f"{flags.revision or _weights(flags.model_path)}:{kvcache.dtype}",
-        tp_rank=dist.get_rank(group) if several else 0,
-        tp_size=dist.get_world_size(group) if several else 1,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
         pp_rank=params.pp_rank,
         pp_size=params.pp_size,
     )
