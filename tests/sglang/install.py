@@ -16,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.storage_servers.install import install_redis_server
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 VENV = ROOT / "build" / "sglang-venv"
@@ -37,6 +39,7 @@ def old_packages(venv: Path = VENV) -> Path:
 
 def main(venv: Path = VENV) -> None:
     """Install what is missing; nothing when all is there as it should be."""
+    install_redis_server()
     marker = venv / "installed"
     if marker.is_file() and marker.read_text() == _digest():
         return
