@@ -39,7 +39,7 @@ ON_CPU = {
 ALWAYS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-cuda-graph"),
     *("--skip-server-warmup", "--mem-fraction-static", "0.4", "--context-length", "2048"),
-    *("--enable-cache-report", "--log-level", "info", "--host", "127.0.0.1"),
+    *("--enable-cache-report", "--log-level", "info", "--host", "127.0.0.1", "--sleep-on-idle"),
 )
 _FAULTS = re.compile(r"Traceback|leak|Error|double free|use-after-free|exception", re.IGNORECASE)
 _STORAGE = re.compile(r"storage (\w+ failed|breaker is)")  # told and survived: tests break storage on purpose
