@@ -119,7 +119,8 @@ def _tell_apart(names: Sequence[str]) -> None:
     """What the fingerprints stand for, and why the others' pages are misses for the first one's."""
     known = {name: fields for name in names if (fields := recall(name)) is not None}
     first: Mapping[str, Any] | None = None
-    print()
+    if names:
+        print()
     for name, fields in known.items():
         if first is None:
             first = fields
