@@ -36,9 +36,9 @@ _V2_NAMES = ("memory.max", "memory.current", "inactive_file")
 def allocate(num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()) -> torch.Tensor:
     """uint8 [num_bytes] on the CPU, zero, exactly as large as asked and resident when this returns.
 
-    Begins on an OS page; in huge pages where the system has them at hand. pin: register with CUDA, in chunks
-    that end on multiples of `unit` bytes, so that no copy of a page spans two registrations; undone when the
-    tensor dies.
+    Begins on an OS page; in huge pages where the system has them at hand. A process that is forked does not
+    have it. pin: register with CUDA, in chunks that end on multiples of `unit` bytes, so that no copy of a
+    page spans two registrations; undone when the tensor dies.
     cpus: those that touch it first, which decides the NUMA node it lies on; none given: any.
     Raises CacheError if the memory cannot be had or pinned. Costs about 1 s per GB and core.
     """
@@ -47,6 +47,7 @@ def allocate(num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()
         memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise CacheError(f"host pool: cannot map {num_bytes} bytes: {error}") from error
+    _advise(memory, "MADV_DONTFORK")  # a child would have private memory copied, pinned memory at once
     cells = np.frombuffer(memory, np.uint8)
     prefault(memory, cells, cpus)
     buffer = torch.from_numpy(cells)[:num_bytes]

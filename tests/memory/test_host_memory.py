@@ -38,6 +38,27 @@ def test_large_memory_is_touched_in_chunks(monkeypatch: pytest.MonkeyPatch) -> N
     assert not buffer.any()
 
 
+def test_a_fork_does_not_take_the_memory_along() -> None:
+    """Found: private memory is copied on write after a fork, and at once where it is pinned."""
+    buffer = allocate(3 * MIB, pin=False, unit=64)
+    child = os.fork()
+    if child == 0:
+        code = 2
+        try:
+            code = int(is_mapped(buffer.data_ptr()))
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0 and is_mapped(buffer.data_ptr())
+
+
+def is_mapped(address: int) -> bool:
+    """Whether this process has memory at the address."""
+    lines = (host_memory.read_text("/proc/self/maps") or "").splitlines()
+    spans = [[int(end, 16) for end in line.split(" ", 1)[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in spans)
+
+
 def test_memory_that_cannot_be_mapped_is_a_cache_error() -> None:
     with pytest.raises(CacheError, match="cannot map"):
         allocate(1 << 60, pin=False, unit=64)
