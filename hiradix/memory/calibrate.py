@@ -32,7 +32,7 @@ Timer = Callable[[Callable[[], None]], float]  # runs a copy to its end; the sec
 MAX_PAGES = 256
 MAX_BYTES = 32 << 20  # of one measured copy
 REPEATS = 3
-BUDGET_S = 0.25  # per direction; when it is spent, larger sizes are not measured
+BUDGET_S = 0.25  # of timed copies per direction; when it is spent, no further size is measured
 TIE = 0.01  # the first candidate, which takes no SMs, wins what is as close as that
 
 
@@ -82,7 +82,7 @@ class CalibratedTransport:
         self._choices: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, Choice]] = WeakKeyDictionary()
 
     def calibrate(self, device: Pool, host: Pool, timer: Timer | None = None) -> None:
-        """Measure both directions between the pools. A few ms.
+        """Measure both directions between the pools; no further size once BUDGET_S of one is spent.
 
         Writes to pages of both, so call it before they hold anything. timer: `wall_timer`, if None.
         """

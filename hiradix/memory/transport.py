@@ -144,9 +144,9 @@ def make_transport(
 ) -> Transport:
     """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
 
-    On a CPU, and where triton cannot be imported, that is the torch transport; its `note` says why. pools:
-    the device pool and the host pool that it will serve, which hold nothing yet: with auto the transports
-    are measured between them, a few ms. Without, auto goes by the size of the contiguous pieces.
+    On a CPU, and where nothing else is found, that is the torch transport; its `note` says why. pools: the
+    device pool and the host pool that it will serve, which hold nothing yet: with auto the transports are
+    measured between them (see `CalibratedTransport`). Without, auto goes by the size of contiguous pieces.
     """
     from hiradix.memory.choose import choose_transport
 
