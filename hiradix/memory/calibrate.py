@@ -16,14 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from hiradix.memory.pools import Pool
 from hiradix.memory.shape import page_bytes
-from hiradix.memory.transport import PageIds, Transport
+from hiradix.memory.transport import PageIds, PerPair, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class CalibratedTransport:
         self.candidates = tuple(candidates)
         self.note = "the faster of " + ", ".join(each.name for each in candidates) + ", measured at start"
         self._fallback = fallback
-        self._choices: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, Choice]] = WeakKeyDictionary()
+        self._choices: PerPair[Choice] = PerPair()
 
     def calibrate(self, device: Pool, host: Pool, timer: Timer | None = None) -> None:
         """Measure both directions between the pools; no further size once BUDGET_S of one is spent.
@@ -93,14 +92,13 @@ class CalibratedTransport:
                 (host, device, range(1)),
             ):
                 choice = self._measure(src, dst, layers, timer)
-                self._choices.setdefault(src, WeakKeyDictionary())[dst] = choice
+                self._choices.set(src, dst, choice)
                 logger.info("%s", self._told(choice, "to the host" if src is device else "to the device"))
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        by_dst = self._choices.get(src)
-        choice = None if by_dst is None else by_dst.get(dst)
+        choice = self._choices.get(src, dst)
         if choice is None:
             chosen = self._fallback
         else:

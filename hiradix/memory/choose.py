@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -15,7 +14,7 @@ from hiradix.memory.dma_transport import CopyPieces, DmaTransport, cuda_pieces
 from hiradix.memory.packing_transport import PackingTransport
 from hiradix.memory.pools import Pool
 from hiradix.memory.sgl_transport import SglKernelTransport, find_kernels
-from hiradix.memory.transport import PageIds, TorchTransport, Transport
+from hiradix.memory.transport import PageIds, PerPair, TorchTransport, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +107,14 @@ class PieceSizeTransport:
         self.note = note or f"{large.name} from {DMA_PIECE_BYTES} byte pieces on, {small.name} below"
         self._small = small
         self._large = large
-        self._chosen: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, Transport]] = WeakKeyDictionary()
+        self._chosen: PerPair[Transport] = PerPair()
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        by_dst = self._chosen.setdefault(src, WeakKeyDictionary())
-        if dst not in by_dst:
-            smallest = min(plan.collapsed().src.row_bytes for plan in plan_copies(src, dst))
-            by_dst[dst] = self._large if smallest >= DMA_PIECE_BYTES else self._small
-        by_dst[dst].copy_pages(src, dst, src_pages, dst_pages, layers)
+        chosen = self._chosen.of(src, dst, self._choose)
+        chosen.copy_pages(src, dst, src_pages, dst_pages, layers)
+
+    def _choose(self, src: Pool, dst: Pool) -> Transport:
+        smallest = min(plan.collapsed().src.row_bytes for plan in plan_copies(src, dst))
+        return self._large if smallest >= DMA_PIECE_BYTES else self._small

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ import torch
 from hiradix.errors import CacheError, ConfigError
 from hiradix.memory.copy_plan import plan_copies
 from hiradix.memory.pools import Pool
-from hiradix.memory.transport import PageIds, check_copy, checked_layers
+from hiradix.memory.transport import PageIds, PerPair, checked_copy
 from hiradix.triton_kernels.sides import PlannedCopy, Side
 
 logger = logging.getLogger(__name__)
@@ -54,29 +53,23 @@ class DmaTransport:
     def __init__(self, copy_pieces: CopyPieces, note: str = "") -> None:
         self.note = note
         self._copy_pieces = copy_pieces
-        self._plans: WeakKeyDictionary[Pool, _PlansTo] = WeakKeyDictionary()
+        self._plans: PerPair[tuple[PlannedCopy, ...]] = PerPair()
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        check_copy(src, dst, src_pages, dst_pages)
-        span = checked_layers(src, layers)
-        if len(src_pages) == 0 or len(span) == 0:
+        span = checked_copy(src, dst, src_pages, dst_pages, layers)
+        if not span:
             return
-        for plan in self._plans_of(src, dst):
+        for plan in self._plans.of(src, dst, _collapsed_plans):
             self._copy_pieces(cut(plan, src_pages, dst_pages, span))
 
-    def _plans_of(self, src: Pool, dst: Pool) -> tuple[PlannedCopy, ...]:
-        by_dst = self._plans.setdefault(src, WeakKeyDictionary())
-        if dst not in by_dst:
-            on_device = "cuda" in (src.device.type, dst.device.type)
-            if on_device and not (src.reachable and dst.reachable):
-                raise ConfigError("--hicache-io-backend direct: the host pool is not pinned")
-            by_dst[dst] = tuple(plan.collapsed() for plan in plan_copies(src, dst))
-        return by_dst[dst]
 
-
-_PlansTo = WeakKeyDictionary[Pool, tuple[PlannedCopy, ...]]
+def _collapsed_plans(src: Pool, dst: Pool) -> tuple[PlannedCopy, ...]:
+    on_device = "cuda" in (src.device.type, dst.device.type)
+    if on_device and not (src.reachable and dst.reachable):
+        raise ConfigError("--hicache-io-backend direct: the host pool is not pinned")
+    return tuple(plan.collapsed() for plan in plan_copies(src, dst))
 
 
 def cut(plan: PlannedCopy, src_pages: PageIds, dst_pages: PageIds, layers: range) -> Pieces:

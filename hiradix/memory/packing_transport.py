@@ -15,7 +15,7 @@ import torch
 from hiradix.memory.dma_transport import Addresses, CopyPieces, Pieces
 from hiradix.memory.layout import Piece, make_layout
 from hiradix.memory.pools import HostPool, LaidOutPool, Pool
-from hiradix.memory.transport import PageIds, Transport, check_copy, checked_layers
+from hiradix.memory.transport import PageIds, Transport, checked_copy
 
 STAGING_BYTES = 64 << 20
 
@@ -41,10 +41,11 @@ class PackingTransport:
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        check_copy(src, dst, src_pages, dst_pages)
-        whole = len(checked_layers(src, layers)) == src.shape.num_layers
+        whole = layers is None or len(layers) == src.shape.num_layers
         if not isinstance(dst, HostPool) or not whole:
             self._kernel.copy_pages(src, dst, src_pages, dst_pages, layers)
+            return
+        if not checked_copy(src, dst, src_pages, dst_pages, layers):
             return
         staging = self._staging_for(src, dst)
         for begin in range(0, len(src_pages), staging.num_pages):

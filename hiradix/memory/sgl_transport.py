@@ -17,7 +17,7 @@ import torch
 
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import KVShape, MLAShape
-from hiradix.memory.transport import PageIds, Transport, check_copy, checked_layers
+from hiradix.memory.transport import PageIds, Transport, checked_copy
 
 Indices = tuple[torch.Tensor, torch.Tensor]  # int64 slots: sources, targets
 _ALIGNMENT = 8  # bytes a row must be a multiple of
@@ -45,9 +45,8 @@ class SglKernelTransport:
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        check_copy(src, dst, src_pages, dst_pages)
-        span = checked_layers(src, layers)
-        if len(src_pages) == 0 or len(span) == 0:
+        span = checked_copy(src, dst, src_pages, dst_pages, layers)
+        if not span:
             return
         call = self._call_for(src, dst, span)
         if call is None:

@@ -6,8 +6,9 @@ current stream. Page lists are any integer arrays of one length; destination pag
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from hiradix.memory.pools import Pool
 from hiradix.memory.shape import WORDS
 
 PageIds = npt.NDArray[np.integer[Any]]
+T = TypeVar("T")
 
 # Below this many bytes per call and page, one indexed copy of all pages beats a call per run of pages.
 _RUN_BYTES = 128 << 10
@@ -56,9 +58,8 @@ class TorchTransport:
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        check_copy(src, dst, src_pages, dst_pages)
-        span = checked_layers(src, layers)
-        if len(src_pages) == 0 or len(span) == 0:
+        span = checked_copy(src, dst, src_pages, dst_pages, layers)
+        if not span:
             return
         for array, spec in enumerate(src.shape.arrays):
             if self._arrays is not None and array not in self._arrays:
@@ -72,8 +73,47 @@ class TorchTransport:
                     _copy_indexed(source, target, src_pages, dst_pages)
 
 
-def check_copy(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds) -> None:
-    """Assert that the pools hold the same bytes per page and the pages exist. Costs the pages."""
+class PerPair(Generic[T]):
+    """What a transport keeps of pairs of pools, source and destination, while both live."""
+
+    def __init__(self) -> None:
+        self._kept: WeakKeyDictionary[Pool, WeakKeyDictionary[Pool, T]] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return sum(len(by_dst) for by_dst in self._kept.values())
+
+    def get(self, src: Pool, dst: Pool) -> T | None:
+        by_dst = self._kept.get(src)
+        return None if by_dst is None else by_dst.get(dst)
+
+    def set(self, src: Pool, dst: Pool, value: T) -> None:
+        self._kept.setdefault(src, WeakKeyDictionary())[dst] = value
+
+    def of(self, src: Pool, dst: Pool, make: Callable[[Pool, Pool], T]) -> T:
+        """What is kept of the pair, made first if there is nothing."""
+        value = self.get(src, dst)
+        if value is None:
+            value = make(src, dst)
+            self.set(src, dst, value)
+        return value
+
+
+def checked_copy(
+    src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None
+) -> range:
+    """The layers to copy, none where no page is named. Costs the pages.
+
+    Asserts that the pools hold the same bytes per page, and that the pages and layers exist.
+    """
+    _check_pages(src, dst, src_pages, dst_pages)
+    span = range(src.shape.num_layers) if layers is None else layers
+    assert span.step == 1 and (len(span) == 0 or 0 <= span[0] <= span[-1] < src.shape.num_layers), (
+        f"layers {span} of {src.shape.num_layers}"
+    )
+    return span if len(src_pages) else range(0)
+
+
+def _check_pages(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds) -> None:
     assert src.shape.arrays == dst.shape.arrays and src.shape.num_layers == dst.shape.num_layers, (
         f"pools of different shape: {src.shape} and {dst.shape}"
     )
@@ -83,15 +123,6 @@ def check_copy(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds) -> 
         if len(pages):
             low, high = int(pages.min()), int(pages.max())
             assert low >= 0 and high < limit, f"{name} pages {low}..{high} of a pool of {limit}"
-
-
-def checked_layers(pool: Pool, layers: range | None) -> range:
-    """`layers` as a range of this pool's layers, all of them for None."""
-    span = range(pool.shape.num_layers) if layers is None else layers
-    assert span.step == 1 and (len(span) == 0 or 0 <= span[0] <= span[-1] < pool.shape.num_layers), (
-        f"layers {span} of {pool.shape.num_layers}"
-    )
-    return span
 
 
 Views = tuple[torch.Tensor, torch.Tensor]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ import torch
 from hiradix.errors import ConfigError
 from hiradix.memory.copy_plan import plan_by_arrays
 from hiradix.memory.pools import Pool
-from hiradix.memory.transport import PageIds, TorchTransport, check_copy, checked_layers
+from hiradix.memory.transport import PageIds, PerPair, TorchTransport, checked_copy
 from hiradix.triton_kernels.page_copy import INTERPRETED, Tables, launch, make_tables
 from hiradix.triton_kernels.sides import VECTOR_BYTES, Tile, pick_tile
 
@@ -29,9 +28,6 @@ class _Pair:
     device: torch.device
     tables: tuple[Tables, ...]
     rest: TorchTransport | None
-
-
-_PairsTo = WeakKeyDictionary[Pool, _Pair]
 
 
 class TritonTransport:
@@ -52,16 +48,15 @@ class TritonTransport:
         self.note = note
         self._num_programs = num_programs
         self._stages = stages
-        self._pairs: WeakKeyDictionary[Pool, _PairsTo] = WeakKeyDictionary()
+        self._pairs: PerPair[_Pair] = PerPair()
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        check_copy(src, dst, src_pages, dst_pages)
-        span = checked_layers(src, layers)
-        if len(src_pages) == 0 or len(span) == 0:
+        span = checked_copy(src, dst, src_pages, dst_pages, layers)
+        if not span:
             return
-        pair = self._pair(src, dst)
+        pair = self._pairs.of(src, dst, _make_pair)
         if pair.tables:
             device = pair.device
             ids = np.stack([np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)])
@@ -80,18 +75,16 @@ class TritonTransport:
         vectors = table.plan.src.page_bytes // VECTOR_BYTES
         return replace(pick_tile(vectors, interpreted=INTERPRETED), stages=self._stages)
 
-    def _pair(self, src: Pool, dst: Pool) -> _Pair:
-        by_dst = self._pairs.setdefault(src, WeakKeyDictionary())
-        if dst not in by_dst:
-            device = _kernel_device(src, dst)
-            plans = plan_by_arrays(src, dst)
-            odd = [array for arrays, plan in plans.items() if not plan.aligned for array in arrays]
-            if odd:
-                names = ", ".join(src.shape.arrays[array].name for array in odd)
-                logger.warning("rows of %s are not whole 16-byte vectors: copied by torch", names)
-            tables = tuple(make_tables(plan, device) for plan in plans.values() if plan.aligned)
-            by_dst[dst] = _Pair(device, tables, TorchTransport("odd rows", odd) if odd else None)
-        return by_dst[dst]
+
+def _make_pair(src: Pool, dst: Pool) -> _Pair:
+    device = _kernel_device(src, dst)
+    plans = plan_by_arrays(src, dst)
+    odd = [array for arrays, plan in plans.items() if not plan.aligned for array in arrays]
+    if odd:
+        names = ", ".join(src.shape.arrays[array].name for array in odd)
+        logger.warning("rows of %s are not whole 16-byte vectors: copied by torch", names)
+    tables = tuple(make_tables(plan, device) for plan in plans.values() if plan.aligned)
+    return _Pair(device, tables, TorchTransport("odd rows", odd) if odd else None)
 
 
 def _kernel_device(src: Pool, dst: Pool) -> torch.device:

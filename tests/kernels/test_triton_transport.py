@@ -8,7 +8,7 @@ import torch
 
 from hiradix.memory import LAYOUTS, CacheShape, KVShape, TorchTransport
 from hiradix.memory.copy_plan import plan_copies
-from hiradix.memory.triton_transport import TritonTransport
+from hiradix.memory.triton_transport import TritonTransport, _make_pair
 from tests.memory.pool_cases import DTYPES, SHAPES, contents, device_pool, fill, host_pool
 
 NUM_PAGES = 5
@@ -67,8 +67,7 @@ def test_pages_in_one_piece_are_copied_as_one_row() -> None:
     shape = SHAPES["mha"]
     device = device_pool(shape, 2, 1)
     for layout, rows in (("layer_first", 1), ("page_first_direct", 1), ("page_blob", 1), ("page_first", 4)):
-        host, transport = host_pool(shape, 2, layout, 2), TritonTransport()
-        (table,) = transport._pair(device, host).tables
+        (table,) = _make_pair(device, host_pool(shape, 2, layout, 2)).tables
         assert table.plan.src.rows == rows
 
 
@@ -94,9 +93,9 @@ def test_tables_are_made_once_and_die_with_their_pools() -> None:
     device, host = device_pool(SHAPES["mha"], 2, 1), host_pool(SHAPES["mha"], 2, "page_first", 2)
     one = np.array([1])
     transport.copy_pages(device, host, one, one, None)
-    made = transport._pair(device, host)
+    made = transport._pairs.get(device, host)
     transport.copy_pages(device, host, one, one, range(1))
-    assert transport._pair(device, host) is made
+    assert made is not None and transport._pairs.get(device, host) is made
     del device
     assert len(transport._pairs) == 0
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.memory import KVShape, TorchTransport, make_transport
-from hiradix.memory.calibrate import BUDGET_S, MAX_PAGES, CalibratedTransport, Curve, wall_timer
+from hiradix.memory.calibrate import BUDGET_S, MAX_PAGES, CalibratedTransport, Choice, Curve, wall_timer
 from hiradix.memory.pools import Pool
 from hiradix.memory.transport import PageIds
 from tests.memory.pool_cases import device_pool, host_pool
@@ -73,6 +73,13 @@ def calibrated(prices: list[tuple[float, float]], every: int = 0) -> CalibratedT
     return transport
 
 
+def choice_of(transport: CalibratedTransport, to_host: bool = True) -> Choice:
+    device, host = transport.pools  # type: ignore[attr-defined]
+    choice = transport._choices.get(*((device, host) if to_host else (host, device)))
+    assert choice is not None
+    return choice
+
+
 prices = st.tuples(st.floats(1e-7, 1e-3), st.floats(1e-8, 1e-4))
 
 
@@ -82,8 +89,7 @@ def test_never_worse_than_the_best_by_3_percent(
     each: list[tuple[float, float]], num_pages: int, to_host: bool, num_layers: int
 ) -> None:
     transport = calibrated(each)
-    device, host = transport.pools  # type: ignore[attr-defined]
-    choice = transport._choices[device if to_host else host][host if to_host else device]
+    choice = choice_of(transport, to_host)
     costs = [own.cost(num_pages, num_layers) for own in transport.candidates]  # type: ignore[attr-defined]
     assert costs[choice.best(num_pages, num_layers)] <= 1.03 * min(costs)
 
@@ -91,8 +97,7 @@ def test_never_worse_than_the_best_by_3_percent(
 def test_a_disturbed_clock_is_measured_again() -> None:
     """One in four takes much too long: the least of three tells the truth."""
     transport = calibrated([(2e-5, 1e-6), (5e-6, 4e-6)], every=4)
-    device, host = transport.pools  # type: ignore[attr-defined]
-    picks = [transport._choices[device][host].best(n, 4) for n in (1, 2, 12, 30, 1000)]
+    picks = [choice_of(transport).best(n, 4) for n in (1, 2, 12, 30, 1000)]
     assert picks == [1, 1, 0, 0, 0]
 
 
@@ -113,8 +118,7 @@ def test_each_copy_goes_to_its_winner() -> None:
 
 def test_ties_go_to_the_first() -> None:
     transport = calibrated([(1.005e-5, 1e-6), (1e-5, 1e-6)])
-    device, host = transport.pools  # type: ignore[attr-defined]
-    assert {transport._choices[device][host].best(n, 4) for n in (1, 10, 100)} == {0}
+    assert {choice_of(transport).best(n, 4) for n in (1, 10, 100)} == {0}
 
 
 def test_measuring_is_bounded() -> None:
