@@ -11,8 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError
-from hiradix.memory import LAYOUTS, CacheShape, DevicePool, HostPool, KVShape, TorchTransport, make_transport
+from hiradix.memory import (
+    LAYOUTS,
+    CacheShape,
+    DevicePool,
+    HostPool,
+    KVShape,
+    TorchTransport,
+    Transport,
+    make_transport,
+)
 from hiradix.memory import transport as transport_module
+from hiradix.memory.dma_transport import DmaTransport, Pieces
+from hiradix.memory.packing_transport import PackingTransport
+from hiradix.memory.sgl_transport import SglKernelTransport
 from tests.memory.pool_cases import (
     DTYPES,
     PAGE_SIZE,
@@ -160,6 +172,27 @@ def test_bad_lists_are_our_bugs() -> None:
     with pytest.raises(AssertionError, match="page sizes 4 and 2"):
         copy(device, host_pool(SHAPES["mha"], 2, "page_first", seed=1, page_size=2), one, one, None)
     copy(device, host, np.array([], np.int32), np.array([], np.int32), None)
+
+
+@pytest.mark.parametrize("name", ["dma", "pack", "sgl_kernel"])
+def test_no_transport_reaches_outside_a_pool(name: str) -> None:
+    """Addresses are taken as they are below this: a page that is not there would be another's memory."""
+    transport: Transport = {
+        "dma": DmaTransport(never),
+        "pack": PackingTransport(TorchTransport(), never),
+        "sgl_kernel": SglKernelTransport(None, TorchTransport()),
+    }[name]
+    device, host = device_pool(SHAPES["mha"], 2, seed=1), host_pool(SHAPES["mha"], 2, "page_first", seed=2)
+    one = np.array([1])
+    for sources, targets, message in (([3], [1], "source pages 3"), ([1], [2], "target pages 2")):
+        with pytest.raises(AssertionError, match=message):
+            transport.copy_pages(device, host, np.array(sources), np.array(targets), None)
+    with pytest.raises(AssertionError, match="layers"):
+        transport.copy_pages(device, host, one, one, range(1, 4))
+
+
+def never(pieces: Pieces) -> None:
+    raise AssertionError(f"{len(pieces.sizes)} pieces were copied")
 
 
 @pytest.mark.parametrize("io_backend", ["kernel", "direct", "auto"])
