@@ -56,9 +56,10 @@ class Slots:
         if self._hybrid is None:
             return True
         slots = row.to(torch.int64)
+        if self._hybrid.open_windows(slots):
+            return True
         short = self._hybrid.missing_windows(slots) - self._hybrid.swa_available_size()
-        if short > 0:
-            self._cache.evict(EvictParams(num_tokens=0, swa_num_tokens=short))
+        self._cache.evict(EvictParams(num_tokens=0, swa_num_tokens=short))
         return self._hybrid.open_windows(slots)
 
     def close_windows(self, row: torch.Tensor) -> None:
