@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from hiradix.engine import Engine, EngineConfig
+from hiradix.memory import HostPool
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.doubles import build_no_reuse
 
@@ -61,3 +63,17 @@ def make_engine(llama: Reference) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
+    """The host pools of the engines made from here on, in order: the backbone's before the windows'."""
+    pools: list[HostPool] = []
+
+    class Recorded(HostPool):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            pools.append(self)
+
+    monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
+    return pools

@@ -236,17 +236,9 @@ def test_identity_rule_goes_red_on_one_corrupted_host_page(
     configure: Configure,
     reference: Callable[[str], Reference],
     make_cached: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
+    host_pools: list[HostPool],
 ) -> None:
     judge = reference(family)
-    pools: list[HostPool] = []
-
-    class Recorded(HostPool):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            pools.append(self)
-
-    monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
     engine = make_cached(model_path=str(judge.path), cache=configure("tiers"))
     asked = prompts([100], seed=2)
     assert judge.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
@@ -254,7 +246,7 @@ def test_identity_rule_goes_red_on_one_corrupted_host_page(
     serve(engine, prompts([170, 170], seed=5), GREEDY)  # pushes the first off the device
     settle(engine)
     page = pages_of(engine, asked[0], Tier.HOST)[2]
-    for view in pools[0].page_views(page):
+    for view in host_pools[0].page_views(page):
         torch.frombuffer(view, dtype=torch.float32).normal_(generator=torch.Generator().manual_seed(1))
     [answer] = serve(engine, asked, GREEDY)
     assert answer.usage is not None and answer.usage.cached_host > 0

@@ -150,17 +150,9 @@ def test_abort_in_every_state(num_steps: int, gemma: Reference, make_hybrid: Mak
 
 @pytest.mark.parametrize("component", [0, WINDOW])
 def test_identity_rule_goes_red_on_one_corrupted_host_page(
-    component: int, gemma: Reference, make_hybrid: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    component: int, gemma: Reference, make_hybrid: MakeEngine, host_pools: list[HostPool]
 ) -> None:
     """The positive control, for a full page and for a window page that came back from the host."""
-    pools: list[HostPool] = []
-
-    class Recorded(HostPool):
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            pools.append(self)
-
-    monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
     engine = make_hybrid()
     asked = prompts([100], seed=2)
     assert gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
@@ -170,7 +162,7 @@ def test_identity_rule_goes_red_on_one_corrupted_host_page(
     cache: Any = engine.cache
     held = [n.residency(component, Tier.HOST).pages for n in cache.tree.nodes()]
     for page in [int(page) for pages in held if pages is not None for page in pages]:
-        for view in pools[component].page_views(page):
+        for view in host_pools[component].page_views(page):
             torch.frombuffer(view, dtype=torch.float32).normal_(generator=torch.Generator().manual_seed(1))
     [answer] = serve(engine, asked, GREEDY)
     assert answer.usage is not None and answer.usage.cached_host > 0
