@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -59,7 +59,35 @@ class Pool(Protocol):
         ...
 
 
-class DevicePool:
+class PlanePool:
+    """The part of a `Pool` that is the same for all: its arrays as planes and views, made once by `_keep`."""
+
+    device: torch.device
+
+    def _keep(
+        self,
+        planes: Iterable[Plane],
+        views: Iterable[list[torch.Tensor]],
+        stacked: Iterable[torch.Tensor | None],
+    ) -> None:
+        """Each of them by array, in the order of the shape's."""
+        self._planes, self._views, self._stacked = tuple(planes), list(views), list(stacked)
+
+    @property
+    def reachable(self) -> bool:
+        return self.device.type == "cuda"
+
+    def planes(self) -> tuple[Plane, ...]:
+        return self._planes
+
+    def layer_views(self, array: int) -> list[torch.Tensor]:
+        return self._views[array]
+
+    def stacked_view(self, array: int) -> torch.Tensor | None:
+        return self._stacked[array]
+
+
+class DevicePool(PlanePool):
     """Paged KV on the compute device: one tensor [(num_pages + 1) * page_size, H, D] per layer and array.
 
     An array with one row per page has [num_pages + 1, H, D]. Pages 1..num_pages are handed out; page 0, so
@@ -90,9 +118,11 @@ class DevicePool:
         self.start_layer = 0
         self._arrays = arrays
         self._counter: LayerCounter | None = None
-        self._planes = tuple(_device_plane(self, array) for array in range(len(arrays)))
-        self._views = [[_in_pages(buffer, self.page_limit) for buffer in buffers] for buffers in arrays]
-        self._stacked = [_stack(buffers, self.page_limit) for buffers in arrays]
+        self._keep(
+            [_device_plane(self, array) for array in range(len(arrays))],
+            [[_in_pages(buffer, self.page_limit) for buffer in buffers] for buffers in arrays],
+            [_stack(buffers, self.page_limit) for buffers in arrays],
+        )
 
     @classmethod
     def wrap(
@@ -183,25 +213,12 @@ class DevicePool:
     def page_limit(self) -> int:
         return self.num_pages + 1
 
-    @property
-    def reachable(self) -> bool:
-        return self.device.type == "cuda"
-
-    def planes(self) -> tuple[Plane, ...]:
-        return self._planes
-
-    def layer_views(self, array: int) -> list[torch.Tensor]:
-        return self._views[array]
-
-    def stacked_view(self, array: int) -> torch.Tensor | None:
-        return self._stacked[array]
-
     def _wait(self, layer_id: int) -> None:
         if self._counter is not None:
             self._counter.wait_until(layer_id - self.start_layer)
 
 
-class LaidOutPool:
+class LaidOutPool(PlanePool):
     """Pages 0..num_pages-1 in one layout over one buffer uint8 [layout.num_bytes], on any device."""
 
     def __init__(self, shape: CacheShape, layout: Layout, page_size: int, buffer: torch.Tensor) -> None:
@@ -212,12 +229,12 @@ class LaidOutPool:
         self.device = buffer.device
         self.dtype = shape.dtype
         self.buffer = buffer
-        self._planes = tuple(plane.moved(buffer.data_ptr()) for plane in layout.planes)
-        self._stacked = [
+        stacked = [
             layers_view(buffer, plane, Extent.of(plane.spec, shape, layout.num_pages, page_size))
             for plane in layout.planes
         ]
-        self._views = [list(stacked) for stacked in self._stacked]
+        planes = [plane.moved(buffer.data_ptr()) for plane in layout.planes]
+        self._keep(planes, [list(whole) for whole in stacked], stacked)
 
     @property
     def page_bytes(self) -> int:
@@ -231,19 +248,6 @@ class LaidOutPool:
     @property
     def page_limit(self) -> int:
         return self.num_pages
-
-    @property
-    def reachable(self) -> bool:
-        return self.device.type == "cuda"
-
-    def planes(self) -> tuple[Plane, ...]:
-        return self._planes
-
-    def layer_views(self, array: int) -> list[torch.Tensor]:
-        return self._views[array]
-
-    def stacked_view(self, array: int) -> torch.Tensor:
-        return self._stacked[array]
 
     def array(self, name: str) -> torch.Tensor:
         """The array called `name` in the layout's shape, zero copy; page_blob's interleave and have none."""

@@ -8,11 +8,11 @@ import torch
 
 from hiradix.errors import ConfigError
 from hiradix.memory.layout import Plane
-from hiradix.memory.pools import LayerCounter
+from hiradix.memory.pools import LayerCounter, PlanePool
 from hiradix.memory.shape import WORDS, CacheShape
 
 
-class StridedPool:
+class StridedPool(PlanePool):
     """Pages that another allocator owns: per array and layer a view [P, S, H, D] of any strides, zero copy.
 
     arrays: one list of [L] views per array of `shape`, alike in all layers. Where a last axis is not
@@ -29,24 +29,16 @@ class StridedPool:
         self.shape = shape
         self.page_limit, self.page_size = first.shape[0], first.shape[1]
         self.device = first.device
-        self.reachable = self.device.type == "cuda"
         for number, views in enumerate(arrays):
             _check(shape, number, views, first)
-        self._views = [list(views) for views in arrays]
-        self._planes = tuple(_plane(shape, number, views) for number, views in enumerate(arrays))
+        planes = [_plane(shape, number, views) for number, views in enumerate(arrays)]
+        self._keep(planes, [list(views) for views in arrays], [None] * len(arrays))  # layers lie apart
         self._has_planes = all(views[0].stride(3) == 1 or views[0].shape[3] == 1 for views in arrays)
         self.counter: LayerCounter | None = None
 
     def planes(self) -> tuple[Plane, ...]:
         assert self._has_planes, f"{self.shape} with last axes that are not contiguous has no planes"
-        return self._planes
-
-    def layer_views(self, array: int) -> list[torch.Tensor]:
-        return self._views[array]
-
-    def stacked_view(self, array: int) -> torch.Tensor | None:
-        """None: an engine's layers are allocations of their own."""
-        return None
+        return super().planes()
 
     def register_layer_transfer_counter(self, counter: LayerCounter | None) -> None:
         """Kept for who waits on the engine's behalf: nothing here is read through the pool."""
