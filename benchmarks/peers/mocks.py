@@ -1,8 +1,8 @@
-"""Lets a peer's prefix-cache modules be imported where there is no GPU.
+"""Lets SGLang's prefix-cache modules be imported where there is no GPU.
 
-`install` puts an unpacked wheel on the path and serves mocks for modules that are imported at the top of
-some file but never run by the prefix cache on CPU tensors. `patch_streams` gives torch.cpu the event and
-stream surface of torch.cuda, complete at once.
+`install_sglang` puts an unpacked wheel on the path, serves mocks for modules that are imported at the top of
+some file but never run by the prefix cache on CPU tensors, and gives torch.cpu the event and stream surface
+of torch.cuda, complete at once.
 """
 
 from __future__ import annotations
@@ -11,15 +11,27 @@ import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import types
 from collections.abc import Iterator, Sequence
 
-# What SGLang imports and the prefix cache never runs: mocked where it is not installed.
+# What SGLang imports and the prefix cache never runs. Mocked where it is not installed:
 LIGHT = (
     "IPython", "PIL", "aiohttp", "blake3", "cachetools", "compressed_tensors", "diskcache", "einops",
     "interegular", "llguidance", "modelscope", "numba", "orjson", "outlines", "partial_json_parser",
     "prometheus_client", "pybase64", "requests", "setproctitle", "tqdm", "uvicorn", "xgrammar", "zmq",
+)  # fmt: skip
+# Always:
+HEAVY = (
+    "IPython", "sgl_kernel", "flashinfer", "torchvision", "transformers", "decord", "torch_memory_saver",
+    "tvm_ffi", "sglang.srt.layers", "sglang.srt.distributed", "sglang.srt.model_executor",
+    "sglang.srt.configs", "sglang.jit_kernel", "sglang.srt.utils.custom_op", "sglang.srt.metrics",
+)  # fmt: skip
+HEAVY_SINCE_0_5_15 = (
+    "sglang.kernels", "sglang.srt.observability", "sglang.srt.utils.hf_transformers_patches",
+    "sglang.srt.managers.schedule_batch", "sglang.srt.server_args",
+    "sglang.srt.mem_cache.deepseek_v4_memory_pool",
 )  # fmt: skip
 
 
@@ -124,12 +136,17 @@ def mock_triton() -> types.ModuleType:
     return triton
 
 
-def install(wheel: str, mocked: Sequence[str]) -> None:
-    """Make the unpacked `wheel` importable, with mocks for `mocked` and triton. Before torch is imported."""
+def install_sglang(version: str) -> None:
+    """See the module's docstring. Before torch is imported."""
+    from install import wheel_folder
+
+    heavy = HEAVY if version == "0.5.9" else (*HEAVY, *HEAVY_SINCE_0_5_15)
     absent = [name for name in LIGHT if importlib.util.find_spec(name) is None]
-    sys.path.insert(0, wheel)
+    sys.path.insert(0, str(wheel_folder(version)))
     sys.modules["triton"] = mock_triton()
-    sys.meta_path.insert(0, MockFinder([*mocked, *absent, "triton"]))
+    sys.meta_path.insert(0, MockFinder([*heavy, *absent, "triton"]))
+    patch_streams()
+    logging.getLogger().setLevel(logging.ERROR)
 
 
 class Event:
@@ -179,7 +196,7 @@ class Stream:
 
 
 def patch_streams() -> None:
-    """See the module's docstring."""
+    """torch.cpu's part of `install_sglang`."""
     import torch
 
     current = Stream()

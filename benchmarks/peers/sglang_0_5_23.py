@@ -2,52 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import types
 from array import array
 from typing import Any
 
-from install import wheel_folder
-from mocks import install, patch_streams
+from mocks import install_sglang
 
-install(
-    str(wheel_folder("0.5.23")),
-    [
-        "IPython", "sgl_kernel", "flashinfer", "torchvision", "transformers", "decord", "torch_memory_saver",
-        "tvm_ffi", "sglang.srt.layers", "sglang.srt.distributed", "sglang.srt.model_executor",
-        "sglang.srt.configs", "sglang.jit_kernel", "sglang.kernels", "sglang.srt.utils.custom_op",
-        "sglang.srt.observability", "sglang.srt.metrics", "sglang.srt.utils.hf_transformers_patches",
-        "sglang.srt.managers.schedule_batch", "sglang.srt.server_args",
-        "sglang.srt.mem_cache.deepseek_v4_memory_pool",
-    ],
-)  # fmt: skip
-
-import torch  # noqa: E402
-
-patch_streams()
-logging.getLogger().setLevel(logging.ERROR)
+install_sglang("0.5.23")
 
 import sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler as assembler  # noqa: E402
 import sglang.srt.mem_cache.pool_host.base as host_base  # noqa: E402
 import sglang.srt.mem_cache.pool_host.common as host_common  # noqa: E402
 import sglang.srt.mem_cache.pool_host.mha as host_mha  # noqa: E402
 import sglang.srt.runtime_context as runtime_context  # noqa: E402
-from sglang.srt.mem_cache.allocator import (  # noqa: E402
-    PagedTokenToKVPoolAllocator,
-    TokenToKVPoolAllocator,
-)
+import torch  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     EvictParams,
     InitLoadBackParams,
     InsertParams,
     MatchPrefixParams,
 )
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
+from sglang_parts import make_allocator, make_pool, unpin  # noqa: E402
+from sglang_parts import make_params as make_plain_params  # noqa: E402
 from timed import HostMatch, HostPeer, Request, TreePeer  # noqa: E402
 
 
@@ -62,25 +42,9 @@ class NoKV:
         return self
 
 
-def make_allocator(page_size: int, num_tokens: int, pool: Any) -> Any:
-    if page_size == 1:
-        return TokenToKVPoolAllocator(num_tokens, torch.int64, "cpu", pool, False)
-    return PagedTokenToKVPoolAllocator(num_tokens, page_size, torch.int64, "cpu", pool, False)
-
-
-def make_pool(page_size: int, num_tokens: int) -> Any:
-    """One layer of int64."""
-    return MHATokenToKVPool(
-        size=num_tokens, page_size=page_size, dtype=torch.int64, head_num=1, head_dim=1,
-        layer_num=1, device="cpu", enable_memory_saver=False,
-    )  # fmt: skip
-
-
-def make_params(page_size: int, allocator: Any, rows: Any = None, core: str = "rust") -> CacheInitParams:
-    return CacheInitParams(
-        disable=False, req_to_token_pool=rows, token_to_kv_pool_allocator=allocator, page_size=page_size,
-        eviction_policy="lru", tree_components=(ComponentType.FULL,), tree_core_backend=core,
-    )  # fmt: skip
+def make_params(page_size: int, allocator: Any, rows: Any = None, core: str = "rust") -> Any:
+    parts = (ComponentType.FULL,)
+    return make_plain_params(page_size, allocator, rows, tree_components=parts, tree_core_backend=core)
 
 
 class Unified(TreePeer):
@@ -232,15 +196,7 @@ def prepare_host() -> None:
     if getattr(host_base, "prepared", False):
         return
     host_base.prepared = True
-    original = host_base.HostKVCache.__init__
-    signature = inspect.signature(original)
-
-    def unpinned(self: Any, *args: Any, **options: Any) -> None:
-        bound = signature.bind(self, *args, **options)
-        bound.arguments["pin_memory"] = False
-        original(*bound.args, **bound.kwargs)
-
-    host_base.HostKVCache.__init__ = unpinned
+    unpin(host_base.HostKVCache)
     for module in (host_common, host_mha, host_base):
         for name in ("_cuda_host_register", "_cuda_host_unregister"):
             if hasattr(module, name):

@@ -177,19 +177,9 @@ class PeerWindowSide(WindowSide, PeerSide):
     records = types.SimpleNamespace(EvictParams=EvictParams)
 
     def __init__(self, setup: dict[str, Any]):
-        self.page_size, self.window, self.host = setup["page_size"], setup["window"], None
-        num_full, num_window = (setup[name] * self.page_size for name in ("num_pages", "num_window_pages"))
+        self.host = None
         driver.publish(1.0)
-        pool = SWAKVPool(
-            size=num_full, size_swa=num_window, page_size=self.page_size, dtype=torch.int64, head_num=1,
-            head_dim=1, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], device="cpu",
-        )  # fmt: skip
-        self.allocator = SWATokenToKVPoolAllocator(
-            num_full, num_window, self.page_size, torch.int64, "cpu", pool, False
-        )
-        self.kv = pool.full_kv_pool.k_buffer[0].view(-1)
-        self.window_kv = pool.swa_kv_pool.k_buffer[0].view(-1)
-        self.rows = RequestTable()
+        self.use_pools(setup, SWAKVPool, SWATokenToKVPoolAllocator)
         params = driver.make_params(self.page_size, self.allocator, self.rows, sys.argv[3])
         params.sliding_window_size = self.window
         params.tree_components = (ComponentType.FULL, ComponentType.SWA)
@@ -211,11 +201,6 @@ class PeerWindowSide(WindowSide, PeerSide):
 
     share = PeerSide.share
     finish = PeerSide.finish
-
-    def sizes(self) -> list[int]:
-        cache = self.cache
-        protected = [cache.full_protected_size(), cache.swa_protected_size()]
-        return [*self._evictable(), *protected, *cache.total_size()]
 
     def pages(self) -> Pages:
         self.cache.sanity_check()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.differential.sides import Request, Side
+from tests.differential.sides import Request, RequestTable, Side
 
 
 class WindowSide(Side):
@@ -18,6 +18,19 @@ class WindowSide(Side):
     page_size: int
     window: int  # tokens
     window_kv: torch.Tensor
+
+    def use_pools(self, setup: dict[str, Any], pool: Any, allocator: Any, **options: Any) -> None:
+        """Have pools of SGLang's. pool, allocator: its classes; options: of the version's pool alone."""
+        self.page_size, self.window = setup["page_size"], setup["window"]
+        num_full, num_window = (setup[name] * self.page_size for name in ("num_pages", "num_window_pages"))
+        made = pool(
+            size=num_full, size_swa=num_window, page_size=self.page_size, dtype=torch.int64, head_num=1,
+            head_dim=1, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], device="cpu", **options,
+        )  # fmt: skip
+        self.allocator = allocator(num_full, num_window, self.page_size, torch.int64, "cpu", made, False)
+        self.kv = made.full_kv_pool.k_buffer[0].view(-1)
+        self.window_kv = made.swa_kv_pool.k_buffer[0].view(-1)
+        self.rows = RequestTable()
 
     # -- slots ----------------------------------------------------------------------------
 
