@@ -30,6 +30,8 @@ _REUSE_VOTES = 6.0  # of the parent's share that comes back, against the class's
 _SHAPE_VOTES = 32.0  # of the family's think times, against the class's own
 _MAX_HAZARD, _MAX_REUSE = 0.999, 0.995
 _VERSION = 1
+# RuntimeError: an archive whose flags say that it is encrypted, or made by a later version.
+_UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
 def _edges() -> npt.NDArray[np.int64]:
@@ -170,7 +172,7 @@ class ClassTables:
         try:
             with np.load(path, allow_pickle=False) as file:
                 held = {name: file[name] for name in file.files}
-        except (OSError, ValueError, EOFError, KeyError, BadZipFile, zlib.error) as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"ghd tables {path}: cannot be read: {error}") from error
         keys = _checked(path, held)
         fresh = ClassTables()

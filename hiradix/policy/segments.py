@@ -18,6 +18,7 @@ CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten w
 class Segments:
     """Follows segments through the age buckets. Each gives one vote per bucket, whatever its pages.
 
+    What waits to be counted is bounded too: a client's hints come without requests, which have it counted.
     Numbers count up for ever. A segment forgotten for want of room has no further say, in either direction.
     """
 
@@ -39,6 +40,8 @@ class Segments:
 
     def start(self, class_id: int, num_pages: int, clock: int) -> int:
         """A segment begins its life; its number."""
+        if 2 * len(self._new) >= CAPACITY:
+            self._settle()
         self._new.append((clock, class_id, num_pages))
         return self._base + self._rows + len(self._new) - 1
 
@@ -49,6 +52,8 @@ class Segments:
     def forget(self, number: int, num_pages: int) -> None:
         """So many of its pages are not known any more: nobody would see their next use."""
         self._gone.append((number, num_pages))
+        if 2 * len(self._gone) >= CAPACITY:
+            self._drop_pages()
 
     def forget_all(self) -> None:
         self._settle()
@@ -59,8 +64,7 @@ class Segments:
         self._settle()
         low = np.maximum(self._passed - self._base, 0)
         self._count_uses(low)
-        self._drop_pages(self._gone)
-        self._gone = []
+        self._drop_pages()
         born = self._born[: self._rows]
         high = np.maximum(np.searchsorted(born, clock - EDGES[1:], side="right"), low)
         counts = high - low
@@ -90,9 +94,11 @@ class Segments:
         self._add(self._tables.exposed, cell[which] + through, votes[which])
         np.subtract.at(self._left, row, pages)
 
-    def _drop_pages(self, gone: list[tuple[int, int]]) -> None:
-        if gone:
-            number, pages = np.array(gone, np.int64).T
+    def _drop_pages(self) -> None:
+        self._settle()
+        if self._gone:
+            number, pages = np.array(self._gone, np.int64).T
+            self._gone = []
             row = number - self._base
             np.subtract.at(self._left, row[row >= 0], pages[row >= 0])
 
@@ -103,7 +109,7 @@ class Segments:
             table.reshape(-1)[:size] += np.bincount(cell, votes, size)
 
     def _settle(self) -> None:
-        """Put new segments into rows."""
+        """Put new segments, at most half of `CAPACITY`, into rows."""
         if not self._new:
             return
         if self._rows + len(self._new) > CAPACITY:

@@ -16,7 +16,7 @@ from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import GhdPolicy, make_order
 from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, extend
-from hiradix.policy.uses import Finished, UseLog
+from hiradix.policy.uses import HINTS, Finished, UseLog
 from hiradix.replay.generate import generate
 from hiradix.replay.play import Player
 from hiradix.replay.stage import Tiers
@@ -257,6 +257,17 @@ def test_a_closed_conversation_goes_first_and_one_kept_alive_last() -> None:
     small.cache.evict(3)
     assert gone[0].tokens.tolist()[0] == 910
     assert small.cache.match(RadixKey(talks["kept"])).device_node.end == 4
+    small.cache.check()
+
+
+def test_hints_without_end_between_two_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.policy.segments.CAPACITY", 64)
+    small = Small(100)
+    small.request([1, 2, 3])
+    for i in range(500):
+        assert small.learner.hint_prefix(small.tree, RadixKey([1, 2, 3]), HINTS[i % 2]) == 3
+    for i in range(40):  # they are counted
+        small.request([1, 2, 3, 4 + i])
     small.cache.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,22 @@ def test_votes_do_not_depend_on_when_they_are_counted(counted_between: bool) -> 
     assert tables.exposed[SHARED].tolist() == half_after
 
 
+def test_segments_are_bounded_though_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client says keep_alive as often as it likes between two requests: the older half is forgotten."""
+    monkeypatch.setattr("hiradix.policy.segments.CAPACITY", 64)
+    tables = ClassTables()
+    segments, waiting, last = Segments(tables), [], -1
+    for clock in range(1000):
+        segments.forget(max(last, 0), 1)
+        last = segments.start(SHARED, 1, clock)
+        waiting.append(len(segments._new) + len(segments._gone))
+        assert len(segments) <= 64 + 32
+    assert max(waiting) <= 64
+    segments.use(last, 100, 1)
+    segments.count(2000)
+    assert tables.used[SHARED, 0] == 1
+
+
 def test_classes_are_bounded_and_fall_back_to_their_parent() -> None:
     tables = ClassTables()
     numbers = [tables.class_of((CONVERSATION, i)) for i in range(2 * MAX_CLASSES)]
@@ -135,5 +152,29 @@ def test_a_damaged_file_is_refused_and_changes_nothing(damage: str, tmp_path: Pa
 def test_what_is_no_archive_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tables.npz"
     path.write_bytes(data)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ClassTables().load(path)
+
+
+def test_whatever_byte_is_damaged_the_tables_are_read_or_refused(tmp_path: Path) -> None:
+    """Of the archive too: its flags may say encrypted, or compressed in a way that nobody knows."""
+    path = tmp_path / "tables.npz"
+    ClassTables().save(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            ClassTables().load(path)
+        except ConfigError:
+            refused += 1
+    assert refused > len(whole) // 2
+
+
+def test_a_size_that_no_memory_has_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tables.npz"
+    with zipfile.ZipFile(path, "w") as archive, archive.open("used.npy", "w") as member:
+        header = {"descr": "<f8", "fortran_order": False, "shape": (1 << 50, BUCKETS)}
+        np.lib.format.write_array_header_1_0(member, header)
     with pytest.raises(ConfigError, match="cannot be read"):
         ClassTables().load(path)
