@@ -111,7 +111,7 @@ class NoRegret:
     def moved(self, move: Move, num_pages: int, seconds: float) -> None:
         """A transfer of that many pages worked for so long."""
         cost = self._moved[move]
-        if seconds > 0 and cost.rate() and 2 * seconds < cost.fixed_s() + num_pages / cost.speed():
+        if num_pages and cost.rate() and 0 < 2 * seconds < cost.fixed_s() + num_pages / cost.speed():
             cost.forget()
         cost.add(num_pages, seconds)
 

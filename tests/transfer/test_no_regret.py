@@ -59,6 +59,15 @@ def test_measurements_without_length_or_duration_say_nothing() -> None:
     assert abs(gate.rates()["load"] - 100) < 1e-6
 
 
+def test_a_transfer_that_failed_at_once_does_not_make_the_tier_fast() -> None:
+    gate = NoRegret()
+    for num_pages in (10, 200, 40, 100):
+        gate.computed(num_pages, num_pages / 100)
+        gate.moved(Move.FETCH, num_pages, 2.0 + num_pages / 50)
+    gate.moved(Move.FETCH, 0, 0.001)
+    assert gate.rates()["fetch"] > 0 and not gate.takes(Move.FETCH, 50)
+
+
 def test_a_transfer_too_short_for_its_latency_is_not_taken() -> None:
     gate = NoRegret()
     for num_pages in (10, 200, 40, 100):
