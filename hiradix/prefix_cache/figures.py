@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class Figures:
         unfulfilled = total.pop("unfulfilled")
         controller = self.cache.controller
         return CacheStats(
-            **self._pool_stats(BACKBONE)._asdict(),
+            **asdict(self._pool_stats(BACKBONE)),
             unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
             num_in_flight=len(self.cache.flights),
             storage_attached=storage is not None,

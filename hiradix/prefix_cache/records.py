@@ -144,7 +144,8 @@ class LockReceipt(NamedTuple):
 WINDOW = 1  # the component of sliding windows
 
 
-class PoolStats(NamedTuple):
+@dataclass(frozen=True)
+class PoolStats:
     """Tokens of the pools of one component."""
 
     device_total: int
@@ -156,15 +157,9 @@ class PoolStats(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheStats:
-    """A snapshot for metrics: tokens where not said otherwise."""
+class CacheStats(PoolStats):
+    """A snapshot for metrics: tokens where not said otherwise. The pools' are those of full attention."""
 
-    device_total: int
-    device_available: int
-    device_evictable: int
-    device_protected: int
-    host_total: int
-    host_used: int
     evicted_device: int
     evicted_host: int
     written: int
@@ -184,4 +179,4 @@ class CacheStats:
     storage_backend: str | None
     storage: dict[str, Any]
     transfers: TransferStats | None
-    window: PoolStats | None = None  # of sliding windows; the figures above are of full attention
+    window: PoolStats | None = None  # of sliding windows

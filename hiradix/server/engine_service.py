@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 from hiradix.engine.api import EngineStopped, Output, Scope
@@ -255,5 +255,5 @@ def snapshot_of(engine: Engine) -> Snapshot:
         storage=stats.storage,
         kv_events=None if publisher is None else publisher.describe(engine.config.cache.page_size),
         kv_events_figures=None if publisher is None else publisher.figures(),
-        window=stats.window._asdict() if stats.window is not None else {},
+        window=asdict(stats.window) if stats.window is not None else {},
     )
