@@ -16,7 +16,7 @@ from hiradix.policy.eviction import learning_policies, make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Runtime, StepDriver, TransferController
-from hiradix.transfer.ports import Chain, Views
+from hiradix.transfer.ports import PrefixKeys, Views
 from hiradix.tree import RadixTree
 
 _PAGE = bytearray(1)
@@ -73,7 +73,7 @@ class KeyStore:
                 return i
         return len(keys)
 
-    def get(self, keys: Sequence[str], into: Views, prefix_keys: Chain = None, /) -> list[bool]:
+    def get(self, keys: Sequence[str], into: Views, prefix_keys: PrefixKeys = None, /) -> list[bool]:
         found = [key in self._names for key in keys]
         for key, hit in reversed(list(zip(keys, found))):  # a prefix's head is used later than its tail
             if hit:
@@ -81,7 +81,7 @@ class KeyStore:
                 self._names[key] = None
         return found
 
-    def put(self, keys: Sequence[str], pages: Views, prefix_keys: Chain = None, /) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys = None, /) -> list[bool]:
         for key in reversed(keys):
             if key not in self._names:
                 self.written += 1

@@ -10,7 +10,7 @@ from hiradix.tree.hashing import PageRows
 
 HashPages = Callable[[PageRows], list[bytes]]
 Clock = Callable[[], float]
-Chain = Sequence[str] | None
+PrefixKeys = Sequence[str] | None  # of the pages before those of a call; None: not known, or not asked for
 Views = Sequence[Sequence[memoryview]]
 
 
@@ -49,6 +49,6 @@ class StorageLike(Protocol):
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = (), /) -> object: ...
 
-    def get(self, keys: Sequence[str], into: Views, prefix_keys: Chain = None, /) -> object: ...
+    def get(self, keys: Sequence[str], into: Views, prefix_keys: PrefixKeys = None, /) -> object: ...
 
-    def put(self, keys: Sequence[str], pages: Views, prefix_keys: Chain = None, /) -> object: ...
+    def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys = None, /) -> object: ...
