@@ -24,9 +24,13 @@ def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tens
     if page_size > 1:
         wide *= page_size
         wide = (wide[:, None] + _offsets(page_size)).reshape(-1)
+    return _on(device, wide)
+
+
+def _on(device: object, wide: npt.NDArray[np.int64]) -> torch.Tensor:
     slots = torch.from_numpy(wide)
-    on_cpu = getattr(device, "type", device) == "cpu"
-    return slots if on_cpu else slots.to(device)  # type: ignore[call-overload]
+    is_cpu = getattr(device, "type", device) == "cpu"
+    return slots if is_cpu else slots.to(device)  # type: ignore[call-overload]
 
 
 @cache
@@ -49,21 +53,17 @@ class Slots:
     def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
         self._page_size = page_size
         self._device = device
-        self._is_cpu = getattr(device, "type", device) == "cpu"
-        first = np.arange(num_pages + 1, dtype=np.int64) if page_size > 1 else np.empty(0, np.int64)
-        self._spread = first[:, None] * page_size + _offsets(page_size)
+        num_spread = num_pages + 1 if page_size > 1 else 0
+        self._spread = np.arange(num_spread, dtype=np.int64)[:, None] * page_size + _offsets(page_size)
 
     def of(self, pages: Pages) -> torch.Tensor:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
-        if self._page_size == 1:
-            wide = pages.astype(np.int64)
-        else:
+        if self._page_size > 1:
             try:
-                wide = self._spread.take(pages, 0).reshape(-1)
+                return _on(self._device, self._spread.take(pages, 0).reshape(-1))
             except IndexError:  # an allocator that did not say how many pages it has
-                return slots_of(pages, self._page_size, self._device)
-        slots = torch.from_numpy(wide)
-        return slots if self._is_cpu else slots.to(self._device)  # type: ignore[call-overload]
+                pass
+        return slots_of(pages, self._page_size, self._device)
 
 
 class SlotPages:
