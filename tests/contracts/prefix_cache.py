@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
+from hiradix.prefix_cache import EvictParams, InsertParams, LockReceipt, MatchPrefixParams, RadixKey
+from hiradix.tree import Node
 from tests.prefix_cache.bench_engine import Bench, Request, closed_after, prompt
 
 Make = Callable[..., Bench]
@@ -48,6 +49,13 @@ def served(bench: Bench, tokens: list[int], **options: Any) -> Request:
 
 def found(bench: Bench, tokens: Any, **namespace: Any) -> Any:
     return bench.cache.match_prefix(MatchPrefixParams(RadixKey(tokens, **namespace)))
+
+
+def locked(bench: Bench, tokens: list[int]) -> tuple[Node, LockReceipt]:
+    """Serve a request, and lock what the cache has of it."""
+    served(bench, tokens)
+    node = found(bench, tokens).last_device_node
+    return node, bench.cache.inc_lock_ref(node)
 
 
 class _Contract:
@@ -189,9 +197,7 @@ class PrefixCacheContract(_Contract):
 
     def test_a_split_below_a_lock_keeps_it_whole(self, bench: Make) -> None:
         b = bench()
-        served(b, prompt(24))
-        node = found(b, prompt(24)).last_device_node
-        receipt = b.cache.inc_lock_ref(node)
+        node, receipt = locked(b, prompt(24))
         found(b, prompt(8) + [7] * 8)
         assert b.cache.evict(EVERYTHING).num_tokens_evicted == 0 and b.cache.protected_size() == 24
         b.cache.dec_lock_ref(node, receipt)
@@ -268,9 +274,7 @@ class PrefixCacheContract(_Contract):
 
     def test_a_lock_from_before_a_reset_is_void(self, bench: Make) -> None:
         b = bench()
-        served(b, prompt(20))
-        node = found(b, prompt(20)).last_device_node
-        receipt = b.cache.inc_lock_ref(node)
+        node, receipt = locked(b, prompt(20))
         b.cache.reset()
         served(b, prompt(20))
         assert b.cache.dec_lock_ref(node, receipt) == 0 and b.cache.protected_size() == 0
@@ -320,28 +324,15 @@ class PrefixCacheContract(_Contract):
     @pytest.mark.parametrize("seed", [0, 1])
     def test_random_serving_is_exact_and_loses_no_slot(self, bench: Make, page_size: int, seed: int) -> None:
         b = bench(page_size)
-        rng, hits = random.Random(seed), 0
-        for _ in range(150):
-            move = rng.random()
-            if move < 0.45 and len(b.running) < 3:
-                base = prompt(rng.randint(1, 4) * 4, start=100 * rng.randint(0, 4))
-                space = {"extra_key": rng.choice([None, None, "x"])}
-                tail = [rng.randint(900, 902) for _ in range(rng.randint(1, 12))]
-                req = b.start(base + tail, share=rng.random() < 0.8, **space)
-                hits += 0 if req is None else req.device_tokens + req.host_tokens
-            elif move < 0.75 and b.running:
-                b.decode(rng.choice(b.running), rng.randint(900, 902))
-            elif move < 0.93 and b.running:
-                b.finish(rng.choice(b.running), insert=rng.random() < 0.8)
-            elif move < 0.97:
-                b.cache.evict(EvictParams(rng.randint(0, 40), rng.randint(0, 20)))
-            elif not b.running:
-                b.cache.reset()
-            b.check()
-        while b.running:
-            b.finish(b.running[0])
-        b.settle()
-        b.check()
+        rng = random.Random(seed)
+
+        def begin() -> Request | None:
+            base = prompt(rng.randint(1, 4) * 4, start=100 * rng.randint(0, 4))
+            space = {"extra_key": rng.choice([None, None, "x"])}
+            tail = [rng.randint(900, 902) for _ in range(rng.randint(1, 12))]
+            return b.start(base + tail, share=rng.random() < 0.8, **space)
+
+        hits = sum(b.live(rng, 150, begin))
         assert b.cache.protected_size() == 0 and hits > 50
         b.cache.evict(EVERYTHING)
         assert tokens_of(b.cache.total_size()) == 0

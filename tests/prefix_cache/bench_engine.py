@@ -230,6 +230,34 @@ class Bench:
         self.cache.cache_finished_req(req, is_insert=insert)
         self.rows.free(req.req_pool_idx)
 
+    def live(
+        self, rng: random.Random, num_moves: int, begin: Callable[[], Request | None]
+    ) -> tuple[int, int]:
+        """Random moves, each of them checked, then the end of every request; (device, host) tokens found.
+
+        begin: starts a request of the caller's drawing.
+        """
+        device = host = 0
+        for _ in range(num_moves):
+            move = rng.random()
+            if move < 0.45 and len(self.running) < 3:
+                if (req := begin()) is not None:
+                    device, host = device + req.device_tokens, host + req.host_tokens
+            elif move < 0.75 and self.running:
+                self.decode(rng.choice(self.running), rng.randint(900, 902))
+            elif move < 0.93 and self.running:
+                self.finish(rng.choice(self.running), insert=rng.random() < 0.8)
+            elif move < 0.97:
+                self.cache.evict(EvictParams(rng.randint(0, 40), rng.randint(0, 20)))
+            elif not self.running:
+                self.cache.reset()
+            self.check()
+        while self.running:
+            self.finish(self.running[0])
+        self.settle()
+        self.check()
+        return device, host
+
     # -- checks -------------------------------------------------------------------------
 
     def own_pages(self) -> set[int]:

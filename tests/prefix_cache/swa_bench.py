@@ -153,6 +153,3 @@ class SwaBench(Bench):
             mapped = mapping[torch.from_numpy(pages).long() * size] // size
             expected = torch.zeros_like(mapped) if beside is None else torch.from_numpy(beside).long()
             assert torch.equal(mapped, expected), f"{node}: map {mapped.tolist()}, tree {expected.tolist()}"
-
-    def settle(self) -> None:
-        assert self.cache.drain(30.0)

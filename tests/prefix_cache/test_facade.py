@@ -12,7 +12,7 @@ import torch
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, Slots, pages_of, slots_of
-from tests.prefix_cache.bench_engine import Bench, closed_after, prompt
+from tests.prefix_cache.bench_engine import Bench, Request, closed_after, prompt
 
 Make = Callable[..., Bench]
 
@@ -157,24 +157,12 @@ def test_random_serving_is_exact_and_conserves_pages(
         num_pages=48 // page_size, page_size=page_size, hicache_write_policy=policy, **storage(tmp_path)
     )
     rng = random.Random(7)
-    hits = 0
-    for _ in range(250):
-        move = rng.random()
-        if move < 0.45 and len(bench.running) < 3:
-            base = prompt(rng.randint(1, 3) * 4, start=100 * rng.randint(0, 3))
-            req = bench.start(base + [rng.randint(900, 902) for _ in range(rng.randint(1, 6))])
-            hits += 0 if req is None else req.device_tokens + req.host_tokens
-        elif move < 0.75 and bench.running:
-            bench.decode(rng.choice(bench.running), rng.randint(900, 902))
-        elif move < 0.95 and bench.running:
-            bench.finish(rng.choice(bench.running), insert=rng.random() < 0.8)
-        elif move > 0.98 and not bench.running:
-            bench.cache.reset()
-        bench.check()
-    while bench.running:
-        bench.finish(bench.running[0])
-    bench.settle()
-    bench.check()
+
+    def begin() -> Request | None:
+        base = prompt(rng.randint(1, 3) * 4, start=100 * rng.randint(0, 3))
+        return bench.start(base + [rng.randint(900, 902) for _ in range(rng.randint(1, 6))])
+
+    hits = sum(bench.live(rng, 250, begin))
     assert bench.cache.protected_size() == 0 and hits > 100
 
 
