@@ -70,6 +70,7 @@ PLANTED: dict[str, tuple[str, Any]] = {
     "own page counts": ("hiradix.cache.agreement._cut", lambda own, outcome: own),
     "own clock": ("hiradix.cache.agreement.Agreement.share", _own_share("own_clock")),
     "own speeds": ("hiradix.cache.agreement.Agreement.share", _own_share("speed")),
+    "own fixed costs": ("hiradix.cache.agreement.Agreement.share", _own_share("<lambda>")),
     "own load failures": ("hiradix.cache.agreement.Agreement.share", _own_share("_find_failed_slot")),
     "own host pool": ("hiradix.cache.core._common_pages", lambda host, agree: host.pages),
     "exchange only with news": ("hiradix.cache.core.HierarchicalCache._apply", _only_with_news),

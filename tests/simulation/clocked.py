@@ -323,7 +323,7 @@ class ClockedWorld:
         self.scheduler.add(request)
         while request not in self.engine.finished:
             if not self.engine.step():
-                self.driver.wait_for(lambda: bool(self.cache.cache.controller._desk._outbox), 1e6)
+                self.cache.controller.wait_any(1e6)
         self.engine.finished.clear()
         took_s = self.driver.now() - start_s
         self.ledger.check(took_s, self.engine.price(len(talk)), self.excuses)
