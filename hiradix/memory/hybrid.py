@@ -104,6 +104,8 @@ class HybridSlotAllocator:
     def open_windows(self, full: torch.Tensor) -> bool:
         """Put a window page beside every page of these slots that has none. False: too few are free."""
         pages = self._pages_without(full)
+        if len(pages) == 0:
+            return True
         window = self.swa_attn_allocator.alloc(len(pages) * self.page_size)
         if window is None:
             return False
