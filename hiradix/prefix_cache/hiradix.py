@@ -21,7 +21,7 @@ from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, LayerDoneCounter
-from hiradix.tree import Node, RadixKey, Tier
+from hiradix.tree import Node, RadixKey
 from hiradix.tree.key import as_tokens
 
 DETACH_TIMEOUT_S = 10.0
@@ -103,8 +103,7 @@ class HiRadixCache(RadixCache):
         whole = match.loadable_node.end == last_host_node.end
         if not whole or not self.cache.load_back(match, quota):
             return self._empty, match.device_node
-        pages = self.tree.pages(last_host_node, Tier.DEVICE, start=match.device_node.end)
-        return self._slots.of(pages), last_host_node
+        return self.device_slots(last_host_node, match.device_node.end), last_host_node
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with.

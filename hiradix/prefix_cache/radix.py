@@ -70,10 +70,12 @@ class RadixCache(NoLowerTiers, Figures):
             return MatchResult(self._empty, root, root)
         match = self.cache.match(key)
         node, loadable = match.device_node, match.loadable_node
-        slots = self._empty
-        if node is not root:
-            slots = self._slots.of(self.tree.pages(node, Tier.DEVICE))
+        slots = self._empty if node is root else self.device_slots(node)
         return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
+
+    def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
+        """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
+        return self._slots.of(self.tree.pages(node, Tier.DEVICE, start=start))
 
     # -- locks --------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class RadixCache(NoLowerTiers, Figures):
         old = self._held(req)
         lock = self.insert_row(key, row, old)
         start, end = old.node.end, lock.node.end
-        slots = self._slots.of(self.tree.pages(lock.node, Tier.DEVICE, start=start))
+        slots = self.device_slots(lock.node, start)
         first = start * self.page_size
         self.req_to_token_pool.write(
             (req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype)
