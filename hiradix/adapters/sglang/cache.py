@@ -7,14 +7,12 @@ on SGLang's scheduler thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -26,12 +24,14 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 
 from hiradix.adapters.sglang.events import as_sglang, watch
+from hiradix.adapters.sglang.front import Front
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.prefix_cache.slots import pages_of, slots_of
 from hiradix.tree import Lock, Node, Tier
+from hiradix.tree.key import as_tokens
 
 
 @dataclass
@@ -51,23 +51,14 @@ class LockGiven(DecLockRefParams):  # type: ignore[misc]
     held: Lock | None = None
 
 
-class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
-    """hiradix's radix tree as SGLang's `tree_cache`; device only.
-
-    params: SGLang's CacheInitParams. inner: the cache over the same pools, which does the work.
-    """
+class HiRadixPrefixCache(Front):
+    """hiradix's radix tree as SGLang's `tree_cache`; device only."""
 
     def __init__(self, params: Any, inner: RadixCache):
-        self.inner = inner
-        self.disable = False
-        self.page_size = params.page_size
-        self.is_eagle = params.is_eagle
+        super().__init__(params, inner)
         self.eviction_policy = params.eviction_policy
-        self.req_to_token_pool = params.req_to_token_pool
-        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
-        self.device = torch.device(params.token_to_kv_pool_allocator.device)
         self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -81,10 +72,6 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
         return [] if self._events is None else [as_sglang(event) for event in self._events.take()]
 
     # -- reading ------------------------------------------------------------------------
-
-    @property
-    def root_node(self) -> Node:
-        return self.inner.root_node
 
     def resolve_node_handle(self, node_handle: Node) -> Node:
         """The node that ends where this one did; the root if it has left the tree."""
@@ -116,18 +103,11 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
 
     def path_device_indices(self, node: Node) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`. A fresh tensor."""
-        return slots_of(self.inner.tree.pages(node, Tier.DEVICE), self.page_size, self.device)
-
-    def _key(self, key: Any) -> RadixKey:
-        """SGLang's key as ours; its tokens are looked at, not copied."""
-        tokens = np.asarray(key.token_ids, np.int64)
-        if key.limit is not None:
-            tokens = tokens[: key.limit]
-        return RadixKey(tokens, key.extra_key, key.is_bigram or self.is_eagle, cache_salt=key.cache_salt)
+        return self.inner.device_slots(node)
 
     def _request_key(self, req: Any, num_tokens: int) -> RadixKey:
         """The whole pages of what `req` has computed."""
-        tokens = np.asarray(req.full_untruncated_fill_ids, np.int64)[:num_tokens]
+        tokens = as_tokens(req.full_untruncated_fill_ids)[:num_tokens]
         key = RadixKey(tokens, req.extra_key, self.is_eagle, cache_salt=req.cache_salt or None)
         return key.page_aligned(self.page_size)
 
@@ -202,47 +182,7 @@ class HiRadixPrefixCache(BasePrefixCache):  # type: ignore[misc]
         self.update_eviction_metrics(done.num_tokens_evicted, start_s)
         return EvictResult(done.num_tokens_evicted, done.swa_num_tokens_evicted)
 
-    def reset(self) -> None:
-        """Empty device and host. Storage keeps what it has."""
-        self.inner.reset()
-
-    # -- sizes and texts ----------------------------------------------------------------
-
-    def evictable_size(self) -> int:
-        return self.inner.evictable_size()
-
-    def full_evictable_size(self) -> int:
-        return self.inner.full_evictable_size()
-
-    def swa_evictable_size(self) -> int:
-        return self.inner.swa_evictable_size()
-
-    def protected_size(self) -> int:
-        return self.inner.protected_size()
-
-    def full_protected_size(self) -> int:
-        return self.inner.full_protected_size()
-
-    def swa_protected_size(self) -> int:
-        return self.inner.swa_protected_size()
-
-    def total_size(self) -> Any:
-        return self.inner.total_size()
-
-    def supports_swa(self) -> bool:
-        return self.inner.supports_swa()
-
-    def all_values_flatten(self) -> torch.Tensor:
-        return self.inner.all_values_flatten()
-
-    def available_and_evictable_str(self) -> str:
-        return self.inner.available_and_evictable_str()
-
-    def pretty_print(self) -> None:
-        self.inner.pretty_print()
-
-    def sanity_check(self) -> None:
-        self.inner.check()
+    # -- the end ------------------------------------------------------------------------
 
     def release_host_resources(self) -> None:
         """Stop the transfer threads and close storage. May be called again."""
@@ -260,8 +200,3 @@ def _receipt(lock: TreeLock) -> Lock:
 def _ended(req: Any) -> Finished | None:
     """What the eviction policy may learn from a request that has ended; None for one that runs."""
     return Finished(len(req.origin_input_ids), len(req.output_ids)) if req.finished() else None
-
-
-def joined_tokens(*parts: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """int64 [N]: the token arrays one after another. A copy."""
-    return np.concatenate([np.asarray(part, np.int64) for part in parts])

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
     DecLockRefResult,
     EvictParams,
     EvictResult,
@@ -20,10 +19,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
 from hiradix.cache.pages import BACKBONE
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
-from hiradix.prefix_cache import HiRadixCache, RadixCache, RadixKey
+from hiradix.prefix_cache import HiRadixCache, RadixCache
 from hiradix.prefix_cache import MatchPrefixParams as OwnMatchPrefixParams
 from hiradix.tree import Lock, Node, Tier
 
@@ -48,17 +48,11 @@ class LegacyRequest:
         setattr(self._req, name, value)
 
 
-class HiRadixLegacyCache(BasePrefixCache):  # type: ignore[misc]
+class HiRadixLegacyCache(Front):
     """hiradix's radix tree as the `tree_cache` of an older SGLang, with a host tier if `inner` has one."""
 
     def __init__(self, params: Any, inner: RadixCache, controller: ControllerView | None):
-        self.inner = inner
-        self.disable = False
-        self.page_size = params.page_size
-        self.is_eagle = params.is_eagle
-        self.req_to_token_pool = params.req_to_token_pool
-        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
-        self.device = torch.device(params.token_to_kv_pool_allocator.device)
+        super().__init__(params, inner)
         self.enable_storage = False
         self.hicache_storage_pass_prefix_keys = False
         self.cache_controller = controller
@@ -66,16 +60,8 @@ class HiRadixLegacyCache(BasePrefixCache):  # type: ignore[misc]
             host = inner.cache.supply.host_pools[BACKBONE]
             self.token_to_kv_pool_host = HostPoolView(host, self.page_size)
 
-    @property
-    def root_node(self) -> Node:
-        return self.inner.root_node
-
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        key = params.key
-        limit = getattr(key, "limit", None)
-        tokens = key.token_ids if limit is None else key.token_ids[:limit]
-        own = RadixKey(tokens, key.extra_key, key.is_bigram, cache_salt=getattr(key, "cache_salt", None))
-        found = self.inner.match_prefix(OwnMatchPrefixParams(own))
+        found = self.inner.match_prefix(OwnMatchPrefixParams(self._key(params.key)))
         host_node = found.last_host_node
         return MatchResult(
             found.device_indices, found.last_device_node, host_node, host_node, found.host_hit_length
@@ -130,30 +116,3 @@ class HiRadixLegacyCache(BasePrefixCache):  # type: ignore[misc]
 
     def release_aborted_request(self, rid: str) -> None:
         """Nothing is kept of requests that wait."""
-
-    def reset(self) -> None:
-        self.inner.reset()
-
-    def evictable_size(self) -> int:
-        return self.inner.evictable_size()
-
-    def full_evictable_size(self) -> int:
-        return self.inner.evictable_size()
-
-    def protected_size(self) -> int:
-        return self.inner.protected_size()
-
-    def full_protected_size(self) -> int:
-        return self.inner.protected_size()
-
-    def total_size(self) -> Any:
-        return self.inner.total_size()
-
-    def all_values_flatten(self) -> torch.Tensor:
-        return self.inner.all_values_flatten()
-
-    def pretty_print(self) -> None:
-        self.inner.pretty_print()
-
-    def sanity_check(self) -> None:
-        self.inner.check()

@@ -6,14 +6,16 @@ import os
 from collections.abc import Sequence, Sized
 from typing import Any
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-from hiradix.adapters.sglang.cache import HiRadixPrefixCache, joined_tokens
+from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.meters import Meters
 from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
 from hiradix.cache.pages import BACKBONE
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.tree import Node
+from hiradix.tree.key import as_tokens
 
 
 class HiRadixHostCache(HiRadixPrefixCache):
@@ -120,7 +122,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Ask storage for what follows `last_host_node`. False: not asked."""
         if not self.enable_storage or not len(new_input_tokens):
             return False
-        tokens = joined_tokens(matched_prefix_tokens, new_input_tokens)
+        tokens = np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])
         key = RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)
         return self._prefetcher.start(handle, key.page_aligned(self.page_size), last_host_node)
 

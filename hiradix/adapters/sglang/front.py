@@ -1,0 +1,83 @@
+"""What SGLang's contracts have in common: attributes, keys, and what is only asked of our cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
+from hiradix.prefix_cache import RadixCache, RadixKey
+from hiradix.tree import Node
+from hiradix.tree.key import as_tokens
+
+
+class Front(BasePrefixCache):  # type: ignore[misc]
+    """A prefix cache of SGLang's in front of one of ours. Every method runs on SGLang's scheduler thread.
+
+    params: SGLang's CacheInitParams. inner: the cache over the same pools, which does the work.
+    """
+
+    disable = False
+
+    def __init__(self, params: Any, inner: RadixCache):
+        self.inner = inner
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.device = torch.device(params.token_to_kv_pool_allocator.device)
+
+    @property
+    def root_node(self) -> Node:
+        return self.inner.root_node
+
+    def _key(self, key: Any) -> RadixKey:
+        """SGLang's key as ours; its tokens are looked at, not copied."""
+        tokens = as_tokens(key.token_ids)
+        if key.limit is not None:
+            tokens = tokens[: key.limit]
+        salt = getattr(key, "cache_salt", None)  # in 0.5.15 a part of the extra key
+        return RadixKey(tokens, key.extra_key, key.is_bigram or self.is_eagle, cache_salt=salt)
+
+    def reset(self) -> None:
+        """Empty device and host. Storage keeps what it has."""
+        self.inner.reset()
+
+    # -- sizes and texts ----------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        return self.inner.evictable_size()
+
+    def full_evictable_size(self) -> int:
+        return self.inner.full_evictable_size()
+
+    def swa_evictable_size(self) -> int:
+        return self.inner.swa_evictable_size()
+
+    def protected_size(self) -> int:
+        return self.inner.protected_size()
+
+    def full_protected_size(self) -> int:
+        return self.inner.full_protected_size()
+
+    def swa_protected_size(self) -> int:
+        return self.inner.swa_protected_size()
+
+    def total_size(self) -> Any:
+        return self.inner.total_size()
+
+    def supports_swa(self) -> bool:
+        return self.inner.supports_swa()
+
+    def all_values_flatten(self) -> torch.Tensor:
+        return self.inner.all_values_flatten()
+
+    def available_and_evictable_str(self) -> str:
+        return self.inner.available_and_evictable_str()
+
+    def pretty_print(self) -> None:
+        self.inner.pretty_print()
+
+    def sanity_check(self) -> None:
+        self.inner.check()
