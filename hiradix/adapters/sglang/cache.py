@@ -28,7 +28,7 @@ from hiradix.adapters.sglang.front import Front
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
-from hiradix.prefix_cache.records import WINDOW
+from hiradix.prefix_cache.records import WINDOW, LockReceipt
 from hiradix.prefix_cache.slots import pages_of, slots_of
 from hiradix.tree import Lock, Node, Tier
 from hiradix.tree.key import as_tokens
@@ -38,7 +38,7 @@ from hiradix.tree.key import as_tokens
 class LockTaken(IncLockRefResult):  # type: ignore[misc]
     """What `inc_lock_ref` gives. held: our receipt."""
 
-    held: Lock | None = None
+    held: LockReceipt | None = None
 
     def to_dec_params(self) -> LockGiven:
         return LockGiven(held=self.held)
@@ -48,7 +48,7 @@ class LockTaken(IncLockRefResult):  # type: ignore[misc]
 class LockGiven(DecLockRefParams):  # type: ignore[misc]
     """What `dec_lock_ref` takes. held: our receipt."""
 
-    held: Lock | None = None
+    held: LockReceipt | None = None
 
 
 class HiRadixPrefixCache(Front):
@@ -124,14 +124,12 @@ class HiRadixPrefixCache(Front):
     def inc_lock_ref(self, node: Node) -> LockTaken:
         """As `lock`, for callers that keep the receipt in SGLang's records."""
         taken = self.inner.inc_lock_ref(node)
-        return LockTaken(delta=taken.delta, held=taken.lock)
+        return LockTaken(delta=taken.delta, held=taken)
 
     def dec_lock_ref(self, node: Node, params: DecLockRefParams | None = None) -> DecLockRefResult:
         """Undo one `inc_lock_ref`. Needs its receipt where there are sliding windows."""
-        held = getattr(params, "held", None)
-        before = self.inner.evictable_size()
-        self.inner.tree.unlock(held if held is not None else Lock(node, Tier.DEVICE, (0,)))
-        return DecLockRefResult(delta=self.inner.evictable_size() - before)
+        held: LockReceipt | None = getattr(params, "held", None)
+        return DecLockRefResult(delta=self.inner.dec_lock_ref(held or node))
 
     def _held(self, req: Any) -> Lock:
         """The receipt of the lock on the prefix that `req` runs on; taken here if it has none."""
@@ -190,11 +188,9 @@ class HiRadixPrefixCache(Front):
 
 
 def _receipt(lock: TreeLock) -> Lock:
-    """Ours, whichever call took the lock."""
     receipt: Any = lock.receipt
-    held: Any = receipt.held if isinstance(receipt, LockGiven) else receipt
-    assert isinstance(held, Lock), f"a lock with the receipt {receipt}, which is none of ours"
-    return held
+    assert isinstance(receipt, Lock), f"a lock with the receipt {receipt}, which is none of ours"
+    return receipt
 
 
 def _ended(req: Any) -> Finished | None:

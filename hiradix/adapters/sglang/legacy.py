@@ -25,7 +25,7 @@ from hiradix.cache.pages import BACKBONE
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import HiRadixCache, RadixCache
 from hiradix.prefix_cache import MatchPrefixParams as OwnMatchPrefixParams
-from hiradix.tree import Lock, Node, Tier
+from hiradix.tree import Node
 
 
 class LegacyRequest:
@@ -79,9 +79,7 @@ class HiRadixLegacyCache(Front):
         return IncLockRefResult(delta=self.inner.inc_lock_ref(node).delta)
 
     def dec_lock_ref(self, node: Node, params: Any = None, **_: Any) -> DecLockRefResult:
-        before = self.inner.evictable_size()
-        self.inner.tree.unlock(Lock(node, Tier.DEVICE, (0,)))
-        return DecLockRefResult(delta=self.inner.evictable_size() - before)
+        return DecLockRefResult(delta=self.inner.dec_lock_ref(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
         return EvictResult(self.inner.evict(OwnEvictParams(params.num_tokens)).num_tokens_evicted)
