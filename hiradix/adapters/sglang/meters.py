@@ -28,7 +28,6 @@ class Meters:
         self._is_on = is_on
         self._storage: Any = None
         self._seen: dict[str, int] = {}
-        self._unfulfilled: dict[str, int] = {}
         self._kinds: dict[JobKind, KindStats] = {}
         self._num_results = -1
 
@@ -61,9 +60,6 @@ class Meters:
         if self._storage is not None:
             self._add_storage(inner.cache.counters)
         self._kinds = dict(stats.kinds)
-
-    def admitted(self, reason: str | None) -> None:
-        """A request runs on what it has; kept for symmetry with SGLang's accounting per request."""
 
     def _add_copies(self, kinds: Any) -> None:
         """Copies between device and host: SGLang's collector counts tokens, bytes and seconds."""

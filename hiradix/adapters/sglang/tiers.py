@@ -145,12 +145,6 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Forget a request that ended while waiting. Never blocks."""
         self.inner.release_aborted_request(handle)
 
-    def finish_storage_prefetch_admission(
-        self, handle: Any, fulfilled_tokens: int, reason: str | None
-    ) -> None:
-        """A request was admitted; `reason` says why less than was fetched is used."""
-        self._meters.admitted(reason)
-
     # -- storage, while serving ---------------------------------------------------------
 
     def attach_storage_backend(
