@@ -14,6 +14,8 @@ from tests.storage_servers.servers import free_port
 
 PAGE_SIZE = 16
 DEVICE_TOKENS = 2048
+LENGTH = 300  # of most prompts
+WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE  # what of them can be cached
 # Small pools, chunks shorter than prompts, overlap scheduling (SGLang's default): all of it at work at once.
 HIRADIX = (
     *("--radix-cache-backend", "hiradix", "--page-size", str(PAGE_SIZE)),

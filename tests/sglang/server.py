@@ -248,3 +248,13 @@ class Apart(Reference):
             answer = self.server.ask(prompt, num_tokens, extra_key=f"apart-{number}")
             assert answer.cached == 0
             self._known[tuple(prompt), num_tokens] = answer
+
+
+def assert_right_at_once(server: Server, asked: Sequence[Sequence[int]]) -> None:
+    """Asked all at once of an empty cache: much is found in it, and each answer is the one given alone."""
+    reference = Apart(server)
+    reference.prepare(asked)
+    server.flush()
+    answers = server.ask_all(asked, len(asked))
+    assert sum(a.cached for a in answers) > 0.2 * sum(map(len, asked))
+    reference.assert_same(answers)

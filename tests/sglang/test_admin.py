@@ -6,13 +6,11 @@ import json
 import threading
 from pathlib import Path
 
-from tests.sglang.conftest import PAGE_SIZE
+from tests.sglang.conftest import LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import prompts, tokens
 from tests.sglang.server import Reference, Server, until
 
 PATH = "/hicache/storage-backend"
-LENGTH = 300
-WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
 
 
 def keys(folder: Path, **more: object) -> str:

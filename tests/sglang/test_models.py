@@ -7,25 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
+from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, WHOLE
 from tests.sglang.models import write_latent_model, write_window_model
 from tests.sglang.prompts import families, prompts, tokens
-from tests.sglang.server import ADMIN_KEY, Apart, Server
+from tests.sglang.server import Server, assert_right_at_once
 
-LENGTH = 300
-WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
-FLAGS = (
-    *("--radix-cache-backend", "hiradix", "--page-size", str(PAGE_SIZE), "--admin-api-key", ADMIN_KEY),
-    *(
-        "--max-total-tokens",
-        str(DEVICE_TOKENS),
-        "--max-running-requests",
-        "4",
-        "--chunked-prefill-size",
-        "128",
-    ),
-    *("--enable-hierarchical-cache", "--hicache-ratio", "4", "--enable-metrics"),
-)
+FLAGS = (*HIRADIX, *HOST, "--max-running-requests", "4")
 
 
 @pytest.fixture(scope="module")
@@ -70,13 +57,7 @@ def test_full_and_window_pages_come_back_from_the_host(windows: Server) -> None:
 
 
 def test_concurrent_requests_with_windows(windows: Server) -> None:
-    asked = families(60, 5, "window load")
-    reference = Apart(windows)
-    reference.prepare(asked)
-    windows.flush()
-    answers = windows.ask_all(asked, 60)
-    assert sum(a.cached for a in answers) > 0.2 * sum(map(len, asked))
-    reference.assert_same(answers)
+    assert_right_at_once(windows, families(60, 5, "window load"))
 
 
 def test_long_answers_slide_their_windows(windows: Server) -> None:

@@ -30,6 +30,24 @@ PROMPT = ids(100, 8 * PAGE)
 STEM = PROMPT[: 4 * PAGE]
 
 
+def on_host() -> Rig:
+    """PROMPT was computed, and is on the host only."""
+    rig = Rig()
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.evict_all()
+    return rig
+
+
+def in_storage(folder: Path) -> Rig:
+    """PROMPT was computed, and is in storage only."""
+    rig = Rig(folder)
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.cache.reset()
+    return rig
+
+
 def test_split_pending_write_through_publishes_fragments() -> None:
     """A node is split while its copy to the host runs: both halves arrive there, and are told of."""
     rig = Rig()
@@ -51,10 +69,7 @@ def test_split_pending_write_through_publishes_fragments() -> None:
 
 def test_span_includes_what_was_inserted_concurrently(tmp_path: Path) -> None:
     """Prefetch attribution: what came from storage is told with its place, behind what others computed."""
-    rig = Rig(tmp_path)
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.cache.reset()
+    rig = in_storage(tmp_path)
     req = rig.request(PROMPT + [1])
     rig.driver.held.add("fetch")
     handle = rig.prefetch(req)
@@ -69,10 +84,7 @@ def test_span_includes_what_was_inserted_concurrently(tmp_path: Path) -> None:
 
 
 def test_legacy_pop_cleans_up(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.cache.reset()
+    rig = in_storage(tmp_path)
     handle = rig.prefetch(rig.request(PROMPT + [1]))
     rig.settle()
     assert rig.cache.check_prefetch_progress(handle)
@@ -81,10 +93,7 @@ def test_legacy_pop_cleans_up(tmp_path: Path) -> None:
 
 
 def test_abort_cleans_up(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.cache.reset()
+    rig = in_storage(tmp_path)
     rig.driver.held.add("fetch")
     handle = rig.prefetch(rig.request(PROMPT + [1]))
     assert not rig.cache.check_prefetch_progress(handle)
@@ -145,10 +154,7 @@ def test_eagle_keys_are_bigrams() -> None:
 
 
 def test_load_back_brings_all_that_was_promised_byte_for_byte() -> None:
-    rig = Rig()
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.evict_all()
+    rig = on_host()
     for buffer in (*rig.kvcache.k_buffer, *rig.kvcache.v_buffer):
         buffer.zero_()
     req = rig.request(PROMPT + [1])
@@ -163,10 +169,7 @@ def test_load_back_brings_all_that_was_promised_byte_for_byte() -> None:
 
 def test_load_back_refused_leaves_the_device_prefix() -> None:
     """Nothing can be evicted for it: nothing is loaded, and the request is computed from where it was."""
-    rig = Rig()
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.evict_all()
+    rig = on_host()
     held = rig.allocator.alloc(NUM_TOKENS - 4 * PAGE)
     req = rig.request(PROMPT + [1])
     found = rig.match(req)
@@ -179,10 +182,7 @@ def test_load_back_refused_leaves_the_device_prefix() -> None:
 
 
 def test_a_load_whose_request_was_not_admitted_ends_all_the_same() -> None:
-    rig = Rig()
-    rig.run(PROMPT + [1])
-    rig.settle()
-    rig.evict_all()
+    rig = on_host()
     req = rig.request(PROMPT + [1])
     found = rig.match(req)
     params = InitLoadBackParams(found.best_match_node, found.host_hit_length, None, req)

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
+from tests.sglang.conftest import DEVICE_TOKENS, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import families, prompts, tokens
 from tests.sglang.server import Answer, Reference, Server
 from tests.storage_servers.servers import Server as Process
 from tests.storage_servers.servers import free_port
 
-LENGTH = 300
-WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
 PREFETCH = {"prefetch_threshold": PAGE_SIZE}
 
 

@@ -14,12 +14,9 @@ from radixview.subscribe import listen
 from radixview.tree import CacheTree
 from sgtop.direct import DirectClient
 
-from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
+from tests.sglang.conftest import DEVICE_TOKENS, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import prompts
 from tests.sglang.server import Server, until
-
-LENGTH = 300
-WHOLE = LENGTH // PAGE_SIZE * PAGE_SIZE
 
 
 def test_metrics_of_every_tier(ours: Server, tmp_path: Path) -> None:
