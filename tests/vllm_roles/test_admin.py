@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
+from hiradix.adapters.vllm.orders import Outcome, Stage
 from hiradix.errors import ConfigError
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
@@ -71,6 +72,28 @@ def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
     assert not asked
     with pytest.raises(ConfigError, match="admin_port"):
         AdminServer(server.port, AdminCalls(lambda name, keys: None, dict))
+
+
+def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:
+    """Two orders at once would end in either order, and differently on each worker."""
+    role = MiniVLLM(World(num_workers=2)).role
+
+    def ordered() -> list[str | None]:
+        return [order.name for order in role.step([], lambda request_id: []).storage]
+
+    role.storage.ask("first", {})
+    role.storage.ask("second", {})
+    assert ordered() == ["second"]
+    role.storage.ask("third", {})
+    role.storage.ask(None, {})
+    assert ordered() == [] and not role.has_storage
+    answer = Outcome(1, Stage.ATTACHED, 1)
+    role.apply([answer])
+    assert ordered() == [], "one worker is still at it"
+    role.apply([answer])
+    assert role.has_storage
+    assert ordered() == [None] and not role.has_storage
+    assert ordered() == []
 
 
 def test_storage_comes_and_goes_between_steps() -> None:

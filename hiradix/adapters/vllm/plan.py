@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,16 +68,21 @@ class LoadFlight:
     num_pages: int
 
 
+Asked = tuple[str | None, Mapping[str, Any]]
+
+
 @dataclass
 class StorageAsks:
-    """Backends to attach (name, keys) or detach (name None), taken up by the next step. Any thread asks."""
+    """A backend to attach (name, keys) or a detach (name None), taken up by the next step. Any thread asks.
 
-    _asked: deque[tuple[str | None, Mapping[str, Any]]] = field(default_factory=deque)
+    The last word counts: what was asked before it and not yet taken is forgotten.
+    """
+
+    _asked: deque[Asked] = field(default_factory=lambda: deque(maxlen=1))
 
     def ask(self, name: str | None, keys: Mapping[str, Any]) -> None:
         self._asked.append((name, dict(keys)))
 
-    def take(self) -> Iterator[tuple[str | None, Mapping[str, Any]]]:
-        """What was asked since the last call, oldest first."""
-        while self._asked:
-            yield self._asked.popleft()
+    def take(self) -> Asked | None:
+        """What was asked last, once."""
+        return self._asked.pop() if self._asked else None

@@ -12,7 +12,7 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
@@ -48,6 +48,7 @@ class SchedulerRole:
         self.figures = Figures()
         self.has_storage = False
         self.storage = StorageAsks()
+        self._is_switching = False  # storage is attached or detached at this moment
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
         self.tally = Tally(plan.num_workers)
@@ -65,10 +66,12 @@ class SchedulerRole:
         self.index.open(num_pages)
         self.has_storage = has_storage
 
-    def _storage_orders(self) -> Iterator[StorageOrder]:
-        for name, keys in self.storage.take():
-            self.has_storage = False  # until every worker has followed
-            yield StorageOrder(self._ticket(), name, keys)
+    def _storage_orders(self) -> tuple[StorageOrder, ...]:
+        """What was asked of storage; one thing at a time, as workers follow beside their steps."""
+        if self._is_switching or (asked := self.storage.take()) is None:
+            return ()
+        self.has_storage, self._is_switching = False, True  # until every worker has followed
+        return (StorageOrder(self._ticket(), *asked),)
 
     # -- one request's life -------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class SchedulerRole:
         fetches.queries, fetches.reads, fetches.cancels = [], [], []
         return Orders(
             fences, tuple(saves), tuple(mine.loads), tuple(queries), tuple(reads), tuple(cancels),
-            tuple(self._storage_orders()), bool(scheduled), self._is_awaited,
+            self._storage_orders(), bool(scheduled), self._is_awaited,
         )  # fmt: skip
 
     @property
@@ -281,7 +284,7 @@ class SchedulerRole:
             self._tell_entered(owner, fetch.start, entered)
 
     def _attached(self, outcome: Outcome) -> None:
-        self.has_storage = outcome.error is None and outcome.num_pages > 0
+        self.has_storage, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
 
     _ends = {
         Stage.WRITTEN: _written,
