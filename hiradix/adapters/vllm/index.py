@@ -71,10 +71,6 @@ class HostIndex:
         """Host pages of the backbone."""
         return self._pools[BACKBONE].num_pages if self._pools else 0
 
-    @property
-    def num_free(self) -> int:
-        return self._pools[BACKBONE].available if self._pools else 0
-
     # -- lookups ----------------------------------------------------------------------------
 
     def find(self, key: RadixKey) -> Found:
@@ -177,7 +173,7 @@ class HostIndex:
         path = list(self.tree.path(deepest, start))
         if not any(self._is_lost(node) for node in path):
             return True
-        if _is_locked(path[-1]):
+        if path[-1].host.lock_ref:  # a lock on anything below it counts here
             return False
         self._release(self.tree.drop(path[-1]))
         return True
@@ -194,25 +190,17 @@ class HostIndex:
     def lose_path(self, lock: Lock) -> None:
         """A load of what `lock` keeps failed: none of it is promised again."""
         for node in self.tree.path(lock.node):
-            self._mark_lost(node)
+            for component, state in enumerate(self._state):
+                pages = node.residency(component, Tier.HOST).pages
+                if pages is not None:
+                    state[pages] = LOST
         self._lost.append((self.tree.path_key(lock.node), 0))
-
-    def _mark_lost(self, node: Node) -> None:
-        for component, state in enumerate(self._state):
-            pages = node.residency(component, Tier.HOST).pages
-            if pages is not None:
-                state[pages] = LOST
 
     def lose_all(self) -> None:
         """Forget everything: at once what nothing locks, the rest when it is unlocked."""
-        for top in list(self.tree.root.children.values()):
-            stack = [top]
-            while stack:
-                node = stack.pop()
-                stack.extend(node.children.values())
-                self._mark_lost(node)
-                if not node.children:
-                    self._lost.append((self.tree.path_key(node), 0))
+        for component, state in enumerate(self._state):
+            state[self.tree.all_pages(Tier.HOST, component)] = LOST
+        self._lost += [(self.tree.path_key(top), 0) for top in self.tree.root.children.values()]
         self.drop_lost()
 
     def take_dropped(self) -> list[Pages]:
@@ -240,13 +228,3 @@ class HostIndex:
             on_host = self.tree.all_pages(Tier.HOST, component)
             outside = np.setdiff1d(np.flatnonzero(self._state[component]), on_host)
             assert not len(outside), f"pages {outside} of component {component} wait outside the tree"
-
-
-def _is_locked(top: Node) -> bool:
-    stack = [top]
-    while stack:
-        node = stack.pop()
-        if any(entry.lock_ref for entry in (node.device, node.host, *node.others)):
-            return True
-        stack.extend(node.children.values())
-    return False
