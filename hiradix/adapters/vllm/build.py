@@ -21,7 +21,7 @@ from hiradix.adapters.vllm.layout import (
 )
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
-from hiradix.adapters.vllm.worker import WorkerRole
+from hiradix.adapters.vllm.worker import OpenStorage, WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool, MLAShape, make_transport, size_host_pools, token_bytes
@@ -61,7 +61,6 @@ class BuiltWorker:
     role: WorkerRole
     facts: WorkerFacts
     layer_numbers: Mapping[str, int]
-    has_windows: bool
 
 
 def identity_of(path: str, revision: str | None, name: str) -> ModelIdentity:
@@ -87,20 +86,19 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
         transport = make_transport(config.hicache_io_backend, device.device)
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
-    has_windows = len(parts) > 1
-    backbone = pairs[0].host
-    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, backbone, has_windows))
+    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, pairs[0].host))
     if config.hicache_storage_backend is not None:
         try:
             role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
         except BaseException:
             role.close(0.0)
             raise
-    facts = WorkerFacts(tuple(counts), tuple(page_bytes), role.has_storage)
-    return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)}, has_windows)
+    facts = WorkerFacts(tuple(counts), role.has_storage)
+    return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)})
 
 
-def _storage_opener(plan: WorkerPlan, pool: Any, has_windows: bool) -> Any:
+def _storage_opener(plan: WorkerPlan, pool: Any) -> OpenStorage:
+    """pool: the host pool of the backbone, which is what storage holds."""
     model = plan.model
     if isinstance(pool.shape, MLAShape):
         model = replace(model, tp_rank=0, tp_size=1)  # every rank has the same rows
@@ -110,7 +108,7 @@ def _storage_opener(plan: WorkerPlan, pool: Any, has_windows: bool) -> Any:
     fingerprint = page_fingerprint(model, pool.shape, plan.grouping.page_size, layout)
 
     def open_it(name: str, keys: Mapping[str, Any]) -> GuardedStorage:
-        if has_windows:
+        if len(plan.grouping.groups) > 1:
             raise ConfigError(f"hicache_storage_backend {name}: {WINDOWS}")
         backend = ExtraConfig.from_mapping(keys).backend
         return open_storage(name, StorageContext(fingerprint, backend, pool.page_bytes))

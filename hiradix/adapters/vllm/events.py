@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hiradix.adapters.vllm.orders import Pages
 from hiradix.adapters.vllm.requests import Tracked
+from hiradix.tree import Pages
 
 
 @dataclass(frozen=True)

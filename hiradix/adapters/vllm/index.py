@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.adapters.vllm.orders import Pages
 from hiradix.memory import PageAllocator
 from hiradix.tree import (
     BACKBONE,
@@ -27,6 +26,7 @@ from hiradix.tree import (
     LruOrder,
     Node,
     OrderFactory,
+    Pages,
     RadixKey,
     RadixTree,
     Tier,

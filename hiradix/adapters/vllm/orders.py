@@ -11,12 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from hiradix.tree import PageRows, Pages
 
-from hiradix.tree import PageRows
-
-Pages = npt.NDArray[np.int32]
 Ticket = int
 
 
@@ -122,8 +118,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What the scheduler must know of a worker before the first step: its host pages per KV cache group."""
+    """What the scheduler must know of a worker before the first step: its host pages per component."""
 
     num_pages: tuple[int, ...]
-    page_bytes: tuple[int, ...]
     has_storage: bool

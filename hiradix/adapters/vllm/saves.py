@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.adapters.vllm.index import ARRIVING, HostIndex
-from hiradix.adapters.vllm.orders import Move, Pages, Save, Ticket
+from hiradix.adapters.vllm.orders import Move, Save, Ticket
 from hiradix.adapters.vllm.requests import Tracked
-from hiradix.tree import BACKBONE, Lock, Node, PageRows, RadixKey, Tier
+from hiradix.tree import BACKBONE, Lock, Node, PageRows, Pages, RadixKey, Tier
 
 NULL_BLOCK = 0  # vLLM's id for "no block here": a sliding window has gone past it
 BlockTable = Sequence[Sequence[int]]  # block ids of each KV cache group

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Pages, Save, Stage, StorageOrder, Ticket
+from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Save, Stage, StorageOrder, Ticket
 from hiradix.adapters.vllm.plan import Figures, LoadFlight, SchedulerPlan, StepRequest, StorageAsks
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable, Pending, SaveBook
 from hiradix.adapters.vllm.tally import Tally
-from hiradix.tree import BACKBONE, Lock
+from hiradix.tree import BACKBONE, Lock, Pages
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 
