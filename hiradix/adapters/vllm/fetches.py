@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hiradix.adapters.vllm.index import READY, HostIndex
-from hiradix.adapters.vllm.orders import Outcome, Pages, Query, Read, Ticket
+from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.tree import Lock, RadixKey, Tier
+from hiradix.tree import Lock, Pages, RadixKey, Tier
 
 
 @dataclass(eq=False)
@@ -151,9 +151,8 @@ class FetchBook:
         self.index.unlock(fetch.anchor)
 
     def forget_all(self) -> None:
-        """After a reset: the locks are void. Reads under way give their pages back when they end."""
+        """The index was cleared: nothing under way may enter it, and gives its pages back when it ends."""
         for fetch in self.flights.values():
             fetch.is_orphan = True
             if fetch.owner is not None:
-                fetch.owner.fetch = None
-                fetch.owner = None
+                self.abandon(fetch.owner)
