@@ -9,17 +9,16 @@ lets SGLang's own HiCache run here, for comparisons.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tests import lane_venv
+from tests.lane_venv import ROOT, pip
 from tests.storage_servers.install import install_redis_server
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
 VENV = ROOT / "build" / "sglang-venv"
 SGLANG = "0.5.23"
 # The last line with the older contract that was tried, and what of its dependencies differs.
@@ -28,8 +27,8 @@ OLD_SGLANG = ("sglang==0.5.15.post1", "transformers==5.12.1", "tokenizers==0.22.
 FOR_TESTS = ("pytest", "pytest-timeout", "hypothesis", "redis", "hiredis", "peercache", "radixview", "sgtop")
 
 
-def python(venv: Path = VENV) -> Path:
-    return venv / "bin" / "python"
+def python() -> Path:
+    return lane_venv.python(VENV)
 
 
 def old_packages(venv: Path = VENV) -> Path:
@@ -40,29 +39,22 @@ def old_packages(venv: Path = VENV) -> Path:
 def main(venv: Path = VENV) -> None:
     """Install what is missing; nothing when all is there as it should be."""
     install_redis_server()
-    marker = venv / "installed"
-    if marker.is_file() and marker.read_text() == _digest():
-        return
-    shutil.rmtree(venv, ignore_errors=True)
-    print(f"installing SGLang {SGLANG} into {venv} (about a minute) ...", flush=True)
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    _pip(venv, "torch==2.13.0")
-    _pip(venv, "--no-deps", "-r", str(HERE / "requirements.txt"))
-    _pip(venv, "--no-deps", f"sglang=={SGLANG}", "triton==3.9.0")
+    on_cpu = (path for path in sorted(HERE.glob("on_cpu/**/*")) if "__pycache__" not in path.parts)
+    pins = (HERE / "requirements.txt", ROOT / "constraints.txt")
+    lane_venv.make(venv, [*filter(Path.is_file, on_cpu), *pins, Path(__file__)], _install)
+
+
+def _install(venv: Path) -> None:
+    pip(venv, "torch==2.13.0")
+    pip(venv, "--no-deps", "-r", str(HERE / "requirements.txt"))
+    pip(venv, "--no-deps", f"sglang=={SGLANG}", "triton==3.9.0")
     # pins that hold SGLang's own packages still while the tests' are added
-    _pip(venv, "-c", str(HERE / "requirements.txt"), *(_pinned(name) for name in FOR_TESTS))
-    _pip(venv, "--no-deps", "-e", str(ROOT))
-    _pip(venv, "--no-deps", "--target", str(old_packages(venv)), *OLD_SGLANG)
+    pip(venv, "-c", str(HERE / "requirements.txt"), *(_pinned(name) for name in FOR_TESTS))
+    pip(venv, "--no-deps", "-e", str(ROOT))
+    pip(venv, "--no-deps", "--target", str(old_packages(venv)), *OLD_SGLANG)
     for part in (HERE / "on_cpu").iterdir():
         copy = shutil.copytree if part.is_dir() else shutil.copy
         copy(part, _site_packages(venv) / part.name)
-    marker.write_text(_digest())
-
-
-def _pip(venv: Path, *arguments: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [str(python(venv)), "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, check=True, env=environment)
 
 
 def _pinned(name: str) -> str:
@@ -72,20 +64,8 @@ def _pinned(name: str) -> str:
 
 def _site_packages(venv: Path) -> Path:
     code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    return Path(
-        subprocess.run([python(venv), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
-    )
-
-
-def _digest() -> str:
-    """Of everything that decides what is installed."""
-    parts = [
-        path
-        for path in sorted(HERE.glob("on_cpu/**/*"))
-        if path.is_file() and "__pycache__" not in path.parts
-    ]
-    parts += [HERE / "requirements.txt", HERE / "install.py", ROOT / "pyproject.toml"]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in parts)).hexdigest()
+    done = subprocess.run([lane_venv.python(venv), "-c", code], check=True, capture_output=True, text=True)
+    return Path(done.stdout.strip())
 
 
 if __name__ == "__main__":
