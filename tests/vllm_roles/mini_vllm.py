@@ -306,7 +306,7 @@ class MiniVLLM:
 
     def _schedule_waiting(self, plans: list[Any], budget: int) -> bool:
         loads_now = False
-        for request in list(self.waiting):
+        for request in sorted(self.waiting, key=lambda r: not r.tables):  # who holds blocks goes first
             if request.is_loading:
                 continue
             if budget == 0 or len(self.running) >= self.world.max_running:
@@ -320,6 +320,8 @@ class MiniVLLM:
             goes_async = external > 0 and self.world.load_async
             start = request.num_computed_tokens + external
             count = 0 if goes_async else min(budget, request.num_tokens - start)
+            if goes_async and not self._fits_whole(request):
+                break
             new = self._admit(request, start, start + count)
             if new is None:
                 break
@@ -335,6 +337,17 @@ class MiniVLLM:
             budget -= count
             loads_now |= external > 0
         return loads_now
+
+    def _fits_whole(self, request: FakeRequest) -> bool:
+        """Whether blocks are left for all its tokens when everyone who holds some has all of theirs.
+
+        A load holds its blocks without progress: two half loaded requests could wait for each other for good.
+        """
+        lacking = 0
+        for one in (request, *self.running, *(r for r in self.waiting if r.tables)):
+            tables = one.tables or [[] for _ in self.groups]
+            lacking += sum(-(-one.num_tokens // S) - len(table) for table in tables)
+        return lacking <= len(self.free)
 
     def _admit(self, request: FakeRequest, start: int, end: int) -> list[tuple[int, int]] | None:
         """Blocks for a request that has none beyond what it has loaded."""
