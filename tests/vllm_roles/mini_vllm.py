@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Blocks, pool_of
 from hiradix.adapters.vllm.orders import Orders
@@ -37,6 +38,20 @@ class FakeLora:
     lora_path: str
 
 
+@dataclass(frozen=True)
+class FakeSpan:
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class FakeFeature:
+    """An image: what it is, and which of the prompt's tokens stand for it."""
+
+    identifier: str
+    mm_position: FakeSpan
+
+
 @dataclass(eq=False)
 class FakeRequest:
     """vLLM's Request as far as it is read."""
@@ -46,10 +61,9 @@ class FakeRequest:
     max_tokens: int
     cache_salt: str | None = None
     lora_request: Any = None
-    mm_features: Sequence[Any] = ()
+    mm_features: Sequence[FakeFeature] = ()
     prompt_embeds: Any = None
     resumable: bool = False
-    block_hashes: Sequence[bytes] = ()
     num_computed_tokens: int = 0
     num_prompt: int = 0
     tables: list[list[int]] = field(default_factory=list)
@@ -65,8 +79,13 @@ class FakeRequest:
 
     def number(self, position: int) -> int:
         """What the KV of a position is made of: everything before it and what keeps it apart."""
-        space = f"{self.cache_salt}/{self.lora_request and self.lora_request.lora_name}".encode()
+        images = [image for image in self.mm_features if image.mm_position.offset <= position]
+        space = f"{self.cache_salt}/{self.lora_request and self.lora_request.lora_name}/{images}".encode()
         return zlib.crc32(np.array(self.all_token_ids[: position + 1], np.int64).tobytes() + space) % 999_983
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [self.number(end - 1).to_bytes(4, "big") for end in range(S, self.num_tokens + 1, S)]
 
 
 class CopyFault(Exception):
@@ -183,7 +202,9 @@ class Rank:
 class MiniVLLM:
     """vLLM's scheduler and its workers around the roles; `step` is one engine step."""
 
-    def __init__(self, world: World, store: list[dict[str, bytes]] | None = None) -> None:
+    def __init__(
+        self, world: World, store: list[dict[str, bytes]] | None = None, events: HostEvents | None = None
+    ) -> None:
         self.world = world
         windows = (Component("window", -(-(world.window - 1) // S)),) if world.window else ()
         self.index = HostIndex(S, (FULL, *windows))
@@ -199,7 +220,8 @@ class MiniVLLM:
                 WritePolicy.from_name(world.write_policy),
                 PrefetchPolicy.from_name(world.prefetch_policy, limits),
                 lambda: self.now_s,
-            )  # fmt: skip
+                events,
+            )
         )
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
         self.role.open([world.host_pages] * len(self.groups), store is not None)

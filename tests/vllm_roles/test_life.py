@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
+from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
 
 
 def request(name: str, num_pages: int, max_tokens: int = 2, first: int = 1, **fields: object) -> FakeRequest:
@@ -52,6 +52,19 @@ def test_namespaces_are_apart(fields: dict[str, object]) -> None:
         vllm.add(request(name, 3, **extra))
         vllm.drain()
     assert vllm.hit_tokens == 3 * S, "the third finds the second's alone"
+
+
+def test_images_are_apart() -> None:
+    """The tokens are the same in all; what they stand for, and where it begins, is not."""
+    vllm = MiniVLLM(World())
+    images = [("cat", 5), ("dog", 5), ("cat", 6), ("cat", 5), ("dog", 5)]
+    hits = []
+    for number, (name, offset) in enumerate(images):
+        image = FakeFeature(name, FakeSpan(offset, 4))
+        vllm.add(request(f"r{number}", 3, mm_features=[image]))
+        vllm.drain()
+        hits.append(vllm.hit_tokens - sum(hits))
+    assert hits == [0, S, S, 3 * S, 3 * S], "the first page has nothing of the image"
 
 
 def test_prompts_of_embeddings_and_streams_are_left_alone() -> None:
@@ -197,6 +210,24 @@ def test_a_reset_forgets_everything_at_once_and_frees_what_is_in_use_later() -> 
         vllm.role.finished(probe, [[]])
     vllm.ranks[0].driver.held.clear()
     vllm.drain()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_worker_that_ends_waits_for_storage_up_to_its_deadline(hangs: bool) -> None:
+    store: list[dict[str, bytes]] = [{}]
+    vllm = MiniVLLM(World(budget=40), store)
+    (rank,) = vllm.ranks
+    rank.driver.held.add("store")
+    vllm.add(request("a", 4))
+    vllm.run(lambda: bool(vllm.done))
+    assert not store[0]
+    if not hangs:
+        rank.driver.held.clear()
+    begin_s = rank.driver.now()
+    rank.role.close(5.0)
+    assert len(store[0]) == (0 if hangs else 4)
+    assert (5.0 <= rank.driver.now() - begin_s < 10.0) is hangs
+    rank.role.close(5.0)
 
 
 def test_selective_writes_save_what_is_used_again() -> None:

@@ -1,0 +1,50 @@
+"""KV events of the host tier: what they add up to is what the host has, in the engine's own names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hiradix.adapters.vllm.events import HostEvents, Stored
+from hiradix.tree import Tier
+from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, S, World
+from tests.vllm_roles.test_life import request
+
+
+def names_on_host(vllm: MiniVLLM) -> set[bytes]:
+    tree, names = vllm.index.tree, set()
+    for node in tree.nodes():
+        assert node.resident(Tier.HOST)
+        whole = FakeRequest("any", tree.path_key(node).tokens.tolist(), 0).block_hashes
+        names.update(whole[node.start : node.end])
+    return names
+
+
+@pytest.mark.parametrize("period", [1, 5])
+def test_events_add_up_to_what_the_host_has(period: int) -> None:
+    """However seldom they are taken: a page may leave and be another one's in between."""
+
+    def stored(event: Stored) -> Any:
+        assert len(event.token_ids) == len(event.hashes) * S
+        return event
+
+    vllm = MiniVLLM(World(host_pages=7), events=HostEvents(S, 1, stored, list))
+    on_host: set[bytes] = set()
+    num_removed = 0
+    for number in range(20):
+        vllm.add(request(f"r{number}", 1 + number % 4, first=number * 7 % 30))
+        vllm.drain()
+        for event in vllm.role.take_events() if number % period == period - 1 else ():
+            if isinstance(event, Stored):
+                assert event.parent is None or event.parent in on_host
+                assert on_host.isdisjoint(event.hashes)
+                on_host.update(event.hashes)
+            else:
+                assert on_host.issuperset(event)
+                on_host.difference_update(event)
+                num_removed += len(event)
+    assert on_host == names_on_host(vllm) and num_removed > 10
+    vllm.role.reset()
+    (removed,) = vllm.role.take_events()
+    assert set(removed) == on_host
