@@ -238,12 +238,12 @@ class HierarchicalCache:
         freed, ended = 0, True
         while freed < num_pages and ended:
             victims, copies = self.backup.write_back(num_pages - freed, component)
-            ended = self._all_ended([copy.ticket for copy in copies])
-            if not ended:
-                self.backup.keep(copies)
-            self.settle()
-            moved = self.supply.demote(victims, component)
-            if not moved:
+            if copies:
+                ended = self._all_ended([copy.ticket for copy in copies])
+                if not ended:
+                    self.backup.keep(copies)
+                self.settle()
+            if not (moved := self.supply.demote(victims, component)):
                 break
             freed += moved
         return freed

@@ -47,6 +47,20 @@ def test_write_back_copies_exactly_what_it_evicts() -> None:
     world.assert_drained()
 
 
+def test_an_eviction_that_copies_nothing_waits_for_nothing() -> None:
+    """What came from the host is there still: no results to look for, and with ranks no exchange."""
+    world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)
+    serve(world, key(4))
+    assert world.cache.evict(4) == 4
+    serve(world, key(4))
+    assert world.cache.counters.loaded == 4
+    polls, poll = [], world.controller.poll
+    world.controller.poll = lambda: polls.append(1) or poll()  # type: ignore[func-returns-value, method-assign]
+    assert world.cache.evict(4) == 4 and world.cache.counters.written == 4
+    assert not polls
+    world.assert_drained()
+
+
 def test_what_is_written_back_leaf_first_is_stored_whole() -> None:
     """A leaf goes down before what is above it, and cannot be stored then: nobody could reach it."""
     world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)
