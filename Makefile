@@ -1,24 +1,26 @@
 # make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
-# make test          ruff, mypy --strict and every test that needs no special hardware
+# make test          ruff, mypy --strict and the tests, but for the lanes below
+# make lint          ruff and mypy alone
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
-# make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
-# make bench-vllm    the connector beside none, vLLM's prefix cache and vLLM's example connector, on conversations
-# make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
+# make test-compiled the tests of tree and cache on the compiled form of the tree
+# make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers)
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
+# make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
+# make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
+# make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
+# make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
+# make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-storage-remote  redis, s3 and mooncake on real servers, beside redis-py, boto3, TCP and memcpy
-# make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
-# make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
-# make test-differential   our classes beside SGLang's of two versions, move by move (unpacks wheels under build/peers)
-# make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
-# make test-compiled the tests of tree and cache on that form
-# make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-policy  eviction policies on a real trace, beside models and the optimum (3 minutes; POLICY_FLAGS=--quick)
+# make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
+# make bench-vllm    the connector beside none, vLLM's prefix cache and vLLM's example connector, on conversations
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
+# make clean         away with what was built and cached, but for the environment
 #
 # PY=/path/to/python uses an environment you already have instead of .venv.
 SHELL := /bin/bash
@@ -44,9 +46,11 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo test lint test-kernels test-faults test-differential test-storage test-scale bench-tree bench-transfer bench-storage bench-policy bench-serve clean
+.PHONY: help .venv demo lint compiled clean \
+	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale \
+	bench-tree bench-transfer bench-storage bench-storage-remote bench-policy bench-sglang bench-vllm bench-serve
 help:
-	@sed -n 's/^# \(make .*\)/  \1/p' Makefile
+	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
 .venv: $(INSTALLED)
 
@@ -94,13 +98,11 @@ test-storage: $(READY)
 	$(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
 
 # SGLang runs in an environment of its own, with its own pins.
-.PHONY: test-sglang
 test-sglang: $(READY)
 	$(PY) -m tests.sglang.install
 	build/sglang-venv/bin/python -m pytest -q --timeout 600 tests/sglang $(PYTEST_FLAGS)
 
 # vLLM too.
-.PHONY: test-vllm bench-vllm
 test-vllm: $(READY)
 	$(PY) -m tests.vllm.install
 	build/vllm-venv/bin/python -m pytest -q --timeout 600 tests/vllm $(PYTEST_FLAGS)
@@ -109,7 +111,6 @@ bench-vllm: $(READY)
 	$(PY) -m tests.vllm.install
 	build/vllm-venv/bin/python -m benchmarks.bench_vllm $(BENCH_FLAGS)
 
-.PHONY: compiled test-compiled
 # PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.
 compiled: $(READY)
 	rm -rf build/compiled
@@ -132,12 +133,10 @@ bench-storage: $(READY)
 	$(PY) -m benchmarks.storage_peers.install
 	$(PY) benchmarks/bench_storage.py $(BENCH_FLAGS)
 
-.PHONY: bench-sglang
 bench-sglang: $(READY)
 	$(PY) -m tests.sglang.install
 	$(PY) benchmarks/bench_sglang.py $(BENCH_FLAGS)
 
-.PHONY: bench-storage-remote
 bench-storage-remote: $(READY)
 	$(PY) -m tests.storage_servers.install boto3
 	$(PY) benchmarks/bench_storage_remote.py $(BENCH_FLAGS)

@@ -33,6 +33,14 @@ def test_make_commands_exist() -> None:
     assert named <= targets
 
 
+def test_make_help_names_each_target_once() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", text, re.MULTILINE)) - {"help"}
+    assert sorted(re.findall(r"^# make ([a-z][\w-]*)", text, re.MULTILINE)) == sorted(targets)
+    (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)", text, re.MULTILINE)
+    assert sorted(phony.replace("\\", "").split()) == sorted({*targets, "help", ".venv"})
+
+
 def test_demo_and_test_come_first() -> None:
     assert README.index("make demo") < README.index("## The picture")
     assert README.index("make test") < README.index("## The picture")
