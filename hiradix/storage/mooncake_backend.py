@@ -5,8 +5,8 @@ may leave, or the master hand memory to somebody else, while a page is on its wa
 registered are read and written by the library itself. Room and eviction are the master's.
 
 The library gives a transfer up after a minute, but goes on writing what still comes: into pages that belong
-to somebody else by then. So a read that failed late is answered only after the library was shut down and the
-store joined anew; memory that this process lends is lost with that.
+to somebody else by then. So a read that failed late is answered only after the library was shut down. The
+store is then joined anew, at once or by the first call that can; memory that this process lends is lost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +59,11 @@ class MooncakeBackend(StorageBackend):
         self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
         self._counts: Counter[str] = Counter()
         self._changed = threading.Condition()
-        self._num_calls = self._num_joined = 0
+        self._num_calls = self._num_shut = 0
         self._closed = self._joining = False
         self._how = ReplicateConfig()
         self._how.replica_num = config.replica_num
-        self._store = _joined(config)
+        self._store: Any = _joined(config)  # None: shut down, and the library must not be called
         self._memory = RegisteredMemory(config.buffer_bytes, self._register)
 
     # -- the protocol -------------------------------------------------------------------
@@ -79,32 +79,33 @@ class MooncakeBackend(StorageBackend):
         return len(keys)
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        def move(part: LaidOut) -> list[int]:
-            addresses, lengths = _split(part)
-            codes: list[int] = self._store.batch_get_into_multi_buffers(
-                self._names(part.keys), addresses, lengths
-            )
-            return codes
+        faults: list[int] = []
 
-        started, num_joined = self._clock(), self._num_joined
-        faults_before = self._counts["transfer_errors"]
+        def move(part: LaidOut) -> list[bool]:
+            codes = self._store.batch_get_into_multi_buffers(self._names(part.keys), *_split(part))
+            return self._arrived(part, codes, faults)
+
+        started = self._clock()
         try:
-            return self._each(keys, into, move, self._arrived)
+            with self._call(keys) as num_shut:
+                return self._each(keys, into, move, faults)
         finally:
-            if self._counts["transfer_errors"] > faults_before and self._clock() - started > LATE_S:
-                self._join_anew(num_joined)
+            if faults and self._clock() - started > LATE_S:
+                self._join_anew(num_shut)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        def move(part: LaidOut) -> list[int]:
+        faults: list[int] = []
+
+        def move(part: LaidOut) -> list[bool]:
             part.gather()
             part.seal(self._sealer)
-            addresses, lengths = _split(part)
-            codes: list[int] = self._store.batch_put_from_multi_buffers(
-                self._names(part.keys), addresses, lengths, self._how
-            )
-            return codes
+            codes = self._store.batch_put_from_multi_buffers(self._names(part.keys), *_split(part), self._how)
+            self._count("put_no_room", codes.count(NO_ROOM))
+            faults.extend(code for code in codes if code not in (0, NO_ROOM))
+            return [code == 0 for code in codes]
 
-        return self._each(keys, pages, move, self._stored)
+        with self._call(keys):
+            return self._each(keys, pages, move, faults)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._call(keys):
@@ -122,7 +123,8 @@ class MooncakeBackend(StorageBackend):
                 return
             self._closed = True
             self._changed.wait_for(self._is_idle)  # the library crashes when it is closed with calls inside
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def ping(self) -> None:
         self.exists(["ping"])
@@ -138,17 +140,23 @@ class MooncakeBackend(StorageBackend):
     # -- inside -------------------------------------------------------------------------
 
     @contextmanager
-    def _call(self, keys: Sequence[str]) -> Iterator[None]:
-        """The time of one call into the library: it must not be closed meanwhile."""
+    def _call(self, keys: Sequence[str]) -> Iterator[int]:
+        """The time of one call into the library: it must not be shut down meanwhile.
+
+        Gives how often it was before. Joins the store if that failed when the library was shut down.
+        """
         with self._changed:
             if self._closed:
                 raise StorageError("storage backend is closed")
             if self._joining:
                 raise StorageError("mooncake: the store is being joined anew")
+            self._joining = is_lost = self._store is None
             self._num_calls += 1
         try:
+            if is_lost:
+                self._join()
             check_keys(keys)
-            yield
+            yield self._num_shut
         finally:
             with self._changed:
                 self._num_calls -= 1
@@ -157,26 +165,37 @@ class MooncakeBackend(StorageBackend):
     def _is_idle(self) -> bool:
         return not self._num_calls and not self._joining
 
-    def _join_anew(self, num_joined: int) -> None:
-        """Shut the library down, so that it writes nothing any more, and begin again.
+    def _join_anew(self, num_shut: int) -> None:
+        """Shut the library down, so that it writes nothing any more, and begin again if that can be.
 
-        num_joined: how often it was when the failed call began; nothing is done if it was again meanwhile.
+        num_shut: how often it was when the failed call began; nothing is done if it was again meanwhile.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._joining)
-            if self._closed or self._num_joined != num_joined:
+            if self._closed or self._num_shut != num_shut:
                 return
             self._joining = True
             self._changed.wait_for(lambda: not self._num_calls)
+            self._num_shut += 1
+            old, self._store = self._store, None
+        old.close()
+        with suppress(StorageError):  # the next call tries again
+            self._join()
+
+    def _join(self) -> None:
+        """With the library shut down and `_joining` set, which this ends. Raises StorageError."""
         try:
-            self._store.close()
             self._store = _joined(self.config)
             self._memory.tell_again()
+            self._count("joined_anew")
+        except (ConfigError, StorageError) as error:
+            new, self._store = self._store, None
+            if new is not None:
+                new.close()
+            raise StorageError(f"mooncake: cannot join the store anew: {error}") from error
         finally:
             with self._changed:
                 self._joining = False
-                self._num_joined += 1
-                self._counts["joined_anew"] += 1
                 self._changed.notify_all()
 
     def _names(self, keys: Sequence[str]) -> list[str]:
@@ -196,30 +215,28 @@ class MooncakeBackend(StorageBackend):
         self,
         keys: Sequence[str],
         pages: Sequence[Page],
-        move: Callable[[LaidOut], list[int]],
-        judge: Callable[[LaidOut, list[int]], tuple[list[bool], list[int]]],
+        move: Callable[[LaidOut], list[bool]],
+        faults: list[int],
     ) -> list[bool]:
-        """Answers page by page; StorageError where nothing arrived and the library failed."""
+        """Answers page by page. `move` adds to `faults`; StorageError where nothing else arrived."""
         ok: list[bool] = []
-        faults: list[int] = []
-        with self._call(keys):
+        try:
             for part in self._memory.lay_out(keys, pages):
-                good, bad = judge(part, move(part))
+                ok += move(part)
                 self._count("pages_copied", part.num_copied)
                 self._count("pages_in_place", len(part) - part.num_copied)
-                ok += good
-                faults += bad
-        self._count("transfer_errors", len(faults))
+        finally:
+            self._count("transfer_errors", len(faults))
         if faults and not any(ok):
             raise StorageError(f"mooncake: {len(faults)} transfers failed, with code {faults[0]}")
         return ok
 
-    def _arrived(self, part: LaidOut, codes: list[int]) -> tuple[list[bool], list[int]]:
-        """Which pages were read and are good, and the codes of the library's faults.
+    def _arrived(self, part: LaidOut, codes: list[int], faults: list[int]) -> list[bool]:
+        """Which pages were read and are good; codes of transfers that failed go into `faults`.
 
         Pages that are damaged, foreign or of another length are removed, so that they can be put again.
         """
-        ok, faults, wrong = [False] * len(part), [], []
+        ok, wrong = [False] * len(part), []
         for index, (code, num_bytes) in enumerate(zip(codes, part.num_bytes, strict=True)):
             if code == num_bytes:
                 verdict = part.check(index, self._sealer)
@@ -234,11 +251,7 @@ class MooncakeBackend(StorageBackend):
                 faults.append(code)
         if wrong:
             self._remove(wrong)
-        return ok, faults
-
-    def _stored(self, part: LaidOut, codes: list[int]) -> tuple[list[bool], list[int]]:
-        self._count("put_no_room", codes.count(NO_ROOM))
-        return [code == 0 for code in codes], [code for code in codes if code not in (0, NO_ROOM)]
+        return ok
 
     def _is_other(self, key: str, num_bytes: int) -> bool:
         """Whether the object is there with another length, which a failed transfer does not say."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hiradix.storage import (
     mooncake_backend,
     open_storage,
 )
-from hiradix.storage.mooncake_backend import MooncakeBackend
+from hiradix.storage.mooncake_backend import LATE_S, TRANSFER_FAILED, MooncakeBackend
 from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -224,6 +225,62 @@ def test_stalled_master_is_an_error_in_time_and_then_serves(own_master: Server, 
     own_master.go_on()
     assert all(hits(store, keys_of(4)))
     store.close()
+
+
+def test_store_that_cannot_be_joined_anew_is_an_error_until_it_can(
+    own_master: Server, own_member: Server
+) -> None:
+    """The library crashes when it is called after it was shut down."""
+    clock = itertools.count(step=2 * LATE_S)
+    store = MooncakeBackend(context(own_master), clock=lambda: next(clock))
+    memory, pages = pool_of(4)
+    store.register(memory)
+    put(store, keys_of(4))
+    own_master.kill()
+    for _ in range(2):
+        for call in (lambda: hits(store, keys_of(4)), lambda: put(store, keys_of(4)), store.ping,
+                     lambda: store.delete(keys_of(1)), store.clear):  # fmt: skip
+            with pytest.raises(StorageError):
+                call()
+    own_master.start()
+    wait_for(lambda: all(_answers(lambda: put(store, keys_of(4)) + store.get(keys_of(4), pages))))
+    assert [content(page) for page in pages] == [bytes_of(key) for key in keys_of(4)]
+    own_master.kill()
+    with pytest.raises(StorageError):
+        hits(store, keys_of(4))
+    store.close()
+    store.close()
+
+
+def test_late_fault_beside_a_page_that_cannot_be_removed_still_ends_the_read(master: Server) -> None:
+    clock = itertools.count(step=2 * LATE_S)
+    store = MooncakeBackend(context(master, "both"), clock=lambda: next(clock))
+    real = store._store
+
+    class Failing:
+        """One page does not arrive, the other is damaged, and the master is gone when it is to be removed."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def batch_get_into_multi_buffers(self, *_: Any) -> list[int]:
+            return [TRANSFER_FAILED, PAGE_BYTES + SEAL_BYTES]
+
+        def batch_remove(self, names: list[str], _: bool) -> list[int]:
+            return [-900] * len(names)
+
+    store._store = Failing()
+    with pytest.raises(StorageError, match="removing 1 pages failed"):
+        hits(store, keys_of(2))
+    assert store.stats()["joined_anew"] == store.stats()["transfer_errors"] == 1
+    store.close()
+
+
+def _answers(call: Callable[[], list[bool]]) -> list[bool]:
+    try:
+        return call()
+    except StorageError:
+        return [False]
 
 
 @pytest.mark.timeout(400)
