@@ -73,7 +73,8 @@ class Transfer:
 class NixlLink:
     """An agent with one plugin, and the memory it knows. Raises ConfigError when the plugin cannot be had.
 
-    Transfers of several threads run side by side; the agent itself is used by one thread at a time.
+    Transfers of several threads run side by side; the agent itself is used by one thread at a time. `memory`
+    raises OSError where the library does not take more.
     """
 
     def __init__(self, config: NixlConfig, parameters: Mapping[str, str]):
@@ -90,13 +91,8 @@ class NixlLink:
         whole = [(0, one.num_bytes, one.device, one.name) for one in transfers]
         near = [(address, length, 0) for one in transfers for _, address, length in one.pieces]
         far = [(offset, length, one.device) for one in transfers for offset, _, length in one.pieces]
-        try:
-            with self._registered(whole):
-                self._move("WRITE" if write else "READ", near, far)
-        except OSError:
-            raise
-        except Exception as error:  # the library's own exceptions have no common base
-            raise OSError(f"nixl: {type(error).__name__}: {error}") from error
+        with _os_errors(), self._registered(whole):
+            self._move("WRITE" if write else "READ", near, far)
 
     def close(self) -> None:
         """Let go of the agent. Not while transfers run."""
@@ -115,12 +111,12 @@ class NixlLink:
                 agent = nixl_agent(self._name, nixl_agent_config(backends=[]))
                 agent.create_backend(config.plugin, dict(choice))
                 return agent
-            except Exception as error:  # as in `run`
+            except Exception as error:  # as in `_os_errors`
                 fault = error
         raise ConfigError(f"{flag('plugin')}: cannot use {config.plugin}: {type(fault).__name__}: {fault}")
 
     def _register(self, address: int, num_bytes: int) -> None:
-        with self._lock:
+        with self._lock, _os_errors():
             self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
 
     @contextmanager
@@ -156,3 +152,14 @@ class NixlLink:
         finally:
             with self._lock:
                 agent.release_xfer_handle(handle)
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """The library's exceptions, which have no common base, as OSError."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"nixl: {type(error).__name__}: {error}") from error

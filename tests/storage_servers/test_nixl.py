@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.file import FileBackend
 from hiradix.storage.nixl_backend import NixlBackend
-from hiradix.storage.page_dir import footprint
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import S3Backend
-from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -34,22 +31,16 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
+from tests.storage import files
+from tests.storage.files import FILE_BYTES, bytes_in_ledger, open_file, page_files, path_of
 from tests.storage_servers.servers import ACCESS, BUCKET, Server
-
-FILE_BYTES = footprint(SEAL_BYTES + PAGE_BYTES)
 
 
 def file_context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageContext:
-    keys = {
-        "file_storage_path": str(place / "store"), "min_free_space": 0, "lock_timeout_s": 30.0,
-        "buffer_size": "1MiB",
-    }  # fmt: skip
-    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+    return files.context(place / "store", fingerprint, **{"buffer_size": "1MiB"} | config)
 
 
-class TestNixlFiles(
-    StorageContract, PersistentContract, NamespaceContract, SharedContract, BoundedContract
-):
+class TestNixlFiles(StorageContract, PersistentContract, NamespaceContract, SharedContract, BoundedContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         return NixlBackend(file_context(place, fingerprint, **config))
 
@@ -57,7 +48,7 @@ class TestNixlFiles(
         return make(max_size=pages * FILE_BYTES)
 
     def used_pages(self, place: Path) -> int:
-        return sum(1 for _ in (place / "store").rglob("*.page"))
+        return len(page_files(place / "store"))
 
 
 class TestGuardedNixlFiles(StorageContract, PersistentContract, NamespaceContract, SharedContract):
@@ -97,18 +88,13 @@ class TestGuardedNixlObjects(OnServer, StorageContract, NamespaceContract):
 
 
 def test_page_files_are_those_of_the_file_backend_and_moved_by_the_plugin(tmp_path: Path) -> None:
-    nixl, plain = NixlBackend(file_context(tmp_path)), FileBackend(plain_context(tmp_path))
+    nixl, plain = NixlBackend(file_context(tmp_path)), open_file(tmp_path / "store")
     put(nixl, keys_of(40))
     put(plain, keys_of(40, start=40))
     assert all(hits(plain, keys_of(80))) and all(hits(nixl, keys_of(80)))
     assert nixl.stats()["pages_copied"] == 120 and "transfer_errors" not in nixl.stats()
     nixl.close()
     plain.close()
-
-
-def plain_context(place: Path) -> StorageContext:
-    keys = {"file_storage_path": str(place / "store"), "min_free_space": 0}
-    return StorageContext(FINGERPRINT, keys, PAGE_BYTES)
 
 
 @pytest.mark.parametrize("engine", ["use_uring", "use_aio", "use_posix_aio"])
@@ -133,7 +119,7 @@ def test_registered_memory_is_read_and_written_in_place(tmp_path: Path, engine: 
 def test_damaged_page_is_a_miss_alone_and_is_replaced(tmp_path: Path, damage: str) -> None:
     store = NixlBackend(file_context(tmp_path))
     put(store, keys_of(8))
-    path = next((tmp_path / "store").rglob(f"{key_of(3)}.page"))
+    path = path_of(tmp_path / "store", key_of(3))
     whole = path.read_bytes()
     if damage == "gone":
         path.unlink()
@@ -150,7 +136,7 @@ def test_page_that_a_transfer_cannot_move_costs_only_itself(
     """A file that shrinks after it was measured fails NIXL's transfer for all pages."""
     store = NixlBackend(file_context(tmp_path))
     put(store, keys_of(8))
-    path = next((tmp_path / "store").rglob(f"{key_of(3)}.page"))
+    path = path_of(tmp_path / "store", key_of(3))
     run = store._link.run
 
     def shrink_and_run(write: bool, transfers: Any) -> None:
@@ -160,6 +146,23 @@ def test_page_that_a_transfer_cannot_move_costs_only_itself(
     monkeypatch.setattr(store._link, "run", shrink_and_run)
     assert hits(store, keys_of(8)) == [index != 3 for index in range(8)]
     assert store.stats()["transfer_errors"] == 1
+    store.close()
+
+
+def test_memory_that_nixl_does_not_take_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = NixlBackend(file_context(tmp_path))
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("too much is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._link._agent, "register_memory", refuse)
+        with pytest.raises(StorageError, match="too much is locked"):
+            put(store, keys_of(8))
+    assert not any((tmp_path / "store" / "tmp").iterdir()) and bytes_in_ledger(tmp_path / "store") == 0
+    assert all(put(store, keys_of(8))) and all(hits(store, keys_of(8)))
     store.close()
 
 
