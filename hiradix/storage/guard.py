@@ -182,17 +182,16 @@ class GuardedStorage:
         return True
 
     def _move(self, op: Op, batch: Batch, move_chunk: _MoveChunk) -> list[bool]:
-        keys, pages = batch.keys, batch.pages
-        assert len(keys) == len(pages), f"{len(keys)} keys for {len(pages)} pages"
+        keys, sizes = batch.keys, [page_bytes(page) for page in batch.pages]
+        assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
 
         def move(session: Session) -> None:
             limit_bytes = self.limits.staging_bytes if self._direct is None else DIRECT_PIECE_BYTES
-            for chunk in chunks(pages, limit_bytes, self._seal_bytes):
+            for chunk in chunks([size + self._seal_bytes for size in sizes], limit_bytes):
                 move_chunk(session, batch, chunk)
 
-        num_bytes = sum(page_bytes(page) for page in pages)
-        reason = self._call(op, num_bytes, move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
-        self._meters.done(op, sum(batch.ok), sum(page_bytes(p) for p, ok in zip(pages, batch.ok) if ok))
+        reason = self._call(op, sum(sizes), move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
+        self._meters.done(op, sum(batch.ok), sum(size for size, ok in zip(sizes, batch.ok) if ok))
         lost = batch.ok.count(False) - sum(batch.refused.values())
         for why, num_pages in (*batch.refused.items(), (reason or MissReason.ABSENT, lost)):
             self._meters.missed(op, why, num_pages)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, page_bytes
+from hiradix.storage.protocol import Page
 
 T = TypeVar("T")
 
@@ -182,15 +182,13 @@ def _bytes(view: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(view, np.uint8)
 
 
-def chunks(pages: Sequence[Page], limit_bytes: int, extra_bytes: int) -> list[range]:
-    """Runs of pages whose bytes, `extra_bytes` more for each, fit into `limit_bytes`; at least one page each.
-    """
+def chunks(sizes: Sequence[int], limit_bytes: int) -> list[range]:
+    """Runs of `sizes` that fit into `limit_bytes` together; at least one of them each."""
     runs: list[range] = []
     start = used = 0
-    for index, page in enumerate(pages):
-        size = page_bytes(page) + extra_bytes
+    for index, size in enumerate(sizes):
         if index > start and used + size > limit_bytes:
             runs.append(range(start, index))
             start, used = index, 0
         used += size
-    return [*runs, range(start, len(pages))] if pages else []
+    return [*runs, range(start, len(sizes))] if sizes else []

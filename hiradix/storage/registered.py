@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hiradix.storage.disk.kernel import address_of
-from hiradix.storage.lanes import gather, scatter
+from hiradix.storage.lanes import chunks, gather, scatter
 from hiradix.storage.protocol import Page, page_bytes
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 
@@ -63,21 +63,15 @@ class RegisteredMemory:
 
         seal_bytes: 0 for pages without a seal beside them.
         """
-        waiting: list[_Page] = []
-        used = 0
+        laid: list[_Page] = []
         for key, page in zip(keys, pages, strict=True):
             spans = [(address_of(view), view.nbytes) for view in page if view.nbytes]
             in_place = len(spans) <= MAX_SPANS and self.holds(spans)
-            one = _Page(key, page, spans if in_place else [], seal_bytes)
-            if waiting and used + one.block_bytes > self._block_bytes:
-                with self._block(used) as block:
-                    yield LaidOut(waiting, block)
-                waiting, used = [], 0
-            waiting.append(one)
-            used += one.block_bytes
-        if waiting:
-            with self._block(used) as block:
-                yield LaidOut(waiting, block)
+            laid.append(_Page(key, page, spans if in_place else [], seal_bytes))
+        for run in chunks([one.block_bytes for one in laid], self._block_bytes):
+            part = laid[run.start : run.stop]
+            with self._block(sum(one.block_bytes for one in part)) as block:
+                yield LaidOut(part, block)
 
     @contextmanager
     def _block(self, num_bytes: int) -> Iterator[memoryview]:
