@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Row, machine, shown, write_json
+from common import Row, machine, median_and_best, shown, write_json
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -136,12 +136,7 @@ class Bench:
 
     def rows(self, case: str, found: dict[str, list[float]]) -> list[Row]:
         """The median over the rounds, and each one's best round."""
-        made = []
-        for what, pick in (("", statistics.median), (", best", max)):
-            rates = {name: float(pick(values)) for name, values in found.items()}
-            ours = rates.pop("hiradix")
-            made.append(Row(f"disk {case} {self.size}{what}", "rate", "GB/s", ours, rates))
-        return made
+        return median_and_best(f"disk {case} {self.size}", "GB/s", found)
 
 
 def cold(store: Worker) -> None:

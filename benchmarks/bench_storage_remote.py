@@ -17,19 +17,18 @@ import mmap
 import os
 import random
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Row, machine, table, write_json
+from common import Row, machine, median_and_best, table, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -178,17 +177,11 @@ def rows_of(case: str, ways: dict[str, Way], pages: Pages, rounds: int) -> list[
             begin = time.perf_counter()
             way()
             found[name].append(pages.total_bytes / (time.perf_counter() - begin) / 1e9)
-    made = []
-    for what, pick in (("", statistics.median), (", best", max)):
-        rates = {name: float(pick(values)) for name, values in found.items()}
-        mine = rates.pop("hiradix")
-        made.append(Row(f"{case} {pages.size}{what}", "rate", "GB/s", mine, rates))
-    return made
+    return median_and_best(f"{case} {pages.size}", "GB/s", found)
 
 
 def measure_redis(folder: Path, pages: Pages, rounds: int) -> list[Row]:
-    server = servers.redis_like("redis-server", folder / "redis", "--maxmemory", "2gb").start()
-    try:
+    with servers.redis_like("redis-server", folder / "redis", "--maxmemory", "2gb") as server:
         store = opened("redis", pages, url=f"redis://127.0.0.1:{server.port}/0", timeout_s=30.0)
         (put, get), (their_put, their_get) = ours(store, pages), redis_py(server.port, pages)
         rows = rows_of("redis set", {"hiradix": put, "redis-py": their_put}, pages, rounds)
@@ -196,35 +189,28 @@ def measure_redis(folder: Path, pages: Pages, rounds: int) -> list[Row]:
             ways = {"hiradix": get, "redis-py": their_get, "tcp": receive}
             rows += rows_of("redis get", ways, pages, rounds)
         store.close()
-    finally:
-        server.kill()
     return rows
 
 
 def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
-    server = servers.weed(folder / "weed").start()
-    try:
-        keys = {"url": f"s3://{servers.BUCKET}/ours", "endpoint": f"http://127.0.0.1:{server.port}"}
-        store = opened("s3", pages, **keys, **servers.ACCESS, timeout_s=60.0)
+    with servers.weed(folder / "weed") as server:
+        store = opened("s3", pages, timeout_s=60.0, **servers.s3_keys(server, "ours"))
         (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, pages)
         rows = rows_of("s3 set", {"hiradix": put, "boto3": their_put}, pages, min(rounds, 3))
         with tcp(pages) as receive:
             rows += rows_of("s3 get", {"hiradix": get, "boto3": their_get, "tcp": receive}, pages, rounds)
         store.close()
-    finally:
-        server.kill()
     return rows
 
 
 def measure_mooncake(folder: Path, pages: Pages, rounds: int) -> list[Row]:
     """Own memory, then that of another process."""
     rows: list[Row] = []
-    master = servers.mooncake_master(folder / "master").start()
-    member = servers.mooncake_member(master, folder / "member", 4 * pages.total_bytes)
-    try:
+    with servers.mooncake_master(folder / "master") as master, ExitStack() as members:
         for where, lent in (("own memory", 4 * pages.total_bytes), ("another process", 0)):
             if not lent:
-                member.start()
+                member = servers.mooncake_member(master, folder / "member", 4 * pages.total_bytes)
+                members.enter_context(member)
             keys = {"master_server_address": f"127.0.0.1:{master.port}", "global_segment_size": lent}
             store = opened("mooncake", pages, **keys)
             put, get = ours(store, pages)
@@ -235,9 +221,6 @@ def measure_mooncake(folder: Path, pages: Pages, rounds: int) -> list[Row]:
                 rows += rows_of(f"{case} get", ways, pages, rounds)
             assert store.clear()
             store.close()
-    finally:
-        member.kill()
-        master.kill()
     return rows
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,16 @@ class Row:
     unit: str
     ours: float
     peers: dict[str, float] = field(default_factory=dict)
+
+
+def median_and_best(case: str, unit: str, found: Mapping[str, Sequence[float]]) -> list[Row]:
+    """Rates of each by round, ours as `hiradix`: a row of their medians, and one of each one's best round."""
+    made = []
+    for what, pick in (("", statistics.median), (", best", max)):
+        rates = {name: float(pick(values)) for name, values in found.items()}
+        ours = rates.pop("hiradix")
+        made.append(Row(f"{case}{what}", "rate", unit, ours, rates))
+    return made
 
 
 def machine() -> dict[str, object]:

@@ -6,11 +6,12 @@ registered are read and written by the library itself. Room and eviction are the
 
 The library gives a transfer up after a minute, but goes on writing what still comes: into pages that belong
 to somebody else by then. So a read that failed late is answered only after the library was shut down. The
-store is then joined anew, at once or by the first call that can; memory that this process lends is lost.
+store is then joined anew beside the calls, which fail meanwhile; memory that this process lends is lost.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -18,18 +19,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import CacheError, ConfigError, StorageError
 from hiradix.storage.mooncake_config import MooncakeConfig
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 from hiradix.storage.registered import LaidOut, RegisteredMemory
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
+
+logger = logging.getLogger(__name__)
 
 ABSENT = (-704, -703)
 """What the library answers for an object that is not there, or that somebody is still writing."""
@@ -91,7 +94,7 @@ class MooncakeBackend(StorageBackend):
                 return self._each(keys, into, move, faults)
         finally:
             if faults and self._clock() - started > LATE_S:
-                self._join_anew(num_shut)
+                self._end_late_reads(num_shut)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         faults: list[int] = []
@@ -123,8 +126,7 @@ class MooncakeBackend(StorageBackend):
                 return
             self._closed = True
             self._changed.wait_for(self._is_idle)  # the library crashes when it is closed with calls inside
-        if self._store is not None:
-            self._store.close()
+        self._shut()
 
     def ping(self) -> None:
         self.exists(["ping"])
@@ -143,18 +145,17 @@ class MooncakeBackend(StorageBackend):
     def _call(self, keys: Sequence[str]) -> Iterator[int]:
         """The time of one call into the library: it must not be shut down meanwhile.
 
-        Gives how often it was before. Joins the store if that failed when the library was shut down.
+        Gives how often it was before. Where it is shut down, StorageError, and the store is joined anew.
         """
         with self._changed:
             if self._closed:
                 raise StorageError("storage backend is closed")
+            if self._store is None and not self._joining:
+                self._start_joining()
             if self._joining:
                 raise StorageError("mooncake: the store is being joined anew")
-            self._joining = is_lost = self._store is None
             self._num_calls += 1
         try:
-            if is_lost:
-                self._join()
             check_keys(keys)
             yield self._num_shut
         finally:
@@ -165,34 +166,44 @@ class MooncakeBackend(StorageBackend):
     def _is_idle(self) -> bool:
         return not self._num_calls and not self._joining
 
-    def _join_anew(self, num_shut: int) -> None:
-        """Shut the library down, so that it writes nothing any more, and begin again if that can be.
+    def _end_late_reads(self, num_shut: int) -> None:
+        """Shut the library down, so that it writes nothing any more, and begin again.
 
         num_shut: how often it was when the failed call began; nothing is done if it was again meanwhile.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._joining)
-            if self._closed or self._num_shut != num_shut:
+            self._changed.wait_for(lambda: self._num_shut != num_shut or not (self._joining or self._closed))
+            if self._num_shut != num_shut:
                 return
             self._joining = True
             self._changed.wait_for(lambda: not self._num_calls)
+        self._shut()
+        with self._changed:
+            self._start_joining()
+
+    def _shut(self) -> None:
+        """Shut the library down. Not with calls inside."""
+        old, self._store = self._store, None
+        if old is not None:
+            old.close()
+        with self._changed:
             self._num_shut += 1
-            old, self._store = self._store, None
-        old.close()
-        with suppress(StorageError):  # the next call tries again
-            self._join()
+            self._changed.notify_all()
+
+    def _start_joining(self) -> None:
+        """On a thread of its own: where the master hangs, the library tries for 40 s. Locked."""
+        threading.Thread(target=self._join, name="hiradix-mooncake", daemon=True).start()
+        self._joining = True
 
     def _join(self) -> None:
-        """With the library shut down and `_joining` set, which this ends. Raises StorageError."""
+        """If it fails, the next call starts it again."""
         try:
             self._store = _joined(self.config)
             self._memory.tell_again()
             self._count("joined_anew")
-        except (ConfigError, StorageError) as error:
-            new, self._store = self._store, None
-            if new is not None:
-                new.close()
-            raise StorageError(f"mooncake: cannot join the store anew: {error}") from error
+        except CacheError as error:
+            logger.info("mooncake: cannot join the store anew: %s", error)
+            self._shut()
         finally:
             with self._changed:
                 self._joining = False

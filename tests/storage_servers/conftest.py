@@ -15,31 +15,27 @@ def redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server of each kind for the whole session."""
-    server = redis_like(request.param, tmp_path_factory.mktemp(request.param)).start()
-    yield server
-    server.kill()
+    with redis_like(request.param, tmp_path_factory.mktemp(request.param)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session", params=["weed", "rclone"])
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SeaweedFS and rclone, one of each for the whole session."""
     make = {"weed": weed, "rclone": rclone}[request.param]
-    server = make(tmp_path_factory.mktemp(request.param)).start()
-    yield server
-    server.kill()
+    with make(tmp_path_factory.mktemp(request.param)) as server:
+        yield server
 
 
 @pytest.fixture
 def own_s3(tmp_path: Path) -> Iterator[Server]:
     """A server that the test may stall, kill and start again."""
-    server = rclone(tmp_path / "rclone").start()
-    yield server
-    server.kill()
+    with rclone(tmp_path / "rclone") as server:
+        yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[Server]:
     """A server that the test may stall, kill and start again."""
-    server = redis_like("redis-server", tmp_path / "redis").start()
-    yield server
-    server.kill()
+    with redis_like("redis-server", tmp_path / "redis") as server:
+        yield server

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -50,6 +51,12 @@ class Server:
     folder: Path
     ready: Callable[[], bool] | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def start(self) -> Server:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +143,16 @@ def weed(folder: Path) -> Server:
         *others, "-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64",
     ]  # fmt: skip
     return Server(command, s3, folder, ready=lambda: can_connect(s3) and makes_bucket(s3))
+
+
+def s3_keys(server: Server, prefix: str) -> dict[str, str]:
+    """What `s3` needs to keep its objects under `prefix` in the tests' bucket."""
+    return {"url": f"s3://{BUCKET}/{prefix}", "endpoint": f"http://127.0.0.1:{server.port}", **ACCESS}
+
+
+def prefix_of(place: Path) -> str:
+    """Stands for `place` where one server holds the stores of all tests."""
+    return "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
 
 
 def rclone(folder: Path) -> Server:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.contracts.storage import (
     put,
 )
 from tests.storage.doubles import MemoryBackend
-from tests.storage_servers.servers import Server
+from tests.storage_servers.servers import Server, prefix_of
 
 MASTER = bytes(range(32))
 
@@ -55,7 +54,7 @@ class OnServer:
         self.server = redis_server
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
-        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        prefix = prefix_of(place)
         keys = {"url": f"redis://127.0.0.1:{self.server.port}/0", "key_prefix": prefix, "deadline_s": 30.0}
         if self.encrypted:
             keys["encryption_key_file"] = key_file(place.parent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import mmap
 from collections.abc import Callable, Iterator
@@ -36,17 +35,17 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
-from tests.storage_servers.servers import Server, mooncake_master, mooncake_member, wait_for
+from tests.storage_servers.servers import Server, mooncake_master, mooncake_member, prefix_of, wait_for
 
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A master and one member that lends memory."""
-    server = mooncake_master(tmp_path_factory.mktemp("master")).start()
-    member = mooncake_member(server, tmp_path_factory.mktemp("member")).start()
-    yield server
-    member.kill()
-    server.kill()
+    with (
+        mooncake_master(tmp_path_factory.mktemp("master")) as server,
+        mooncake_member(server, tmp_path_factory.mktemp("member")),
+    ):
+        yield server
 
 
 def context(
@@ -70,8 +69,7 @@ class OnMaster:
         self.server = master
 
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
-        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        return context(self.server, prefix, fingerprint, **self.keys | config)
+        return context(self.server, prefix_of(place), fingerprint, **self.keys | config)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         return MooncakeBackend(self.context(place, fingerprint, config))
@@ -105,23 +103,20 @@ class TestGuardedMooncakeStaged(OnMaster, SharedContract, PersistentContract):
 @pytest.fixture
 def own_master(tmp_path: Path) -> Iterator[Server]:
     """A master that the test may stall, kill and start again."""
-    server = mooncake_master(tmp_path / "master").start()
-    yield server
-    server.kill()
+    with mooncake_master(tmp_path / "master") as server:
+        yield server
 
 
 @pytest.fixture
 def own_member(own_master: Server, tmp_path: Path) -> Iterator[Server]:
     """The one member that lends memory to the store of `own_master`."""
-    server = mooncake_member(own_master, tmp_path / "member", 64 << 20).start()
-    yield server
-    server.kill()
+    with mooncake_member(own_master, tmp_path / "member", 64 << 20) as server:
+        yield server
 
 
 @pytest.fixture
 def backend(master: Server, tmp_path: Path) -> Iterator[MooncakeBackend]:
-    prefix = "t" + hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
-    store = MooncakeBackend(context(master, prefix))
+    store = MooncakeBackend(context(master, prefix_of(tmp_path)))
     yield store
     store.close()
 
@@ -272,7 +267,8 @@ def test_late_fault_beside_a_page_that_cannot_be_removed_still_ends_the_read(mas
     store._store = Failing()
     with pytest.raises(StorageError, match="removing 1 pages failed"):
         hits(store, keys_of(2))
-    assert store.stats()["joined_anew"] == store.stats()["transfer_errors"] == 1
+    wait_for(lambda: store.stats().get("joined_anew") == 1)
+    assert store.stats()["transfer_errors"] == 1
     store.close()
 
 
@@ -296,7 +292,7 @@ def test_nothing_is_written_into_pages_after_their_read_has_failed(
     own_member.stall()
     with pytest.raises(StorageError, match="transfers failed"):
         store.get(keys, pages)
-    assert store.stats()["joined_anew"] == 1
+    wait_for(lambda: store.stats().get("joined_anew") == 1)
     memory[:] = b"\7" * len(memory)
     own_member.go_on()
     second = mooncake_member(own_master, tmp_path / "second", 64 << 20).start()

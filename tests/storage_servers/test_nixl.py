@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from pathlib import Path
@@ -33,7 +32,7 @@ from tests.contracts.storage import (
 )
 from tests.storage import files
 from tests.storage.files import FILE_BYTES, bytes_in_ledger, open_file, page_files, path_of
-from tests.storage_servers.servers import ACCESS, BUCKET, Server
+from tests.storage_servers.servers import Server, prefix_of, s3_keys
 
 
 def file_context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageContext:
@@ -68,10 +67,8 @@ class OnServer:
         self.server = s3_server
 
     def context(self, place: Path, fingerprint: PageFingerprint, **config: Any) -> StorageContext:
-        prefix = "n" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        endpoint = f"http://127.0.0.1:{self.server.port}"
-        keys = {"plugin": "OBJ", "url": f"s3://{BUCKET}/{prefix}", "endpoint": endpoint, **ACCESS}
-        return StorageContext(fingerprint, keys | {"timeout_s": 30.0} | config, PAGE_BYTES)
+        keys = {"plugin": "OBJ", "timeout_s": 30.0, **s3_keys(self.server, prefix_of(place))}
+        return StorageContext(fingerprint, keys | config, PAGE_BYTES)
 
 
 class TestNixlObjects(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
@@ -167,7 +164,7 @@ def test_memory_that_nixl_does_not_take_is_an_error_that_leaves_nothing(
 
 
 def test_objects_are_those_of_the_s3_backend_and_moved_by_the_plugin(s3_server: Server) -> None:
-    keys = {"url": f"s3://{BUCKET}/both", "endpoint": f"http://127.0.0.1:{s3_server.port}", **ACCESS}
+    keys = s3_keys(s3_server, "both")
     nixl = NixlBackend(StorageContext(FINGERPRINT, keys | {"plugin": "OBJ"}, PAGE_BYTES))
     plain = S3Backend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
     put(nixl, keys_of(6))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.contracts.storage import (
     SharedContract,
     StorageContract,
 )
-from tests.storage_servers.servers import Server
+from tests.storage_servers.servers import Server, prefix_of
 
 
 class OnServer:
@@ -32,7 +31,7 @@ class OnServer:
         self.server = redis_server
 
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
-        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
+        prefix = prefix_of(place)
         url = f"redis://127.0.0.1:{self.server.port}/0"
         extra = {"url": url, "key_prefix": prefix, "timeout_s": 30.0} | self.keys | config
         return StorageContext(fingerprint, extra, PAGE_BYTES)

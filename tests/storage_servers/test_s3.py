@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tests.contracts.storage import (
     page_of,
     put,
 )
-from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port
+from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port, prefix_of, s3_keys
 
 FOLDER = FINGERPRINT.digest()[:32]
 
@@ -38,8 +37,8 @@ FOLDER = FINGERPRINT.digest()[:32]
 def context(
     server: Server, prefix: str = "x", fingerprint: PageFingerprint = FINGERPRINT, **config: Any
 ) -> StorageContext:
-    keys = {"url": f"s3://{BUCKET}/{prefix}", "endpoint": f"http://127.0.0.1:{server.port}", **ACCESS}
-    return StorageContext(fingerprint, keys | {"timeout_s": 30.0} | config, PAGE_BYTES)
+    keys = {"timeout_s": 30.0, **s3_keys(server, prefix)}
+    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
 
 
 class OnServer:
@@ -52,8 +51,7 @@ class OnServer:
         self.server = s3_server
 
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
-        prefix = "t" + hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        return context(self.server, prefix, fingerprint, **config)
+        return context(self.server, prefix_of(place), fingerprint, **config)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         """With the retry every backend has: rclone cuts a body short when its object is deleted meanwhile."""

@@ -19,14 +19,13 @@ from hiradix.demo.workload import Size, make_workload
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
 from tests.storage_servers.servers import (
-    ACCESS,
-    BUCKET,
     Server,
     free_port,
     mooncake_master,
     mooncake_member,
     rclone,
     redis_like,
+    s3_keys,
 )
 
 BACKENDS = ["file", "disk", "redis", "valkey", "s3", "mooncake", "nixl", "tier", "dynamic"]
@@ -55,8 +54,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Serv
 def keys_of_backend(name: str, servers: dict[str, Server], folder: Path) -> dict[str, Any]:
     """The keys a user would give; every key of the guard as it comes."""
     near = {"disk_storage_path": str(folder / "disk"), "max_size": "256MiB", "min_free_space": 0}
-    endpoint = f"http://127.0.0.1:{servers['s3'].port}"
-    far = {"url": f"s3://{BUCKET}/{folder.name}", "endpoint": endpoint, **ACCESS}
+    far = s3_keys(servers["s3"], folder.name)
     local = "127.0.0.1"
     return {
         "file": {"file_storage_path": str(folder / "file"), "min_free_space": 0},
