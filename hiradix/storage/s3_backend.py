@@ -51,6 +51,7 @@ class S3Backend(StorageBackend):
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._ragged = context.ragged
+        self._has_folder = False
         self._closed = False
         try:
             self._open()
@@ -82,7 +83,7 @@ class S3Backend(StorageBackend):
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
-        answers = self._write_all([(keys[index], pages[index]) for index in todo])
+        answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
         for place, size in zip(failed, self._sizes([keys[todo[place]] for place in failed])):
             answers[place] = fits(size or 0, pages[todo[place]], self._ragged)  # another writer's
@@ -137,13 +138,24 @@ class S3Backend(StorageBackend):
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
         return self._each(self._read, items)
 
+    def _write_first_alone(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
+        """Write `items`, where the folder may be new the first of them before the others.
+
+        S3 has no folders, but servers that keep objects as files do: where writers that begin one at once
+        meet, rclone answers that all is stored and finds only some of it.
+        """
+        alone = 0 if self._has_folder else 1
+        answers = self._write_all(items[:alone])
+        self._has_folder = self._has_folder or any(answers)
+        return answers + self._write_all(items[alone:])
+
     def _write_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
         return self._each(self._write, items)
 
     def _each(self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]) -> list[bool]:
         """`work` on each item, several at once; a fault is False, and StorageError when all items failed.
 
-        Where only some failed, those are tried once more: servers trip over their own new folders.
+        Where only some failed, those are tried once more.
         """
         answers, faults = self._all(work, items)
         if faults and len(faults) < len(items):
@@ -205,6 +217,7 @@ class S3Backend(StorageBackend):
         return [entry for part in obstore.list(self._client, self._folder + "/") for entry in part]
 
     def _delete(self, paths: Sequence[str]) -> None:
+        self._has_folder = False
         futures = self._ask(lambda: [self._threads.submit(self._delete_one, path) for path in paths])
         for future in futures:
             self._ask(future.result)

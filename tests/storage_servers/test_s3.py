@@ -97,6 +97,30 @@ def test_objects_are_pages_under_prefix_and_fingerprint(own_s3: Server, backend:
     assert file_of(own_s3, key_of(0)).read_bytes() == bytes_of(key_of(0))
 
 
+def test_the_first_object_of_a_folder_is_written_before_others_are_begun(
+    backend: S3Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers that made the folder at once lost one another's objects on rclone, which said yes to all."""
+    log: list[str] = []
+    write = backend._write
+
+    def logged(key: str, page: Any) -> bool:
+        log.append(f"begin {key}")
+        write(key, page)
+        log.append(f"end {key}")
+        return True
+
+    monkeypatch.setattr(backend, "_write", logged)
+    for forget in (lambda: None, backend.clear, lambda: backend.delete(keys_of(20))):
+        forget()
+        log.clear()
+        assert all(put(backend, keys_of(20))) and all(hits(backend, keys_of(20)))
+        assert log[:2] == [f"begin {key_of(0)}", f"end {key_of(0)}"] and len(log) == 40
+    log.clear()
+    put(backend, keys_of(40))
+    assert len(log) == 40, "a folder that is there needs no such care"
+
+
 def test_large_pages_go_in_one_request(own_s3: Server, backend: S3Backend) -> None:
     data = bytes_of("big", 20_000_000)
     assert backend.put(["big"], [[memoryview(data)]]) == [True]
