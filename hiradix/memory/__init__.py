@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
+from hiradix.memory.choose import make_transport
 from hiradix.memory.hybrid import HybridPools, HybridSlotAllocator
 from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
 from hiradix.memory.manifest import SlotManifest
@@ -20,7 +21,7 @@ from hiradix.memory.shape import (
 )
 from hiradix.memory.sizing import HostPlan, plan_host_pool, size_host_pool, size_host_pools
 from hiradix.memory.strided_pool import StridedPool
-from hiradix.memory.transport import TorchTransport, Transport, make_transport
+from hiradix.memory.transport import TorchTransport, Transport
 
 __all__ = [
     "LAYOUTS",

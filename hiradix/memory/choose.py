@@ -24,10 +24,16 @@ IO_BACKENDS = ("kernel", "direct", "auto")
 DMA_PIECE_BYTES = 32 << 10
 
 
-def choose_transport(
-    io_backend: str, device: torch.device, pools: tuple[Pool, Pool] | None = None
+def make_transport(
+    io_backend: str, device: torch.device | str, pools: tuple[Pool, Pool] | None = None
 ) -> Transport:
-    """See `make_transport`."""
+    """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
+
+    On a CPU, and where nothing else is found, that is the torch transport; its `note` says why. pools: the
+    device pool and the host pool that it will serve, which hold nothing yet: with auto the transports are
+    measured between them (see `CalibratedTransport`). Without, auto goes by the size of contiguous pieces.
+    """
+    device = torch.device(device)
     if io_backend not in IO_BACKENDS:
         known = ", ".join(IO_BACKENDS)
         raise ConfigError(f"--hicache-io-backend {io_backend}: not one of the transports here ({known})")

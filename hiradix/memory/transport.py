@@ -168,17 +168,3 @@ def _runs(src_pages: PageIds, dst_pages: PageIds) -> list[tuple[int, int]]:
     breaks = np.flatnonzero((np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)) + 1
     edges = [0, *breaks.tolist(), len(src_pages)]
     return list(zip(edges[:-1], edges[1:], strict=True))
-
-
-def make_transport(
-    io_backend: str, device: torch.device | str, pools: tuple[Pool, Pool] | None = None
-) -> Transport:
-    """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
-
-    On a CPU, and where nothing else is found, that is the torch transport; its `note` says why. pools: the
-    device pool and the host pool that it will serve, which hold nothing yet: with auto the transports are
-    measured between them (see `CalibratedTransport`). Without, auto goes by the size of contiguous pieces.
-    """
-    from hiradix.memory.choose import choose_transport
-
-    return choose_transport(io_backend, torch.device(device), pools)

@@ -179,4 +179,4 @@ def test_cuda_takes_the_best_that_is_there(
     monkeypatch.setattr(choose, "_kernel", lambda: None if kernel is None else Recorder(kernel, []))
     monkeypatch.setattr(choose, "_copy_engines", lambda: engines)
     monkeypatch.setattr(choose, "find_kernels", lambda: None)
-    assert choose.choose_transport(io_backend, torch.device("cuda")).name == want
+    assert choose.make_transport(io_backend, "cuda").name == want

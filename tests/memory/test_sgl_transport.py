@@ -70,8 +70,8 @@ def test_the_package_is_found_when_it_is_installed(monkeypatch: pytest.MonkeyPat
     assert find_kernels() is sgl_kernels
     monkeypatch.setattr(choose, "_kernel", lambda: None)
     monkeypatch.setattr(choose, "_copy_engines", lambda: None)
-    assert choose.choose_transport("kernel", torch.device("cuda")).name == "sgl_kernel"
-    assert choose.choose_transport("auto", torch.device("cuda")).name == "sgl_kernel"
+    assert choose.make_transport("kernel", "cuda").name == "sgl_kernel"
+    assert choose.make_transport("auto", "cuda").name == "sgl_kernel"
     monkeypatch.setitem(sys.modules, "sgl_kernel", None)
     monkeypatch.setitem(sys.modules, "sgl_kernel.kvcacheio", None)
     assert find_kernels() is None
