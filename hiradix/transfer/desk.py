@@ -144,7 +144,7 @@ class Desk:
         outbox = self._outbox
         if not outbox:
             if self._open:
-                self._driver.let_run()
+                self._driver.let_run(self._has_results)
             return []
         count = len(outbox) if limit is None else min(limit, len(outbox))
         results = [outbox.popleft() for _ in range(count)]
@@ -159,7 +159,10 @@ class Desk:
 
     def wait_any(self, timeout_s: float) -> bool:
         """Block until the outbox has something."""
-        return self._driver.wait_for(lambda: bool(self._outbox), timeout_s)
+        return self._driver.wait_for(self._has_results, timeout_s)
+
+    def _has_results(self) -> bool:
+        return bool(self._outbox)
 
     def wait_quiet(self, kinds: Iterable[JobKind], timeout_s: float) -> bool:
         """Block until no job of these kinds is queued or running."""

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
-BREATH_S = 50e-6  # what it then leaves to the workers: they need the interpreter between their system calls
+BREATH_S = 200e-6  # what it then leaves to the workers: they need the interpreter between their system calls
 IDLE_CHECK_S = 5.0  # how often an idle thread looks whether its controller still exists
 
 
@@ -39,7 +39,7 @@ class Driver(Protocol):
 
     def notify(self) -> None: ...
 
-    def let_run(self) -> None: ...
+    def let_run(self, has_news: Callable[[], bool], /) -> None: ...
 
 
 class _WorkerThread:
@@ -126,10 +126,13 @@ class ThreadDriver:
             with self._changed:
                 self._changed.notify_all()
 
-    def let_run(self) -> None:
-        """The scheduler found no result of jobs under way: if it does nothing but ask, let workers go on."""
+    def let_run(self, has_news: Callable[[], bool]) -> None:
+        """The scheduler found no result of jobs under way: if it does nothing but ask, let workers go on.
+
+        Until `has_news`, for `BREATH_S` at most: every look at the outbox takes the interpreter from them.
+        """
         if time.monotonic() - self._asked_s < BUSY_POLL_S:
-            time.sleep(BREATH_S)
+            self.wait_for(has_news, BREATH_S)
         self._asked_s = time.monotonic()
 
 
@@ -192,7 +195,7 @@ class StepDriver:
     def notify(self) -> None:
         """Nobody sleeps in a simulation."""
 
-    def let_run(self) -> None:
+    def let_run(self, has_news: Callable[[], bool]) -> None:
         """Workers run when the simulation says so."""
 
 

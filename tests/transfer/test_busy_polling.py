@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 from hiradix.transfer import drivers
@@ -9,18 +12,26 @@ from hiradix.transfer.drivers import BREATH_S, BUSY_POLL_S, ThreadDriver
 from tests.transfer.rig import Rig
 
 
+class Watched(ThreadDriver):
+    """Notes how long it waited at most, instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[float] = []
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
+        return predicate()
+
+
 class Clock:
-    """Stands for the module `time`: it moves only by hand, and notes how long it was told to sleep."""
+    """Stands for the module `time`: it moves only by hand."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.slept: list[float] = []
 
     def monotonic(self) -> float:
         return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
 
 
 @pytest.fixture
@@ -30,26 +41,48 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def no_news() -> bool:
+    return False
+
+
 def test_asking_again_at_once_lets_workers_run(clock: Clock) -> None:
-    driver = ThreadDriver()
-    driver.let_run()
-    assert clock.slept == [], "the first time nobody knows that it only polls"
+    driver = Watched()
+    driver.let_run(no_news)
+    assert driver.waited == [], "the first time nobody knows that it only polls"
     clock.now_s += BUSY_POLL_S / 2
-    driver.let_run()
-    assert clock.slept == [BREATH_S]
+    driver.let_run(no_news)
+    assert driver.waited == [BREATH_S]
 
 
 def test_a_scheduler_that_computes_in_between_is_not_held_up(clock: Clock) -> None:
-    driver = ThreadDriver()
+    driver = Watched()
     for _ in range(5):
-        driver.let_run()
+        driver.let_run(no_news)
         clock.now_s += BUSY_POLL_S * 2
-    assert clock.slept == []
+    assert driver.waited == []
+
+
+def test_a_result_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a breath of ten minutes: it is the result that ends it."""
+    monkeypatch.setattr(drivers, "BREATH_S", 600.0)
+    monkeypatch.setattr(drivers, "BUSY_POLL_S", 600.0)
+    driver, news = ThreadDriver(), threading.Event()
+    driver.let_run(news.is_set)
+
+    def tell() -> None:
+        news.set()
+        driver.notify()
+
+    timer = threading.Timer(0.01, tell)
+    timer.start()
+    driver.let_run(news.is_set)
+    assert news.is_set()
+    timer.join()
 
 
 def test_only_a_poll_that_waits_for_jobs_lets_workers_run(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[ThreadDriver] = []
-    monkeypatch.setattr(ThreadDriver, "let_run", lambda self: asked.append(self))
+    monkeypatch.setattr(ThreadDriver, "let_run", lambda self, _: asked.append(self))
     assert rig.controller.poll() == [] and not asked
     ticket = rig.controller.load([0], [1])
     assert rig.controller.poll() == [] and len(asked) == 1
