@@ -46,7 +46,7 @@ PAGE = 16
 NUM_PAGES = 640
 ROUNDS = 5
 DRAINS = 15
-IN_MEMORY = Path("/dev/shm")  # files there cost no disk and no fresh page cache, which vary more than the drain
+IN_MEMORY = Path("/dev/shm")  # files there cost no disk, which varies more than the drain
 DEADLINE_S = 0.5
 
 
