@@ -51,6 +51,8 @@ class Server:
     folder: Path
     ready: Callable[[], bool] | None = None
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    folders: set[str] = field(default_factory=set, init=False)
+    """What `make_folder` has made."""
 
     def __enter__(self) -> Server:
         return self.start()
@@ -162,8 +164,24 @@ def rclone(folder: Path) -> Server:
     (data / BUCKET).mkdir(parents=True, exist_ok=True)
     key = f"{ACCESS['access_key_id']},{ACCESS['secret_access_key']}"
     address = f"127.0.0.1:{port}"
-    command = [binary("rclone"), "serve", "s3", "--auth-key", key, "--addr", address, str(data)]
-    return Server(command, port, folder)
+    options = ["--auth-key", key, "--addr", address, "--no-cleanup"]
+    return Server([binary("rclone"), "serve", "s3", *options, str(data)], port, folder)
+
+
+def make_folder(server: Server, path: str) -> None:
+    """Have `path` of the tests' bucket there before several writers meet in it, once per server.
+
+    Where they make it at once, rclone says that all objects are stored and has lost some.
+    """
+    import obstore
+    from obstore.store import S3Store
+
+    if path not in server.folders:
+        server.folders.add(path)
+        endpoint = f"http://127.0.0.1:{server.port}"
+        store = S3Store(BUCKET, endpoint=endpoint, client_options={"allow_http": True}, **ACCESS)
+        obstore.put(store, f"{path}/first", b"1", use_multipart=False)
+        obstore.delete(store, f"{path}/first")
 
 
 def makes_bucket(port: int) -> bool:

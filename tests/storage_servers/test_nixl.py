@@ -32,7 +32,7 @@ from tests.contracts.storage import (
 )
 from tests.storage import files
 from tests.storage.files import FILE_BYTES, bytes_in_ledger, open_file, page_files, path_of
-from tests.storage_servers.servers import Server, prefix_of, s3_keys
+from tests.storage_servers.servers import Server, make_folder, prefix_of, s3_keys
 
 
 def file_context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageContext:
@@ -67,6 +67,7 @@ class OnServer:
         self.server = s3_server
 
     def context(self, place: Path, fingerprint: PageFingerprint, **config: Any) -> StorageContext:
+        make_folder(self.server, f"{prefix_of(place)}/{fingerprint.digest()[:32]}")
         keys = {"plugin": "OBJ", "timeout_s": 30.0, **s3_keys(self.server, prefix_of(place))}
         return StorageContext(fingerprint, keys | config, PAGE_BYTES)
 

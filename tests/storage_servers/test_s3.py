@@ -29,7 +29,7 @@ from tests.contracts.storage import (
     page_of,
     put,
 )
-from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port, prefix_of, s3_keys
+from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port, make_folder, prefix_of, s3_keys
 
 FOLDER = FINGERPRINT.digest()[:32]
 
@@ -51,6 +51,7 @@ class OnServer:
         self.server = s3_server
 
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
+        make_folder(self.server, f"{prefix_of(place)}/{fingerprint.digest()[:32]}")
         return context(self.server, prefix_of(place), fingerprint, **config)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
