@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,12 +13,10 @@ from hiradix.tree.pins import held
 from hiradix.tree.records import Lock
 from hiradix.tree.runs import row_at
 from hiradix.tree.store import Store
-
-if TYPE_CHECKING:
-    from hiradix.tree.tree import RadixTree
+from hiradix.tree.view import TreeView
 
 
-def check_tree(tree: RadixTree, store: Store, locks: Iterable[Lock] | None) -> None:
+def check_tree(tree: TreeView, store: Store, locks: Iterable[Lock] | None) -> None:
     """See the module's docstring. With `locks`, all outstanding ones, lock counts must be exact."""
     nodes = list(tree.nodes())
     listed = {
@@ -42,7 +39,7 @@ def check_tree(tree: RadixTree, store: Store, locks: Iterable[Lock] | None) -> N
         _check_leaf_first(store, tier)
 
 
-def _check_structure(node: Node, tree: RadixTree) -> None:
+def _check_structure(node: Node, tree: TreeView) -> None:
     """1, 2, 7, 8: what holds between a node and its children."""
     device = 0
     for row, child in node.children.items():
@@ -61,7 +58,7 @@ def _check_structure(node: Node, tree: RadixTree) -> None:
     assert node is tree.root or node.parent is not None, f"7: {node} in the tree without a parent"
 
 
-def _check_run(node: Node, tree: RadixTree) -> None:
+def _check_run(node: Node, tree: TreeView) -> None:
     """7, 9: tokens, extras, digests and arrays of a node."""
     size, num_pages = tree.page_size, node.num_pages
     assert len(node.tokens) == num_pages * size + node.space.lookahead, (
@@ -100,7 +97,7 @@ def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tup
         )
 
 
-def _expected_locks(tree: RadixTree, locks: Iterable[Lock]) -> dict[int, int]:
+def _expected_locks(tree: TreeView, locks: Iterable[Lock]) -> dict[int, int]:
     """Per residency, how many of `locks` end at it (backbone) or cover it (others)."""
     wanted: dict[int, int] = {}
     for lock in locks:
