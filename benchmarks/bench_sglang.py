@@ -15,7 +15,8 @@ while the others are stopped. Medians of the rounds.
 | metric | what one number is |
 |---|---|
 | cached tokens | of a round, as SGLang reports them in `meta_info`; more is better |
-| scheduler CPU | microseconds of the scheduler's thread inside the cache, per turn; without page copies |
+| cache CPU | microseconds of the scheduler's thread inside the cache, per turn; without page copies |
+| scheduler CPU | milliseconds of the scheduler's thread per turn, the model included |
 | TTFT | milliseconds until the first token of a turn, median of a round's turns |
 
 Installs SGLang as `make test-sglang` does (build/sglang-venv). Writes build/bench/sglang.json.
@@ -56,6 +57,7 @@ HOST = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_io_bac
 OURS = {"radix_cache_backend": "hiradix"}
 CASES = {"device": ({}, {"groups": 4, "together": 3}), "host": (HOST, {"groups": 1, "together": 12})}
 PLAN = {"turns": 6, "new_tokens": [200, 450], "vocabulary": VOCAB_SIZE, "seed": 7}
+SHOWN_METHODS = 12
 PLUGIN = "[sglang.srt.plugins]\nhiradix_turn_meter = turn_meter:activate\n"
 
 
@@ -102,6 +104,9 @@ class Player:
             sum(seconds for _, seconds in r["meter"]["methods"].values()) / len(r["first_s"]) * 1e6
             for r in self.rounds
         )
+
+    def thread_ms(self) -> float:
+        return statistics.median(r["meter"]["thread_s"] / len(r["first_s"]) * 1e3 for r in self.rounds)
 
     def first_ms(self) -> float:
         return statistics.median(statistics.median(r["first_s"]) for r in self.rounds) * 1e3
@@ -161,20 +166,24 @@ def rows_of(case: str, ours: Player, peer: Player) -> list[Row]:
     turns = len(ours.rounds[0]["outputs"])
     return [
         Row(case, "cached tokens", "tokens", ours.cached(), {PEER: peer.cached()}),
-        Row(case, "scheduler CPU", "us/turn", ours.cpu_us(), {PEER: peer.cpu_us()}),
+        Row(case, "cache CPU", "us/turn", ours.cpu_us(), {PEER: peer.cpu_us()}),
+        Row(case, "scheduler CPU", "ms/turn", ours.thread_ms(), {PEER: peer.thread_ms()}),
         Row(case, "TTFT p50", "ms", ours.first_ms(), {PEER: peer.first_ms()}),
         Row(case, "same answers", "share", same / turns, {PEER: 1.0}),
     ]
 
 
 def methods_of(player: Player) -> str:
-    """Where the time goes: the most expensive methods of a round, in microseconds per turn."""
-    last, turns = player.rounds[-1]["meter"], len(player.rounds[-1]["first_s"])
-    costly = sorted(last["methods"].items(), key=lambda item: -item[1][1])[:6]
-    parts = [
-        f"{name} {seconds / turns * 1e6:.0f} ({calls / turns:.1f}x)" for name, (calls, seconds) in costly
-    ]
-    return f"{player.case} {last['cache']}: " + ", ".join(parts)
+    """Where the time goes: the most expensive methods, medians of the rounds in microseconds per turn."""
+    figures: dict[str, list[tuple[float, float]]] = {}
+    for each in player.rounds:
+        turns = len(each["first_s"])
+        for name, (calls, seconds) in each["meter"]["methods"].items():
+            figures.setdefault(name, []).append((seconds / turns * 1e6, calls / turns))
+    middle = {name: tuple(map(statistics.median, zip(*found))) for name, found in figures.items()}
+    costly = sorted(middle.items(), key=lambda item: -item[1][0])[:SHOWN_METHODS]
+    parts = [f"{name} {us:.0f} ({calls:.1f}x)" for name, (us, calls) in costly]
+    return f"{player.case} {player.rounds[-1]['meter']['cache']}: " + ", ".join(parts)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from hiradix.prefix_cache.records import (
     MatchResult,
     RequestLike,
 )
-from hiradix.prefix_cache.slots import RowCopies, SlotPages, Slots, pages_of
+from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of
 from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
 
@@ -207,7 +207,12 @@ class RadixCache(NoLowerTiers, Figures):
     ) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
         start = held.node.end * self.page_size
-        pages = pages_of(row, self.page_size, start, len(key))
+        return self.insert_pages(key, pages_of(row, self.page_size, start, len(key)), held, ended)
+
+    def insert_pages(
+        self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None
+    ) -> Lock:
+        """Insert `key`, whose last pages these are, from the node held; pages go to the tree or are freed."""
         return self.cache.insert(key, pages, at=held, ended=ended)
 
     def reset(self) -> None:

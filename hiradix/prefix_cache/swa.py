@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import ConfigError
@@ -124,7 +123,7 @@ class SWARadixCache(RadixCache):
         start = params.prev_prefix_len // self.page_size * self.page_size
         pages = pages_of(params.value, self.page_size, start, len(key))
         ended = None if params.chunked else Finished(len(key), 0)
-        self.tree.unlock(self._insert_pages(key, pages, None, ended))
+        self.tree.unlock(self.insert_pages(key, pages, None, ended))
         num_new = (self.tree.resident_pages(Tier.DEVICE) - num_before) * self.page_size
         return InsertResult(len(key) - num_new)
 
@@ -145,22 +144,16 @@ class SWARadixCache(RadixCache):
             self.cache.evict(missing, WINDOW)
         return EvictResult((dropped[0] - full) * size, (dropped[WINDOW] - window) * size)
 
-    def insert_row(
-        self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
-    ) -> Lock:
-        pages = pages_of(row, self.page_size, held.node.end * self.page_size, len(key))
-        return self._insert_pages(key, pages, held, ended)
-
-    def _insert_pages(
-        self, key: RadixKey, pages: Pages, at: Lock | None, ended: Finished | None = None
+    def insert_pages(
+        self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None
     ) -> Lock:
         """Insert full pages and, of the window pages beside them, the last run without a gap."""
         if self.cache.is_blocked(key):
-            return self.cache.insert(key, pages, at=at)
+            return self.cache.insert(key, pages, at=held)
         window = self._window_pages.beside(pages)
         gaps = np.flatnonzero(window == 0)
         first = int(gaps[-1]) + 1 if len(gaps) else 0
-        lock = self.cache.insert(key, pages, at=at, others=(window[first:],), ended=ended)
+        lock = self.cache.insert(key, pages, at=held, others=(window[first:],), ended=ended)
         if window[:first].any():
             self._free_strays(lock.node, lock.node.end - len(pages), window[:first])
         return lock

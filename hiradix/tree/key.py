@@ -6,6 +6,7 @@ A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as ro
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +41,20 @@ class Namespace:
 
 PLAIN = Namespace()
 NARROW, WIDE = 4, 8  # bytes per packed token
+SHORT_TOKENS = 4096  # up to here copying and comparing bytes beats array arithmetic, by far with cold caches
+_ZEROS = bytes(SHORT_TOKENS * NARROW)
+IS_LITTLE_ENDIAN = sys.byteorder == "little"
 WINDOW_TOKENS = 16384  # packed at once, so that a key is not packed beyond what is looked at
 
 
 def packed(tokens: Tokens) -> tuple[bytes, int]:
     """`tokens` as bytes and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8 (int64)."""
+    if len(tokens) <= SHORT_TOKENS and tokens.flags.c_contiguous and IS_LITTLE_ENDIAN:
+        halves = tokens.view(np.int32)
+        low, high = halves[::2].tobytes(), halves[1::2].tobytes()
+        if high == _ZEROS[: len(high)] and low[3::NARROW].isascii():  # the top bit of none is set
+            return low, NARROW
+        return tokens.tobytes(), WIDE
     if is_wide(tokens):
         return tokens.tobytes(), WIDE
     return tokens.astype(np.int32).tobytes(), NARROW

@@ -95,6 +95,7 @@ FAULTS = [
     ),
     Fault("key: extras are no part of the row", KEY, "            row = (row, extra)", "            pass"),
     Fault("key: wide tokens are cut to 32 bits", KEY, "if is_wide(tokens):", "if False:"),
+    Fault("key: of a few wide tokens the sign bit is not looked at", KEY, "low[3::NARROW].isascii()", "True"),
     Fault(
         "key: a slice loses the bigram's last token",
         KEY,

@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     DecLockRefParams,
@@ -25,11 +24,11 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.adapters.sglang.front import Front
+from hiradix.adapters.sglang.ports import Rows
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.prefix_cache.records import WINDOW, LockReceipt
-from hiradix.prefix_cache.slots import pages_of, slots_of
 from hiradix.tree import Lock, Node, Tier
 from hiradix.tree.key import as_tokens
 
@@ -59,6 +58,10 @@ class HiRadixPrefixCache(Front):
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
+        self._tree = inner.tree
+        self._rows = Rows(params.req_to_token_pool, self.page_size)
+        self._frees_whole_rows = not self.supports_swa()
+        self._lookahead = int(self.is_eagle)
         self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -105,21 +108,28 @@ class HiRadixPrefixCache(Front):
         """int64 [tokens]: the device slots of the path to `node`. A fresh tensor."""
         return self.inner.device_slots(node)
 
-    def _request_key(self, req: Any, num_tokens: int) -> RadixKey:
-        """The whole pages of what `req` has computed."""
+    def prefix_device_indices(self, req: Any) -> torch.Tensor:
+        """int64 [tokens]: the device slots of the prefix that `req` was matched with. A fresh tensor."""
+        node, num_tokens = req.last_node, req.prefix_len
+        slots, num_slots = self.inner.device_slots(node), node.end * self.page_size
+        assert num_slots >= num_tokens, f"{req.rid}: {num_tokens} tokens of a path of {num_slots}"
+        return slots if num_slots == num_tokens else slots[:num_tokens]
+
+    def _request_key(self, req: Any, num_pages: int) -> RadixKey:
+        """The first pages of what `req` has computed."""
+        num_tokens = num_pages * self.page_size + self._lookahead if num_pages else 0
         tokens = as_tokens(req.full_untruncated_fill_ids)[:num_tokens]
-        key = RadixKey(tokens, req.extra_key, self.is_eagle, cache_salt=req.cache_salt or None)
-        return key.page_aligned(self.page_size)
+        return RadixKey(tokens, req.extra_key, self.is_eagle, cache_salt=req.cache_salt or None)
 
     # -- locks --------------------------------------------------------------------------
 
     def lock(self, node: Node) -> TreeLock:
         """Pin the path to `node` on the device until `unlock`."""
-        return TreeLock(node, self.inner.tree.lock(node, Tier.DEVICE))
+        return TreeLock(node, self._tree.lock(node, Tier.DEVICE))
 
     def unlock(self, lock: TreeLock | None) -> None:
         if lock is not None:
-            self.inner.tree.unlock(_receipt(lock))
+            self._tree.unlock(_receipt(lock))
 
     def inc_lock_ref(self, node: Node) -> LockTaken:
         """As `lock`, for callers that keep the receipt in SGLang's records."""
@@ -145,30 +155,36 @@ class HiRadixPrefixCache(Front):
         Its row from the prefix it held on, its lock, `last_node` and `cache_protected_len` change. Slots of
         what the tree had already are freed, no others. Costs the new tokens, not the prefix.
         """
-        key, held = self._request_key(req, up_to), self._held(req)
+        held, kv, size = self._held(req), req.kv, self.page_size
         self.inner.count_use(req)
+        num_tokens = min(up_to, len(req.full_untruncated_fill_ids))
+        start, end = held.node.end, max(num_tokens - self._lookahead, 0) // size
         ended = _ended(req)
-        if len(key) <= held.node.end * self.page_size:
-            if ended is not None:
-                self.inner.cache.finished(key, held.node, ended)
+        if end <= start:
+            if ended is not None and self.inner.cache.learner is not None:
+                self.inner.cache.finished(self._request_key(req, end), held.node, ended)
             return
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(key)]
-        taken = self.inner.insert_row(key, row, held, ended)
+        given = self._rows.pages(kv.req_pool_idx, start, end)
+        taken = self.inner.insert_pages(self._request_key(req, end), given, held, ended)
+        node = taken.node
         if req.priority:
-            self.inner.tree.prioritise(taken, req.priority)
-        self._repoint(req, row, held.node.end, taken.node)
-        self.inner.tree.unlock(held)
-        req.lock, req.last_node = TreeLock(taken.node, taken), taken.node
-        req.kv.cache_protected_len = taken.node.end * self.page_size
-        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(key))
+            self._tree.prioritise(taken, req.priority)
+        own = self._tree.pages(node, Tier.DEVICE, start=start)
+        if own.tobytes() != given.tobytes():
+            self._rows.write(kv.req_pool_idx, start, own)
+        self._tree.unlock(held)
+        req.lock, req.last_node = TreeLock(node, taken), node
+        kv.cache_protected_len = node.end * size
+        kv.cache_inserted_len = max(kv.cache_inserted_len, end * size)
 
-    def _repoint(self, req: Any, row: torch.Tensor, start: int, node: Node) -> None:
-        """Have the row name the tree's pages from page `start` to the end of `node`."""
-        pages = self.inner.tree.pages(node, Tier.DEVICE, start=start)
-        if not np.array_equal(pages, pages_of(row, self.page_size, start * self.page_size)):
-            slots = slots_of(pages, self.page_size, self.device)
-            span = slice(start * self.page_size, node.end * self.page_size)
-            self.req_to_token_pool.write((req.kv.req_pool_idx, span), slots.to(row.dtype))
+    def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        """Free what the row names at these positions, ascending, the first on a page boundary."""
+        if len(ranges) > 1 or not self._frees_whole_rows:
+            super().free_kv_row(kv, ranges)
+            return
+        for start, end in ranges:
+            if start < end:
+                self._rows.free(kv.req_pool_idx, start, end, self.token_to_kv_pool_allocator)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self.inner.forget_request(req)

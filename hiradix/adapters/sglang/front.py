@@ -8,7 +8,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from hiradix.prefix_cache import RadixCache, RadixKey
-from hiradix.tree import Node
+from hiradix.tree import Node, Tier
 from hiradix.tree.key import as_tokens
 
 
@@ -47,7 +47,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
     # -- sizes and texts ----------------------------------------------------------------
 
     def evictable_size(self) -> int:
-        return self.inner.evictable_size()
+        return self.inner.tree.evictable_pages(Tier.DEVICE) * int(self.page_size)
 
     def full_evictable_size(self) -> int:
         return self.inner.full_evictable_size()

@@ -21,11 +21,11 @@ _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", 
 
 
 class Meters:
-    """Feeds `cache.metrics_collector` and a storage collector. Does nothing without metrics."""
+    """Feeds `cache.metrics_collector` and a storage collector. is_on: whether anybody asked for metrics."""
 
     def __init__(self, cache: Any, is_on: bool):
         self._cache = cache
-        self._is_on = is_on
+        self.is_on = is_on
         self._storage: Any = None
         self._seen: dict[str, int] = {}
         self._kinds: dict[JobKind, KindStats] = {}
@@ -34,7 +34,7 @@ class Meters:
     def show_storage(self, name: str | None) -> None:
         """A backend was attached: its series carry its name. Label names never change, so it can be called
         again."""
-        if not self._is_on or name is None:
+        if not self.is_on or name is None:
             return
         parallel = get_parallel()
         labels = radix_cache_metric_labels(name, parallel, is_dp_attention_enabled())
@@ -48,8 +48,6 @@ class Meters:
 
     def update(self) -> None:
         """Add what happened since the last call. Next to free when no transfer has ended."""
-        if not self._is_on:
-            return
         inner = self._cache.inner
         stats = inner.controller.stats()
         num_results = sum(kind.num_results for kind in stats.kinds.values())

@@ -27,6 +27,7 @@ class AllocatorPort:
         self.device = allocator.device
         self.size = allocator.size // page_size * page_size
         self._allocator = allocator
+        self._is_cpu = torch.device(allocator.device).type == "cpu"
         self._free_ids = getattr(allocator, "free_page_ids", None)
 
     def available_size(self) -> int:
@@ -50,7 +51,8 @@ class AllocatorPort:
     def free_pages(self, pages: Pages) -> None:
         """Give back whole pages, each named once."""
         if self._free_ids is not None:
-            self._free_ids(torch.from_numpy(pages.astype(np.int64)).to(self.device))
+            ids = torch.from_numpy(pages.astype(np.int64))
+            self._free_ids(ids if self._is_cpu else ids.to(self.device))
         else:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 
@@ -80,6 +82,43 @@ class HybridPort(AllocatorPort):
     def free_swa(self, free_index: torch.Tensor) -> None:
         """Free the window slots beside these full slots, which all have one."""
         self._allocator.free_swa(free_index)
+
+
+class Rows:
+    """The rows of SGLang's ReqToTokenPool as pages. On a CPU read through one array of all of them."""
+
+    def __init__(self, pool: Any, page_size: int):
+        self._pool = pool
+        self._page_size = page_size
+        table: torch.Tensor = pool.req_to_token
+        self._table: Any = table.numpy() if table.is_cpu else table
+
+    def pages(self, index: int, start: int, end: int) -> Pages:
+        """int32 [end - start]: what a row names at pages [start, end). Waits for a GPU."""
+        size = self._page_size
+        first = self._table[index, start * size : end * size : size]
+        if not isinstance(first, np.ndarray):
+            first = first.cpu().numpy()
+        return (first // size).astype(np.int32, copy=False)  # type: ignore[no-any-return]
+
+    def free(self, index: int, start: int, end: int, allocator: Any) -> None:
+        """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
+
+        Never waits for the device.
+        """
+        free_ids = getattr(allocator, "free_page_ids", None)
+        if free_ids is None or not isinstance(self._table, np.ndarray):
+            allocator.free_segment(self._pool.req_to_token[index, start:end], start_pos=start)
+            return
+        assert start % self._page_size == 0, f"position {start} is inside a page of {self._page_size}"
+        ids = self._table[index, start : end : self._page_size] // self._page_size
+        free_ids(torch.from_numpy(ids.astype(np.int64)))
+
+    def write(self, index: int, start: int, pages: Pages) -> None:
+        """Have a row name these pages from page `start` on."""
+        size, table = self._page_size, self._pool.req_to_token
+        span = slice(start * size, (start + len(pages)) * size)
+        self._pool.write((index, span), slots_of(pages, size, table.device).to(table.dtype))
 
 
 class HostPoolView:

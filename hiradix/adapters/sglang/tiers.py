@@ -44,8 +44,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Apply finished transfers; with several ranks, those that all of them have."""
         if self._has_unclaimed_load:  # its request was not admitted after all
             self.ready_to_load_host_cache()
-        self.inner.check_hicache_events()
-        self._meters.update()
+        self.inner.cache.tick()
+        if self._meters.is_on:
+            self._meters.update()
         if self._checks:
             self.inner.check()
 
