@@ -12,6 +12,7 @@ from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.identities import remember
 from hiradix.storage.options import Options
 from hiradix.storage.protocol import StorageContext
+from hiradix.storage.quota import with_quota
 from hiradix.storage.registry import create_storage_backend
 from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, inner_context, wrap
 
@@ -57,5 +58,6 @@ def open_storage(
     rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
     backend = wrap(create_storage_backend(name, inside), inside, wrappers)
+    backend = with_quota(backend, name, context.fingerprint, wrappers.quota)
     remember(context.fingerprint)
     return GuardedStorage(backend, context.fingerprint, limits, clock)

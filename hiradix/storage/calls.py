@@ -22,12 +22,16 @@ class BadAnswer(Exception):
 
 @dataclass
 class Batch:
-    """One call's pages and what became of them. before: names of the chain before them, where it is known."""
+    """One call's pages and what became of them. before: names of the chain before them, where it is known.
+
+    tenant: whose pages they are, in a put.
+    """
 
     keys: Sequence[str]
     names: Sequence[str]
     pages: Sequence[Page]
     before: Sequence[str] | None = None
+    tenant: str = ""
     ok: list[bool] = field(init=False)
     refused: dict[MissReason, int] = field(default_factory=dict)
 

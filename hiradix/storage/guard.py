@@ -107,17 +107,33 @@ class GuardedStorage:
         return self._move(Op.GET, batch, self._get_chunk if self._direct is None else self._get_direct)
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
+
+        tenant: whose pages they are, as `Namespace.tenant` names him.
         """
-        batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys))
+        batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
         return self._move(Op.PUT, batch, self._put_chunk if self._direct is None else self._put_direct)
 
     @property
     def wants_prefix_keys(self) -> bool:
         """Whether the backend asked for the keys before those of a call."""
         return self._traits.chained
+
+    @property
+    def frees_deleted(self) -> bool:
+        """Whether a deleted page's bytes are given back."""
+        return self._traits.deletes
+
+    @property
+    def wants_tenant(self) -> bool:
+        """Whether the backend asked whose the pages of a put are."""
+        return self._traits.tenanted
 
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed."""
@@ -249,8 +265,10 @@ class GuardedStorage:
     def _ask(self, op: Op, session: Session, batch: Batch, chunk: range, pages: Sequence[Page]) -> object:
         """The backend's answer for a chunk whose bytes are in, or go to, `pages`."""
         call = getattr(self.backend, op.value)
-        names, chain = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
-        return session.run(lambda: call(names, pages, **chain))
+        names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
+        if op is Op.PUT and self._traits.tenanted:
+            more["tenant"] = batch.tenant
+        return session.run(lambda: call(names, pages, **more))
 
     def _get_direct(self, session: Session, batch: Batch, chunk: range) -> None:
         pages = batch.pages[chunk.start : chunk.stop]

@@ -66,6 +66,16 @@ class Options:
     def boolean(self, key: str, default: bool) -> bool:
         return require_bool(flag(key), self._get(key, default))
 
+    def given(self, key: str) -> bool:
+        """Whether there is a value for `key`."""
+        return self._get(key, None) is not None
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        value = self._get(key, {})
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{flag(key)} must be an object, got {value!r:.80}")
+        return value
+
     def accept(self, *keys: str) -> None:
         """Keys that are someone else's, or have no effect here."""
         self._read.update(keys)

@@ -77,6 +77,8 @@ class Traits:
     call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
     backend does as it is told by `StorageContext.ragged`. chained: `exists`, `get` and `put` take
     `prefix_keys`, the keys before `keys` in the same chain: None where that is not known from its start.
+    tenanted: `put` takes `tenant`, whose pages they are (`Namespace.tenant`). deletes: `delete` gives the
+    page's bytes back.
     """
 
     verifies: bool = False
@@ -84,6 +86,8 @@ class Traits:
     direct: bool = False
     ragged: bool = False
     chained: bool = False
+    tenanted: bool = False
+    deletes: bool = True
 
 
 def asked_chain(backend: Any, prefix_keys: Sequence[str] | None) -> dict[str, Any]:

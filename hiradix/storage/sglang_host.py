@@ -68,7 +68,7 @@ class SglangBackend(StorageBackend):
         self._store.register_mem_pool_host(self._pool)
         getattr(self._store, "on_host_pools_registered", lambda: None)()
         self._wants_info = _takes(self._store.batch_exists, "extra_info")
-        self.traits = Traits(chained=self._wants_info)
+        self.traits = Traits(chained=self._wants_info, deletes=False)
 
     @property
     def hosted(self) -> Any:

@@ -15,6 +15,7 @@ from hiradix.storage.build import open_storage
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.options import Options, flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
+from hiradix.storage.quota import QUOTA_KEYS
 
 DEADLINES_S = {"upper": 0.5, "lower": 1.0}
 
@@ -41,7 +42,8 @@ class TierBackend(StorageBackend):
             self.upper.close()
             raise
         chained = self.upper.wants_prefix_keys or self.lower.wants_prefix_keys
-        self.traits = Traits(verifies=True, namespaced=True, chained=chained)
+        deletes = self.upper.frees_deleted and self.lower.frees_deleted
+        self.traits = Traits(verifies=True, namespaced=True, chained=chained, deletes=deletes)
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check([*keys, *prefix_keys])
@@ -127,6 +129,9 @@ def _open(name: str, context: StorageContext) -> GuardedStorage:
     value: Any = context.extra_config.get(name)
     if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
         raise ConfigError(f'{flag(name)} must be an object with "backend": the name of a storage backend')
+    for key in QUOTA_KEYS:
+        if key in value:
+            raise ConfigError(f"{flag(name)}: {flag(key)} is a key of the tier, for both stores together")
     keys = {"deadline_s": DEADLINES_S[name]} | {key: item for key, item in value.items() if key != "backend"}
     try:
         return open_storage(value["backend"], dataclasses.replace(context, extra_config=keys))

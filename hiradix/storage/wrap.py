@@ -11,6 +11,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage.negative import NegativeCache
 from hiradix.storage.options import Options, flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
+from hiradix.storage.quota import QUOTA_KEYS, QuotaConfig
 from hiradix.storage.retry import RetryingStorage
 
 WRAP_KEYS = (
@@ -20,6 +21,7 @@ WRAP_KEYS = (
     "compression",
     "compression_level",
     "encryption_key_file",
+    *QUOTA_KEYS,
 )
 CODECS = ("none", "zstd")
 
@@ -35,6 +37,7 @@ class WrapConfig:
     compression: str = "none"
     compression_level: int = 1
     encryption_key_file: str = ""
+    quota: QuotaConfig = QuotaConfig()
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> WrapConfig:
@@ -50,6 +53,7 @@ class WrapConfig:
             compression=options.choice("compression", default.compression, CODECS),
             compression_level=level,
             encryption_key_file=options.text("encryption_key_file", ""),
+            quota=QuotaConfig.from_options(options),
         )
 
 

@@ -52,3 +52,9 @@ class StorageLike(Protocol):
     def get(self, keys: Sequence[str], into: Views, prefix_keys: PrefixKeys = None, /) -> object: ...
 
     def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys = None, /) -> object: ...
+
+
+class TenantStorage(Protocol):
+    """The put of storage that says `wants_tenant`: whose pages they are comes last."""
+
+    def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys, tenant: str, /) -> object: ...

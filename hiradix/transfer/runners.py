@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch, Pages, Query, Read, Store
-from hiradix.transfer.ports import DevicePoolLike, HashPages, HostPoolLike, StorageLike, TransportLike
+from hiradix.transfer.ports import (
+    DevicePoolLike,
+    HashPages,
+    HostPoolLike,
+    PrefixKeys,
+    StorageLike,
+    TenantStorage,
+    TransportLike,
+    Views,
+)
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import BadAnswer, Task
 from hiradix.tree.hashing import PageRows
@@ -157,10 +167,18 @@ class StorageRunner:
             batch = keys[start : start + self._batch_pages]
             views = self._views(store.source[start : start + self._batch_pages])
             before = self._keys_before(task, store.rows, len(keys) - start)
-            answer = storage.put(batch, views) if before is None else storage.put(batch, views, before)
+            answer = self._put(storage, batch, views, before, store.rows.tenant)
             if not add_leading(task, answer, len(batch)):
                 return
             yield
+
+    def _put(
+        self, storage: StorageLike, keys: Sequence[str], views: Views, before: PrefixKeys, tenant: str
+    ) -> object:
+        """A put with what storage asked for beside the pages."""
+        if getattr(storage, "wants_tenant", False):
+            return cast(TenantStorage, storage).put(keys, views, before, tenant)
+        return storage.put(keys, views) if before is None else storage.put(keys, views, before)
 
     def _keys_before(self, task: Task, rows: PageRows, num_left: int) -> list[str] | None:
         """The chain before the last `num_left` pages, for storage that asked and rows that begin it."""

@@ -48,6 +48,7 @@ class PageRows:
     rows: int64 [P, S]; of bigrams [P, S + 1], the last token of a row being the first of the next.
     extras: per page a digest or None; None if no page has one.
     start: pages before the first row.
+    tenant: whose pages these are, as `Namespace.tenant` names him; "" for nobody's in particular.
     """
 
     prior: bytes
@@ -55,6 +56,7 @@ class PageRows:
     extras: tuple[bytes | None, ...] | None = None
     is_bigram: bool = False
     start: int = 0
+    tenant: str = ""
 
     def __len__(self) -> int:
         return len(self.rows)

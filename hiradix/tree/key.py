@@ -38,6 +38,16 @@ class Namespace:
         """What a chain of page hashes starts from."""
         return namespace_seed(self.extra_key, self.cache_salt)
 
+    @property
+    def tenant(self) -> str:
+        """Whose quota pages in storage count against: `salt:` and the salt, else `key:` and the extra key.
+
+        "" in the plain namespace.
+        """
+        if self.cache_salt is not None:
+            return f"salt:{self.cache_salt}"
+        return "" if self.extra_key is None else f"key:{self.extra_key}"
+
 
 PLAIN = Namespace()
 NARROW, WIDE = 4, 8  # bytes per packed token

@@ -66,7 +66,8 @@ def page_rows(node: Node, start: int, page_size: int) -> PageRows:
     """See `RadixTree.page_rows`."""
     first, prior = _known_prior(node, start)
     rows = _shape(_path_tokens(node, first, page_size), node.end - first, page_size, node.space)
-    return PageRows(prior or node.space.seed, rows, _path_extras(node, first), node.space.is_bigram, first)
+    space, extras = node.space, _path_extras(node, first)
+    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, space.tenant)
 
 
 def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -> PageRows:
@@ -76,7 +77,8 @@ def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -
     first, prior = _known_prior(node, start)
     tokens = key.tokens[first * page_size : end * page_size + key.space.lookahead]
     rows = _shape(tokens, end - first, page_size, key.space)
-    return PageRows(prior or key.space.seed, rows, key.extras_of(first, end), key.is_bigram, first)
+    space, extras = key.space, key.extras_of(first, end)
+    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, space.tenant)
 
 
 def set_hashes(node: Node, start: int, digests: Sequence[bytes]) -> None:

@@ -541,6 +541,157 @@ class BoundedContract(Base):
         assert all(put(store, keys_of(4, start=50))) and all(hits(store, keys_of(4, start=50)))
 
 
+class QuotaContract(Base):
+    """Limits of `pages` pages for each tenant. `deletes`: whether the store can; else it refuses."""
+
+    deletes = True
+
+    def limited(self, make: Make, tmp_path: Path, pages: int | None, **config: Any) -> Any:
+        default = {} if pages is None else {"quota": quota_of(pages)}
+        return make(quota_path=str(tmp_path / "accounts"), **default, **config)
+
+    def test_a_tenant_makes_room_with_his_own_coldest(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 3)
+        theirs = keys_of(3, start=100)
+        assert put_for(store, theirs, "salt:b") == [True] * 3
+        for key in keys_of(3):
+            assert put_for(store, [key], "salt:a") == [True]
+        hits(store, keys_of(1))
+        assert put_for(store, [key_of(3)], "salt:a") == [self.deletes]
+        kept = [True, False, True, True] if self.deletes else [True, True, True, False]
+        assert hits(store, keys_of(4)) == kept
+        assert hits(store, theirs) == [True] * 3
+
+    def test_a_batch_longer_than_the_quota_keeps_its_head(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 6)
+        put_for(store, keys_of(2, start=50), "salt:a")
+        room = 6 if self.deletes else 4
+        answer = put_for(store, keys_of(10), "salt:a")
+        assert answer == [True] * room + [False] * (10 - room) and hits(store, keys_of(10)) == answer
+
+    def test_a_prefix_leaves_from_its_tail(self, make: Make, tmp_path: Path) -> None:
+        if not self.deletes:
+            return
+        store = self.limited(make, tmp_path, 30)
+        put_for(store, keys_of(20), "salt:a")
+        put_for(store, keys_of(10, start=20), "salt:a")
+        for number in range(100, 115):
+            assert put_for(store, [key_of(number)], "salt:a") == [True]
+        assert hits_without_using(store, keys_of(30)) == [True] * 15 + [False] * 15
+
+    def test_a_page_counts_once(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 3)
+        for _ in range(4):
+            assert put_for(store, keys_of(2), "salt:a") == [True] * 2
+        assert put_for(store, [key_of(7), key_of(7)], "salt:a") == [True] * 2
+        assert hits(store, [*keys_of(2), key_of(7)]) == [True] * 3
+
+    def test_deleting_and_clearing_make_room(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 4)
+        put_for(store, keys_of(4), "salt:a")
+        if self.deletes:
+            store.delete(keys_of(2))
+            assert put_for(store, keys_of(2, start=10), "salt:a") == [True] * 2
+            assert hits(store, keys_of(4)) == [False, False, True, True]
+        store.clear()
+        assert put_for(store, keys_of(4, start=20), "salt:a") == [True] * 4
+        assert all(hits(store, keys_of(4, start=20)))
+
+    def test_named_tenants_have_their_own(self, make: Make, tmp_path: Path) -> None:
+        quotas = {"salt:big": quota_of(5), "key:big": quota_of(2), "": 0}
+        store = self.limited(make, tmp_path, 1, quotas=quotas)
+        found = [sum(put_for(store, keys_of(8, start), tenant)) for start, tenant in
+                 ((0, "salt:big"), (10, "key:big"), (20, ""), (30, "salt:else"))]  # fmt: skip
+        assert found == [5, 2, 0, 1]
+
+    def test_tenants_without_a_quota_have_no_limit(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, None, quotas={"salt:a": quota_of(2)})
+        assert all(put_for(store, keys_of(20), "salt:b")) and all(put(store, keys_of(20, start=20)))
+        assert sum(put_for(store, keys_of(4, start=50), "salt:a")) == 2
+
+    def test_the_account_outlives_the_handle(self, make: Make, tmp_path: Path) -> None:
+        first = self.limited(make, tmp_path, 4)
+        put_for(first, keys_of(4), "salt:a")
+        first.close()
+        second = self.limited(make, tmp_path, 4)
+        put_for(second, keys_of(3, start=10), "salt:a")
+        left = hits_without_using(second, [*keys_of(4), *keys_of(3, start=10)])
+        assert sum(left) <= 4 and all(left[4:]) == self.deletes
+
+    def test_a_lowered_quota_holds_from_the_next_put(self, make: Make, tmp_path: Path) -> None:
+        first = self.limited(make, tmp_path, 6)
+        put_for(first, keys_of(6), "salt:a")
+        first.close()
+        second = self.limited(make, tmp_path, 2)
+        assert put_for(second, [key_of(9)], "salt:a") == [self.deletes]
+        if self.deletes:
+            assert sum(hits_without_using(second, [*keys_of(6), key_of(9)])) <= 2
+
+    @pytest.mark.parametrize("tenant", ["salt:../../x", "key:/etc/passwd", "salt:a\0b", "salt:", "key:'; --",
+                                        "salt:\ud800", "salt:" + "x" * 5000])  # fmt: skip
+    def test_hostile_tenants_are_only_names(self, make: Make, tmp_path: Path, tenant: str) -> None:
+        store = self.limited(make, tmp_path, 2)
+        before = {path.parent for path in tmp_path.rglob("*.quota*")}
+        assert sum(put_for(store, keys_of(3), tenant)) == 2
+        assert {path.parent for path in tmp_path.rglob("*.quota*")} == before == {tmp_path / "accounts"}
+
+    def test_threads_of_several_tenants_stay_within(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 5)
+        faults: list[BaseException] = []
+
+        def work(tenant: int, seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                for _ in range(12):
+                    batch = keys_of(3, start=100 * tenant + rng.randrange(20))
+                    put_for(store, batch, f"salt:{tenant}")
+                    hits(store, batch)
+                    if rng.random() < 0.2:
+                        store.delete(batch[:1])
+            except BaseException as error:
+                faults.append(error)
+
+        run_all([lambda t=n % 3, s=n: work(t, s) for n in range(4)])  # type: ignore[misc]
+        assert not faults
+        for tenant in range(3):
+            assert sum(hits_without_using(store, keys_of(23, start=100 * tenant))) <= 5
+
+    def test_figures_say_who_has_how_much(self, make: Make, tmp_path: Path) -> None:
+        store = self.limited(make, tmp_path, 3)
+        put_for(store, keys_of(5), "salt:a")
+        figures = {name.removeprefix("backend_"): value for name, value in store.stats().items()}
+        assert figures["quota_tenants"] == 1
+        assert figures["quota_refused_room" if self.deletes else "quota_refused_no_delete"] == 2
+        (shown,) = [value for name, value in figures.items() if name.startswith("quota_used_bytes_")]
+        assert quota_of(3) - 3 * 64 <= shown <= quota_of(3)
+
+
+class SharedQuotaContract(QuotaContract):
+    """Several handles on one store share the account."""
+
+    def test_handles_together_stay_within(self, make: Make, tmp_path: Path) -> None:
+        stores = [self.limited(make, tmp_path, 5) for _ in range(2)]
+        run_all([lambda i=i, s=s: [put_for(s, keys_of(3, 10 * i + n), "salt:a") for n in range(5)]
+                 for i, s in enumerate(stores)])  # type: ignore[misc]  # fmt: skip
+        assert sum(hits(stores[0], keys_of(20))) <= 5
+
+    def test_one_makes_room_with_what_the_other_put(self, make: Make, tmp_path: Path) -> None:
+        ours, theirs = (self.limited(make, tmp_path, 3) for _ in range(2))
+        put_for(theirs, keys_of(3), "salt:a")
+        assert put_for(ours, [key_of(9)], "salt:a") == [True]
+        assert hits(theirs, [*keys_of(3), key_of(9)]) == [True, True, False, True]
+
+
+def quota_of(pages: int) -> int:
+    """Room for exactly so many pages, with or without their seals; for up to 90 of them."""
+    return pages * (PAGE_BYTES + 64)
+
+
+def put_for(store: Any, keys: Sequence[str], tenant: str) -> list[bool]:
+    answer: list[bool] = store.put(keys, [page_of(key) for key in keys], None, tenant)
+    return answer
+
+
 def hits_without_using(store: Any, keys: Sequence[str]) -> list[bool]:
     """Which keys are there, without making them recent."""
     return [store.exists([key]) == 1 for key in keys]

@@ -17,6 +17,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
 )
 from tests.disk.places import MODES, cap_of, context, open_disk
@@ -79,7 +80,13 @@ class TestFsync(DiskStore, StorageContract, PersistentContract):
 
 
 class TestGuarded(
-    DiskStore, StorageContract, PersistentContract, NamespaceContract, SharedContract, BoundedContract
+    DiskStore,
+    StorageContract,
+    PersistentContract,
+    NamespaceContract,
+    SharedContract,
+    BoundedContract,
+    SharedQuotaContract,
 ):
     raises = False
 

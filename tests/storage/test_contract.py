@@ -20,6 +20,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
 )
 from tests.storage.doubles import FaultyBackend, MemoryBackend
@@ -54,7 +55,13 @@ class TestFile(
 
 
 class TestGuardedFile(
-    FileBounds, StorageContract, PersistentContract, NamespaceContract, SharedContract, BoundedContract
+    FileBounds,
+    StorageContract,
+    PersistentContract,
+    NamespaceContract,
+    SharedContract,
+    BoundedContract,
+    SharedQuotaContract,
 ):
     raises = False
 

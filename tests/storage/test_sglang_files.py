@@ -21,6 +21,7 @@ from tests.contracts.storage import (
     Make,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     bytes_of,
     hits,
@@ -53,7 +54,9 @@ class TestSglangFiles(Bounds, StorageContract, PersistentContract, SharedContrac
         return SglangFileBackend(context(place, fingerprint, **config))
 
 
-class TestGuardedSglangFiles(Bounds, StorageContract, PersistentContract, SharedContract, BoundedContract):
+class TestGuardedSglangFiles(
+    Bounds, StorageContract, PersistentContract, SharedContract, BoundedContract, SharedQuotaContract
+):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

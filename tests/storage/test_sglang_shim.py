@@ -18,6 +18,7 @@ from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
     NamespaceContract,
+    QuotaContract,
     StorageContract,
     bytes_of,
     hits,
@@ -67,14 +68,16 @@ class OwnClear(NamespaceContract):
         assert not any(hits(ours, keys_of(2))) and not any(hits(theirs, keys_of(2)))
 
 
-class TestGuardedTensorClass(StorageContract, OwnClear):
+class TestGuardedTensorClass(StorageContract, OwnClear, QuotaContract):
+    deletes = False
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         return open_storage("dynamic", context(place, "TensorStore", fingerprint, deadline_s=30.0, **config))
 
 
-class TestGuardedZeroCopyClass(StorageContract, OwnClear):
+class TestGuardedZeroCopyClass(StorageContract, OwnClear, QuotaContract):
+    deletes = False
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

@@ -29,6 +29,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     hits,
     key_of,
@@ -81,7 +82,7 @@ class TestTier(StorageContract, PersistentContract, NamespaceContract, SharedCon
         return TierBackend(tier_context(place, fingerprint, **config))
 
 
-class TestGuardedTier(StorageContract, PersistentContract, NamespaceContract):
+class TestGuardedTier(StorageContract, PersistentContract, NamespaceContract, SharedQuotaContract):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

@@ -22,6 +22,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     bytes_of,
     hits,
@@ -69,7 +70,7 @@ class TestEncrypted(OnServer, StorageContract, PersistentContract, NamespaceCont
     encrypted = True
 
 
-class TestCompressedAndEncrypted(OnServer, StorageContract):
+class TestCompressedAndEncrypted(OnServer, StorageContract, SharedQuotaContract):
     keys = {"compression": "zstd", "zero_copy": False, "negative_ttl_s": 0.001}
     encrypted = True
 

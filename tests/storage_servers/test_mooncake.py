@@ -27,6 +27,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     bytes_of,
     content,
@@ -83,7 +84,7 @@ class TestMooncakeOwnMemory(OnMaster, StorageContract):
     keys = {"global_segment_size": "64MiB"}
 
 
-class TestGuardedMooncake(OnMaster, StorageContract, NamespaceContract):
+class TestGuardedMooncake(OnMaster, StorageContract, NamespaceContract, SharedQuotaContract):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

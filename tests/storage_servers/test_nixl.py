@@ -22,6 +22,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     bytes_of,
     content,
@@ -50,7 +51,9 @@ class TestNixlFiles(StorageContract, PersistentContract, NamespaceContract, Shar
         return len(page_files(place / "store"))
 
 
-class TestGuardedNixlFiles(StorageContract, PersistentContract, NamespaceContract, SharedContract):
+class TestGuardedNixlFiles(
+    StorageContract, PersistentContract, NamespaceContract, SharedContract, SharedQuotaContract
+):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
@@ -77,7 +80,7 @@ class TestNixlObjects(OnServer, StorageContract, PersistentContract, NamespaceCo
         return RetryingStorage(NixlBackend(self.context(place, fingerprint, **config)), 3, 0.01)
 
 
-class TestGuardedNixlObjects(OnServer, StorageContract, NamespaceContract):
+class TestGuardedNixlObjects(OnServer, StorageContract, NamespaceContract, SharedQuotaContract):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, StorageContract
+from tests.contracts.storage import (
+    FINGERPRINT,
+    PAGE_BYTES,
+    QuotaContract,
+    StorageContract,
+)
 from tests.storage_servers.servers import free_port
 
 
@@ -21,8 +26,9 @@ def _without_sglang() -> Iterator[None]:
         del sys.modules[name]
 
 
-class TestPeercache(StorageContract):
+class TestPeercache(StorageContract, QuotaContract):
     raises = False
+    deletes = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         local = "127.0.0.1"

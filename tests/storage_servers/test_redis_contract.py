@@ -15,6 +15,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
 )
 from tests.storage_servers.servers import Server, prefix_of
@@ -52,7 +53,9 @@ class TestRedisWithTtl(OnServer, StorageContract):
     keys = {"ttl_s": 600}
 
 
-class TestGuardedRedis(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+class TestGuardedRedis(
+    OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract, SharedQuotaContract
+):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

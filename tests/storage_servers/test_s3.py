@@ -21,6 +21,7 @@ from tests.contracts.storage import (
     NamespaceContract,
     PersistentContract,
     SharedContract,
+    SharedQuotaContract,
     StorageContract,
     bytes_of,
     hits,
@@ -74,7 +75,7 @@ class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContra
         return len(S3Backend(self.context(place, FINGERPRINT, {}))._list())
 
 
-class TestGuardedS3(OnServer, StorageContract, PersistentContract, NamespaceContract):
+class TestGuardedS3(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedQuotaContract):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:

@@ -17,6 +17,7 @@ from tests.contracts.storage import (
     PAGE_BYTES,
     NamespaceContract,
     PersistentContract,
+    QuotaContract,
     SharedContract,
     StorageContract,
     bytes_of,
@@ -36,10 +37,11 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield module
 
 
-class TestHiCacheFile(StorageContract, PersistentContract, NamespaceContract, SharedContract):
+class TestHiCacheFile(StorageContract, PersistentContract, NamespaceContract, SharedContract, QuotaContract):
     """Its `clear` takes the whole directory, and what it cannot do (deleting) only this handle remembers."""
 
     raises = False
+    deletes = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         keys = {"backend_name": "file", "module_path": MODULE, "class_name": "HiCacheFile",

@@ -59,6 +59,12 @@ class Recency:
         self._waiting[chain] = None
         self.num_waiting += len(names)
 
+    def stamps(self, kind: str, names: Sequence[Name], now_ns: int) -> Uses:
+        """What `names` alone count for; what they continue counts for the same as before."""
+        chain = self._extended(kind, names, now_ns)
+        first_ns = chain.began_ns - (chain.num_pages - len(names))
+        return [(name, first_ns - at) for at, name in enumerate(names)][::-1]
+
     def settle(self) -> Uses:
         """What the calls since the last time count for, in an order that is the same as one by one."""
         chains, self._waiting, self.num_waiting = self._waiting, {}, 0
