@@ -42,14 +42,6 @@ CREATE INDEX coldest ON pages(tenant, leaving DESC, used_ns);
 CREATE TABLE tenants(
     tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL, pages INTEGER NOT NULL
 ) WITHOUT ROWID;
-CREATE TRIGGER entered AFTER INSERT ON pages BEGIN
-    INSERT INTO tenants VALUES (new.tenant, new.bytes, 1)
-        ON CONFLICT(tenant) DO UPDATE SET bytes = bytes + new.bytes, pages = pages + 1;
-END;
-CREATE TRIGGER crossed_out AFTER DELETE ON pages BEGIN
-    UPDATE tenants SET bytes = bytes - old.bytes, pages = pages - 1 WHERE tenant = old.tenant;
-    DELETE FROM tenants WHERE tenant = old.tenant AND pages = 0;
-END;
 """
 
 
@@ -133,8 +125,7 @@ class Account:
                 used += pages[key].num_bytes
                 wanted -= pages[key].num_bytes
                 entered[key] = None
-                row = (key, tenant, pages[key].num_bytes, pages[key].used_ns)
-                db.execute("INSERT INTO pages(key, tenant, bytes, used_ns) VALUES (?, ?, ?, ?)", row)
+            _insert(db, tenant, {key: pages[key] for key in entered if key not in known}, leaving=False)
             db.executemany(
                 "UPDATE pages SET leaving = 0, used_ns = ? WHERE key = ?",
                 [(pages[key].used_ns, key) for key in known],
@@ -147,8 +138,8 @@ class Account:
             lost = [key for key in pages if not _stays(db, key)]
         if lost:
             with self._writing() as db:
-                rows = [(key, tenant, pages[key].num_bytes, pages[key].used_ns) for key in lost]
-                db.executemany("INSERT OR IGNORE INTO pages VALUES (?, ?, ?, ?, 1)", rows)
+                absent = {key: pages[key] for key in lost if not _bytes_of(db, key, tenant)}
+                _insert(db, tenant, absent, leaving=True)
                 _mark(db, lost)
         return lost
 
@@ -176,7 +167,15 @@ class Account:
     def gone(self, keys: Iterable[str]) -> None:
         """Cross out pages that were marked, then deleted, and not put again."""
         with self._writing() as db:
-            db.executemany("DELETE FROM pages WHERE key = ? AND leaving = 1", [(key,) for key in keys])
+            freed: dict[str, tuple[int, int]] = {}
+            for key in keys:
+                mine = "SELECT tenant, bytes FROM pages WHERE key = ? AND leaving = 1"
+                for tenant, size in db.execute(mine, (key,)).fetchall():
+                    db.execute("DELETE FROM pages WHERE key = ?", (key,))
+                    total, count = freed.get(tenant, (0, 0))
+                    freed[tenant] = (total + size, count + 1)
+            for tenant, (total, count) in freed.items():
+                _add(db, tenant, -total, -count)
 
     def leave_all(self) -> None:
         """Mark every page."""
@@ -187,6 +186,8 @@ class Account:
         """Cross out every marked page."""
         with self._writing() as db:
             db.execute("DELETE FROM pages WHERE leaving = 1")
+            db.execute("DELETE FROM tenants")
+            db.execute("INSERT INTO tenants SELECT tenant, sum(bytes), count(*) FROM pages GROUP BY tenant")
 
     # -- uses and figures ---------------------------------------------------------------
 
@@ -271,6 +272,20 @@ def _bytes_of(db: sqlite3.Connection, key: str, tenant: str) -> list[int]:
 
 def _stays(db: sqlite3.Connection, key: str) -> bool:
     return db.execute("SELECT 1 FROM pages WHERE key = ? AND leaving = 0", (key,)).fetchone() is not None
+
+
+def _insert(db: sqlite3.Connection, tenant: str, pages: Mapping[str, Entry], *, leaving: bool) -> None:
+    """Enter pages that are not in."""
+    rows = [(key, tenant, page.num_bytes, page.used_ns, leaving) for key, page in pages.items()]
+    db.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", rows)
+    _add(db, tenant, sum(page.num_bytes for page in pages.values()), len(rows))
+
+
+def _add(db: sqlite3.Connection, tenant: str, num_bytes: int, num_pages: int) -> None:
+    if num_pages:
+        more = "ON CONFLICT(tenant) DO UPDATE SET bytes = bytes + ?2, pages = pages + ?3"
+        db.execute(f"INSERT INTO tenants VALUES (?1, ?2, ?3) {more}", (tenant, num_bytes, num_pages))
+        db.execute("DELETE FROM tenants WHERE tenant = ? AND pages = 0", (tenant,))
 
 
 def _mark(db: sqlite3.Connection, keys: Iterable[str]) -> None:

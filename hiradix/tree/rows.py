@@ -77,8 +77,8 @@ def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -
     first, prior = _known_prior(node, start)
     tokens = key.tokens[first * page_size : end * page_size + key.space.lookahead]
     rows = _shape(tokens, end - first, page_size, key.space)
-    space, extras = key.space, key.extras_of(first, end)
-    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, space.tenant)
+    extras, tenant = key.extras_of(first, end), key.space.tenant
+    return PageRows(prior or key.space.seed, rows, extras, key.is_bigram, first, tenant)
 
 
 def set_hashes(node: Node, start: int, digests: Sequence[bytes]) -> None:

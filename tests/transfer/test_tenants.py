@@ -1,0 +1,39 @@
+"""Whose pages a put stores is said to storage that asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hiradix.transfer.jobs import Store
+from hiradix.transfer.runners import StorageRunner
+from hiradix.tree.hashing import PageRows, hash_pages
+
+
+class Asked:
+    """Takes every page; notes what came beside it."""
+
+    def __init__(self, wants: bool):
+        self.wants_tenant = wants
+        self.calls: list[tuple[Any, ...]] = []
+
+    def put(self, keys: Sequence[str], pages: Any, *more: Any) -> list[bool]:
+        self.calls.append(more)
+        return [True] * len(keys)
+
+
+@pytest.mark.parametrize(("wants", "said"), [(True, (None, "salt:alice")), (False, ())])
+def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ...]) -> None:
+    storage = Asked(wants)
+    runner = StorageRunner(cast(Any, SimpleNamespace(page_views=lambda page: [])), hash_pages, 2)
+    runner.storage = cast(Any, storage)
+    rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
+    task = SimpleNamespace(job=SimpleNamespace(payload=Store(rows, np.arange(3))), check=lambda: None,
+                           num_pages=0, hashes=())  # fmt: skip
+    for _ in runner.store(cast(Any, task)):
+        pass
+    assert task.num_pages == 3 and storage.calls == [said, said]
