@@ -6,7 +6,9 @@
 One process for each store, all over the same number of bytes; the stores take turns, and each row is the
 median of its rounds; rows named `best` have each one's best round, which is nearest to an idle machine. GB/s
 is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. raw: the
-same segment files, 2 MiB at a time by four threads with O_DIRECT. memcpy: one thread. `spin`: a thread of
+same segment files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page cache by
+one thread. memcpy: one thread. `per processor second`: by the time the calling thread was on a processor, the
+kernel's part included, which other work on the machine does not lengthen. `spin`: a thread of
 pure Python runs in the store's process and wants the interpreter lock. hiradix is the backend behind its
 guard, LRU and log on. Writes build/bench/storage.json.
 """
@@ -32,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 PEERS = ("sglang-file", "lmcache-disk")
-COLUMNS = ("raw", "memcpy", *PEERS)
+COLUMNS = ("raw", "pread", "memcpy", *PEERS)
 SPIN_PAGES = 256
 
 
@@ -108,6 +110,16 @@ class Bench:
                     for limit_name in ("raw", "memcpy"):
                         seconds = self.physical.call(limit_name)
                         found[limit_name].append(self.total_bytes / seconds / 1e9)
+        return found
+
+    def warm_costs(self) -> dict[str, list[float]]:
+        """Warm reads and copies, in GB of each second that the calling thread was on a processor."""
+        found: dict[str, list[float]] = {"hiradix": [], "pread": [], "memcpy": []}
+        for _ in range(self.rounds):
+            warm(self.ours)
+            for name, times in found.items():
+                worker, call = (self.ours, "get") if name == "hiradix" else (self.physical, name)
+                times.append(self.total_bytes / worker.call(call, clock="thread") / 1e9)
         return found
 
     def put(self) -> dict[str, list[float]]:
@@ -187,11 +199,16 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
         alone.put()
         return alone.rows("get cold, every page verified", alone.rates(cold, alone.num_pages))
 
+    def warm_costs() -> list[Row]:
+        bench.ours.do("choose", scattered=False, limit=bench.num_pages)
+        return bench.rows("get warm, per processor second", bench.warm_costs())
+
     found = [
         ("put", lambda: bench.rows("put", bench.put())),
         ("get cold", read("get cold", cold, False, False)),
         ("get cold scattered", read("get cold, scattered", cold, True, False)),
         ("get warm", read("get warm", warm, False, False)),
+        ("get warm cost", warm_costs),
         ("get cold spin", read("get cold, spin", cold, False, True)),
         ("get warm spin", read("get warm, spin", warm, False, True)),
         ("get cold verified", verified),

@@ -7,7 +7,9 @@ Real servers on loopback, on the same processors as the clients. hiradix is the 
 seals and checksums. The ways of a case take turns, and each row is the median of its rounds; rows named
 `best` have each one's best round. GB/s is 1e9 bytes per second; a batch is 128 pages. tcp: as many bytes from
 another process over loopback. memcpy: one thread. redis-py: MGET, and SET in a pipeline. boto3: get_object
-and put_object, 16 at a time, which is SGLang's way. Writes build/bench/storage-remote.json.
+and put_object, 16 at a time, which is SGLang's way. library: what ours is built on, called alone, without
+seals, checks or copies of ours: obstore, 16 at a time; mooncake, a batch at a time. Writes
+build/bench/storage-remote.json.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from tests.storage_servers import servers  # noqa: E402
 
 BATCH = 128
-PEERS = ("tcp", "memcpy", "redis-py", "boto3")
+PEERS = ("tcp", "memcpy", "redis-py", "boto3", "library")
 SENDER = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0))
@@ -169,6 +171,48 @@ def boto3_way(port: int, pages: Pages) -> tuple[Way, Way]:
     return put, get
 
 
+def obstore_way(store: Any, pages: Pages) -> tuple[Way, Way]:
+    """Requests of the library that `store` sends, and nothing else."""
+    import obstore
+
+    client, threads = _innermost(store)._client, ThreadPoolExecutor(16)
+
+    def put() -> None:
+        def one(key: str, view: memoryview) -> None:
+            obstore.put(client, "bare/" + key, view, use_multipart=False)
+
+        list(threads.map(one, pages.keys, pages.views))
+
+    def get() -> None:
+        list(threads.map(lambda key: len(obstore.get(client, "bare/" + key).bytes()), pages.keys))
+
+    return put, get
+
+
+def mooncake_way(store: Any, pages: Pages) -> tuple[Way, Way]:
+    """Calls of the library that `store` makes, on the same registered memory, and nothing else."""
+    library = _innermost(store)._store
+
+    def move(call: Callable[..., list[int]], expected: int) -> None:
+        for keys, views in pages.batches():
+            addresses = [np.frombuffer(view, np.uint8).ctypes.data for view in views]
+            codes = call(["bare-" + key for key in keys], addresses, [view.nbytes for view in views])
+            assert all(code == expected for code in codes), codes
+
+    def put() -> None:
+        library.remove_by_regex("^bare-", True)
+        move(library.batch_put_from, 0)
+
+    return put, lambda: move(library.batch_get_into, pages.page_bytes)
+
+
+def _innermost(store: Any) -> Any:
+    backend = store.backend
+    while hasattr(backend, "inner"):
+        backend = backend.inner
+    return backend
+
+
 def rows_of(case: str, ways: dict[str, Way], pages: Pages, rounds: int) -> list[Row]:
     """All ways take turns; `hiradix` is one of them."""
     found: dict[str, list[float]] = {name: [] for name in ways}
@@ -196,9 +240,12 @@ def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
     with servers.weed(folder / "weed") as server:
         store = opened("s3", pages, timeout_s=60.0, **servers.s3_keys(server, "ours"))
         (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, pages)
-        rows = rows_of("s3 set", {"hiradix": put, "boto3": their_put}, pages, min(rounds, 3))
+        bare_put, bare_get = obstore_way(store, pages)
+        ways = {"hiradix": put, "boto3": their_put, "library": bare_put}
+        rows = rows_of("s3 set", ways, pages, min(rounds, 3))
         with tcp(pages) as receive:
-            rows += rows_of("s3 get", {"hiradix": get, "boto3": their_get, "tcp": receive}, pages, rounds)
+            ways = {"hiradix": get, "boto3": their_get, "library": bare_get, "tcp": receive}
+            rows += rows_of("s3 get", ways, pages, rounds)
         store.close()
     return rows
 
@@ -207,17 +254,18 @@ def measure_mooncake(folder: Path, pages: Pages, rounds: int) -> list[Row]:
     """Own memory, then that of another process."""
     rows: list[Row] = []
     with servers.mooncake_master(folder / "master") as master, ExitStack() as members:
-        for where, lent in (("own memory", 4 * pages.total_bytes), ("another process", 0)):
+        for where, lent in (("own memory", 6 * pages.total_bytes), ("another process", 0)):
             if not lent:
-                member = servers.mooncake_member(master, folder / "member", 4 * pages.total_bytes)
+                member = servers.mooncake_member(master, folder / "member", 6 * pages.total_bytes)
                 members.enter_context(member)
             keys = {"master_server_address": f"127.0.0.1:{master.port}", "global_segment_size": lent}
             store = opened("mooncake", pages, **keys)
-            put, get = ours(store, pages)
+            (put, get), (bare_put, bare_get) = ours(store, pages), mooncake_way(store, pages)
             case, copy = f"mooncake {where}", memcpy(pages)
-            rows += rows_of(f"{case} set", {"hiradix": put, "memcpy": copy}, pages, rounds)
+            ways = {"hiradix": put, "library": bare_put, "memcpy": copy}
+            rows += rows_of(f"{case} set", ways, pages, rounds)
             with tcp(pages) as receive:
-                ways = {"hiradix": get, "memcpy": copy, "tcp": receive}
+                ways = {"hiradix": get, "library": bare_get, "memcpy": copy, "tcp": receive}
                 rows += rows_of(f"{case} get", ways, pages, rounds)
             assert store.clear()
             store.close()

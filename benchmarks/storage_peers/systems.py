@@ -14,7 +14,7 @@ import shutil
 import sys
 import threading
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,9 @@ class Hiradix(System):
 
 
 class Physical(System):
-    """No store: the segment files of another folder read past the page cache, and a copy in memory."""
+    """No store: the segment files of another folder read past the page cache and through it, and a copy in
+    memory.
+    """
 
     def _open(self) -> None:
         self.source = Path(self.options["source"])
@@ -150,15 +152,22 @@ class Physical(System):
 
     def raw(self) -> None:
         """As many bytes as the pool has, 2 MiB each by four threads."""
+        self._read(os.O_DIRECT, self.executor.map)
+
+    def pread(self) -> None:
+        """The same through the page cache, by this thread."""
+        self._read(0, map)
+
+    def _read(self, flags: int, run: Callable[..., Iterable[bool]]) -> None:
         jobs, start, memory = [], 0, self.pool.memory
         for path in sorted(self.source.glob("*.pages")):
-            fd, size = os.open(path, os.O_RDONLY | os.O_DIRECT), path.stat().st_size
+            fd, size = os.open(path, os.O_RDONLY | flags), path.stat().st_size
             for offset in range(0, size, RAW_PIECE):
                 length = min(RAW_PIECE, size - offset, self.pool.num_bytes - start)
                 jobs.append((fd, memory[start : start + length], offset))
                 start += length
         assert start == self.pool.num_bytes, "fewer bytes than the stores have"
-        assert all(self.executor.map(lambda job: os.preadv(job[0], [job[1]], job[2]) == len(job[1]), jobs))
+        assert all(run(lambda job: os.preadv(job[0], [job[1]], job[2]) == len(job[1]), jobs))
         for fd in {job[0] for job in jobs}:
             os.close(fd)
 

@@ -19,6 +19,7 @@ from hiradix.storage.disk.moves import Move
 from hiradix.storage.disk.probe import choose
 from hiradix.storage.disk.recency import Recency, Uses
 from hiradix.storage.disk.record import Name, name_of
+from hiradix.storage.disk.segments import Segment
 from hiradix.storage.disk.store import PageRecord, Store
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, page_bytes
@@ -205,10 +206,17 @@ class DiskBackend(StorageBackend):
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
                 self._use([])
             pages = self._store.shelf.pages
+            segments: dict[int, Segment | None] = {}
             for index, name in enumerate(names):
                 entry = pages.get(name)
-                move = None if entry is None else self._move(entry.place, into[index])
-                if entry is not None and move is not None and entry.num_bytes == self._page_bytes:
+                if entry is None or entry.num_bytes != self._page_bytes:
+                    continue
+                number = entry.place[0]
+                if number not in segments:
+                    segments[number] = self._store.segment(number)
+                segment = segments[number]
+                if segment is not None:
+                    move = Move(segment, self._store.offset(entry.place), into[index])
                     reads.append(_Read(index, entry, move))
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)

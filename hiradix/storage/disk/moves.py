@@ -115,11 +115,8 @@ class PageIO:
                 yield run
             else:
                 half = len(run.indices) // 2
-                for indices, spans in (
-                    (run.indices[:half], run.spans[:half]),
-                    (run.indices[half:], run.spans[half:]),
-                ):
-                    yield from self._cut(batch, _Run(indices, spans))
+                for part in (slice(None, half), slice(half, None)):
+                    yield from self._cut(batch, run.part(part))
 
     def _run(self, batch: _Batch, runs: Sequence[_Run]) -> None:
         """One operation for each run; what did not end well is tried once more, page by page."""
@@ -182,14 +179,29 @@ class PageIO:
 
 
 class _Run:
-    """Pages that follow each other in a file: their places in the batch, and the spans of each."""
+    """Pages that follow each other in a file, and their places in the batch."""
 
-    __slots__ = ("indices", "is_cached", "spans")
+    __slots__ = ("_spans", "indices", "is_cached", "pages")
 
-    def __init__(self, indices: list[int], spans: list[list[tuple[int, int]]]):
+    def __init__(self, indices: list[int], pages: list[Page]):
         self.indices = indices
-        self.spans = spans
+        self.pages = pages
         self.is_cached = False
+        self._spans: list[list[tuple[int, int]]] | None = None
+
+    @property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """Addresses and lengths of each page. Looked up when first asked for: 0.7 us a page."""
+        if self._spans is None:
+            self._spans = [
+                [(kernel.address_of(view), view.nbytes) for view in page if view.nbytes]
+                for page in self.pages
+            ]
+        return self._spans
+
+    def part(self, where: slice) -> _Run:
+        """Some of it, as a run."""
+        return _Run(self.indices[where], self.pages[where])
 
     @property
     def num_spans(self) -> int:
@@ -204,7 +216,7 @@ class _Run:
     def pieces(self, num_pages: int) -> list[_Run]:
         """The run in pieces of at most `num_pages`."""
         starts = range(0, len(self.indices), num_pages)
-        return [_Run(self.indices[at : at + num_pages], self.spans[at : at + num_pages]) for at in starts]
+        return [self.part(slice(at, at + num_pages)) for at in starts]
 
 
 class _Batch:
@@ -223,16 +235,15 @@ class _Batch:
     def runs(self) -> Iterator[_Run]:
         """The batch's pages, those that follow each other together."""
         run = _Run([], [])
-        segment, end, num_spans = None, -1, 0
-        for index, move in enumerate(self.moves):
-            spans = [(kernel.address_of(view), view.nbytes) for view in move.page if view.nbytes]
-            follows = move.segment is segment and move.offset == end and num_spans + len(spans) <= IOV_MAX
-            if run.indices and not follows:
+        segment, end, num_views = None, -1, 0
+        for index, (at, offset, page) in enumerate(self.moves):
+            num_views += len(page)
+            if run.indices and not (at is segment and offset == end and num_views <= IOV_MAX):
                 yield run
-                run, num_spans = _Run([], []), 0
+                run, num_views = _Run([], []), len(page)
             run.indices.append(index)
-            run.spans.append(spans)
-            segment, end, num_spans = move.segment, move.offset + self.num_bytes, num_spans + len(spans)
+            run.pages.append(page)
+            segment, end = at, offset + self.num_bytes
         if run.indices:
             yield run
 
@@ -255,6 +266,10 @@ class _Batch:
 
     def landed(self, run: _Run, num_bytes: int) -> None:
         """A run has ended with so many bytes; pages that are not whole are tried again."""
+        if self.check is None and num_bytes == len(run.indices) * self.num_bytes:
+            for index in run.indices:
+                self.ok[index] = True
+            return
         for place, index in enumerate(run.indices):
             if (place + 1) * self.num_bytes <= num_bytes:
                 self.arrived(index)
