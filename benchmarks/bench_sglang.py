@@ -1,7 +1,7 @@
 """What does the prefix cache cost and give inside SGLang 0.5.23, ours beside SGLang's own?
 
     make bench-sglang
-    python benchmarks/bench_sglang.py [--rounds N] [--quick] [--out FILE] [--venv FOLDER]
+    python benchmarks/bench_sglang.py [--rounds N] [--quick] [--compiled] [--out FILE] [--venv FOLDER]
 
 Real SGLang engines on this CPU, a tiny random Llama, one request at a time, the same conversations and pool
 sizes for all. One engine per way; in each round every engine plays the same turns once on an empty cache,
@@ -18,6 +18,8 @@ while the others are stopped. Medians of the rounds.
 | cache CPU | microseconds of the scheduler's thread inside the cache, per turn; without page copies |
 | scheduler CPU | milliseconds of the scheduler's thread per turn, the model included |
 | TTFT | milliseconds until the first token of a turn, median of a round's turns |
+
+`--compiled` takes the package that `make compiled` made: hiradix/tree compiled, the rest as it is.
 
 Installs SGLang as `make test-sglang` does (build/sglang-venv). Writes build/bench/sglang.json.
 """
@@ -132,21 +134,23 @@ def play_rounds(players: list[Player], count: int) -> None:
             raise
 
 
-def start(case: str, is_ours: bool, folder: Path, python: Path, quick: bool) -> Player:
+def start(case: str, is_ours: bool, folder: Path, args: argparse.Namespace) -> Player:
     """An engine that has played a few turns and is stopped."""
     tiers, shape = CASES[case]
-    plan = PLAN | shape | ({"groups": 1, "turns": 2} if quick else {})
+    plan = PLAN | shape | ({"groups": 1, "turns": 2} if args.quick else {})
+    package = ROOT / "build" / "compiled" if args.compiled else ROOT
     name = f"{case}-{'ours' if is_ours else PEER}"
     engine = ENGINE | tiers | (OURS if is_ours else {}) | {"model_path": str(folder / "model")}
     environment = os.environ | {
         "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": f"{folder / 'plugin'}:{HERE / 'sglang_turns'}:{ROOT}",
+        "PYTHONPATH": f"{folder / 'plugin'}:{HERE / 'sglang_turns'}:{package}",
         "TURN_METER": str(folder / f"{name}.json"),
     }  # fmt: skip
+    program = [str(args.venv / "bin" / "python"), str(HERE / "sglang_turns" / "worker.py")]
     with (folder / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
-            [str(python), str(HERE / "sglang_turns" / "worker.py"), json.dumps(engine), json.dumps(plan)],
+            [*program, json.dumps(engine), json.dumps(plan)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
             start_new_session=True,
         )  # fmt: skip
@@ -186,11 +190,16 @@ def methods_of(player: Player) -> str:
     return f"{player.case} {player.rounds[-1]['meter']['cache']}: " + ", ".join(parts)
 
 
+def _form(args: argparse.Namespace) -> str:
+    return "compiled" if args.compiled else "Python"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", choices=CASES, help="one case")
+    parser.add_argument("--compiled", action="store_true", help="hiradix with its tree compiled")
     parser.add_argument("--venv", type=Path, default=ROOT / "build" / "sglang-venv")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "sglang.json")
     args = parser.parse_args()
@@ -208,14 +217,13 @@ def main() -> None:
         try:
             for case in cases:
                 for is_ours in (True, False):
-                    python = args.venv / "bin" / "python"
-                    players.append(start(case, is_ours, folder, python, args.quick))
+                    players.append(start(case, is_ours, folder, args))
             play_rounds(players, args.rounds)
         finally:
             for player in players:
                 player.close()
     rows = [row for ours, peer in zip(players[::2], players[1::2]) for row in rows_of(ours.case, ours, peer)]
-    about = machine() | {"sglang": "0.5.23", "rounds": len(players[0].rounds)}
+    about = machine() | {"sglang": "0.5.23", "rounds": len(players[0].rounds), "tree": _form(args)}
     print(table(rows, [PEER]))
     for player in players:
         print(methods_of(player))

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from hiradix.adapters.sglang.build import device_pool, own_params
+from hiradix.adapters.sglang.build import device_pool, gate_reads, own_params
 from hiradix.adapters.sglang.ports import ControllerView
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
@@ -95,8 +95,15 @@ class Rig:
         pool = device_pool(self.kvcache, PAGE)
         inner = build_prefix_cache(config, own_params(params), pool, ModelIdentity("rig"), runtime)
         assert isinstance(inner, HiRadixCache)
-        self.cache = HiRadixHostCache(params, inner, ControllerView(inner.layer_done_counter))
+        controller = ControllerView(inner.layer_done_counter)
+        self.gate = controller.layer_done_counter
+        gate_reads(params, self, self.gate)
+        self.cache = HiRadixHostCache(params, inner, controller)
         self._num_requests = 0
+
+    def register_hicache_layer_transfer_counter(self, gate: Any) -> None:
+        """What SGLang's worker keeps the gate for: each forward says there what it waits for."""
+        self.gate = gate
 
     # -- one request, as SGLang's scheduler leads it -------------------------------------
 
@@ -123,7 +130,7 @@ class Rig:
             req.prefix_len += num_loaded
             req.kv.cache_protected_len = req.prefix_len
         req.lock = self.cache.lock(req.last_node)
-        self.cache.ready_to_load_host_cache()
+        self.gate.set_consumer(self.cache.ready_to_load_host_cache())
         num_tokens = len(req.origin_input_ids)
         need = -(-num_tokens // PAGE) * PAGE - req.prefix_len
         if self.allocator.available_size() < need:
@@ -146,12 +153,18 @@ class Rig:
         req.is_finished = True
         num_tokens = len(req.origin_input_ids)
         self.cache.checkpoint(req, up_to=num_tokens)
-        row = self.rows.req_to_token[req.kv.req_pool_idx]
-        start = req.kv.cache_protected_len
-        self.allocator.free_segment(row[start:num_tokens].long(), start_pos=start)
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, num_tokens)])
         self.cache.unlock(req.lock)
         req.lock = None
         self.cache.on_release(req, checkpointed=True)
+        self.rows.free_slots.append(req.kv.req_pool_idx)
+
+    def abort(self, req: Request) -> None:
+        """End it as SGLang ends a running request whose client has left: nothing of it is kept."""
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, len(req.origin_input_ids))])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.cache.on_release(req, checkpointed=False)
         self.rows.free_slots.append(req.kv.req_pool_idx)
 
     def run(self, tokens: Sequence[int], **namespace: Any) -> Any:
@@ -195,6 +208,11 @@ class Rig:
     def data(self, node: Any) -> torch.Tensor:
         """What the device has for the path of `node`, first layer's keys."""
         return self.kvcache.k_buffer[0][self.cache.path_device_indices(node)][:, 0, 0]
+
+    def slots_of(self, req: Request) -> list[int]:
+        """What its row names."""
+        found: list[int] = self.rows.req_to_token[req.kv.req_pool_idx, : len(req.origin_input_ids)].tolist()
+        return found
 
     def check(self) -> None:
         """SGLang's idle equation, and our own invariants."""

@@ -102,6 +102,7 @@ def test_abort_cleans_up(tmp_path: Path) -> None:
     rig.settle()
     assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
     assert not rig.cache.ongoing_prefetch and rig.cache.inner.num_in_flight == 0
+    assert rig.match(rig.request(PROMPT + [1])).host_hit_length == 0, "nobody waited for it any more"
     rig.check()
 
 

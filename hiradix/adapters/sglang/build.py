@@ -105,9 +105,7 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     controller = None
     if isinstance(inner, HiRadixCache):
         controller = ControllerView(inner.layer_done_counter, streams)
-        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-        kvcache.register_layer_transfer_counter(controller.layer_done_counter)
-        context.tp_worker.register_hicache_layer_transfer_counter(controller.layer_done_counter)
+        gate_reads(params, context.tp_worker, controller.layer_done_counter)
     if api is Api.FINISHED_REQ:
         from hiradix.adapters.sglang.legacy import HiRadixLegacyCache
 
@@ -119,6 +117,12 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
     return HiRadixHostCache(params, inner, controller)
+
+
+def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
+    """Have a layer of SGLang's pool read only when its load back has come so far."""
+    params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gate)
+    tp_worker.register_hicache_layer_transfer_counter(gate)
 
 
 def _inner(context: Any, flags: Any, runtime: Runtime | None) -> RadixCache:

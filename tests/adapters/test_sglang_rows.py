@@ -1,0 +1,94 @@
+"""SGLang's rows as pages, read as on a CPU and as on a GPU; the faults planted in the adapter still fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hiradix.adapters.sglang.ports import Rows
+from tests.sglang.planted import FAULTS
+from tests.tree.mutation import Fault, is_current
+
+SIZE = 4
+
+
+class RowPool:
+    """SGLang's ReqToTokenPool, as far as it is looked at: two rows of ten pages."""
+
+    def __init__(self) -> None:
+        pages = torch.tensor([[0] * 10, [7, 3, 9, 1, 4, 8, 2, 6, 5, 11]], dtype=torch.int32)
+        self.req_to_token = (pages[:, :, None] * SIZE + torch.arange(SIZE)).reshape(2, -1).to(torch.int32)
+
+    def write(self, indices: tuple[int, slice], values: torch.Tensor) -> None:
+        assert values.dtype == self.req_to_token.dtype
+        self.req_to_token[indices] = values
+
+
+class SegmentFree:
+    """An allocator that frees parts of rows."""
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        assert start_pos % SIZE == 0
+        self.freed += (free_index[::SIZE] // SIZE).tolist()
+
+
+class PageFree(SegmentFree):
+    """One that frees pages too, as SGLang's paged one does."""
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        assert page_ids.dtype == torch.int64
+        self.freed += page_ids.tolist()
+
+
+def on_cpu(pool: RowPool) -> Rows:
+    return Rows(pool, SIZE)
+
+
+def as_on_gpu(pool: RowPool) -> Rows:
+    rows = Rows(pool, SIZE)
+    rows._table = pool.req_to_token
+    return rows
+
+
+@pytest.fixture(params=[on_cpu, as_on_gpu])
+def make(request: pytest.FixtureRequest) -> Callable[[RowPool], Rows]:
+    found: Callable[[RowPool], Rows] = request.param
+    return found
+
+
+def test_pages_are_read_and_written_where_they_are(make: Callable[[RowPool], Rows]) -> None:
+    pool = RowPool()
+    rows = make(pool)
+    pages = rows.pages(1, 2, 6)
+    assert pages.dtype == np.int32 and pages.tolist() == [9, 1, 4, 8]
+    assert rows.pages(1, 3, 3).tolist() == []
+    rows.write(1, 4, np.array([20, 21], np.int32))
+    assert rows.pages(1, 0, 10).tolist() == [7, 3, 9, 1, 20, 21, 2, 6, 5, 11]
+    assert pool.req_to_token[1, 4 * SIZE : 5 * SIZE].tolist() == [80, 81, 82, 83]
+    assert not pool.req_to_token[0, SIZE:].reshape(-1, SIZE)[:, 0].any()
+
+
+@pytest.mark.parametrize(("start", "end", "pages"), [(8, 9, [9]), (8, 16, [9, 1]), (8, 18, [9, 1, 4])])
+@pytest.mark.parametrize("kind", [SegmentFree, PageFree])
+def test_a_page_that_is_begun_is_freed_once(
+    make: Callable[[RowPool], Rows], kind: type[SegmentFree], start: int, end: int, pages: list[int]
+) -> None:
+    allocator = kind()
+    make(RowPool()).free(1, start, end, allocator)
+    assert allocator.freed == pages
+
+
+def test_freeing_from_inside_a_page_is_our_bug(make: Callable[[RowPool], Rows]) -> None:
+    with pytest.raises(AssertionError):
+        make(RowPool()).free(1, 9, 12, PageFree())
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_up_to_date(fault: Fault) -> None:
+    assert is_current(fault) and fault.old != fault.new

@@ -1,0 +1,221 @@
+"""Plants faults in a copy of the SGLang adapter, one at a time, and shows which test sees each.
+
+    build/sglang-venv/bin/python -m tests.sglang.planted            all; prints the table of docs/sglang.md
+    build/sglang-venv/bin/python -m tests.sglang.planted flush      those whose name contains the word
+
+Only the tests run that need no server; a few seconds each. On demand; `make test` checks that each fault
+still fits the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tests.tree.mutation import Fault, copied, planted, refuse_stale
+
+TESTS = ("tests/sglang/test_contract.py", "tests/sglang/test_named_after_upstream.py")
+TIMEOUT_S = 120.0
+CACHE, TIERS, PORTS, FRONT, BUILD = (
+    f"adapters/sglang/{name}.py" for name in ("cache", "tiers", "ports", "front", "build")
+)
+
+FAULTS = [
+    Fault(
+        "abort: the lock is not given back",
+        CACHE,
+        "            self._tree.unlock(_receipt(lock))",
+        "            pass",
+    ),
+    Fault(
+        "abort: the request is still counted as running",
+        CACHE,
+        "        self.inner.forget_request(req)",
+        "        pass",
+    ),
+    Fault(
+        "abort: a prefetch goes on",
+        TIERS,
+        "        self.inner.release_aborted_request(handle)",
+        "        pass",
+    ),
+    Fault("checkpoint: the lock of the chunk before stays", CACHE, "        self._tree.unlock(held)\n", ""),
+    Fault(
+        "checkpoint: the request keeps the handle of the chunk before",
+        CACHE,
+        "TreeLock(node, taken), node\n",
+        "TreeLock(node, taken), held.node\n",
+    ),
+    Fault(
+        "checkpoint: the row still names pages that were freed",
+        CACHE,
+        "if own.tobytes() != given.tobytes():",
+        "if False:",
+    ),
+    Fault(
+        "checkpoint: what the tree took is the request's to free",
+        CACHE,
+        "kv.cache_protected_len = node.end * size",
+        "kv.cache_protected_len = held.node.end * size",
+    ),
+    Fault("checkpoint: uses are not counted", CACHE, "        self.inner.count_use(req)\n", ""),
+    Fault(
+        "checkpoint: the extra key is left out",
+        CACHE,
+        "RadixKey(tokens, req.extra_key,",
+        "RadixKey(tokens, None,",
+    ),
+    Fault(
+        "checkpoint: the last bigram's second token is left out",
+        CACHE,
+        "num_pages * self.page_size + self._lookahead if",
+        "num_pages * self.page_size if",
+    ),
+    Fault("match: the salt is left out", FRONT, "cache_salt=salt)", "cache_salt=None)"),
+    Fault("match: the limit is not looked at", FRONT, "if key.limit is not None:", "if False:"),
+    Fault(
+        "load back: a host hit that was not loaded is counted",
+        TIERS,
+        "if not is_whole or self.inner.cache.load_back(match, quota) is None:",
+        "if self.inner.cache.load_back(match, quota) is None and not is_whole:",
+    ),
+    Fault(
+        "load back: a part of what was promised",
+        TIERS,
+        "is_whole = match.loadable_node.end == node.end",
+        "is_whole = True",
+    ),
+    Fault(
+        "load back: the quota is not looked at", TIERS, "load_back(match, quota)", "load_back(match, None)"
+    ),
+    Fault("load back: one without a batch never starts", TIERS, "self._has_unclaimed_load = True", "pass"),
+    Fault(
+        "load back: layers are read without waiting",
+        BUILD,
+        "    params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gate)\n",
+        "",
+    ),
+    Fault(
+        "load back: the forward is not told what it waits for",
+        TIERS,
+        "        return self.inner.ready_to_load_host_cache()",
+        "        self.inner.ready_to_load_host_cache()\n        return -1",
+    ),
+    Fault(
+        "storage: the extra key is left out of the name",
+        TIERS,
+        "RadixKey(tokens, extra_key,",
+        "RadixKey(tokens, None,",
+    ),
+    Fault(
+        "storage: the salt is left out of the name",
+        TIERS,
+        "cache_salt=cache_salt or None)",
+        "cache_salt=None)",
+    ),
+    Fault(
+        "storage: names begin at what is asked for",
+        TIERS,
+        "np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])",
+        "as_tokens(new_input_tokens)",
+    ),
+    Fault(
+        "storage: a prefetch is told from its start",
+        TIERS,
+        "first * self.page_size if num_pages",
+        "0 if num_pages",
+    ),
+    Fault(
+        "free: evicted pages twice",
+        PORTS,
+        "            self._free_ids(ids if",
+        "            self._free_ids(ids)\n            self._free_ids(ids if",
+    ),
+    Fault(
+        "free: a page that is begun stays",
+        PORTS,
+        "ids = self._table[index, start : end : self._page_size]",
+        "ids = self._table[index, start : end // self._page_size * self._page_size : self._page_size]",
+    ),
+    Fault("free: parts of a row are taken for one", CACHE, "if len(ranges) > 1 or", "if"),
+    Fault(
+        "flush: the tiers forget what is under way",
+        FRONT,
+        "        self.inner.reset()",
+        "        self.inner.tree.clear()",
+    ),
+    Fault("priority does not reach the tree", CACHE, "if req.priority:", "if False:"),
+    Fault(
+        "touch: a waiting prefix is no hotter",
+        CACHE,
+        "            tree.unlock(tree.lock(tree.match(own).device_node, Tier.DEVICE))",
+        "            tree.match(own)",
+    ),
+]
+
+
+class FirstFailure:
+    """A pytest plugin that keeps the name of what failed first."""
+
+    name: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.name is None:
+            self.name = report.nodeid.rpartition("/")[2].partition("[")[0]
+
+
+def judge(copy: Path, told: Connection) -> None:
+    """In a process of its own: run the tests of the copy on the code of the copy."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("hiradix", "tests")]:
+        del sys.modules[name]
+    os.chdir(copy)
+    sys.path.insert(0, str(copy))
+    first = FirstFailure()
+    with redirect_stdout(io.StringIO()) as output:
+        status = pytest.main(["-x", "-q", "--noconftest", "-p", "no:cacheprovider", *TESTS], plugins=[first])
+    assert status == 0 or first.name, f"no test ran to see it:\n{output.getvalue()[-4000:]}"
+    told.send(first.name)
+
+
+def killer(copy: Path) -> str | None:
+    """The first test that fails on the copy, None if none does. SGLang is there already."""
+    receiving, sending = Pipe(False)
+    child = get_context("fork").Process(target=judge, args=(copy, sending))
+    child.start()
+    sending.close()
+    try:
+        found: str | None = receiving.recv() if receiving.poll(TIMEOUT_S) else "never ends"
+    finally:
+        child.kill()
+        child.join()
+    return found
+
+
+def main(words: list[str]) -> int:
+    refuse_stale(FAULTS)
+    importlib.import_module("tests.sglang.rig")
+    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
+    survivors = 0
+    print("| fault | seen by |\n|---|---|")
+    for fault in chosen:
+        with tempfile.TemporaryDirectory(prefix="hiradix-planted-") as folder:
+            copy = copied(Path(folder))
+            planted(fault, copy)
+            seen = killer(copy)
+        survivors += seen is None
+        print(f"| {fault.name} | {f'`{seen}`' if seen else '**survived**'} |", flush=True)
+    print(f"\n{len(chosen) - survivors} of {len(chosen)} faults seen")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""What SGLang's scheduler relies on, call by call: chunks, aborts, flushes, quotas, layers; no server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+from hiradix.tree import Tier
+from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig
+from tests.sglang.test_named_after_upstream import PROMPT, STEM, ids, in_storage, on_host
+
+
+def asked(rig: Rig, req: Request, quota: int | None = None) -> tuple[int, int]:
+    """What a request was promised of the host, and what it got: tokens."""
+    found = rig.match(req)
+    params = InitLoadBackParams(found.best_match_node, found.host_hit_length, quota, req)
+    num_loaded, node = rig.cache.init_load_back(params)
+    assert (num_loaded > 0) == (node is not req.last_node)
+    return found.host_hit_length, num_loaded
+
+
+def test_a_layer_is_read_only_when_it_has_been_loaded() -> None:
+    """The workers stand still until somebody waits for a layer."""
+    rig = on_host()
+    for buffer in (*rig.kvcache.k_buffer, *rig.kvcache.v_buffer):
+        buffer.zero_()
+    req = rig.request(PROMPT + [1])
+    rig.admit(req)
+    slots = rig.slots_of(req)[: len(PROMPT)]
+    expected = torch.tensor(PROMPT, dtype=torch.float32)
+    for layer in range(LAYERS):
+        keys, values = rig.kvcache.get_key_buffer(layer), rig.kvcache.get_value_buffer(layer)
+        assert torch.equal(keys[slots][:, 0, 0], expected) and torch.equal(values[slots][:, 0, 0], expected)
+    rig.finish(req)
+    rig.settle()
+    rig.check()
+
+
+def test_a_chunked_request_runs_on_what_the_tree_holds() -> None:
+    """After each chunk its node, lock and row are the tree's, and nothing evicts them."""
+    rig = Rig()
+    req = rig.request(PROMPT + [1])
+    rig.admit(req)
+    own = rig.slots_of(req)
+    for end in (3 * PAGE + 1, 5 * PAGE, 8 * PAGE + 1):
+        rig.cache.checkpoint(req, up_to=end)
+        whole = end // PAGE * PAGE
+        assert req.last_node is req.lock.node and req.kv.cache_protected_len == whole
+        assert req.last_node.end * PAGE == whole and rig.slots_of(req) == own
+        rig.evict_all()
+        assert rig.cache.path_device_indices(req.last_node).tolist() == own[:whole]
+        assert (rig.cache.protected_size(), rig.cache.evictable_size()) == (whole, 0)
+    rig.finish(req)
+    rig.settle()
+    assert (rig.cache.protected_size(), rig.cache.evictable_size()) == (0, len(PROMPT))
+    rig.check()
+
+
+def test_a_chunk_that_another_has_computed_meanwhile_moves_the_row() -> None:
+    rig = Rig()
+    first, second = rig.request(PROMPT + [1]), rig.request(PROMPT + [2])
+    for req in (first, second):
+        rig.admit(req)
+    rig.cache.checkpoint(first, up_to=len(PROMPT))
+    before = rig.slots_of(second)
+    for end in (4 * PAGE, 8 * PAGE):
+        rig.cache.checkpoint(second, up_to=end)
+        assert rig.slots_of(second) == rig.slots_of(first)[:end] + before[end:]
+    for req in (first, second):
+        rig.finish(req)
+    rig.settle()
+    rig.check()
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1])
+def test_an_aborted_request_gives_everything_back(num_chunks: int) -> None:
+    rig = Rig()
+    rig.run(STEM + [1])
+    req = rig.request(PROMPT + [1])
+    rig.admit(req)
+    for _ in range(num_chunks):
+        rig.cache.checkpoint(req, up_to=6 * PAGE)
+    rig.abort(req)
+    rig.settle()
+    kept = 6 * PAGE if num_chunks else len(STEM)
+    assert (rig.cache.protected_size(), rig.cache.evictable_size()) == (0, kept)
+    rig.evict_all()
+    assert rig.allocator.available_size() == NUM_TOKENS
+    rig.check()
+
+
+def test_an_aborted_request_that_is_asked_again_is_another_use() -> None:
+    """Selective write-through copies down what is used twice."""
+    rig = Rig(hicache_write_policy="write_through_selective")
+    host = rig.cache.token_to_kv_pool_host
+    for num_written in (0, len(STEM)):
+        req = rig.request(PROMPT + [1])
+        req.rid = "again"
+        rig.admit(req)
+        rig.cache.checkpoint(req, up_to=len(STEM))
+        rig.abort(req)
+        rig.settle()
+        assert host.logical_size - host.available_size() == num_written
+    rig.check()
+
+
+def test_rows_are_freed_in_several_parts() -> None:
+    """As after speculative decoding, where what was accepted and what was allocated end apart."""
+    rig = Rig()
+    req = rig.request(PROMPT + [1])
+    rig.admit(req)
+    rig.cache.free_kv_row(req.kv, [(0, 2 * PAGE), (2 * PAGE, 3 * PAGE + 1), (5 * PAGE, len(PROMPT) + 1)])
+    assert rig.allocator.available_size() == NUM_TOKENS - PAGE
+    rig.cache.free_kv_row(req.kv, [(4 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE)])
+    assert rig.allocator.available_size() == NUM_TOKENS
+    rig.cache.unlock(req.lock)
+    rig.check()
+
+
+def test_a_load_back_within_its_quota_or_not_at_all() -> None:
+    rig = on_host()
+    req = rig.request(PROMPT + [1])
+    assert asked(rig, req, len(PROMPT) - 1) == (len(PROMPT), 0)
+    assert rig.cache.evictable_size() == rig.cache.protected_size() == 0
+    assert asked(rig, req, len(PROMPT)) == (len(PROMPT), len(PROMPT))
+    rig.cache.ready_to_load_host_cache()
+    rig.settle()
+    rig.check()
+
+
+def test_a_host_hit_that_has_gone_since_is_not_loaded_in_part() -> None:
+    """SGLang matches, and asks for the load later; in between the host may have made room."""
+    rig = on_host()
+    rig.run(STEM + ids(500, PAGE) + [1])
+    rig.settle()
+    rig.evict_all()
+    req = rig.request(PROMPT + [1])
+    found = rig.match(req)
+    assert found.host_hit_length == len(PROMPT)
+    rig.cache.inner.cache.supply.evict(Tier.HOST, 2)
+    left = rig.match(rig.request(PROMPT + [1])).host_hit_length
+    assert 0 < left < len(PROMPT)
+    params = InitLoadBackParams(found.best_match_node, found.host_hit_length, None, req)
+    assert rig.cache.init_load_back(params) == (0, req.last_node)
+    rig.check()
+
+
+def test_flush_while_pages_go_to_storage(tmp_path: Path) -> None:
+    """A flush gives the host pages back only when the worker that reads them has ended."""
+    rig = Rig(tmp_path)
+    rig.driver.held.add("store")
+    rig.run(PROMPT + [1])
+    rig.settle()
+    assert len(rig.cache.ongoing_backup) == 1
+    rig.driver.held.clear()
+    assert rig.driver.step()  # it begins
+    rig.driver.held.add("store")
+    rig.cache.reset()
+    host = rig.cache.token_to_kv_pool_host
+    assert host.logical_size - host.available_size() == len(PROMPT), "the worker still reads them"
+    rig.check()
+    rig.driver.held.clear()
+    rig.settle()
+    assert host.available_size() == host.logical_size
+    assert (
+        rig.allocator.available_size() == NUM_TOKENS and rig.match(rig.request(PROMPT)).host_hit_length == 0
+    )
+    rig.check()
+
+
+def test_flush_while_a_request_is_fetched(tmp_path: Path) -> None:
+    rig = in_storage(tmp_path)
+    rig.driver.held.add("fetch")
+    handle = rig.prefetch(rig.request(PROMPT + [1]))
+    rig.cache.reset()
+    rig.driver.held.clear()
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle) and not rig.cache.ongoing_prefetch
+    assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
+    assert rig.cache.token_to_kv_pool_host.available_size() == rig.cache.token_to_kv_pool_host.logical_size
+    rig.check()
