@@ -120,10 +120,13 @@ def stopped(number: int, frame: object) -> None:
 
 
 def play_rounds(players: list[Player], count: int) -> None:
-    """Each player's turn in each round; an interrupt ends it, and the round under way counts for nobody."""
+    """Each player's turn in each round; who is first in one is last in the next.
+
+    An interrupt ends it, and the round under way counts for nobody.
+    """
     try:
-        for _ in range(count):
-            for player in players:
+        for number in range(count):
+            for player in players if number % 2 else reversed(players):
                 player.play()
     except KeyboardInterrupt:
         done = min(len(player.rounds) for player in players)

@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
 from hiradix.tree import Tier
 from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig
-from tests.sglang.test_named_after_upstream import PROMPT, STEM, ids, in_storage, on_host
+from tests.sglang.test_named_after_upstream import PROMPT, STEM, in_storage, on_host
 
 
 def asked(rig: Rig, req: Request, quota: int | None = None) -> tuple[int, int]:
@@ -112,7 +112,8 @@ def test_rows_are_freed_in_several_parts() -> None:
     rig = Rig()
     req = rig.request(PROMPT + [1])
     rig.admit(req)
-    rig.cache.free_kv_row(req.kv, [(0, 2 * PAGE), (2 * PAGE, 3 * PAGE + 1), (5 * PAGE, len(PROMPT) + 1)])
+    seam = PAGE + 1  # inside a page, which is freed once
+    rig.cache.free_kv_row(req.kv, [(0, seam), (seam, 3 * PAGE + 1), (5 * PAGE, len(PROMPT) + 1)])
     assert rig.allocator.available_size() == NUM_TOKENS - PAGE
     rig.cache.free_kv_row(req.kv, [(4 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE)])
     assert rig.allocator.available_size() == NUM_TOKENS
@@ -134,17 +135,30 @@ def test_a_load_back_within_its_quota_or_not_at_all() -> None:
 def test_a_host_hit_that_has_gone_since_is_not_loaded_in_part() -> None:
     """SGLang matches, and asks for the load later; in between the host may have made room."""
     rig = on_host()
-    rig.run(STEM + ids(500, PAGE) + [1])
+    rig.run(STEM + [1])
     rig.settle()
-    rig.evict_all()
     req = rig.request(PROMPT + [1])
     found = rig.match(req)
-    assert found.host_hit_length == len(PROMPT)
+    assert (found.device_prefix_len, found.host_hit_length) == (len(STEM), len(PROMPT) - len(STEM))
     rig.cache.inner.cache.supply.evict(Tier.HOST, 2)
     left = rig.match(rig.request(PROMPT + [1])).host_hit_length
-    assert 0 < left < len(PROMPT)
+    assert left < found.host_hit_length
     params = InitLoadBackParams(found.best_match_node, found.host_hit_length, None, req)
     assert rig.cache.init_load_back(params) == (0, req.last_node)
+    rig.check()
+
+
+def test_a_prefetch_continues_what_is_cached(tmp_path: Path) -> None:
+    rig = in_storage(tmp_path)
+    rig.run(STEM + [1])
+    rig.settle()
+    req = rig.request(PROMPT + [1])
+    handle = rig.prefetch(req)
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.cache.pop_prefetch_loaded_span(handle) == (len(PROMPT) - len(STEM), len(STEM))
+    found = rig.match(req)
+    assert (found.device_prefix_len, found.host_hit_length) == (len(STEM), len(PROMPT) - len(STEM))
     rig.check()
 
 

@@ -138,6 +138,9 @@ def test_extra_key_isolation(tmp_path: Path) -> None:
     for handle, num_tokens in ((stranger, 0), (known, len(PROMPT))):
         assert rig.cache.check_prefetch_progress(handle)
         assert rig.cache.pop_prefetch_loaded_span(handle)[0] == num_tokens
+    for space in SPACES:
+        arrived = len(PROMPT) if space == {"cache_salt": "a"} else 0
+        assert rig.match(rig.request(PROMPT + [1], **space)).host_hit_length == arrived
     rig.check()
 
 
