@@ -109,6 +109,7 @@ test-vllm: $(READY)
 
 bench-vllm: $(READY)
 	$(PY) -m tests.vllm.install
+	build/vllm-venv/bin/python -m benchmarks.bench_vllm_cost $(COST_FLAGS)
 	build/vllm-venv/bin/python -m benchmarks.bench_vllm $(BENCH_FLAGS)
 
 # PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.

@@ -61,6 +61,7 @@ class TorchTransport:
         span = checked_copy(src, dst, src_pages, dst_pages, layers)
         if not span:
             return
+        pages: tuple[torch.Tensor, torch.Tensor] | None = None
         for array, spec in enumerate(src.shape.arrays):
             if self._arrays is not None and array not in self._arrays:
                 continue
@@ -70,7 +71,8 @@ class TorchTransport:
                 if whole or source.device != target.device or len(src_pages) == 1:
                     _copy_runs(source, target, src_pages, dst_pages)
                 else:
-                    _copy_indexed(source, target, src_pages, dst_pages)
+                    pages = pages or (_indices(src_pages, source.device), _indices(dst_pages, source.device))
+                    _copy_indexed(source, target, *pages)
 
 
 class PerPair(Generic[T]):
@@ -147,16 +149,20 @@ def _copy_runs(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, d
         target.narrow(dim, into, end - begin).copy_(source.narrow(dim, first, end - begin))
 
 
-def _copy_indexed(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, dst_pages: PageIds) -> None:
+def _indices(pages: PageIds, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(pages.astype(np.int64)).to(device)
+
+
+def _copy_indexed(
+    source: torch.Tensor, target: torch.Tensor, froms: torch.Tensor, intos: torch.Tensor
+) -> None:
     """All pages of a layer by index, a temporary's worth at a time, moved as integers of the same size."""
     if source.dim() == 5:
         for layer in range(source.shape[0]):
-            _copy_indexed(source[layer], target[layer], src_pages, dst_pages)
+            _copy_indexed(source[layer], target[layer], froms, intos)
         return
     word = WORDS[source.dtype.itemsize]
     words_in, words_out = source.view(word), target.view(word)
-    froms = torch.from_numpy(src_pages.astype(np.int64)).to(source.device)
-    intos = torch.from_numpy(dst_pages.astype(np.int64)).to(source.device)
     step = max(1, _GATHER_BYTES // (source[0].numel() * source.dtype.itemsize))
     for begin in range(0, len(froms), step):
         taken = words_in.index_select(0, froms[begin : begin + step])

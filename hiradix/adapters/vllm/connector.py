@@ -32,6 +32,7 @@ from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
+from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
@@ -84,6 +85,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None
         self._failed_blocks: set[int] = set()
+        self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
@@ -202,8 +204,12 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(kv_connector_metadata, StepMetadata), kv_connector_metadata
         self._built.role.before_forward(kv_connector_metadata.orders)
 
+    def has_connector_metadata(self) -> bool:
+        """What attention layers ask before they call this role: only loads for the step concern them."""
+        return self._is_gated
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._built.role.start_loads(self._orders)
+        self._is_gated = self._built.role.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._built.role.wait_layer(self._built.layer_numbers[layer_name])
@@ -214,11 +220,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         """Pages are saved whole, when the forward has been launched."""
 
     def wait_for_save(self) -> None:
+        self._is_gated = False
         self._built.role.after_forward(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         collected = self._built.role.collect(self._orders)
-        self._failed_blocks = collected.failed_blocks
+        self._failed_blocks = set(collected.failed_blocks)
+        if collected is NOTHING:
+            return KVConnectorTransferResults()
         return KVConnectorTransferResults(finished_recving=collected.loaded, failed_recving=collected.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -336,9 +345,8 @@ def _scheduled(output: Any, page_size: int) -> Iterable[StepRequest]:
     cached = output.scheduled_cached_reqs
     rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
     for request_id, table, computed in rows:
-        resumed = request_id in cached.resumed_req_ids
-        fresh = _fresh(table or (), computed // page_size if resumed else 0)
-        yield StepRequest(request_id, counts[request_id], fresh)
+        first = computed // page_size if table and request_id in cached.resumed_req_ids else 0
+        yield StepRequest(request_id, counts[request_id], _fresh(table, first) if table else ())
 
 
 def _fresh(table: Iterable[list[int]], first_page: int) -> list[tuple[int, int]]:

@@ -106,6 +106,14 @@ class FetchBook:
             self.cancels.append(tracked.fetch)
         tracked.fetch = None
 
+    def take(self) -> tuple[tuple[Query, ...], tuple[Read, ...], tuple[Ticket, ...]]:
+        """Queries, reads and cancels ordered since the last call."""
+        if not (self.queries or self.reads or self.cancels):
+            return (), (), ()
+        orders = tuple(self.queries), tuple(self.reads), tuple(self.cancels)
+        self.queries, self.reads, self.cancels = [], [], []
+        return orders
+
     # -- outcomes, the least of all workers' --------------------------------------------------
 
     def found(self, outcome: Outcome) -> None:

@@ -93,6 +93,11 @@ class Orders:
     computes: bool = True
     is_awaited: bool = False
 
+    @property
+    def brings_work(self) -> bool:
+        """Whether there is something to hand over when the forward has been launched."""
+        return bool(self.saves or self.queries or self.reads or self.cancels)
+
 
 class Stage(Enum):
     """What has come to its end."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
@@ -33,8 +33,7 @@ class SchedulerPlan:
     events: HostEvents | None = None
 
 
-@dataclass(frozen=True)
-class StepRequest:
+class StepRequest(NamedTuple):
     """A request of which this step computes `num_tokens`.
 
     new_blocks: (group, block) that the step is the first to write to.

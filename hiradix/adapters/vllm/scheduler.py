@@ -13,7 +13,7 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -28,6 +28,11 @@ from hiradix.adapters.vllm.tally import Tally
 from hiradix.tree import BACKBONE, Lock, Pages
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
+NO_ORDERS = {
+    (computes, is_awaited): Orders(computes=computes, is_awaited=is_awaited)
+    for computes in (False, True)
+    for is_awaited in (False, True)
+}
 
 
 @dataclass
@@ -56,7 +61,8 @@ class SchedulerRole:
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket)
         self._loads: dict[Ticket, LoadFlight] = {}
         self._next = _Orders()
-        self._told: dict[str, float] = {}
+        self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
+        self._told: tuple[float, ...] = ()
 
     def _ticket(self) -> Ticket:
         return next(self._tickets)
@@ -169,11 +175,6 @@ class SchedulerRole:
             self.index.unlock(tracked.hold)
             tracked.hold = None
 
-    @property
-    def _saves_new(self) -> bool:
-        """Whether pages are saved when they are computed, and not only when they are used again."""
-        return self.plan.writes.is_due(1)
-
     # -- one step -----------------------------------------------------------------------------
 
     def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
@@ -188,13 +189,10 @@ class SchedulerRole:
         for one in scheduled:
             if (save := self._save(one, table)) is not None:
                 saves.append(save)
-        fetches = self.fetches
-        queries, reads, cancels = fetches.queries, fetches.reads, fetches.cancels
-        fetches.queries, fetches.reads, fetches.cancels = [], [], []
-        return Orders(
-            fences, tuple(saves), tuple(mine.loads), tuple(queries), tuple(reads), tuple(cancels),
-            self._storage_orders(), bool(scheduled), self._is_awaited,
-        )  # fmt: skip
+        parts = (fences, tuple(saves), tuple(mine.loads), *self.fetches.take(), self._storage_orders())
+        if not any(parts):
+            return NO_ORDERS[bool(scheduled), self._is_awaited]
+        return Orders(*parts, bool(scheduled), self._is_awaited)
 
     @property
     def _is_awaited(self) -> bool:
@@ -310,12 +308,14 @@ class SchedulerRole:
 
     def take_figures(self) -> dict[str, float]:
         """What has changed since the last call, by name; empty if nothing has."""
-        fetched = asdict(self.fetches.figures)
-        now = {**asdict(self.figures), "no_host_page": self.saves.num_dropped}
-        now |= {f"prefetch_{name}_pages": value for name, value in fetched.items()}
-        changed = {name: now[name] - self._told.get(name, 0) for name in now}
-        self._told = now
-        return {name: value for name, value in changed.items() if value}
+        own, fetched = vars(self.figures), vars(self.fetches.figures)
+        now = (*own.values(), self.saves.num_dropped, *fetched.values())
+        if now == self._told:
+            return {}
+        told, self._told = self._told or (0,) * len(now), now
+        names = (*own, "no_host_page", *(f"prefetch_{name}_pages" for name in fetched))
+        rows = zip(names, now, told, strict=True)
+        return {name: value - before for name, value, before in rows if value != before}
 
     # -- the whole ------------------------------------------------------------------------------
 

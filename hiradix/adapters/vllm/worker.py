@@ -58,6 +58,9 @@ class Collected:
     failed_blocks: set[int] = field(default_factory=set)
 
 
+NOTHING = Collected()
+
+
 class WorkerRole:
     """See the module's docstring. Public methods belong to the model's thread.
 
@@ -154,6 +157,8 @@ class WorkerRole:
 
     def before_forward(self, orders: Orders) -> None:
         """To be called before anything of the step is written to the device."""
+        if not (orders.fences or orders.saves or orders.storage):
+            return
         with self._changed:
             fenced = set(orders.fences)
             if fenced & self._saving:
@@ -164,10 +169,10 @@ class WorkerRole:
         for order in orders.storage:
             self._follow(order)
 
-    def start_loads(self, orders: Orders) -> None:
-        """Launch the step's loads. Loads of the step itself are what `wait_layer` then waits for."""
+    def start_loads(self, orders: Orders) -> bool:
+        """Launch the step's loads. Whether some are for the step itself: layers `wait_layer` for those."""
         if not orders.loads:
-            return
+            return False
         with self._lock:
             self._step_loads = {load.ticket: load for load in orders.loads if load.in_step}
             for load in orders.loads:
@@ -176,6 +181,7 @@ class WorkerRole:
             producer = self._controller.start_loading()
             if self._step_loads:
                 self._controller.layer_done_counter.set_consumer(producer)
+            return bool(self._step_loads)
 
     def wait_layer(self, layer: int) -> None:
         """Return when the step's loads of model layer `layer` are there, or have failed."""
@@ -189,6 +195,8 @@ class WorkerRole:
 
     def after_forward(self, orders: Orders) -> None:
         """To be called when the step's forward is launched, or would have been."""
+        if not (self._step_loads or self.step_failed or orders.brings_work):
+            return
         with self._changed:
             if self._step_loads:
                 self._wait_for(lambda: not self._step_loads)
@@ -206,10 +214,13 @@ class WorkerRole:
 
     def collect(self, orders: Orders) -> Collected:
         """Requests whose loads have ended since, and what failed."""
-        with self._changed:
-            self._take_in()
+        with self._lock:
+            if self._jobs or self._stores:
+                self._take_in()
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
+            if self._collected == NOTHING:
+                return NOTHING
             collected, self._collected = self._collected, Collected()
             return collected
 
