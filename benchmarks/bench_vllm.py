@@ -15,38 +15,42 @@ import random
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench_vllm_lmcache import LMCachePlayer, LMCacheServer
 from benchmarks.common import machine
 from hiradix.engine.smollm2 import smollm2_path
 from tests.vllm.player import Player
 
 BLOCK_SIZE = 32
 VOCAB = 49_000
+HOST_GB = 2.0
 Prompt = list[int]
 
 
 @dataclass
 class Variant:
-    """One way to run vLLM. prefix: its own prefix cache is on."""
+    """One way to run vLLM. prefix: its own prefix cache is on. kind: the process it runs in."""
 
     name: str
     connector: dict[str, Any] | None
     prefix: bool
+    kind: type[Player] = Player
     player: Player | None = None
     hits: int = 0
     later_turns: list[float] = field(default_factory=list)
     no_hits: list[float] = field(default_factory=list)  # per round, seconds of all its prompts
 
 
-def variants(folder: Path) -> list[Variant]:
+def variants(folder: Path, lmcache: LMCacheServer) -> list[Variant]:
     example = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder / "example")},
     }  # fmt: skip
-    ours = {"hicache_size": 2.0}
+    ours = {"hicache_size": HOST_GB}
     stored = {
         "hicache_storage_backend": "disk",
         "hicache_storage_backend_extra_config": {
@@ -58,6 +62,7 @@ def variants(folder: Path) -> list[Variant]:
         Variant("vLLM's prefix cache", None, True),
         Variant("ExampleConnector", example, False),
         Variant("hiradix", ours, False),
+        Variant("prefix cache + LMCache 0.5.6", lmcache.connector, True, LMCachePlayer),
         Variant("prefix cache + hiradix", ours, True),
         Variant("prefix cache + hiradix + disk", ours | stored, True),
     ]
@@ -116,6 +121,18 @@ def report(every: Sequence[Variant], num_tokens: int) -> str:
     return "\n".join(lines)
 
 
+def started(variant: Variant, log: Path, args: argparse.Namespace) -> Player:
+    """Its vLLM, with blocks for about a third of the conversations."""
+    longest = max(args.turns, 2) * args.turn_tokens + 2 * BLOCK_SIZE
+    third = args.conversations * args.turns * args.turn_tokens // 3
+    player = variant.kind(
+        smollm2_path(), variant.connector, log, dtype="bfloat16", max_model_len=longest, max_num_seqs=1,
+        num_gpu_blocks_override=max(longest, third) // BLOCK_SIZE + 2, block_size=BLOCK_SIZE,
+        enable_prefix_caching=variant.prefix,
+    )  # fmt: skip
+    return player.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -125,36 +142,27 @@ def main() -> None:
     parser.add_argument("--apart", type=int, default=3, help="prompts per round that repeat nothing")
     parser.add_argument("--only", default="", help="variants whose names have one of these words, and none")
     args = parser.parse_args()
-    longest = max(args.turns, 2) * args.turn_tokens + 2 * BLOCK_SIZE
-    third = args.conversations * args.turns * args.turn_tokens // 3
-    blocks = max(longest, third) // BLOCK_SIZE + 2
-    with tempfile.TemporaryDirectory() as name:
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory()))
+        lmcache = LMCacheServer(HOST_GB, BLOCK_SIZE, folder / "lmcache")
+        ends.callback(lmcache.stop)
         words = [word for word in args.only.split(",") if word]
-        every = variants(Path(name))
+        every = variants(folder, lmcache)
         every = every[:1] + [v for v in every[1:] if not words or any(word in v.name for word in words)]
         for number, variant in enumerate(every):
-            variant.player = Player(
-                smollm2_path(), variant.connector, Path(name) / f"log{number}", dtype="bfloat16",
-                max_model_len=longest,
-                num_gpu_blocks_override=blocks, max_num_seqs=1, block_size=BLOCK_SIZE,
-                enable_prefix_caching=variant.prefix,
-            )  # fmt: skip
-            variant.player.wait()
-        try:
-            for number in range(-1, args.rounds):  # the first is to warm up
-                play(every, number, args)
-                if number < 0:
-                    for variant in every:
-                        variant.hits, variant.later_turns, variant.no_hits = 0, [], []
-        finally:
-            for variant in every:
-                assert variant.player is not None
-                variant.player.kill()
+            variant.player = started(variant, folder / f"log{number}", args)
+            ends.callback(variant.player.kill)
+        for number in range(-1, args.rounds):  # the first is to warm up
+            play(every, number, args)
+            if number < 0:
+                for variant in every:
+                    variant.hits, variant.later_turns, variant.no_hits = 0, [], []
     turns = args.turns * (args.turns + 1) // 2 * args.turn_tokens
     num_tokens = args.rounds * args.conversations * turns
     print(report(every, num_tokens))
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     print(f"{args.rounds} rounds of {args.conversations} conversations of {args.turns} turns; {about}")
+    print('LMCacheConnectorV1, inside the engine, does not run here: "No supported cpu connector found."')
 
 
 if __name__ == "__main__":

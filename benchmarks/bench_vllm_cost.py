@@ -237,7 +237,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--host-gb", type=float, default=0.1)
     args = parser.parse_args()
-    for name, value in FIRST.items():
+    for name, value in (FIRST | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
         os.environ.setdefault(name, value)
     play = Switch(args.host_gb)
     every = {case: measured(play, case, args.pairs) for case in CASES}

@@ -55,14 +55,19 @@ class Play:
 
         scheduler._preempt_request = counted
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None) -> Any:
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int = 8, salt: str | None = None,
+        lora: dict[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
         """Greedy answers: tokens, the most likely tokens' log probabilities at each, cached prompt tokens."""
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=TOP)
         extra = {} if salt is None else {"cache_salt": salt}
         asked = [{"prompt_token_ids": prompt, **extra} for prompt in prompts]
-        outputs = self.llm.generate(asked, params, use_tqdm=False)  # type: ignore[arg-type]
+        adapter = None if lora is None else LoRARequest(**lora)
+        outputs = self.llm.generate(asked, params, use_tqdm=False, lora_request=adapter)  # type: ignore[arg-type]
         return [_answer(output) for output in outputs]
 
     def first_tokens(self, prompts: list[list[int]]) -> Any:

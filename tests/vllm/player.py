@@ -7,7 +7,7 @@ import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,13 @@ Answers = list[dict[str, Any]]
 
 
 class Player:
-    """A vLLM process. connector: our extra config, another connector's whole config, or None."""
+    """A vLLM process. connector: our extra config, another connector's whole config, or None.
+
+    module: what runs as the process. environment: what it has in its environment, before `env`.
+    """
+
+    module = "tests.vllm.play"
+    environment: Mapping[str, str] = {}
 
     def __init__(
         self, model: Path, connector: dict[str, Any] | None, log: Path, env: dict[str, str] | None = None,
@@ -35,9 +41,9 @@ class Player:
         self._log_path = log
         self._log = log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.vllm.play", json.dumps(setup)],
+            [sys.executable, "-m", self.module, json.dumps(setup)],
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **self.environment, **(env or {})},
         )  # fmt: skip
         self._is_ready = False
         self._rest = b""
@@ -56,10 +62,9 @@ class Player:
         self.process.stdin.flush()
         return self._answer(ANSWER_S)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, salt: str | None = None
-    ) -> Answers:
-        answers: Answers = self.ask("generate", prompts=prompts, max_tokens=max_tokens, salt=salt)
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **how: Any) -> Answers:
+        """how: `salt`, or `lora` with what names an adapter."""
+        answers: Answers = self.ask("generate", prompts=prompts, max_tokens=max_tokens, **how)
         return answers
 
     def state(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.engine import Engine, EngineConfig, SamplingParams
 from hiradix.storage_tools import main as storage_tool
 from tests.engine.driving import serve
-from tests.storage_servers.servers import Server, redis_like
+from tests.storage_servers.servers import Server, free_port, redis_like
 from tests.vllm.player import Player, assert_same, cached
 from tests.vllm.test_host import conversation, shared_prefixes
 
@@ -88,6 +90,48 @@ def test_a_store_that_is_killed(start: Start, plain: Player, redis: Server) -> N
     assert_same(expected, ours.generate(PROMPTS))
     assert_same(expected, ours.generate(PROMPTS))
     assert ours.state()["loaded_pages"] == PAGES, "the host tier goes on alone"
+
+
+def admin(port: int, method: str, body: dict[str, str] | None = None) -> dict[str, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    url = f"http://127.0.0.1:{port}/hicache/storage-backend"
+    with urllib.request.urlopen(urllib.request.Request(url, data, method=method), timeout=30) as reply:
+        answer: dict[str, Any] = json.load(reply)
+        return answer
+
+
+def test_storage_comes_and_goes_while_it_serves(start: Start, plain: Player, tmp_path: Path) -> None:
+    """Asked of the admin endpoint; steps go on, and take it up."""
+    port = free_port()
+    ours = start(
+        {"hicache_size": 0.1, "admin_port": port, "hicache_storage_prefetch_policy": "wait_complete"}
+    )
+    expected = plain.generate(PROMPTS)
+
+    def until(name: str, wanted: int) -> None:
+        for _ in range(200):
+            if admin(port, "GET")[name] == wanted:
+                return
+            ours.generate([[5, 6, 7]])
+        raise AssertionError(f"{name} never was {wanted}: {admin(port, 'GET')}")
+
+    assert_same(expected[:2], ours.generate(PROMPTS[:2]))
+    extra = {"file_storage_path": str(tmp_path / "pages")}
+    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": json.dumps(extra)}
+    admin(port, "PUT", body)
+    until("is_attached", True)
+    assert_same(expected[2:], ours.generate(PROMPTS[2:]))
+    until("stored_pages", 18)
+    assert ours.ask("reset")
+    again = ours.generate(PROMPTS)
+    assert [answer["cached"] for answer in again] == [0, 0, 288, 288]
+    assert_same(expected, again)
+    admin(port, "DELETE")
+    until("is_attached", False)
+    assert ours.ask("reset")
+    again = ours.generate(PROMPTS)
+    assert cached(again) == 0
+    assert_same(expected, again)
 
 
 def test_one_store_for_two_engines(

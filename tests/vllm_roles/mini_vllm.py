@@ -393,19 +393,19 @@ class MiniVLLM:
 
     def _work(self, rank: Rank, orders: Orders, plans: Sequence[Any], has_sync_loads: bool) -> Any:
         rank.role.before_forward(orders)
-        if has_sync_loads:
-            rank.role.start_loads(orders)
+        waits = has_sync_loads and rank.role.start_loads(orders)
         if plans:
-            self._forward(rank, plans)
+            self._forward(rank, plans, waits)
         if not has_sync_loads:
             rank.role.start_loads(orders)
         rank.role.after_forward(orders)
         return rank.role.collect(orders)
 
-    def _forward(self, rank: Rank, plans: Sequence[Any]) -> None:
+    def _forward(self, rank: Rank, plans: Sequence[Any], waits: bool) -> None:
         wrong: dict[str, tuple[int, int, int]] = {}
         for layer in range(LAYERS * len(self.groups)):
-            rank.role.wait_layer(layer)
+            if waits:
+                rank.role.wait_layer(layer)
             for request, _, _ in plans:
                 at = self._misread(rank, request, layer)
                 if at is not None:

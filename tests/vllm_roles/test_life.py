@@ -33,6 +33,31 @@ def test_a_repeat_is_loaded_from_the_host(world: World) -> None:
     assert [r.all_token_ids for r in vllm.done][0] == [r.all_token_ids for r in vllm.done][1]
 
 
+@pytest.mark.parametrize(("load_async", "times"), [(False, 1), (True, 0)])
+def test_only_loads_for_the_step_make_layers_wait(load_async: bool, times: int) -> None:
+    vllm = MiniVLLM(World(load_async=load_async))
+    role, waits = vllm.ranks[0].role, []
+    whole = role.start_loads
+    role.start_loads = lambda orders: waits.append(whole(orders)) or waits[-1]  # type: ignore[method-assign]
+    for name in "ab":
+        vllm.add(request(name, 4))
+        vllm.drain()
+    assert vllm.hit_tokens == 4 * S
+    assert waits.count(True) == times
+
+
+def test_figures_are_told_once() -> None:
+    vllm = MiniVLLM(World())
+    vllm.add(request("a", 4))
+    vllm.drain()
+    assert vllm.role.take_figures() == {"saved_pages": 4}
+    assert vllm.role.take_figures() == {}
+    vllm.add(request("b", 4))
+    vllm.drain()
+    assert vllm.role.take_figures() == {"hit_tokens": 4 * S, "loaded_pages": 4}
+    assert vllm.role.take_figures() == {}
+
+
 def test_answers_are_saved_too_and_the_next_turn_finds_them() -> None:
     vllm = MiniVLLM(World())
     first = request("a", 2, max_tokens=8)

@@ -85,6 +85,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None
         self._failed_blocks: set[int] = set()
+        self._orders = Orders()  # of the step under way
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -188,11 +189,10 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         assert self.worker is not None, "a worker's call before its KV caches were registered"
         return self.worker
 
-    @property
-    def _orders(self) -> Orders:
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, StepMetadata), metadata
-        return metadata.orders
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata), connector_metadata
+        self._orders = connector_metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker = build_worker(worker_plan(self), kv_caches)

@@ -25,6 +25,8 @@ class Traffic:
 
     def take(self) -> dict[str, float]:
         """Counts since the last call; empty if nothing moved."""
+        if not self.counts:
+            return {}
         counts, self.counts = self.counts, {}
         return counts
 

@@ -86,6 +86,7 @@ class WorkerRole:
         self._step_loads: dict[int, Load] = {}
         self._outcomes: list[Outcome] = []
         self._collected = Collected()
+        self._has_collected = False
         self.step_failed = False
         self._closing = False
         self.traffic = Traffic()
@@ -212,20 +213,26 @@ class WorkerRole:
             if orders.cancels:
                 self._cancel(set(orders.cancels))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing runs and nothing is left to report. Any thread may ask."""
+        return not (self._jobs or self._stores or self._outcomes or self._has_collected)
+
     def collect(self, orders: Orders) -> Collected:
         """Requests whose loads have ended since, and what failed."""
+        if self.is_idle and not orders.is_awaited:
+            return NOTHING
         with self._lock:
-            if self._jobs or self._stores:
-                self._take_in()
+            self._take_in()
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
-            if self._collected == NOTHING:
-                return NOTHING
-            collected, self._collected = self._collected, Collected()
+            collected, self._collected, self._has_collected = self._collected, Collected(), False
             return collected
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
         """Answers since the last call."""
+        if not self._outcomes:
+            return ()
         with self._lock:
             outcomes, self._outcomes = self._outcomes, []
             return tuple(outcomes)
@@ -322,6 +329,7 @@ class WorkerRole:
 
     def _loaded(self, load: Load, result: Result) -> None:
         self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=result.error))
+        self._has_collected = True
         blocks = set(np.concatenate([move.device for move in load.moves]).tolist())
         if self._step_loads.pop(load.ticket, None) is not None:
             if result.error is not None:
