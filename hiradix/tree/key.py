@@ -7,6 +7,7 @@ A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as ro
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,8 @@ def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:
 
 def as_tokens(token_ids: Any) -> Tokens:
     """`token_ids` as an int64 array [N]: a view of an int64 array, array('q') or CPU tensor, else a copy."""
+    if isinstance(token_ids, array) and token_ids.typecode == "q":
+        return np.frombuffer(token_ids, np.int64)
     tokens = np.asarray(token_ids)
     if tokens.dtype != np.int64:
         if tokens.size and tokens.dtype.kind not in "iu":

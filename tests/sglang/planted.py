@@ -24,7 +24,7 @@ import pytest
 from tests.tree.mutation import Fault, copied, planted, refuse_stale
 
 TESTS = ("tests/sglang/test_contract.py", "tests/sglang/test_named_after_upstream.py")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 CACHE, TIERS, PORTS, FRONT, BUILD = (
     f"adapters/sglang/{name}.py" for name in ("cache", "tiers", "ports", "front", "build")
 )

@@ -60,7 +60,6 @@ class HiRadixPrefixCache(Front):
         self.draft_swa_window = params.draft_swa_window
         self._tree = inner.tree
         self._rows = Rows(params.req_to_token_pool, self.page_size)
-        self._frees_whole_rows = not self.supports_swa()
         self._lookahead = int(self.is_eagle)
         self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
@@ -88,7 +87,7 @@ class HiRadixPrefixCache(Front):
             return MatchResult(0, root, root, root)
         node, loadable = self.inner.cache.match(key)
         size, num_host = self.page_size, loadable.end - node.end
-        num_window = self._window_tokens_on_host(loadable) if num_host and self.supports_swa() else 0
+        num_window = self._window_tokens_on_host(loadable) if num_host and self._has_windows else 0
         return MatchResult(node.end * size, node, loadable, loadable, num_host * size, num_window)
 
     def _window_tokens_on_host(self, node: Node) -> int:
@@ -179,7 +178,7 @@ class HiRadixPrefixCache(Front):
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         """Free what the row names at these positions, ascending, the first on a page boundary."""
-        if len(ranges) > 1 or not self._frees_whole_rows:
+        if len(ranges) > 1 or self._has_windows:
             super().free_kv_row(kv, ranges)
             return
         for start, end in ranges:

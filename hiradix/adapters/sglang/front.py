@@ -24,6 +24,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
         self.inner = inner
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
+        self._has_windows = inner.supports_swa()
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.device = torch.device(params.token_to_kv_pool_allocator.device)
@@ -68,7 +69,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
         return self.inner.total_size()
 
     def supports_swa(self) -> bool:
-        return self.inner.supports_swa()
+        return self._has_windows
 
     def all_values_flatten(self) -> torch.Tensor:
         return self.inner.all_values_flatten()
