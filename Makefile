@@ -11,12 +11,13 @@
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
-# make compiled      the tree compiled with mypyc, as a package under build/compiled (needs a C compiler)
+# make compiled      the tree and what a policy does at each turn compiled with mypyc, as a package under build/compiled (needs a C compiler)
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-storage-remote  redis, s3 and mooncake on real servers, beside redis-py, boto3, TCP and memcpy
-# make bench-policy  eviction policies on a real trace, beside models and the optimum (3 minutes; POLICY_FLAGS=--quick)
+# make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
+#                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache and vLLM's example connector, on conversations
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
@@ -119,7 +120,7 @@ compiled: $(READY)
 
 test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
-	  tests/tree tests/cache tests/prefix_cache $(PYTEST_FLAGS)
+	  tests/tree tests/cache tests/prefix_cache tests/policy/test_ghd.py $(PYTEST_FLAGS)
 
 bench-transfer: $(READY)
 	$(PY) benchmarks/bench_transfer.py $(BENCH_FLAGS)
@@ -144,6 +145,7 @@ bench-storage-remote: $(READY)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)
+	$(PY) benchmarks/bench_policy_turn.py
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(URL)

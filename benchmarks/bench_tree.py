@@ -35,11 +35,12 @@ PEER_PYTHON = ROOT / "build" / "peers" / "venv" / "bin" / "python"
 
 
 class Worker:
-    """A peer's process. One order at a time; while one works, the others wait."""
+    """A peer's process. One order at a time; while one works, the others wait. policy: of ours."""
 
-    def __init__(self, python: str, module: str, log: Any, package: Path = ROOT):
+    def __init__(self, python: str, module: str, log: Any, package: Path = ROOT, policy: str = "lru"):
         environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(package)
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(package),
+            "HIRADIX_BENCH_POLICY": policy,
         }  # fmt: skip
         self._process = subprocess.Popen(
             [python, str(HERE / "peers" / "worker.py"), module],

@@ -10,7 +10,7 @@ import gc
 import subprocess
 import sys
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,21 @@ class MultiTurn(Case):
     def _one(self, prompt: Any) -> tuple[int, float]:
         return self._peer.timed_turn(prompt[: len(prompt) // self._page * self._page])
 
-    def measure(self) -> Measured:
+    def round(self) -> Iterator[tuple[int, float]]:
+        """Per turn of a round, cached tokens and seconds."""
         self._peer.new(self._page, self._num_tokens)
         settled()
-        cached, seconds, asked = 0, 0.0, 0
         for i, turn in self._steps:
-            prompt = self._told[i][turn]
-            num_cached, took = self._one(prompt)
-            cached += num_cached
-            seconds += took
-            asked += len(prompt)
-        return {"us/turn": [seconds / len(self._steps) * 1e6], "hits": [cached / asked]}
+            yield self._one(self._told[i][turn])
+
+    def costs(self) -> Iterator[float]:
+        """Seconds of each turn of a round."""
+        return (seconds for _, seconds in self.round())
+
+    def measure(self) -> Measured:
+        cached, seconds = zip(*self.round())
+        asked = sum(len(self._told[i][turn]) for i, turn in self._steps)
+        return {"us/turn": [sum(seconds) / len(seconds) * 1e6], "hits": [sum(cached) / asked]}
 
 
 class Requests(MultiTurn):
@@ -90,14 +94,23 @@ class HostTier(Case):
             self._device, self._ratio = 400 * count, 10.0
         self._told = workloads.conversations(max(i for i, _ in self._steps) + 1, turns)
 
-    def measure(self) -> Measured:
+    def round(self) -> Iterator[HostTurns]:
+        """After each turn of a round, what all so far cost and found."""
         peer, turns, page = self._make(), HostTurns(), self._page
         peer.new(page, self._device // page * page, self._ratio)
         settled()
         for i, turn in self._steps:
             prompt = self._told[i][turn]
             peer.turn(prompt[: len(prompt) // page * page], turns)
+            yield turns
         peer.close()
+
+    def costs(self) -> Iterator[float]:
+        """Seconds of each turn of a round."""
+        return (turns.seconds[-1] for turns in self.round())
+
+    def measure(self) -> Measured:
+        *_, turns = self.round()
         seconds = sorted(turns.seconds)
         count = len(seconds)
         return {

@@ -3,6 +3,8 @@
     python worker.py sglang_0_5_9
     {"do": "prepare", "kind": "match", "bare": false, "options": {"page": 64, ...}}    -> {}
     {"do": "measure"}                                                                  -> {"us": 74.9}
+    {"do": "begin"}                                a round that is measured in parts   -> {}
+    {"do": "some", "count": 50}                    CPU seconds of its next turns       -> {"seconds": 0.004}
     {"do": "close"}                                                                    -> {}
 
 An order that fails is answered with {"error": ...}. Whatever a peer prints goes to stderr.
@@ -16,6 +18,7 @@ import json
 import os
 import sys
 import traceback
+from itertools import islice
 from typing import Any
 
 
@@ -28,6 +31,11 @@ def answer(peer: Any, order: dict[str, Any], running: dict[str, Any]) -> dict[st
         make = getattr(peer, "BARE" if order["bare"] else adapter)
         running["case"] = case(make, **order["options"])
         return {}
+    if order["do"] == "begin":
+        running["costs"] = running["case"].costs()
+        return {}
+    if order["do"] == "some":
+        return {"seconds": sum(islice(running["costs"], order["count"]))}
     return dict(running["case"].measure())
 
 

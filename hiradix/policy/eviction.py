@@ -24,8 +24,8 @@ from hiradix.errors import ConfigError
 from hiradix.policy.ghd import GhdPolicy, check_config
 from hiradix.policy.learning import LearningPolicy, SharedLog
 from hiradix.policy.leaves import exposed_parent, is_blocked
-from hiradix.policy.uses import Seen, UseLog
-from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, RadixKey, Tier
+from hiradix.policy.uses import SecondUse, UseLog
+from hiradix.tree import FULL, EvictionOrder, LruOrder, Node, OrderContext, OrderFactory, Tier
 from hiradix.tree.node import Residency
 
 _FLAG = "--radix-eviction-policy-config"
@@ -101,6 +101,11 @@ class HeapOrder:
             entry.rank = None
             del self._live[id(entry)]
             self.num_pages -= len(entry.pages)
+
+    def touched(self, entries: Iterable[Residency]) -> None:
+        entries = list(entries)
+        self.remove(entries)
+        self.push(entries)
 
     def dropped(self, entry: Residency) -> None:
         self.remove((entry,))
@@ -198,13 +203,6 @@ def _reject_unknown(name: str, config: Mapping[str, Any], known: tuple[str, ...]
 # -- policies with a memory -------------------------------------------------------------
 
 
-class _SecondUse(UseLog):
-    """Class 1 is what was used before, cached or a ghost."""
-
-    def class_of(self, seen: Seen, visits: int, gap: int | None, key: RadixKey) -> int:
-        return int(gap is not None)
-
-
 class _GhostHeapOrder(HeapOrder):
     """A heap that leaves ghosts."""
 
@@ -226,7 +224,7 @@ class TwoQueuePolicy(SharedLog[UseLog]):
     """`2q`: what has been used once goes first, what has come back, also from a ghost, later; each lru."""
 
     def __init__(self, config: Mapping[str, Any]):
-        super().__init__(config, _SecondUse)
+        super().__init__(config, SecondUse)
 
     def __call__(self, context: OrderContext) -> EvictionOrder:
         return _GhostHeapOrder(context, self.log_of(context))

@@ -29,8 +29,9 @@ class LaneOrder:
 
     def __init__(self, context: OrderContext, log: UseLog, tables: ClassTables):
         self.num_pages = 0
-        self._most_pages = 0
+        self._most_pages = log.pages_remembered
         self._context = context
+        self._is_plain = context.backbone and context.tier == Tier.DEVICE
         self.tier = context.tier
         self._log = log
         self._tables = tables
@@ -39,6 +40,7 @@ class LaneOrder:
         self._lanes: dict[int, Lane] = {}
         self._least = np.full(MAX_CLASSES, INFINITE)  # each lane's rank
         self._until = np.full(MAX_CLASSES, NEVER)  # and how long it stands
+        self._ranks, self._ends = self._least[:1], self._until[:1]  # up to the last lane
         self._asked = 0  # the clock for which they are right
         self._version = tables.version
         self._number = 0
@@ -48,34 +50,59 @@ class LaneOrder:
         return iter(self._live)
 
     def push(self, entries: Iterable[Residency]) -> None:
-        entries = list(entries)
+        if not isinstance(entries, list):
+            entries = list(entries)
         self._live.update(entries)
-        count, is_plain = 0, self._context.backbone and self.tier == Tier.DEVICE
-        for entry in entries:
-            count += len(entry.pages)  # type: ignore[arg-type]
-            if is_plain:
-                if entry.node.num_device_children:  # type: ignore[union-attr]
-                    continue
-            elif is_blocked(self._context, entry):
-                continue
-            self._seat(entry)
-        self.num_pages += count
+        if self._is_plain:
+            for entry in entries:
+                if not entry.node.num_device_children:  # type: ignore[union-attr]
+                    self._seat(entry)
+        else:
+            for entry in entries:
+                if not is_blocked(self._context, entry):
+                    self._seat(entry)
+        self.num_pages += self._pages_of(entries)
         if self.num_pages > self._most_pages:
             self._most_pages = self.num_pages
             self._log.grow(self.num_pages)
 
     def remove(self, entries: Iterable[Residency]) -> None:
-        entries = list(entries)
+        if not isinstance(entries, list):
+            entries = list(entries)
         self._live.difference_update(entries)
+        for entry in entries:
+            if entry.rank is not None:
+                self._unseat(entry)
+        self.num_pages -= self._pages_of(entries)
+
+    def _pages_of(self, entries: list[Residency]) -> int:
+        """Pages of what is pushed or removed at once: on the device a path without gaps, in either order."""
+        if self._is_plain and entries:
+            first, last = entries[0].node, entries[-1].node
+            assert first is not None and last is not None
+            return first.end - last.start if first.end > last.start else last.end - first.start
         count = 0
         for entry in entries:
             count += len(entry.pages)  # type: ignore[arg-type]
-            if entry.rank is not None:
+        return count
+
+    def touched(self, entries: Iterable[Residency]) -> None:
+        """As `remove` and `push` of them, but that a place stands for as long as its note does."""
+        for entry in entries:
+            place: Place | None = entry.rank
+            if place is None:
+                if not is_blocked(self._context, entry):
+                    self._seat(entry)
+            elif place.note is not entry.node.note:  # type: ignore[union-attr]
                 self._unseat(entry)
-        self.num_pages -= count
+                if not is_blocked(self._context, entry):
+                    self._seat(entry)
 
     def dropped(self, entry: Residency) -> None:
-        self.remove((entry,))
+        self._live.remove(entry)
+        self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
+        if entry.rank is not None:
+            self._unseat(entry)
         if self._context.backbone:
             self._log.left(entry)
 
@@ -83,11 +110,11 @@ class LaneOrder:
 
     def _seat(self, entry: Residency, known: Note | None = None) -> None:
         """A leaf is on its way to the lane of its class."""
-        note = entry.node.note or known or self._unused()  # type: ignore[union-attr]
-        entry.rank = place = Place(entry, note)
-        self._fresh.append(place)
-        if len(self._fresh) > 2 * len(self._live) + 64:
-            self._fresh = [p for p in self._fresh if p.entry is not None]
+        entry.rank = place = Place(entry, entry.node.note or known or self._unused())  # type: ignore[union-attr]
+        fresh = self._fresh
+        fresh.append(place)
+        if len(fresh) > 64 and len(fresh) > 2 * len(self._live) + 64:
+            self._fresh = [p for p in fresh if p.entry is not None]
 
     def _unused(self) -> Note:
         """The note of what no finished request has used: as if used just now."""
@@ -99,8 +126,7 @@ class LaneOrder:
         place: Place = entry.rank
         entry.rank = place.entry = None
         lane = place.lane
-        if lane is not None:
-            lane.left(place, self._asked)
+        if lane is not None and lane.left(place, self._asked):
             self._looked_at(lane)
 
     def _looked_at(self, lane: Lane) -> None:
@@ -126,14 +152,12 @@ class LaneOrder:
             self._reindex(clock)
         elif clock != self._asked:
             self._asked = clock
-            for class_id in np.flatnonzero(self._until[: len(self._tables)] <= clock).tolist():
+            for class_id in (self._ends <= clock).nonzero()[0].tolist():
                 lane = self._lanes[class_id]
                 lane.bound(clock)
                 self._looked_at(lane)
-        for place in self._fresh:
-            if place.entry is not None:
-                self._enter(place, place.entry)
-        self._fresh.clear()
+        if self._fresh:
+            self._enter_fresh()
 
     def _reindex(self, clock: int) -> None:
         """The index has changed."""
@@ -142,16 +166,23 @@ class LaneOrder:
             lane.bound(clock, ClassRanks(self._tables, class_id))
             self._looked_at(lane)
 
-    def _enter(self, place: Place, entry: Residency) -> None:
-        assert entry.node is not None
-        class_id, start = place.note.class_id, entry.node.start
-        lane = self._lanes.get(class_id)
-        if lane is None:
-            lane = self._lanes[class_id] = Lane(class_id, ClassRanks(self._tables, class_id))
-        self._number += 1
-        lane.add(place, -start if self._context.backbone else start, self._number)
-        lane.joined(place, self._asked)
-        self._looked_at(lane)
+    def _enter_fresh(self) -> None:
+        lanes, sign = self._lanes, -1 if self._context.backbone else 1
+        for place in self._fresh:
+            entry = place.entry
+            if entry is None:
+                continue
+            lane = lanes.get(place.note.class_id) or self._new_lane(place.note.class_id)
+            self._number += 1
+            if lane.enter(place, sign * entry.node.start, self._number, self._asked):  # type: ignore[union-attr]
+                self._looked_at(lane)
+        self._fresh.clear()
+
+    def _new_lane(self, class_id: int) -> Lane:
+        lane = self._lanes[class_id] = Lane(class_id, ClassRanks(self._tables, class_id))
+        count = max(self._lanes) + 1
+        self._ranks, self._ends = self._least[:count], self._until[:count]
+        return lane
 
     def coldest(self) -> Residency | None:
         return self._best(NONE_GONE)
@@ -160,8 +191,7 @@ class LaneOrder:
         """The leaf to go next; leaves that are none any more lose their place on the way."""
         while True:
             self._settle()
-            least = self._least[: len(self._tables)]
-            lane = self._lanes.get(int(least.argmin()))
+            lane = self._lanes.get(int(self._ranks.argmin()))
             if lane is None or lane.rank == INFINITE:
                 return None
             if lane.head is None:
@@ -194,14 +224,17 @@ class LaneOrder:
             assert entry.node is not None and entry.pages is not None and place.lane is not None
             if place.lane.rank >= limit:
                 break
-            self._unseat(entry)
             found[entry] = place.note
             num_pages -= len(entry.pages)
+            if num_pages <= 0:
+                break  # nobody asks who follows: it may keep its place
+            self._unseat(entry)
             above = exposed_parent(self._context, entry.node, gone)
             if above is not None and above not in found:  # a mirror goes before what is below it
                 self.expose(above)
         for entry, note in found.items():
-            self._seat(entry, note)
+            if entry.rank is None:
+                self._seat(entry, note)
         return list(found)
 
     # -- the tree changes -------------------------------------------------------------------

@@ -7,7 +7,6 @@ it. A wrong match (once in 2^64) costs a wrong statistic, never a wrong hit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from hiradix.tree import RadixKey
@@ -27,9 +26,9 @@ class Trail:
 
     __slots__ = ("_pieces", "num_blocks")
 
-    def __init__(self, pieces: tuple[bytes, ...] = ()):
+    def __init__(self, pieces: tuple[bytes, ...], num_blocks: int):
         self._pieces = pieces
-        self.num_blocks = sum(map(len, pieces)) // NAME_BYTES
+        self.num_blocks = num_blocks
 
     def head(self, num_blocks: int) -> Trail:
         """The first `num_blocks` of it."""
@@ -41,24 +40,26 @@ class Trail:
                 break
             kept.append(piece[:left])
             left -= len(piece)
-        return Trail(tuple(kept))
+        return Trail(tuple(kept), num_blocks)
 
     def joined(self, names: bytes) -> Trail:
         if not names:
             return self
-        pieces = self._pieces
+        pieces, num_blocks = self._pieces, self.num_blocks + len(names) // NAME_BYTES
         while pieces and len(pieces[-1]) < 2 * len(names):
             pieces, names = pieces[:-1], pieces[-1] + names
-        return Trail((*pieces, names))
+        return Trail((*pieces, names), num_blocks)
 
-    def names(self, first: int, last: int) -> Iterator[bytes]:
+    def names(self, first: int, last: int) -> list[bytes]:
         """Names of blocks [first, last), as far as it reaches."""
+        found: list[bytes] = []
         at = 0
-        for piece in self._pieces:
+        for piece in self._pieces if first < last else ():
             count = len(piece) // NAME_BYTES
             for block in range(max(first - at, 0), min(last - at, count)):
-                yield piece[block * NAME_BYTES : (block + 1) * NAME_BYTES]
+                found.append(piece[block * NAME_BYTES : (block + 1) * NAME_BYTES])
             at += count
+        return found
 
     @property
     def last(self) -> bytes:
@@ -66,21 +67,21 @@ class Trail:
         return self._pieces[-1][-NAME_BYTES:] if self._pieces else b""
 
 
-EMPTY = Trail()
+EMPTY = Trail((), 0)
 
 
 def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
     """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 1 us per block of 512."""
-    known, tokens_per_block = trail.num_blocks, page_size * pages_per_block
+    known, size = trail.num_blocks, page_size * pages_per_block
     if known >= num_blocks:
         return trail
-    name, names, lookahead = trail.last or key.space.seed, [], key.space.lookahead
+    tokens, name, names = key.tokens, trail.last or key.space.seed, []
+    lookahead = key.space.lookahead
     for block in range(known, num_blocks):
-        start = block * tokens_per_block
-        data = name + key.tokens[start : start + tokens_per_block + lookahead].tobytes()
+        data = name + tokens[block * size : (block + 1) * size + lookahead].tobytes()
         if key.extras is not None:
-            extras = key.extras_of(block * pages_per_block, (block + 1) * pages_per_block)
-            data += b"" if extras is None else repr(extras).encode()
+            found = key.extras_of(block * pages_per_block, (block + 1) * pages_per_block)
+            data += b"" if found is None else repr(found).encode()
         name = (hash(data) & _NAME_MASK).to_bytes(NAME_BYTES, "little")
         names.append(name)
     return trail.joined(b"".join(names))

@@ -84,45 +84,45 @@ class Lane:
         self._num_void = 0
         self._ranks = ranks
 
-    def add(self, place: Place, depth: int, number: int) -> None:
-        """O(log n) and a move of what was used later. To be followed by `joined`."""
-        items, item = self._items, (place.note.clock, depth, number, place)
+    def enter(self, place: Place, depth: int, number: int, clock: int) -> bool:
+        """Add `place`; whether `rank` or `until` is another. O(log n) and a move of what was used later."""
+        items, used = self._items, place.note.clock
+        item = (used, depth, number, place)
         place.lane = self
         if items and item < items[-1]:
             insort(items, item)
         else:
             items.append(item)
-
-    def joined(self, place: Place, clock: int) -> None:
-        """`place` has been added; `head` and `rank` follow. O(log n)."""
         head, ranks = self.head, self._ranks
-        if head is not None and place.note.clock > head.note.clock:
-            age = clock - place.note.clock
-            bucket = _bucket_of(age)
+        if head is not None and used > head.note.clock:
+            bucket = _bucket_of(clock - used)
             mine, other = ranks.index[bucket], self.rank
             if mine > other or (mine == other and bucket >= self._bucket):
                 entries = ranks.entries(self._bucket)
                 at = bisect_right(entries, bucket)
-                if at < len(entries):
-                    self.until = min(self.until, place.note.clock + EDGE_LIST[entries[at]])
-                return
-        elif head is None and self.rank != INFINITE and self._items[0][3] is not place:
-            return  # the bound is of one that is older
+                if at == len(entries) or used + EDGE_LIST[entries[at]] >= self.until:
+                    return False
+                self.until = used + EDGE_LIST[entries[at]]
+                return True
+        elif head is None and self.rank != INFINITE and items[0][3] is not place:
+            return False  # the bound is of one that is older
         self.bound(clock)
+        return True
 
-    def left(self, place: Place, clock: int) -> None:
-        """`place` has become void; `head` and `rank` follow. O(log n), and O(n) each time half are void."""
+    def left(self, place: Place, clock: int) -> bool:
+        """`place` has become void; whether `rank` or `until` is another. O(log n); half void, once, O(n)."""
         self._num_void += 1
         if 2 * self._num_void > len(self._items) + 64:
             self._items = [item for item in self._items if item[3].entry is not None]
             self._num_void = 0
         if place is not self.head:
-            return
+            return False
         following = self._first(place.note.clock)
         if following is not None and _bucket_of(clock - following[0]) == self._bucket:
             self.head = following[3]
-        else:
-            self.bound(clock)
+            return False
+        self.bound(clock)
+        return True
 
     def bound(self, clock: int, ranks: ClassRanks | None = None) -> None:
         """Forget the head; `rank` is a lower bound. ranks: if they are new. O(log n)."""
@@ -160,7 +160,12 @@ class Lane:
         items = self._items
         at = end = bisect_left(items, (clock,)) if clock else 0
         count = len(items)
-        while end < count and items[end][3].entry is None:
+        while end < count:
+            item = items[end]
+            if item[3].entry is not None:
+                if end > at:
+                    break
+                return item
             end += 1
         if end > at:
             del items[at:end]
@@ -169,7 +174,7 @@ class Lane:
 
 
 def _bucket_of(age: int) -> int:
-    return min(bisect_right(EDGE_LIST, age) - 1, BUCKETS - 1)
+    return bisect_right(EDGE_LIST, age, 0, BUCKETS) - 1
 
 
 def _leaves(item: Item, bucket: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from hiradix.tree import Node, OrderContext, Tier
+from hiradix.tree import Node, OrderContext
 from hiradix.tree.node import Residency
 
 NONE_GONE: Mapping[int, int] = MappingProxyType({})
@@ -20,10 +20,13 @@ def is_blocked(context: OrderContext, entry: Residency, gone: Mapping[int, int] 
     node = entry.node
     if not context.backbone or node is None:
         return False
-    left = gone.get(id(node), 0)
-    if context.tier == Tier.DEVICE:
-        return node.num_device_children > left
-    return node.device.pages is None and len(node.children) > left
+    if context.tier:
+        if node.device.pages is not None:
+            return False
+        count = len(node.children)
+    else:
+        count = node.num_device_children
+    return count > (gone.get(id(node), 0) if gone else 0)
 
 
 def exposed_parent(context: OrderContext, node: Node, gone: dict[int, int]) -> Residency | None:

@@ -1,18 +1,22 @@
 """Segments: data last used by one request and of one class, and the votes it gives as it ages.
 
-What happens is noted as it happens and counted in batches, in numpy: a request costs a few list appends.
+What happens is noted as it happens and counted in batches, in numpy: a request costs a few appends.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from array import array
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hiradix.policy.ghd_tables import BUCKETS, EDGES, ClassTables, Floats
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+
 CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten when they run out
+_BUCKETS = np.arange(BUCKETS)
 
 
 class Segments:
@@ -27,32 +31,38 @@ class Segments:
         self._base = 0  # the number of the segment in row 0
         self._rows = 0
         self._born = np.zeros(CAPACITY, np.int64)  # clock at its last use
-        self._class = np.zeros(CAPACITY, np.int64)
+        self._cell = np.zeros(CAPACITY, np.int64)  # of its class, the first
         self._pages = np.zeros(CAPACITY)  # it started with
         self._left = np.zeros(CAPACITY)  # not used again, and still known
         self._passed = np.zeros(BUCKETS, np.int64)  # per bucket, the first number that has not left it
-        self._new: list[tuple[int, int, int]] = []
-        self._used: list[tuple[int, int, int]] = []
-        self._gone: list[tuple[int, int]] = []
+        self._new = array("q")  # clock, class, pages of one after the other
+        self._used = array("q")  # number, age, pages
+        self._gone = array("q")  # number, pages
+        self._next = 0  # the number of the next to begin
 
     def __len__(self) -> int:
-        return self._rows + len(self._new)
+        return self._rows + len(self._new) // 3
 
     def start(self, class_id: int, num_pages: int, clock: int) -> int:
         """A segment begins its life; its number."""
-        if 2 * len(self._new) >= CAPACITY:
+        if 2 * len(self._new) >= 3 * CAPACITY:
             self._settle()
-        self._new.append((clock, class_id, num_pages))
-        return self._base + self._rows + len(self._new) - 1
+        self._new.extend((clock, class_id, num_pages))
+        self._next = number = self._next + 1
+        return number - 1
 
     def use(self, number: int, age: int, num_pages: int) -> None:
         """So many of its pages were used again, `age` tokens after the last time."""
-        self._used.append((number, age, num_pages))
+        self._used.extend((number, age, num_pages))
+
+    def use_all(self, uses: list[int]) -> None:
+        """The same of several: number, age and pages of one after the other."""
+        self._used.extend(uses)
 
     def forget(self, number: int, num_pages: int) -> None:
         """So many of its pages are not known any more: nobody would see their next use."""
-        self._gone.append((number, num_pages))
-        if 2 * len(self._gone) >= CAPACITY:
+        self._gone.extend((number, num_pages))
+        if len(self._gone) >= CAPACITY:
             self._drop_pages()
 
     def forget_all(self) -> None:
@@ -68,62 +78,70 @@ class Segments:
         born = self._born[: self._rows]
         high = np.maximum(np.searchsorted(born, clock - EDGES[1:], side="right"), low)
         counts = high - low
-        bucket = np.repeat(np.arange(BUCKETS), counts)
-        row = np.arange(len(bucket)) - np.repeat(np.cumsum(counts) - counts - low, counts)
-        cell = self._class[row] * BUCKETS + bucket
-        self._add(self._tables.exposed, cell, self._left[row] / self._pages[row])
-        self._add(self._tables.started, cell, np.ones(len(cell)))
+        bucket = np.repeat(_BUCKETS, counts)
+        row = np.arange(len(bucket))
+        row -= np.repeat(np.cumsum(counts) - counts - low, counts)
+        bucket += np.take(self._cell, row)
+        self._add(self._tables.exposed, bucket, np.take(self._left, row) / np.take(self._pages, row))
+        self._add(self._tables.started, bucket, None)
         self._passed = high + self._base
 
-    def _count_uses(self, low: npt.NDArray[np.int64]) -> None:
+    def _count_uses(self, low: Ints) -> None:
         if not self._used:
             return
-        number, age, pages = np.array(self._used, np.int64).T
-        self._used = []
+        number, age, pages = _columns(self._used, 3)
+        self._used = array("q")
         row = number - self._base
         known = row >= 0
         row, age, pages = row[known], age[known], pages[known]
         bucket = np.minimum(np.searchsorted(EDGES, age, side="right") - 1, BUCKETS - 1)
         votes = pages / self._pages[row]
-        cell = self._class[row] * BUCKETS
+        cell = np.take(self._cell, row)
         self._add(self._tables.used, cell + bucket, votes)
         self._add(self._tables.exposed, cell + bucket, votes)
         # Buckets a page has lived through that are not counted yet: it will be missing when they are.
-        late = (row[:, None] >= low) & (np.arange(BUCKETS) < bucket[:, None])
-        which, through = np.nonzero(late)
-        self._add(self._tables.exposed, cell[which] + through, votes[which])
+        late = np.maximum(bucket - np.searchsorted(-low, -row), 0)  # of buckets, `low` falls
+        which = np.repeat(np.arange(len(row)), late)
+        through = np.arange(len(which)) - np.repeat(np.cumsum(late) - bucket, late)
+        self._add(self._tables.exposed, np.take(cell, which) + through, np.take(votes, which))
         np.subtract.at(self._left, row, pages)
 
     def _drop_pages(self) -> None:
         self._settle()
         if self._gone:
-            number, pages = np.array(self._gone, np.int64).T
-            self._gone = []
+            number, pages = _columns(self._gone, 2)
+            self._gone = array("q")
             row = number - self._base
             np.subtract.at(self._left, row[row >= 0], pages[row >= 0])
 
     @staticmethod
-    def _add(table: Floats, cell: npt.NDArray[Any], votes: Floats) -> None:
+    def _add(table: Floats, cell: Ints, votes: Floats | None) -> None:
         if len(cell):
-            size = (int(cell.max()) // BUCKETS + 1) * BUCKETS
-            table.reshape(-1)[:size] += np.bincount(cell, votes, size)
+            found = np.bincount(cell, votes)
+            table.reshape(-1)[: len(found)] += found
 
     def _settle(self) -> None:
         """Put new segments, at most half of `CAPACITY`, into rows."""
         if not self._new:
             return
-        if self._rows + len(self._new) > CAPACITY:
+        count = len(self._new) // 3
+        if self._rows + count > CAPACITY:
             self._make_room()
-        fresh = np.array(self._new, np.int64)
-        self._new = []
-        at = slice(self._rows, self._rows + len(fresh))
-        self._born[at], self._class[at] = fresh[:, 0], fresh[:, 1]
-        self._pages[at] = self._left[at] = fresh[:, 2]
-        self._rows += len(fresh)
+        at = slice(self._rows, self._rows + count)
+        self._born[at], of_class, pages = _columns(self._new, 3)
+        self._cell[at] = of_class * BUCKETS
+        self._pages[at] = self._left[at] = pages
+        self._new = array("q")
+        self._rows += count
 
     def _make_room(self) -> None:
         half = self._rows // 2
-        for table in (self._born, self._class, self._pages, self._left):
+        for table in (self._born, self._cell, self._pages, self._left):
             table[: self._rows - half] = table[half : self._rows].copy()
         self._rows -= half
         self._base += half
+
+
+def _columns(events: array[int], width: int) -> Ints:
+    """Events of `width` numbers each, laid end to end: int64 [width, events]. A view."""
+    return np.frombuffer(events, np.int64).reshape(-1, width).T

@@ -28,41 +28,35 @@ class Finished(NamedTuple):
 
 
 class Use:
-    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path.
+    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
 
-    class_id: of what it alone uses, once the policy has said so.
-    """
-
-    __slots__ = ("turn", "pages", "trail", "class_id")
+    __slots__ = ("turn", "pages", "trail")
 
     def __init__(self, turn: int, pages: int, trail: Trail):
-        self.turn, self.pages, self.trail = turn, pages, trail
-        self.class_id = -1
+        self.turn = turn
+        self.pages = pages
+        self.trail = trail
 
 
 class Note:
     """A node's last use. Immutable, and one object for all alike nodes of a path, so that they may merge.
 
     clock: when, in tokens of traffic. visits: requests that came by without continuing a conversation.
+    num_pages: of all that was used so. segment: the policy's.
     """
 
-    __slots__ = ("use", "clock", "class_id", "visits", "segment")
+    __slots__ = ("use", "clock", "class_id", "visits", "num_pages", "segment")
 
     def __init__(self, use: Use, clock: int, class_id: int, visits: int):
-        self.use, self.clock, self.class_id, self.visits = use, clock, class_id, visits
+        self.use = use
+        self.clock = clock
+        self.class_id = class_id
+        self.visits = visits
+        self.num_pages = 0
         self.segment = -1
 
 
 Stretch = tuple[int, Note | None]  # pages of a path up to the first, last used together; None: not known
-
-
-class Seen(NamedTuple):
-    """A request among what is known. num_known: its leading pages that are cached or ghosts."""
-
-    use: Use
-    num_known: int
-    is_continuation: bool
-    finished: Finished
 
 
 class UseLog:
@@ -78,15 +72,19 @@ class UseLog:
 
     # -- what subclasses say ----------------------------------------------------------------
 
-    def class_of(self, seen: Seen, visits: int, gap: int | None, key: RadixKey) -> int:
-        """The class of data used by `seen`, `gap` tokens after its last use (None: never before)."""
+    def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
+        """The class of what a request uses alone. num_known: its leading pages that are cached or ghosts."""
         return 0
 
-    def was_used(self, note: Note, num_pages: int) -> None:
-        """Pages last used as `note` says are used again."""
+    def class_of(self, own: int, visits: int, gap: int | None) -> int:
+        """The class of data used `gap` tokens after its last use (None: never before). own: `own_class`."""
+        return own
 
-    def was_noted(self, pages: dict[Note, int]) -> None:
-        """A request's new notes, with the pages of each."""
+    def were_used(self, uses: list[int]) -> None:
+        """Data is used again: the segment, how many tokens ago, and pages of one after the other."""
+
+    def was_noted(self, notes: list[Note]) -> None:
+        """A request's new notes."""
 
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
@@ -106,14 +104,20 @@ class UseLog:
         nodes, stretches = _known(tree, node)
         ghosts, trail = self._ghosts(node, key, stretches)
         stretches += ghosts
-        num_known, owner = stretches[-1] if stretches else (0, None)
-        pages = -(-request.prompt_tokens // self.page_tokens)
-        continues = owner is not None and num_known >= max(2, owner.use.pages - 1)
-        turn = owner.use.turn + 1 if continues and owner is not None else 0
-        seen = Seen(Use(turn, pages, trail), num_known, continues, request)
+        num_known, turn, step = 0, 0, 1
+        if stretches:
+            num_known, owner = stretches[-1]
+            assert owner is not None, "what is known has a note"
+            if num_known >= max(2, owner.use.pages - 1):
+                turn, step = owner.use.turn + 1, 0
+        own = 0
         if num_known < node.end:
             stretches.append((node.end, None))
-        noted = self._noted(seen, stretches, key)
+            own = self.own_class(turn, num_known, request, key)
+        elif any(old.visits + step < 2 for _, old in stretches if old is not None):
+            own = self.own_class(turn, num_known, request, key)  # a class that nothing is in is not made
+        use = Use(turn, -(-request.prompt_tokens // self.page_tokens), trail)
+        noted = self._noted(use, stretches, own, step)
         if ghosts:
             nodes = _cut(tree, nodes, noted)
         _write(nodes, noted)
@@ -123,12 +127,13 @@ class UseLog:
         size = self.pages_per_block
         first, last, trail = 0, node.end // size, EMPTY
         if known and (note := known[-1][1]) is not None:
-            first = known[-1][0] // size
-            trail = note.use.trail.head(first)
+            first, trail = known[-1][0] // size, note.use.trail
+            if first < trail.num_blocks:
+                trail = trail.head(first)
         if last > trail.num_blocks:
             trail = extend(trail, key, last, self.page_size, size)
         ghosts: list[Stretch] = []
-        if not self.ghosts:
+        if not len(self.ghosts):
             return ghosts, trail
         for block, name in enumerate(trail.names(first, last), first + 1):
             note = self.ghosts.pop(name)
@@ -139,31 +144,32 @@ class UseLog:
             ghosts.append((block * size, note))
         return ghosts, trail
 
-    def _noted(self, seen: Seen, stretches: list[Stretch], key: RadixKey) -> list[tuple[int, Note]]:
-        """The path's new notes, counting the uses of the old; alike neighbours are one."""
-        clock, step = self.clock, int(not seen.is_continuation)
-        made: dict[tuple[int, int], Note] = {}
-        pages: dict[Note, int] = {}
+    def _noted(self, use: Use, stretches: list[Stretch], own: int, step: int) -> list[tuple[int, Note]]:
+        """The path's new notes, counting the uses of the old; alike neighbours are one. step: of visits."""
+        clock, class_of = self.clock, self.class_of
+        used: list[int] = []
+        made: list[Note] = []
         noted: list[tuple[int, Note]] = []
         start, last = 0, None
         for end, old in stretches:
-            if old is None:
-                visits, gap = step, None
-            else:
+            visits, gap, count = step, None, end - start
+            if old is not None:
                 visits, gap = old.visits + step, clock - old.clock
-                self.was_used(old, end - start)
-            kind = self.class_of(seen, visits, gap, key), visits
-            note = made.get(kind)
-            if note is None:
-                note = made[kind] = Note(seen.use, clock, *kind)
-                pages[note] = end - start
+                used += (old.segment, gap, count)
+            class_id = class_of(own, visits, gap)
+            for note in made:
+                if note.visits == visits and note.class_id == class_id:
+                    break
             else:
-                pages[note] += end - start
+                note = Note(use, clock, class_id, visits)
+                made.append(note)
+            note.num_pages += count
             if note is last:
                 noted.pop()
             noted.append((end, note))
             start, last = end, note
-        self.was_noted(pages)
+        self.were_used(used)
+        self.was_noted(made)
         return noted
 
     # -- data leaves ------------------------------------------------------------------------
@@ -185,6 +191,11 @@ class UseLog:
                 self.was_forgotten(lost, size)
         if unnamed > 0:
             self.was_forgotten(note, unnamed)
+
+    @property
+    def pages_remembered(self) -> int:
+        """Pages that a cache may hold before it may have more ghosts than at first."""
+        return MIN_GHOSTS * self.pages_per_block // GHOSTS_PER_BLOCK
 
     def grow(self, num_pages: int) -> None:
         """The cache holds `num_pages`: it may remember four times as much."""
@@ -212,6 +223,13 @@ class UseLog:
     def forget(self) -> None:
         """The cache was emptied."""
         self.ghosts.clear()
+
+
+class SecondUse(UseLog):
+    """Class 1 is what was used before, cached or a ghost."""
+
+    def class_of(self, own: int, visits: int, gap: int | None) -> int:
+        return int(gap is not None)
 
 
 def _known(tree: RadixTree, node: Node) -> tuple[list[Node], list[Stretch]]:

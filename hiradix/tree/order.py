@@ -34,6 +34,9 @@ class EvictionOrder(Protocol):
     def remove(self, entries: Iterable[Residency]) -> None:
         """Entries were locked or merged away. Each is in the order."""
 
+    def touched(self, entries: Iterable[Residency]) -> None:
+        """Entries of a path, all in the order, were used: as if removed and pushed again."""
+
     def dropped(self, entry: Residency) -> None:
         """`entry`, which is in the order, leaves its tier; its pages are still in it."""
 
@@ -115,6 +118,11 @@ class LruOrder:
             entry.hotter = entry.colder = None
             count += len(entry.pages)  # type: ignore[arg-type]
         self.num_pages -= count
+
+    def touched(self, entries: Iterable[Residency]) -> None:
+        entries = list(entries)
+        self.remove(entries)
+        self.push(entries)
 
     def dropped(self, entry: Residency) -> None:
         hotter, colder = entry.hotter, entry.colder

@@ -55,6 +55,10 @@ class SpareFirst:
                 self._rest.remove((entry,))
         self._count()
 
+    def touched(self, entries: Iterable[Residency]) -> None:
+        for entry in entries:
+            (self._spare if self.is_spare(entry) else self._rest).touched((entry,))
+
     def dropped(self, entry: Residency) -> None:
         if self._forget(entry):
             self._spare.dropped(entry)

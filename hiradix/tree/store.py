@@ -176,10 +176,7 @@ class Store:
     def _moved_down(self, node: Node) -> None:
         """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,
         used since at least as late, leave the host last."""
-        order = self.orders[BACKBONE][Tier.HOST]
-        path = _evictable_path(node, Tier.HOST)
-        order.remove(path)
-        order.push(path)
+        self.orders[BACKBONE][Tier.HOST].touched(_evictable_path(node, Tier.HOST))
 
     def unlink(self, node: Node, out: Dropped) -> None:
         """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""

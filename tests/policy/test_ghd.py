@@ -142,6 +142,15 @@ def test_a_ghost_tells_that_a_conversation_goes_on() -> None:
     assert node.note.use.turn == 1 and len(small.cache.learner.ghosts) == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("policy", ["ghd", "2q"])
+def test_a_request_of_no_whole_page_is_counted_and_leaves_nothing(policy: str) -> None:
+    small = Small(30, policy)
+    small.learner.finished(small.tree, small.tree.root, RadixKey([]), Finished(300, 20))
+    assert small.learner.clock == 320 and not list(small.tree.nodes())
+    small.request([1, 2, 3])
+    small.cache.check()
+
+
 def test_the_oldest_ghost_goes_first() -> None:
     ghosts: Ghosts[str] = Ghosts(2)
     assert ghosts.add(b"a", "a") is None and ghosts.add(b"b", "b") is None

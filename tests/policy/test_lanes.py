@@ -52,8 +52,9 @@ class Life:
         place = Place(Residency(None), Note(Use(0, 0, EMPTY), used, CLASS, 0))
         self.number += 1
         depth = -self.rng.randint(0, 3)
-        self.lane.add(place, depth, self.number)
-        self.lane.joined(place, self.clock)
+        before = self.lane.rank, self.lane.until
+        changed = self.lane.enter(place, depth, self.number, self.clock)
+        assert changed or (self.lane.rank, self.lane.until) == before
         self.places.append((used, depth, self.number, place))
 
     def leave(self) -> None:
@@ -61,7 +62,9 @@ class Life:
             item = self.rng.choice(self.places)
             self.places.remove(item)
             item[3].entry = None
-            self.lane.left(item[3], self.clock)
+            before = self.lane.rank, self.lane.until
+            changed = self.lane.left(item[3], self.clock)
+            assert changed or (self.lane.rank, self.lane.until) == before
 
     def grow_older(self) -> None:
         self.clock += int(10 ** self.rng.uniform(0, 6))

@@ -1,0 +1,137 @@
+"""What GHD learns from requests that have ended, and which class it puts their pages into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hiradix.policy.ghd_order import LaneOrder
+from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
+from hiradix.policy.segments import Segments
+from hiradix.policy.uses import HINTS, Finished, Note, UseLog
+from hiradix.tree import Node, RadixKey, Tier
+
+SENDERS = 16  # namespaces are told apart in so many groups where they give hints
+_HINT_CLASS = 8  # conversation classes from here on: hint, then sender
+_DECAY_EVERY = 256  # requests
+_DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
+_COUNT_FIRST = 32  # requests between two countings at the start; in the end as many as between two decays
+
+
+# By the bits of a count of tokens, or of 512 tokens.
+_FRESH = [min(max(bits - 9, 0), 5) for bits in range(64)]
+_FIRST = [min(max(bits - 1, 0), 7) // 2 for bits in range(64)]
+_ANSWER = [min(max(bits - 1, 0), 10) // 2 for bits in range(64)]
+
+
+class GhdLearner(UseLog):
+    """What all tiers' orders share: the tables, the clock, the ghosts. Scheduler thread only."""
+
+    def __init__(self, page_size: int, page_tokens: int):
+        super().__init__(page_size, page_tokens)
+        self.tables = ClassTables()
+        self.segments = Segments(self.tables)
+        self.orders: list[LaneOrder] = []
+        self._requests = 0
+        self._own = [-1] * 256  # class by turn, size, answer
+
+    # -- classes ----------------------------------------------------------------------------
+
+    def class_of(self, own: int, visits: int, gap: int | None) -> int:
+        if visits < 2:
+            return own
+        recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
+        return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
+
+    def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
+        prompt_tokens, output_tokens, hint = request
+        if hint is not None:
+            return self._hinted(hint, key)
+        if turn:
+            fresh = prompt_tokens - num_known * self.page_tokens
+            size = _FRESH[fresh.bit_length()] if fresh > 0 else 0
+        else:
+            size = _FIRST[((prompt_tokens + 511) // 512).bit_length()]
+        kind = (turn if turn < 3 else 3) * 64 + size * 8 + _ANSWER[output_tokens.bit_length()]
+        found = self._own[kind]
+        if found < 0:
+            key_of = (CONVERSATION, kind // 64, kind // 8 % 8, kind % 8)
+            found = self._own[kind] = self.tables.class_of(key_of)
+        return found
+
+    def _hinted(self, hint: str, key: RadixKey) -> int:
+        """A class of the sender's own below the family: a false hint is priced by what its sender's were."""
+        seed = key.space.seed
+        sender = seed[0] % SENDERS if seed else SENDERS
+        return self.tables.class_of((CONVERSATION, _HINT_CLASS + HINTS.index(hint) * 32 + sender))
+
+    # -- learning ---------------------------------------------------------------------------
+
+    def were_used(self, uses: list[int]) -> None:
+        self.segments.use_all(uses)
+
+    def was_forgotten(self, note: Note, num_pages: int) -> None:
+        self.segments.forget(note.segment, num_pages)
+
+    def was_noted(self, notes: list[Note]) -> None:
+        """Of a request's pages all that are in a class have one vote."""
+        of_class = {note.class_id: 0 for note in notes}
+        for note in notes:
+            of_class[note.class_id] += note.num_pages
+        for class_id, num_pages in of_class.items():
+            number = self.segments.start(class_id, num_pages, self.clock)
+            for note in notes:
+                if note.class_id == class_id:
+                    note.segment = number
+        self._requests += 1
+        if self._requests % _COUNT_FIRST == 0 and self._requests % self._interval() == 0:
+            self.recompute()
+
+    def _interval(self) -> int:
+        """Requests between two countings: a power of two, at most a quarter of all so far."""
+        return min(max(1 << (self._requests // 4).bit_length() - 1, _COUNT_FIRST), _DECAY_EVERY)
+
+    def recompute(self) -> None:
+        """Count what happened; the index and every order follow when they are asked."""
+        self.segments.count(self.clock)
+        if self._requests % _DECAY_EVERY == 0:
+            self.tables.decay(_DECAY)
+        self.tables.recompute()
+
+    def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
+        for order in self.orders:
+            if order.tier == tier:
+                return min(order.colder_pages(node.note, num_pages), num_pages)
+        return num_pages
+
+    def hint(self, nodes: Iterator[Node], hint: str) -> None:
+        """Move what a conversation alone uses to the class of its sender's hint."""
+        made: dict[int, Note] = {}
+        for node in nodes:
+            old = node.note
+            if old is None or old.visits >= 2:
+                continue
+            note = made.get(id(old))
+            if note is None:
+                note = made[id(old)] = Note(old.use, self.clock, self._hinted_node(node, hint), old.visits)
+                note.segment = self.segments.start(note.class_id, old_pages(node, old), self.clock)
+            self.segments.forget(old.segment, node.num_pages)
+            node.note = note
+            for order in self.orders:
+                order.renoted(node)
+
+    def _hinted_node(self, node: Node, hint: str) -> int:
+        return self._hinted(hint, RadixKey([], node.space.extra_key, cache_salt=node.space.cache_salt))
+
+    def forget(self) -> None:
+        super().forget()
+        self.segments.forget_all()
+        self.orders.clear()
+
+
+def old_pages(node: Node, note: Note) -> int:
+    """Pages of `node` and its ancestors that carry `note`; at least one."""
+    count, at = 0, node
+    while at.parent is not None:
+        count += at.num_pages if at.note is note else 0
+        at = at.parent
+    return max(count, 1)
