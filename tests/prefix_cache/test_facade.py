@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 
@@ -46,8 +47,19 @@ def test_no_hit_crosses_a_namespace_in_any_tier(make: Make, tmp_path: object, fi
     assert same.host_tokens == 16, "the positive half: the same namespace does hit in storage"
 
 
-def storage(path: object) -> dict[str, object]:
-    text = f'{{"file_storage_path": "{path}", "prefetch_threshold": 4}}'
+def test_storage_quotas_are_of_the_requests_tenant(make: Make, tmp_path: object) -> None:
+    limits = {"quotas": {"salt:none": 0, "key:none": 0}, "quota": "1MiB"}
+    bench = make(num_pages=64, **storage(tmp_path, **limits, quota_path=f"{tmp_path}/accounts"))
+    tenants = [{"cache_salt": "none"}, {"extra_key": "none"}, {"extra_key": "none", "cache_salt": "some"}, {}]
+    for tenant in tenants:
+        bench.finish(bench.start(prompt(20), **tenant))
+        bench.settle()
+    bench.cache.reset()
+    assert [bench.start(prompt(20), **tenant).host_tokens for tenant in tenants] == [0, 0, 16, 16]
+
+
+def storage(path: object, **keys: object) -> dict[str, object]:
+    text = json.dumps({"file_storage_path": str(path), "prefetch_threshold": 4} | keys)
     return {
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": "wait_complete",
