@@ -25,6 +25,9 @@ from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Ve
 from hiradix.storage.spoilt import Spoilt
 
 logger = logging.getLogger(__name__)
+
+WIDE_PIECE_BYTES = 64 << 20
+"""Most that `Traits.width` makes of a piece."""
 _REASON = {
     Verdict.DAMAGED: MissReason.DAMAGED,
     Verdict.FOREIGN: MissReason.FOREIGN,
@@ -202,8 +205,8 @@ class GuardedStorage:
         assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
 
         def move(session: Session) -> None:
-            limit_bytes = self.limits.staging_bytes if self._direct is None else DIRECT_PIECE_BYTES
-            for chunk in chunks([size + self._seal_bytes for size in sizes], limit_bytes):
+            staged = [size + self._seal_bytes for size in sizes]
+            for chunk in chunks(staged, self._piece_bytes(max(staged, default=0))):
                 move_chunk(session, batch, chunk)
 
         reason = self._call(op, sum(sizes), move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
@@ -212,6 +215,12 @@ class GuardedStorage:
         for why, num_pages in (*batch.refused.items(), (reason or MissReason.ABSENT, lost)):
             self._meters.missed(op, why, num_pages)
         return batch.ok
+
+    def _piece_bytes(self, longest_bytes: int) -> int:
+        """How much of a batch goes to the backend at once, where its longest page is so long."""
+        if self._direct is not None:
+            return DIRECT_PIECE_BYTES
+        return max(self.limits.staging_bytes, min(self._traits.width * longest_bytes, WIDE_PIECE_BYTES))
 
     def _call(self, op: Op, num_bytes: int, body: Callable[[Session], None]) -> MissReason | None:
         """Run `body` behind breaker and deadline; the reason why it did not come to its end."""

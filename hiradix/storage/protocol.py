@@ -77,8 +77,9 @@ class Traits:
     call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
     backend does as it is told by `StorageContext.ragged`. chained: `exists`, `get` and `put` take
     `prefix_keys`, the keys before `keys` in the same chain: None where that is not known from its start.
-    tenanted: `put` takes `tenant`, whose pages they are (`Namespace.tenant`). deletes: `delete` gives the
-    page's bytes back.
+    width: requests that it has under way at once; a call gets at least so many pages of a batch, staging
+    memory growing with it. tenanted: `put` takes `tenant`, whose pages they are (`Namespace.tenant`).
+    deletes: `delete` gives the page's bytes back.
     """
 
     verifies: bool = False
@@ -86,6 +87,7 @@ class Traits:
     direct: bool = False
     ragged: bool = False
     chained: bool = False
+    width: int = 1
     tenanted: bool = False
     deletes: bool = True
 

@@ -38,10 +38,9 @@ _SLACK_SHARE = 64
 class S3Backend(StorageBackend):
     """See the module's docstring. Raises ConfigError when the bucket cannot be listed. Thread-safe."""
 
-    traits = Traits(namespaced=True, ragged=True)
-
     def __init__(self, context: StorageContext):
         self.config = config = S3Config.from_mapping(context.extra_config)
+        self.traits = Traits(namespaced=True, ragged=True, width=config.num_connections)
         if config.max_bytes and context.page_bytes > config.max_bytes:
             raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
         self._folder = context.fingerprint.digest()[:32]

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from hiradix.storage import BreakerLimits, BreakerState, GuardedStorage, GuardLimits, PageFingerprint
+from hiradix.storage import (
+    BreakerLimits,
+    BreakerState,
+    GuardedStorage,
+    GuardLimits,
+    Page,
+    PageFingerprint,
+    Traits,
+)
 from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -152,6 +160,25 @@ def test_partial_answers_pass_as_they_are(make: Make) -> None:
     assert hits(world.storage, keys_of(4)) == [True, True, True, False]
     assert world.figure("get_missed_absent") == 1 and world.figure("get_pages") == 3
     assert world.figure("get_bytes") == 3 * PAGE_BYTES
+
+
+@pytest.mark.parametrize(("width", "pieces"), [(1, [2, 2, 2, 1]), (3, [3, 3, 1]), (100, [7])])
+def test_a_backend_with_many_requests_under_way_gets_as_many_pages(width: int, pieces: list[int]) -> None:
+    """Two pages of staging memory."""
+    backend = MemoryBackend(memory_context(FINGERPRINT, PAGE_BYTES))
+    backend.traits = Traits(width=width)
+    asked: list[int] = []
+    read = backend.get
+
+    def get(keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        asked.append(len(keys))
+        return read(keys, into)
+
+    backend.get = get  # type: ignore[method-assign]
+    limits = GuardLimits(deadline_s=30.0, staging_bytes=2 * (PAGE_BYTES + SEAL_BYTES))
+    storage = GuardedStorage(backend, FINGERPRINT, limits)
+    assert all(put(storage, keys_of(7))) and all(hits(storage, keys_of(7))) and asked == pieces
+    storage.close()
 
 
 def test_pieces_before_a_fault_count(make: Make) -> None:
