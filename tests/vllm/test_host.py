@@ -54,14 +54,6 @@ def test_second_round_comes_from_the_host(
     assert_same(expected, ours.generate(prompts))
 
 
-def test_salts_are_apart(start: Start, plain: Player) -> None:
-    prompts = [conversation(9, 200)]
-    ours = start({"hicache_size": 0.1})
-    hits = [cached(ours.generate(prompts, salt=salt)) for salt in (None, "a", "b", "a", None)]
-    assert hits == [0, 0, 0, 192, 192]
-    assert_same(plain.generate(prompts), ours.generate(prompts, salt="b"))
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_hundred_requests_in_little_memory(start: Start, plain: Player, mode: str) -> None:
     """Shared prefixes, vLLM's own prefix cache too, so few blocks that some are preempted; then aborts."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from tests.vllm.player import Player, assert_same, cached
+from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
+from tests.vllm.test_server import Serving, cached_tokens, token_ids
 
 Start = Callable[..., Player]
 SIZES: dict[str, Any] = {
@@ -96,9 +95,8 @@ def test_events_name_host_blocks_as_vllm_does(start: Start) -> None:
     assert figures["saved_pages"] == len(stored) and figures["write_through_bytes"] > 0
 
 
-@pytest.mark.parametrize("served", ["SmolLM2"])
-def test_a_real_model(start: Start, tmp_path_factory: pytest.TempPathFactory, served: str) -> None:
-    """SmolLM2-135M on conversations: the next turn begins where the last answer ended."""
+def test_a_real_model(start: Start, tmp_path: Path) -> None:
+    """SmolLM2-135M on conversations: the next turn begins where the last answer ended. Then on the server."""
     from hiradix.engine.smollm2 import smollm2_path
 
     path = smollm2_path(dtype="float32")
@@ -111,4 +109,15 @@ def test_a_real_model(start: Start, tmp_path_factory: pytest.TempPathFactory, se
         assert_same(expected, got)
         turns = [turn + answer["tokens"] + [17, 18, 19] * 8 for turn, answer in zip(turns, expected)]
     assert cached(got) >= sum((len(turn) - 24 - 24 - 32) // 32 * 32 for turn in turns) - 128
-    assert json.dumps(ours.state()["load_failed"]) == "0"
+    assert ours.state()["load_failed"] == 0
+    ours.stop()
+    expected = plain.generate(turns, max_tokens=24)
+    server = Serving(path, {"hicache_size": 0.2}, tmp_path / "server")
+    try:
+        server.wait()
+        for want in (0, sum((len(turn) - 1) // 32 * 32 for turn in turns)):
+            answers = [server.complete(turn, max_tokens=24) for turn in turns]
+            judge(expected, [{"tokens": token_ids(answer)} for answer in answers]).assert_holds()
+            assert sum(cached_tokens(answer) for answer in answers) == want
+    finally:
+        server.stop()

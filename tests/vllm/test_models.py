@@ -66,8 +66,11 @@ def adapter(model: Path, folder: Path, seed: int) -> Path:
     return folder
 
 
-def test_adapters_are_apart(start: Start, model: Path, tmp_path: Path) -> None:
-    """The same prompts under two adapters and none: each hits only its own pages, and answers its own."""
+def test_adapters_and_salts_are_apart(start: Start, model: Path, tmp_path: Path) -> None:
+    """The same prompts under two adapters and none: each hits only its own pages, and answers its own.
+
+    Then under salts, which change no answer.
+    """
     folders = [adapter(model, tmp_path / name, seed) for seed, name in enumerate("ab")]
     loras: list[dict[str, Any] | None] = [None] + [
         {"lora_name": folder.name, "lora_int_id": number, "lora_path": str(folder)}
@@ -82,3 +85,7 @@ def test_adapters_are_apart(start: Start, model: Path, tmp_path: Path) -> None:
             got = ours.generate(prompts, lora=lora)
             assert cached(got) == want
             assert_same(answers, got)
+    fresh = [conversation(9, 200)]
+    hits = [cached(ours.generate(fresh, salt=salt)) for salt in (None, "a", "b", "a", None)]
+    assert hits == [0, 0, 0, 192, 192]
+    assert_same(plain.generate(fresh), ours.generate(fresh, salt="b"))

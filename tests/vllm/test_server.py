@@ -100,6 +100,15 @@ class Serving:
             self.process.wait(30)
 
 
+def token_ids(answer: dict[str, Any]) -> list[int]:
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def cached_tokens(answer: dict[str, Any]) -> int:
+    return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0))
+
+
 @pytest.fixture
 def two_servers(model: Path, tmp_path: Path) -> Iterator[tuple[Serving, Serving]]:
     """Both over one store, with little device memory and vLLM's prefix cache on."""
@@ -125,11 +134,10 @@ def test_two_servers_one_store_and_clients_that_leave(
         answers = list(clients.map(first.complete, prompts))
         for one in left:
             one.result()
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
+    assert [token_ids(answer) for answer in answers] == expected
     assert first.figure("saved_pages") > 0 and first.figure("stored_pages") > 0
     with ThreadPoolExecutor(16) as clients:
         answers = list(clients.map(second.complete, prompts))
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == expected
-    cached = [(answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) for answer in answers]
-    assert second.figure("prefetch_read_pages") > 0 and sum(cached) > 0
+    assert [token_ids(answer) for answer in answers] == expected
+    assert second.figure("prefetch_read_pages") > 0 and sum(map(cached_tokens, answers)) > 0
     assert first.get("/health") == second.get("/health") == ""
