@@ -19,7 +19,7 @@
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
-# make bench-vllm    the connector beside none, vLLM's prefix cache and vLLM's example connector, on conversations
+# make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
 # make clean         away with what was built and cached, but for the environment
 #
