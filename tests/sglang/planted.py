@@ -160,6 +160,18 @@ FAULTS = [
         "            tree.unlock(tree.lock(tree.match(own).device_node, Tier.DEVICE))",
         "            tree.match(own)",
     ),
+    Fault(
+        "windows: what a load back brings of them is not told",
+        CACHE,
+        "if num_host and self._has_windows else 0",
+        "if False else 0",
+    ),
+    Fault(
+        "windows: a lock is given back without its receipt",
+        CACHE,
+        "dec_lock_ref(held or node)",
+        "dec_lock_ref(node)",
+    ),
 ]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -23,12 +24,19 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from hiradix.adapters.sglang.build import device_pool, gate_reads, own_params
-from hiradix.adapters.sglang.ports import ControllerView
+from hiradix.adapters.sglang.build import device_pool, gate_reads, hybrid_pools, own_params
+from hiradix.adapters.sglang.ports import ControllerView, HybridPort
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.prefix_cache import HiRadixCache, ModelIdentity, build_prefix_cache
+from hiradix.prefix_cache import (
+    HiRadixCache,
+    ModelIdentity,
+    RadixCache,
+    build_hybrid_cache,
+    build_prefix_cache,
+)
 from hiradix.transfer import Runtime, StepDriver
 
 PAGE = 4
@@ -63,13 +71,10 @@ class Request:
 class Rig:
     """A cache over `NUM_TOKENS` device tokens. storage: a folder that the file backend stores in."""
 
+    window: int | None = None
+
     def __init__(self, storage: Path | None = None, is_eagle: bool = False, **flags: Any):
-        self.kvcache = MHATokenToKVPool(
-            NUM_TOKENS, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", enable_memory_saver=False
-        )
-        self.allocator = PagedTokenToKVPoolAllocator(
-            NUM_TOKENS, PAGE, torch.float32, "cpu", self.kvcache, need_sort=False
-        )
+        self.kvcache, self.allocator = self.make_pool()
         self.rows = ReqToTokenPool(8, 2 * NUM_TOKENS, "cpu", enable_memory_saver=False)
         params = CacheInitParams(
             disable=False,
@@ -79,6 +84,7 @@ class Rig:
             is_eagle=is_eagle,
             enable_kv_cache_events=True,
             eviction_policy=flags.get("radix_eviction_policy", "lru"),
+            sliding_window_size=self.window,
         )
         extra = f'{{"file_storage_path": "{storage}", "prefetch_threshold": 1}}' if storage else None
         config = HiCacheConfig(
@@ -92,14 +98,36 @@ class Rig:
         )
         self.driver = StepDriver()
         runtime = Runtime(driver=self.driver, clock=self.driver.now)
-        pool = device_pool(self.kvcache, PAGE)
-        inner = build_prefix_cache(config, own_params(params), pool, ModelIdentity("rig"), runtime)
+        inner = self.make_inner(config, params, runtime)
         assert isinstance(inner, HiRadixCache)
         controller = ControllerView(inner.layer_done_counter)
         self.gate = controller.layer_done_counter
         gate_reads(params, self, self.gate)
         self.cache = HiRadixHostCache(params, inner, controller)
         self._num_requests = 0
+
+    def make_pool(self) -> tuple[Any, Any]:
+        """SGLang's device pool, and the allocator of its slots."""
+        kvcache = MHATokenToKVPool(
+            NUM_TOKENS, PAGE, torch.float32, HEADS, DIM, LAYERS, "cpu", enable_memory_saver=False
+        )
+        return kvcache, PagedTokenToKVPoolAllocator(
+            NUM_TOKENS, PAGE, torch.float32, "cpu", kvcache, need_sort=False
+        )
+
+    def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
+        pool = device_pool(self.kvcache, PAGE)
+        return build_prefix_cache(config, own_params(params), pool, ModelIdentity("rig"), runtime)
+
+    def alloc(self, num_tokens: int) -> torch.Tensor:
+        slots: torch.Tensor | None = self.allocator.alloc(num_tokens)
+        assert slots is not None, "the device pool is too small for this test"
+        return slots
+
+    def fill(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """What a forward computes for these slots."""
+        for buffer in (*self.kvcache.k_buffer, *self.kvcache.v_buffer):
+            buffer[slots] = values[:, None, None].expand(-1, HEADS, DIM)
 
     def register_hicache_layer_transfer_counter(self, gate: Any) -> None:
         """What SGLang's worker keeps the gate for: each forward says there what it waits for."""
@@ -135,8 +163,7 @@ class Rig:
         need = -(-num_tokens // PAGE) * PAGE - req.prefix_len
         if self.allocator.available_size() < need:
             self.cache.evict(EvictParams(num_tokens=need - self.allocator.available_size()))
-        slots = self.allocator.alloc(need)
-        assert slots is not None, "the device pool is too small for this test"
+        slots = self.alloc(need)
         req.kv.req_pool_idx = self.rows.free_slots.pop()
         row = self.rows.req_to_token[req.kv.req_pool_idx]
         row[: req.prefix_len] = self.cache.path_device_indices(req.last_node)[: req.prefix_len]
@@ -144,8 +171,7 @@ class Rig:
         req.kv.kv_allocated_len = num_tokens
         own = slots[: num_tokens - req.prefix_len]
         values = torch.tensor(req.origin_input_ids[req.prefix_len :], dtype=torch.float32)
-        for buffer in (*self.kvcache.k_buffer, *self.kvcache.v_buffer):
-            buffer[own] = values[:, None, None].expand(-1, HEADS, DIM)
+        self.fill(own, values)
         return found
 
     def finish(self, req: Request) -> None:
@@ -219,4 +245,43 @@ class Rig:
         cache = self.cache
         total = self.allocator.available_size() + cache.evictable_size() + cache.protected_size()
         assert total == NUM_TOKENS, f"{total} tokens of {NUM_TOKENS} are accounted for"
+        cache.sanity_check()
+
+
+class WindowRig(Rig):
+    """The same over full layers and layers with a window of two pages, one of each."""
+
+    window = 2 * PAGE
+
+    def make_pool(self) -> tuple[Any, Any]:
+        kvcache = SWAKVPool(
+            NUM_TOKENS, NUM_TOKENS, PAGE, torch.float32, HEADS, DIM, swa_attention_layer_ids=[1],
+            full_attention_layer_ids=[0], device="cpu",
+        )  # fmt: skip
+        return kvcache, SWATokenToKVPoolAllocator(
+            NUM_TOKENS, NUM_TOKENS, PAGE, torch.float32, "cpu", kvcache, need_sort=False
+        )
+
+    def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
+        return build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(self.kvcache), runtime)
+
+    def alloc(self, num_tokens: int) -> torch.Tensor:
+        full = self.allocator.full_attn_allocator.alloc(num_tokens)
+        window = self.allocator.swa_attn_allocator.alloc(num_tokens)
+        assert full is not None and window is not None, "a device pool is too small for this test"
+        self.allocator.set_full_to_swa_mapping(full, window)
+        return full
+
+    def fill(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        beside = self.allocator.full_to_swa_index_mapping[slots]
+        for pool, own in ((self.kvcache.full_kv_pool, slots), (self.kvcache.swa_kv_pool, beside)):
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer[own] = values[:, None, None].expand(-1, HEADS, DIM)
+
+    def check(self) -> None:
+        """SGLang's idle equations of both pools, and our own invariants."""
+        cache, allocator = self.cache, self.allocator
+        full = allocator.full_available_size() + cache.full_evictable_size() + cache.full_protected_size()
+        window = allocator.swa_available_size() + cache.swa_evictable_size() + cache.swa_protected_size()
+        assert (full, window) == (NUM_TOKENS, NUM_TOKENS), "full and window tokens accounted for"
         cache.sanity_check()

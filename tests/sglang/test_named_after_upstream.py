@@ -19,7 +19,8 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from tests.sglang.rig import NUM_TOKENS, PAGE, Rig
+from hiradix.tree import Tier
+from tests.sglang.rig import NUM_TOKENS, PAGE, Rig, WindowRig
 
 
 def ids(start: int, count: int) -> list[int]:
@@ -283,6 +284,59 @@ def test_priority_decides_what_stays() -> None:
         rig.cache.evict(EvictParams(num_tokens=8 * PAGE))
         asked = [rig.request(ids(start, 8 * PAGE) + [1]) for start in (100, 300, 500)]
         assert [rig.match(req).device_prefix_len for req in asked] == expected
+    rig.check()
+
+
+def test_swa_eviction_match() -> None:
+    """Upstream's test_swa_radix_cache_1: a prefix that lost its window is matched only behind a whole one."""
+    rig = WindowRig()
+    rig.run(STEM + [1])
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.cache.inner.cache.supply.evict(Tier.HOST, NUM_TOKENS)  # the host has none of it
+
+    def matched(*asked: list[int]) -> list[int]:
+        return [rig.match(rig.request(tokens + [1])).device_prefix_len for tokens in asked]
+
+    assert matched(STEM, PROMPT) == [len(STEM), len(PROMPT)]
+    evict = rig.cache.evict(EvictParams(num_tokens=0, swa_num_tokens=6 * PAGE))
+    assert (evict.num_tokens_evicted, evict.swa_num_tokens_evicted) == (0, 6 * PAGE), "window tokens alone"
+    assert rig.cache.full_evictable_size() == len(PROMPT) and rig.cache.swa_evictable_size() == 2 * PAGE
+    assert matched(STEM, PROMPT[: 6 * PAGE], PROMPT[: 7 * PAGE], PROMPT) == [0, 0, 0, len(PROMPT)]
+    rig.check()
+
+
+def test_swa_locks_cover_the_window_alone() -> None:
+    rig = WindowRig()
+    rig.run(PROMPT + [1])
+    rig.settle()
+    node = rig.match(rig.request(PROMPT + [1])).last_device_node
+    taken = rig.cache.inc_lock_ref(node)
+    assert (rig.cache.full_protected_size(), rig.cache.swa_protected_size()) == (len(PROMPT), rig.window)
+    assert rig.cache.dec_lock_ref(node, taken.to_dec_params()).delta == len(PROMPT)
+    assert (rig.cache.full_protected_size(), rig.cache.swa_protected_size()) == (0, 0)
+    rig.check()
+
+
+def test_swa_windows_come_back_from_the_host() -> None:
+    rig = WindowRig()
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.evict_all()
+    rig.cache.evict(EvictParams(num_tokens=0, swa_num_tokens=NUM_TOKENS))
+    req = rig.request(PROMPT + [1])
+    found = rig.admit(req)
+    assert (found.host_hit_length, found.swa_host_hit_length) == (len(PROMPT), rig.window)
+    rig.settle()
+    slots = torch.tensor(rig.slots_of(req)[: len(PROMPT)])
+    beside = rig.allocator.full_to_swa_index_mapping[slots]
+    expected = torch.tensor(PROMPT, dtype=torch.float32)
+    assert torch.equal(rig.kvcache.full_kv_pool.k_buffer[0][slots][:, 0, 0], expected)
+    assert (beside > 0).tolist() == [False] * (len(PROMPT) - 2 * PAGE) + [True] * (2 * PAGE)
+    window = rig.kvcache.swa_kv_pool.k_buffer[0][beside[-2 * PAGE :]][:, 0, 0]
+    assert torch.equal(window, expected[-2 * PAGE :])
+    rig.finish(req)
+    rig.settle()
     rig.check()
 
 
