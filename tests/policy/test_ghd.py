@@ -16,7 +16,7 @@ from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import GhdPolicy, make_order
 from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, extend
-from hiradix.policy.uses import HINTS, Finished, UseLog
+from hiradix.policy.uses import HINTS, Finished, Note, UseLog
 from hiradix.replay.generate import generate
 from hiradix.replay.play import Player
 from hiradix.replay.stage import Tiers
@@ -149,6 +149,20 @@ def test_a_request_of_no_whole_page_is_counted_and_leaves_nothing(policy: str) -
     assert small.learner.clock == 320 and not list(small.tree.nodes())
     small.request([1, 2, 3])
     small.cache.check()
+
+
+def test_a_touched_leaf_is_where_its_last_note_says() -> None:
+    small = Small(30)
+    small.request([1, 2, 3])
+    (node,) = small.tree.nodes()
+    order = next(o for o in small.learner.orders if o.tier == DEVICE)  # type: ignore[attr-defined]
+    stale = node.device.rank.note
+    node.note = Note(stale.use, stale.clock + 9, stale.class_id, stale.visits)
+    order.touched([node.device])
+    assert node.device.rank.note is node.note and small.tree.coldest(0, DEVICE, 1)
+    kept = node.device.rank
+    order.touched([node.device])
+    assert node.device.rank is kept
 
 
 def test_the_oldest_ghost_goes_first() -> None:
