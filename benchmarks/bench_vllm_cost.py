@@ -1,13 +1,12 @@
 """What a connector costs a vLLM that never hits: CPU time beside none, pair by pair, in one process.
 
-    make bench-vllm [COST_FLAGS="--pairs 30"]
+    make bench-vllm [COST_FLAGS="--pairs 100"]
 
-Prompts run without a connector, with one that does nothing, and with ours, in turns; nothing repeats, and
-host memory is full, so that each save evicts. The engine's thread is what a request waits for; the process
-counts what is copied in the background too. CPU time, because others' load hardly counts in it, and of each
-three prompts the cheapest, because what counts all the same only adds. Medians of ratios, with the interval
-that holds 95 % of medians of samples drawn anew from the pairs. SmolLM2-135M, one torch thread, a prompt of
-ten blocks and an answer of sixteen tokens.
+Every prompt runs once without a connector, once with one that does nothing, once with ours, in turns; nothing
+repeats, and host memory is full, so that each save evicts. The engine's thread is what a request waits for;
+the process counts what is copied in the background too. CPU time, because others' load does not count in it;
+medians of ratios, with the interval that holds 95 % of medians of samples drawn anew from the pairs.
+SmolLM2-135M, one torch thread, a prompt of ten blocks and an answer of sixteen tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from hiradix.engine.smollm2 import smollm2_path
 from tests.vllm.play import FIRST, Play
 
 LIMIT = 0.01
-BEST_OF = 3
 BLOCK_SIZE = 32
 VOCAB = 49_000
 NONE, EMPTY, OURS = "no connector", "a connector that does nothing", "hiradix"
@@ -135,18 +133,16 @@ def prompts(seed: str, num_tokens: int) -> Iterator[list[int]]:
 
 
 def measured(play: Switch, case: str, num_pairs: int) -> Costs:
-    """Prompts of one length on each, who goes first in turns; of each `BEST_OF` the cheapest."""
+    """The same prompts on each, who goes first in turns."""
     num_tokens, num_answers = CASES[case]
     costs, names = Costs({name: [] for name in play.connectors}), list(play.connectors)
-    stream = prompts(case, num_tokens)
-    for number in range(-1, num_pairs):  # the first is to warm up
-        found: dict[str, list[Seconds]] = {name: [] for name in names}
-        for shift in range(BEST_OF * len(names)):
+    for number, prompt in zip(range(-3, num_pairs), prompts(case, num_tokens)):
+        for shift in range(len(names)):
             name = names[(number + shift) % len(names)]
             play.use(name)
-            found[name].append(play.seconds(next(stream), num_answers))
-        for name in names if number >= 0 else ():
-            costs.trials[name].append(tuple(min(values) for values in zip(*found[name], strict=True)))
+            seconds = play.seconds(prompt, num_answers)
+            if number >= 0:
+                costs.trials[name].append(seconds)
     return costs
 
 
@@ -238,7 +234,7 @@ def memcpy_us(num_bytes: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--host-gb", type=float, default=0.1)
     args = parser.parse_args()
     for name, value in (FIRST | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
@@ -246,7 +242,7 @@ def main() -> None:
     play = Switch(args.host_gb)
     every = {case: measured(play, case, args.pairs) for case in CASES}
     print(report(every))
-    print(roles(play, max(10, args.pairs)))
+    print(roles(play, max(10, args.pairs // 3)))
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     print(f"{args.pairs} pairs; {about}")
 
