@@ -30,7 +30,7 @@ from hiradix.cache.pages import (
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
-from hiradix.tree import Lock, Node, RadixTree, Segment, Tier
+from hiradix.tree import Lock, Node, RadixTree, Segment, Tier, ids
 
 OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
 
@@ -219,12 +219,12 @@ class Backup:
         source = self._tree.pages(node, Tier.DEVICE, start=down.start) if len(host_pages) else NO_PAGES
         sources = [(BACKBONE, source), *((s.component, s.pages) for s in down.others)]
         for component, pages in sources:
-            self._writing[component][pages] = True
+            ids.mark(self._writing[component], pages, True)
         ticket = self._controller.write(source, host_pages, down.copies())
 
         def done(result: Result) -> None:
             for component, pages in sources:
-                self._writing[component][pages] = False
+                ids.mark(self._writing[component], pages, False)
             ok = result.num_pages == sum(map(len, down.host.values()))
             if ok:
                 self._counters.written += len(source)

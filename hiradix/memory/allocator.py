@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 
 from hiradix.errors import ConfigError
+from hiradix.tree import ids
 
 Pages = npt.NDArray[np.int32]
-FEW_PAGES = 32  # up to here a loop is faster than a dozen calls of numpy
 
 
 class PageAllocator:
@@ -37,8 +37,7 @@ class PageAllocator:
         """Everything free again, ascending. Costs the pool."""
         self._free = np.arange(self.first_page + self.num_pages - 1, self.first_page - 1, -1, dtype=np.int32)
         self._num_free = self.num_pages
-        self._out = np.zeros(self.first_page + self.num_pages, np.int32)  # by id: 0 is free (or foreign)
-        self._marks = self._out.data
+        self._out = np.zeros(self.first_page + self.num_pages, np.bool_)  # by id: whether it is handed out
 
     @property
     def available(self) -> int:
@@ -49,57 +48,29 @@ class PageAllocator:
         assert num_pages >= 0, f"alloc of {num_pages} pages"
         if num_pages > self._num_free:
             return None
-        rest = self._num_free - num_pages
-        pages = self._free[rest : self._num_free][::-1].copy()
-        self._num_free = rest
-        self._out[pages] = 1
+        pages = ids.take(self._free, self._num_free, num_pages, self._out)
+        self._num_free -= num_pages
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
         """Take pages back. Asserts, with the ids and before any change, that each is out and named once."""
-        ids = np.asarray(pages)
-        if len(ids) == 0:
-            return
-        if len(ids) > FEW_PAGES:
-            self._mark_free(ids)
-        else:
-            self._mark_few_free(ids)
-        self._free[self._num_free : self._num_free + len(ids)] = ids[::-1]
-        self._num_free += len(ids)
+        given = np.asarray(pages)
+        if not ids.give(self._free, self._num_free, given, self._out):
+            self._refuse(given)
+        self._num_free += len(given)
 
-    def _mark_few_free(self, ids: npt.NDArray[Any]) -> None:
-        marks, end = self._marks, len(self._out)
-        found: list[int] = ids.tolist()
-        for number, page in enumerate(found):
-            if not 0 <= page < end or marks[page] == 0:
-                for marked in found[:number]:
-                    marks[marked] = 1
-                self._refuse(ids)
-            marks[page] = 0
-
-    def _mark_free(self, ids: npt.NDArray[Any]) -> None:
-        index = ids.astype(np.int64)
-        in_range = np.maximum.reduce(index.view(np.uint64)) < len(self._out)  # as unsigned, -1 is large
-        if not in_range or np.minimum.reduce(self._out[index]) == 0:
-            self._refuse(ids)
-        numbers = np.arange(1, len(index) + 1, dtype=np.int32)
-        self._out[index] = numbers
-        if np.count_nonzero(self._out[index] != numbers):
-            self._refuse(ids)
-        self._out[index] = 0
-
-    def _refuse(self, ids: npt.NDArray[Any]) -> NoReturn:
-        """Raise the assertion that says what is wrong with freeing `ids`."""
-        foreign = (ids < self.first_page) | (ids >= self.first_page + self.num_pages)
-        assert not foreign.any(), f"free of foreign pages {_some(ids[foreign])}: not in {self._span()}"
-        _, first, where = np.unique(ids, return_index=True, return_inverse=True)
-        wrong = (self._out[ids] == 0) | (first[where] != np.arange(len(ids)))
+    def _refuse(self, given: npt.NDArray[Any]) -> NoReturn:
+        """Raise the assertion that says what is wrong with freeing these pages."""
+        foreign = (given < self.first_page) | (given >= self.first_page + self.num_pages)
+        assert not foreign.any(), f"free of foreign pages {_some(given[foreign])}: not in {self._span()}"
+        _, first, where = np.unique(given, return_index=True, return_inverse=True)
+        wrong = ~self._out[given] | (first[where] != np.arange(len(given)))
         free = f"{self._num_free} free of {self.num_pages}"
-        raise AssertionError(f"double free of pages {_some(ids[wrong])}, {free}")
+        raise AssertionError(f"double free of pages {_some(given[wrong])}, {free}")
 
     def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which of these (own) pages are handed out."""
-        return self._out[np.asarray(pages, np.int64)] > 0
+        return self._out[np.asarray(pages, np.int64)]
 
     def out_pages(self) -> Pages:
         """All pages handed out, ascending. Costs the pool; for checks."""
@@ -126,7 +97,6 @@ class SlotAllocator:
         self.device = torch.device(device)
         self._is_cpu = self.device.type == "cpu"
         self._kvcache = kvcache
-        self._offsets = np.arange(page_size, dtype=np.int64)
 
     def available_size(self) -> int:
         """Free tokens."""
@@ -141,10 +111,7 @@ class SlotAllocator:
         pages = self.pages.alloc(need_size // self.page_size)
         if pages is None:
             return None
-        slots = pages.astype(np.int64)
-        if self.page_size > 1:
-            slots = (slots[:, None] * self.page_size + self._offsets).reshape(-1)
-        found = torch.from_numpy(slots)
+        found = torch.from_numpy(ids.slots_of(pages, self.page_size))
         return found if self._is_cpu else found.to(self.device)
 
     def free(self, free_index: torch.Tensor) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hiradix.prefix_cache.records import SlotAllocatorLike
+from hiradix.tree import ids
 
 Pages = npt.NDArray[np.int32]
 MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
@@ -17,14 +17,10 @@ MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
 
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
-    if len(pages) * page_size >= MANY_SLOTS and page_size > 1:
+    if len(pages) * page_size >= MANY_SLOTS and page_size > 1 and not ids.IS_BUILT:
         spread = torch.add(torch.arange(page_size), torch.from_numpy(pages)[:, None], alpha=page_size)
         return spread.view(-1).to(device)  # type: ignore[call-overload,no-any-return]
-    wide = pages.astype(np.int64)
-    if page_size > 1:
-        wide *= page_size
-        wide = (wide[:, None] + _offsets(page_size)).reshape(-1)
-    return _on(device, wide)
+    return _on(device, ids.slots_of(pages, page_size))
 
 
 def _on(device: object, wide: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -33,32 +29,28 @@ def _on(device: object, wide: npt.NDArray[np.int64]) -> torch.Tensor:
     return slots if is_cpu else slots.to(device)  # type: ignore[call-overload]
 
 
-@cache
-def _offsets(page_size: int) -> npt.NDArray[np.int64]:
-    return np.arange(page_size, dtype=np.int64)
-
-
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
     """int32 [P]: the pages of slots [start, stop), where start is on a page boundary. One call on a CPU."""
-    part = slice(start, stop, page_size)
-    first = slots.numpy()[part] if slots.is_cpu else slots[part].cpu().numpy()
-    if page_size == 1:
-        return first.astype(np.int32)
-    return (first // page_size).astype(np.int32)
+    if slots.is_cpu:
+        return ids.pages_of(slots.numpy(), page_size, start, len(slots) if stop is None else stop)
+    first = slots[slice(start, stop, page_size)].cpu().numpy()
+    return ids.pages_of(first, page_size, 0, len(first))
 
 
 class Slots:
-    """The slots of one pool's pages, spread ahead: 8 bytes for each of its slots. Pages 0 .. num_pages."""
+    """The slots of one pool's pages 0 .. num_pages; by numpy spread ahead, 8 bytes for each of its slots."""
 
     def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
         self._page_size = page_size
         self._device = device
-        num_spread = num_pages + 1 if page_size > 1 else 0
-        self._spread = np.arange(num_spread, dtype=np.int64)[:, None] * page_size + _offsets(page_size)
+        self._spread: npt.NDArray[np.int64] | None = None
+        if page_size > 1 and not ids.IS_BUILT:
+            self._spread = ids.slots_of(np.arange(num_pages + 1, dtype=np.int32), page_size)
+            self._spread.shape = (num_pages + 1, page_size)
 
     def of(self, pages: Pages) -> torch.Tensor:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
-        if self._page_size > 1:
+        if self._spread is not None:
             try:
                 return _on(self._device, self._spread.take(pages, 0).reshape(-1))
             except IndexError:  # an allocator that did not say how many pages it has

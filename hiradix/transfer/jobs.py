@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.tree import ids
 from hiradix.tree.hashing import PageRows
 
 Pages = npt.NDArray[np.int32]
@@ -148,7 +149,7 @@ class Result(NamedTuple):
 
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
     """A private int32 copy, so that nobody changes a job's pages under a worker."""
-    return np.array(pages, dtype=np.int32)
+    return ids.copied(np.asarray(pages, np.int32))
 
 
 def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:
@@ -167,7 +168,7 @@ def joined(copies: Iterable[Copy]) -> Copies:
     return tuple(
         parts[0]
         if len(parts) == 1
-        else Copy(np.concatenate([c.source for c in parts]), np.concatenate([c.target for c in parts]), pair)
+        else Copy(ids.joined([c.source for c in parts]), ids.joined([c.target for c in parts]), pair)
         for pair, parts in by_pair.items()
     )
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
+from hiradix.tree import ids
 from hiradix.tree.node import (
     BACKBONE,
     NO_CHILDREN,
     TIERS,
     Component,
     DeadLeaf,
-    Ids,
     Node,
     Pages,
     Residency,
@@ -42,7 +40,7 @@ class Dropped:
     def freed(self) -> list[Freed]:
         """One record per component and tier; what lies beside the backbone comes before the backbone."""
         return [
-            Freed(component, Tier(tier), parts[0] if len(parts) == 1 else np.concatenate(parts))
+            Freed(component, TIERS[tier], parts[0] if len(parts) == 1 else ids.joined(parts))
             for (component, tier), parts in sorted(self._pages.items(), reverse=True)
         ]
 
@@ -75,10 +73,13 @@ class Store:
 
     # -- giving -----------------------------------------------------------------------------
 
-    def take(self, node: Node, component: int, tier: int, pages: Ids) -> bool:
-        """Give a node pages it does not have. True: it is evictable now, the caller must `push_taken` it."""
+    def take(self, node: Node, component: int, tier: int, pages: Pages) -> bool:
+        """Give a node pages it does not have: the array is its own from here on.
+
+        True: it is evictable now, the caller must `push_taken` it.
+        """
         entry = node.residency(component, tier) if component else node.host if tier else node.device
-        entry.pages = pages.astype(np.int32)  # a copy: a node never keeps a caller's array alive
+        entry.pages = pages
         self.num_resident[component][tier] += len(pages)
         if component == BACKBONE:
             if tier == Tier.DEVICE:
@@ -136,8 +137,8 @@ class Store:
             for tier in TIERS:
                 low = node.residency(c, tier)
                 if low.pages is not None and component.per_page:
-                    upper.residency(c, tier).pages = low.pages[:at].copy()
-                    low.pages = low.pages[at:].copy()
+                    upper.residency(c, tier).pages = ids.copied(low.pages, 0, at)
+                    low.pages = ids.copied(low.pages, at, len(low.pages))
 
     def link_split(self, node: Node, upper: Node) -> None:
         """Put the residencies of `upper`, whose lock_refs are set, beside those of `node`."""

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
-from hiradix.tree import removal, rows
+from hiradix.tree import ids, removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import merge_path
@@ -177,8 +175,8 @@ class RadixTree(TreeView):
                 if at.start < start:
                     self._split(at, start - at.start)  # `at` keeps the part that the pages cover
                 first, last = at.start - start, at.end - start
-                whole = not per_page or (first == 0 and last == len(pages))
-                if store.take(at, component, tier, pages if whole else pages[first:last]):
+                own = ids.copied(pages, first, last) if per_page else ids.copied(pages)
+                if store.take(at, component, tier, own):
                     taken.append(entry)
             elif entry.pages is not None:
                 lo = max(at.start, start)
@@ -193,7 +191,7 @@ class RadixTree(TreeView):
             store.push_taken(taken, component, tier)
         if not refused:
             return NO_PAGES
-        return (refused[0] if len(refused) == 1 else np.concatenate(refused)).astype(np.int32, copy=False)
+        return ids.joined([ids.copied(part) for part in refused])
 
     # -- removing ---------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hiradix.tree import rows
+from hiradix.tree import ids, rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import revived
@@ -125,7 +125,7 @@ class TreeView:
         if len(parts) == 1:
             return parts[0]
         parts.reverse()
-        return np.concatenate(parts) if parts else NO_PAGES
+        return ids.joined(parts)
 
     def all_pages(self, tier: Tier, component: int = BACKBONE) -> Pages:
         """Every page id of `component` in `tier`. O(tree)."""

@@ -1,0 +1,285 @@
+/* Arrays of page ids, as in ids.py, whose functions of the same names say what these do and are what they are
+ * tested against. Ids are checked before anything is read or written through them. The caller holds the GIL. */
+
+#define PY_SSIZE_T_CLEAN
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <Python.h>
+#include <numpy/arrayobject.h>
+#include <string.h>
+
+#define IDS(array) ((npy_int32 *)PyArray_DATA(array))
+#define FLAGS(array) ((npy_bool *)PyArray_DATA(array))
+#define LENGTH(array) (PyArray_DIM(array, 0))
+
+static int is_plain(PyObject *object, int type)
+{
+    return PyArray_Check(object) && PyArray_TYPE((PyArrayObject *)object) == type
+        && PyArray_NDIM((PyArrayObject *)object) == 1 && PyArray_ISCARRAY_RO((PyArrayObject *)object);
+}
+
+/* `object`, borrowed, if it is a writable array of `type`; else NULL and TypeError. */
+static PyArrayObject *own_array(PyObject *object, int type, const char *name)
+{
+    if (is_plain(object, type) && PyArray_ISWRITEABLE((PyArrayObject *)object)) {
+        return (PyArrayObject *)object;
+    }
+    PyErr_Format(PyExc_TypeError, "%s is no writable array of its type: %R", name, (PyObject *)Py_TYPE(object));
+    return NULL;
+}
+
+/* Page ids a caller gave, as an int32 array: a new reference. NULL and AssertionError for what is no id. */
+static PyArrayObject *given(PyObject *object)
+{
+    if (is_plain(object, NPY_INT32)) {
+        Py_INCREF(object);
+        return (PyArrayObject *)object;
+    }
+    PyArrayObject *wide = (PyArrayObject *)PyArray_FROMANY(object, NPY_INT64, 1, 1, NPY_ARRAY_IN_ARRAY);
+    if (wide == NULL) {
+        return NULL;
+    }
+    npy_intp count = LENGTH(wide);
+    PyArrayObject *ids = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
+    for (npy_intp i = 0; ids != NULL && i < count; i++) {
+        npy_int64 id = ((npy_int64 *)PyArray_DATA(wide))[i];
+        if (id < NPY_MIN_INT32 || id > NPY_MAX_INT32) {
+            PyErr_Format(PyExc_AssertionError, "%lld is no page id", (long long)id);
+            Py_CLEAR(ids);
+        } else {
+            IDS(ids)[i] = (npy_int32)id;
+        }
+    }
+    Py_DECREF(wide);
+    return ids;
+}
+
+static int has_args(const char *name, Py_ssize_t given_args, Py_ssize_t wanted)
+{
+    if (given_args != wanted) {
+        PyErr_Format(PyExc_TypeError, "%s takes %zd arguments, not %zd", name, wanted, given_args);
+    }
+    return given_args == wanted;
+}
+
+/* A number in [0, limit], or -1 and an error. */
+static npy_intp number(PyObject *object, npy_intp limit, const char *name)
+{
+    Py_ssize_t value = PyLong_AsSsize_t(object);
+    if (value == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (value < 0 || value > limit) {
+        PyErr_Format(PyExc_AssertionError, "%s is %zd, not in [0, %zd]", name, value, (Py_ssize_t)limit);
+        return -1;
+    }
+    return value;
+}
+
+static PyObject *copied(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 1 && !has_args("copied", nargs, 3)) {
+        return NULL;
+    }
+    PyArrayObject *pages = given(args[0]), *found = NULL;
+    if (pages == NULL) {
+        return NULL;
+    }
+    npy_intp first = 0, last = LENGTH(pages);
+    if (nargs == 3) {
+        last = number(args[2], last, "last");
+        first = last < 0 ? -1 : number(args[1], last, "first");
+    }
+    if (first >= 0) {
+        npy_intp count = last - first;
+        found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
+        if (found != NULL) {
+            memcpy(IDS(found), IDS(pages) + first, count * sizeof(npy_int32));
+        }
+    }
+    Py_DECREF(pages);
+    return (PyObject *)found;
+}
+
+static PyObject *joined(PyObject *self, PyObject *parts)
+{
+    if (!PyList_CheckExact(parts)) {
+        return PyErr_Format(PyExc_TypeError, "joined takes a list, not %R", (PyObject *)Py_TYPE(parts));
+    }
+    npy_intp count = 0, at = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts); i++) {
+        if (!is_plain(PyList_GET_ITEM(parts, i), NPY_INT32)) {
+            return PyErr_Format(PyExc_TypeError, "part %zd is no array of int32", i);
+        }
+        count += LENGTH((PyArrayObject *)PyList_GET_ITEM(parts, i));
+    }
+    PyArrayObject *found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
+    for (Py_ssize_t i = 0; found != NULL && i < PyList_GET_SIZE(parts); i++) {
+        PyArrayObject *part = (PyArrayObject *)PyList_GET_ITEM(parts, i);
+        memcpy(IDS(found) + at, IDS(part), LENGTH(part) * sizeof(npy_int32));
+        at += LENGTH(part);
+    }
+    return (PyObject *)found;
+}
+
+static PyObject *mark(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *marks, *pages;
+    int value;
+    if (!has_args("mark", nargs, 3) || (marks = own_array(args[0], NPY_BOOL, "marks")) == NULL
+        || (value = PyObject_IsTrue(args[2])) < 0 || (pages = given(args[1])) == NULL) {
+        return NULL;
+    }
+    npy_intp end = LENGTH(marks), count = LENGTH(pages), i;
+    for (i = 0; i < count; i++) {
+        if (IDS(pages)[i] < 0 || IDS(pages)[i] >= end) {
+            PyErr_Format(PyExc_AssertionError, "page %d is not in 0..%zd", IDS(pages)[i], (Py_ssize_t)end - 1);
+            Py_DECREF(pages);
+            return NULL;
+        }
+    }
+    for (i = 0; i < count; i++) {
+        FLAGS(marks)[IDS(pages)[i]] = (npy_bool)value;
+    }
+    Py_DECREF(pages);
+    Py_RETURN_NONE;
+}
+
+static PyObject *take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *stack, *marks, *found;
+    npy_intp num_free, count;
+    if (!has_args("take", nargs, 4) || (stack = own_array(args[0], NPY_INT32, "stack")) == NULL
+        || (num_free = number(args[1], LENGTH(stack), "num_free")) < 0
+        || (count = number(args[2], num_free, "count")) < 0
+        || (marks = own_array(args[3], NPY_BOOL, "marks")) == NULL
+        || (found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32)) == NULL) {
+        return NULL;
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        npy_int32 page = IDS(stack)[num_free - 1 - i];
+        if (page < 0 || page >= LENGTH(marks)) {
+            Py_DECREF(found);
+            return PyErr_Format(PyExc_AssertionError, "free page %d of %zd", page, (Py_ssize_t)LENGTH(marks));
+        }
+        IDS(found)[i] = page;
+    }
+    for (npy_intp i = 0; i < count; i++) {
+        FLAGS(marks)[IDS(found)[i]] = 1;
+    }
+    return (PyObject *)found;
+}
+
+/* Unmark pages as far as each is marked; the number of those. */
+static npy_intp unmarked(PyArrayObject *marks, PyArrayObject *pages)
+{
+    npy_intp end = LENGTH(marks), count = LENGTH(pages), i;
+    for (i = 0; i < count; i++) {
+        npy_int32 page = IDS(pages)[i];
+        if (page < 0 || page >= end || !FLAGS(marks)[page]) {
+            break;
+        }
+        FLAGS(marks)[page] = 0;
+    }
+    return i;
+}
+
+static PyObject *give(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *stack, *marks, *pages;
+    npy_intp num_free;
+    if (!has_args("give", nargs, 4) || (stack = own_array(args[0], NPY_INT32, "stack")) == NULL
+        || (num_free = number(args[1], LENGTH(stack), "num_free")) < 0
+        || (marks = own_array(args[3], NPY_BOOL, "marks")) == NULL) {
+        return NULL;
+    }
+    if ((pages = given(args[2])) == NULL) {
+        if (!PyErr_ExceptionMatches(PyExc_AssertionError)) {
+            return NULL;
+        }
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+    }
+    npy_intp count = LENGTH(pages), done = 0;
+    if (count <= LENGTH(stack) - num_free) {
+        done = unmarked(marks, pages);
+        for (npy_intp i = 0; i < done; i++) {
+            if (done == count) {
+                IDS(stack)[num_free + i] = IDS(pages)[count - 1 - i];
+            } else {
+                FLAGS(marks)[IDS(pages)[i]] = 1;
+            }
+        }
+    }
+    Py_DECREF(pages);
+    return PyBool_FromLong(done == count);
+}
+
+static PyObject *slots_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *pages, *found;
+    npy_intp size;
+    if (!has_args("slots_of", nargs, 2) || (size = number(args[1], NPY_MAX_INT32, "page_size")) < 0
+        || (pages = given(args[0])) == NULL) {
+        return NULL;
+    }
+    npy_intp count = LENGTH(pages), num_slots = count * size;
+    found = (PyArrayObject *)PyArray_SimpleNew(1, &num_slots, NPY_INT64);
+    if (found != NULL) {
+        npy_int64 *slots = PyArray_DATA(found);
+        for (npy_intp i = 0; i < count; i++, slots += size) {
+            npy_int64 first = (npy_int64)IDS(pages)[i] * size;
+            for (npy_intp j = 0; j < size; j++) {
+                slots[j] = first + j;
+            }
+        }
+    }
+    Py_DECREF(pages);
+    return (PyObject *)found;
+}
+
+static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    npy_intp size, start, stop, i;
+    if (!has_args("pages_of", nargs, 4) || (size = number(args[1], NPY_MAX_INT32, "page_size")) < 0) {
+        return NULL;
+    }
+    if (size == 0) {
+        return PyErr_Format(PyExc_AssertionError, "page_size is 0");
+    }
+    int is_narrow = is_plain(args[0], NPY_INT32);
+    int type = is_narrow ? NPY_INT32 : NPY_INT64;
+    PyArrayObject *slots = (PyArrayObject *)PyArray_FROMANY(args[0], type, 1, 1, NPY_ARRAY_IN_ARRAY), *found = NULL;
+    if (slots == NULL) {
+        return NULL;
+    }
+    if ((stop = number(args[3], LENGTH(slots), "stop")) >= 0 && (start = number(args[2], stop, "start")) >= 0) {
+        npy_intp count = (stop - start) / size + ((stop - start) % size != 0);
+        found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
+        for (i = 0; found != NULL && i < count; i++) {
+            npy_intp at = start + i * size;
+            npy_int64 slot = is_narrow ? IDS(slots)[at] : ((npy_int64 *)PyArray_DATA(slots))[at];
+            IDS(found)[i] = (npy_int32)(slot / size - (slot % size < 0)); /* rounded down, as in Python */
+        }
+    }
+    Py_DECREF(slots);
+    return (PyObject *)found;
+}
+
+static PyMethodDef methods[] = {
+    {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, NULL},
+    {"joined", joined, METH_O, NULL},
+    {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL, NULL},
+    {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL},
+    {"give", (PyCFunction)(void (*)(void))give, METH_FASTCALL, NULL},
+    {"slots_of", (PyCFunction)(void (*)(void))slots_of, METH_FASTCALL, NULL},
+    {"pages_of", (PyCFunction)(void (*)(void))pages_of, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_ids", NULL, -1, methods};
+
+PyMODINIT_FUNC PyInit__ids(void)
+{
+    import_array();
+    return PyModule_Create(&module);
+}

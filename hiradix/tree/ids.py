@@ -1,0 +1,47 @@
+"""Arrays of page ids: what a scheduler step does with them again and again, each in one call.
+
+Two forms with the same results: `ids_numpy`, and `_ids.c`, which `make compiled` builds and which takes its
+place where it is found. A call of the second costs a tenth; a step makes about thirty.
+
+Page ids are int32 [P], contiguous; of other integers a copy is made. What is returned is the caller's own.
+Ids that are out of range, or no ids, raise AssertionError before anything is changed, if not said otherwise.
+
+    copied(pages, first=0, last=P)           a copy of [first, last)
+    joined(parts)                            one array of a list's int32 arrays
+    mark(marks, pages, value)                marks[page] = value for each page; marks: bool
+    take(stack, num_free, count, marks)      the last `count` of stack[:num_free], last first; marks them
+    give(stack, num_free, pages, marks)      put them back where `take` finds them, and unmark them; False,
+                                             and nothing changed, unless each is marked, named once, has room
+    slots_of(pages, page_size)               int64: page * page_size + offset, page after page
+    pages_of(slots, page_size, start, stop)  int32: slot // page_size of each page_size-th of [start, stop)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.tree import ids_numpy
+from hiradix.tree.ids_numpy import Ids, Marks, Pages, Slots
+
+
+def _found() -> Any:
+    try:
+        return import_module("hiradix.tree._ids")
+    except ImportError:
+        return ids_numpy
+
+
+_form = _found()
+IS_BUILT = _form is not ids_numpy
+copied: Callable[..., Pages] = _form.copied
+joined: Callable[[list[Pages]], Pages] = _form.joined
+mark: Callable[[Marks, Ids, bool], None] = _form.mark
+take: Callable[[Pages, int, int, Marks], Pages] = _form.take
+give: Callable[[Pages, int, Ids, Marks], bool] = _form.give
+slots_of: Callable[[Ids, int], Slots] = _form.slots_of
+pages_of: Callable[[npt.NDArray[np.integer[Any]], int, int, int], Pages] = _form.pages_of

@@ -1,0 +1,114 @@
+"""Arrays of page ids by numpy: what `hiradix.tree.ids` gives where `_ids.c` is not built; its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Pages = npt.NDArray[np.int32]
+Ids = npt.NDArray[np.integer[Any]]
+Marks = npt.NDArray[np.bool_]
+Slots = npt.NDArray[np.int64]
+
+FEW_PAGES = 32  # up to here a loop is faster than calls of numpy
+
+
+def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
+    """See `hiradix.tree.ids`."""
+    end = len(pages) if last is None else last
+    assert 0 <= first <= end <= len(pages), f"[{first}, {end}) of {len(pages)} pages"
+    return _narrow(pages)[first:end].copy()
+
+
+def joined(parts: Sequence[Pages]) -> Pages:
+    """See `hiradix.tree.ids`."""
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def mark(marks: Marks, pages: Ids, value: bool) -> None:
+    """See `hiradix.tree.ids`."""
+    if len(pages) > FEW_PAGES:
+        index = _index(pages)
+        assert _are_in(index, len(marks)), f"pages {pages[:16]} are not in 0..{len(marks) - 1}"
+        marks[index] = value
+        return
+    found, end, flags = pages.tolist(), len(marks), marks.data
+    for page in found:
+        assert 0 <= page < end, f"page {page} is not in 0..{end - 1}"
+    for page in found:
+        flags[page] = value
+
+
+def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
+    """See `hiradix.tree.ids`."""
+    assert 0 <= count <= num_free <= len(stack), f"{count} pages of {num_free} of {len(stack)}"
+    pages = stack[num_free - count : num_free][::-1].copy()
+    mark(marks, pages, True)
+    return pages
+
+
+def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
+    """See `hiradix.tree.ids`."""
+    assert 0 <= num_free <= len(stack), f"{num_free} pages of {len(stack)}"
+    count = len(pages)
+    if count > len(stack) - num_free or not _unmark(marks, pages):
+        return False
+    stack[num_free : num_free + count] = pages[::-1]
+    return True
+
+
+def _unmark(marks: Marks, pages: Ids) -> bool:
+    """Unmark `pages` if each is marked and named once; else change nothing."""
+    if len(pages) > FEW_PAGES:
+        index = _index(pages)
+        if not _are_in(index, len(marks)) or not np.logical_and.reduce(marks[index]):
+            return False
+        index.sort()
+        if np.logical_or.reduce(index[1:] == index[:-1]):
+            return False
+        marks[index] = False
+        return True
+    found, end, flags = pages.tolist(), len(marks), marks.data
+    for number, page in enumerate(found):
+        if not 0 <= page < end or not flags[page]:
+            for unmarked in found[:number]:
+                flags[unmarked] = True
+            return False
+        flags[page] = False
+    return True
+
+
+def slots_of(pages: Ids, page_size: int) -> Slots:
+    """See `hiradix.tree.ids`."""
+    slots = pages.astype(np.int64)
+    if page_size != 1:
+        slots *= page_size
+        slots = (slots[:, None] + np.arange(page_size)).reshape(-1)
+    return slots
+
+
+def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
+    """See `hiradix.tree.ids`."""
+    assert 0 <= start <= stop <= len(slots) and page_size > 0, f"slots {start}..{stop} of {len(slots)}"
+    first = slots[start:stop:page_size]
+    return first.astype(np.int32) if page_size == 1 else (first // page_size).astype(np.int32)
+
+
+def _narrow(pages: Ids) -> Pages:
+    if pages.dtype == np.int32:
+        return pages  # type: ignore[return-value]
+    narrow = pages.astype(np.int32)
+    assert np.array_equal(narrow, pages), f"{pages[:16]} are no page ids"
+    return narrow
+
+
+def _index(pages: Ids) -> npt.NDArray[np.int64]:
+    """A copy as int64, so that no id wraps around."""
+    return pages.astype(np.int64)
+
+
+def _are_in(index: npt.NDArray[np.int64], end: int) -> bool:
+    return bool(np.maximum.reduce(index.view(np.uint64)) < end)  # as unsigned, negative ones are large

@@ -1,0 +1,207 @@
+"""Both forms of `hiradix.tree.ids` do what lists of numbers do; `make test-compiled` has the built one."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hiradix.tree import ids, ids_numpy
+
+FORMS = [ids_numpy, ids._form] if ids.IS_BUILT else [ids_numpy]
+POOL = 90
+MANY = 2 * ids_numpy.FEW_PAGES
+ID = np.zeros(1, np.int32)
+
+over_forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+numbers = st.lists(st.integers(-2 * POOL, 2 * POOL), max_size=MANY)
+in_pool = st.lists(st.integers(0, POOL - 1), max_size=MANY)
+dtypes = st.sampled_from([np.int32, np.int64])
+wild = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([2**32, 2**32 + 1, -(2**32), POOL, -1]))
+
+
+def arrays(values: list[int], dtype: Any, stride: int = 1) -> np.ndarray:
+    """The values as an array that lies `stride` apart in memory."""
+    spaced = np.full(len(values) * stride, 7, dtype)
+    spaced[::stride] = values
+    return spaced[::stride]
+
+
+@over_forms
+@given(numbers, dtypes, st.integers(1, 3), st.data())
+def test_copied(form: ModuleType, values: list[int], dtype: Any, stride: int, data: st.DataObject) -> None:
+    pages = arrays(values, dtype, stride)
+    last = data.draw(st.integers(0, len(values)))
+    first = data.draw(st.integers(0, last))
+    parts = [(form.copied(pages), values), (form.copied(pages, first, last), values[first:last])]
+    for found, wanted in parts:
+        assert found.dtype == np.int32 and found.tolist() == wanted
+        assert found.flags.c_contiguous and found.flags.writeable and not np.shares_memory(found, pages)
+
+
+@over_forms
+@given(in_pool, st.integers(-3, 3), st.integers(-3, 3))
+def test_copied_refuses_what_is_no_part(form: ModuleType, values: list[int], low: int, high: int) -> None:
+    first, last = low, len(values) + high
+    pages = arrays(values, np.int32)
+    if 0 <= first <= last <= len(values):
+        assert form.copied(pages, first, last).tolist() == values[first:last]
+    else:
+        with pytest.raises(AssertionError):
+            form.copied(pages, first, last)
+
+
+@over_forms
+@given(wild)
+def test_copied_refuses_what_is_no_id(form: ModuleType, value: int) -> None:
+    pages = np.array([1, value], np.int64)
+    if -(2**31) <= value < 2**31:
+        assert form.copied(pages).tolist() == [1, value]
+    else:
+        with pytest.raises(AssertionError):
+            form.copied(pages)
+
+
+@over_forms
+@given(st.lists(numbers, max_size=5))
+def test_joined(form: ModuleType, parts: list[list[int]]) -> None:
+    found = form.joined([arrays(part, np.int32) for part in parts])
+    assert found.dtype == np.int32 and found.tolist() == [page for part in parts for page in part]
+
+
+@over_forms
+@given(st.lists(in_pool, max_size=4), st.lists(wild, max_size=2), st.booleans(), dtypes)
+def test_mark(form: ModuleType, sets: list[list[int]], bad: list[int], value: bool, dtype: Any) -> None:
+    marks = np.full(POOL, not value)
+    for pages in sets:
+        form.mark(marks, arrays(pages, dtype), value)
+    wanted = np.full(POOL, not value)
+    wanted[[page for pages in sets for page in pages]] = value
+    assert np.array_equal(marks, wanted)
+    for count in (1, MANY):
+        if any(not 0 <= page < POOL for page in bad):
+            with pytest.raises(AssertionError):
+                form.mark(marks, np.array([*range(count), *bad], np.int64), not value)
+            assert np.array_equal(marks, wanted), "changed before it was refused"
+
+
+@over_forms
+@given(in_pool, dtypes, st.integers(1, 70))
+def test_slots_of(form: ModuleType, values: list[int], dtype: Any, size: int) -> None:
+    found = form.slots_of(arrays(values, dtype), size)
+    assert found.dtype == np.int64 and found.flags.writeable
+    assert found.tolist() == [page * size + offset for page in values for offset in range(size)]
+
+
+@over_forms
+def test_slots_of_the_largest_ids(form: ModuleType) -> None:
+    largest = 2**31 - 1
+    assert form.slots_of(np.array([largest], np.int32), 64)[-1] == largest * 64 + 63
+
+
+@over_forms
+@given(numbers, dtypes, st.integers(1, 3), st.integers(1, 70), st.data())
+def test_pages_of(
+    form: ModuleType, values: list[int], dtype: Any, stride: int, size: int, data: st.DataObject
+) -> None:
+    stop = data.draw(st.integers(0, len(values)))
+    start = data.draw(st.integers(0, stop))
+    found = form.pages_of(arrays(values, dtype, stride), size, start, stop)
+    assert found.dtype == np.int32 and found.tolist() == [slot // size for slot in values[start:stop:size]]
+
+
+@over_forms
+@pytest.mark.parametrize("start,stop,size", [(-1, 1, 1), (2, 1, 1), (0, 4, 1), (0, 3, 0), (0, 3, -1)])
+def test_pages_of_refuses_what_is_no_part(form: ModuleType, start: int, stop: int, size: int) -> None:
+    with pytest.raises(AssertionError):
+        form.pages_of(np.arange(3), size, start, stop)
+
+
+@over_forms
+@given(st.data())
+def test_take_and_give(form: ModuleType, data: st.DataObject) -> None:
+    """A stack of free pages against a list, and every kind of page that may not be given back."""
+    stack, marks = np.arange(POOL - 1, -1, -1, dtype=np.int32), np.zeros(POOL, np.bool_)
+    free, out = list(range(POOL - 1, -1, -1)), []
+    for _ in range(data.draw(st.integers(1, 12))):
+        if data.draw(st.booleans()):
+            count = data.draw(st.integers(0, len(free)))
+            taken = form.take(stack, len(free), count, marks).tolist()
+            assert taken == [free.pop() for _ in range(count)]
+            out += taken
+        else:
+            pages = data.draw(st.permutations(out))[: data.draw(st.integers(0, len(out)))]
+            bad = data.draw(st.sampled_from([[], [], pages[:1], free[:1], [POOL], [-1], [2**32], [-(2**40)]]))
+            at = data.draw(st.integers(0, len(pages)))
+            asked = np.array([*pages[:at], *bad, *pages[at:]], np.int64)
+            stack_before = stack[: len(free)].copy()
+            is_given = form.give(stack, len(free), asked if bad else arrays(pages, np.int32), marks)
+            assert is_given == (not bad)
+            if bad:
+                assert np.array_equal(stack[: len(free)], stack_before)
+            else:
+                free += pages[::-1]
+                out = [page for page in out if page not in pages]
+        assert stack[: len(free)].tolist() == free and np.flatnonzero(marks).tolist() == sorted(out)
+
+
+@over_forms
+@pytest.mark.parametrize("num_free,count", [(-1, 0), (0, 1), (3, 4), (4, 1), (3, -1)])
+def test_take_refuses_what_is_not_there(form: ModuleType, num_free: int, count: int) -> None:
+    marks = np.zeros(3, np.bool_)
+    with pytest.raises(AssertionError):
+        form.take(np.arange(3, dtype=np.int32), num_free, count, marks)
+    assert not marks.any()
+
+
+@over_forms
+@pytest.mark.parametrize("count", [1, MANY])
+def test_take_refuses_a_stack_that_is_not_of_these_marks(form: ModuleType, count: int) -> None:
+    marks = np.zeros(POOL, np.bool_)
+    for foreign in (-1, POOL):
+        stack = np.arange(count, dtype=np.int32)
+        stack[0] = foreign
+        with pytest.raises(AssertionError):
+            form.take(stack, count, count, marks)
+        assert not marks.any()
+
+
+@over_forms
+def test_give_has_room_for_what_was_taken_alone(form: ModuleType) -> None:
+    assert not form.give(np.zeros(3, np.int32), 3, np.array([0], np.int32), np.ones(3, np.bool_))
+
+
+@pytest.mark.skipif(not ids.IS_BUILT, reason="numpy says so itself")
+@pytest.mark.parametrize(
+    "call,args",
+    [
+        ("copied", (None,)),
+        ("copied", ()),
+        ("copied", (np.zeros(2),)),
+        ("copied", (np.zeros((2, 2), np.int32),)),
+        ("copied", (ID, "0", 1)),
+        ("copied", (ID, 0, 2**80)),
+        ("joined", ((),)),
+        ("joined", ([np.zeros(1, np.int64)],)),
+        ("joined", ([None],)),
+        ("mark", (np.zeros(2, np.int32), ID, True)),
+        ("mark", (b"00", [0], True)),
+        ("mark", (np.broadcast_to(np.zeros(1, np.bool_), 2), ID, True)),
+        ("mark", ()),
+        ("take", (np.zeros(2, np.int64), 1, 1, np.zeros(2, np.bool_))),
+        ("take", (np.zeros(2, np.int32), 1, 1, np.zeros(2, np.int32))),
+        ("take", (1, 2, 3)),
+        ("give", (np.zeros(2, np.int32), 0, np.zeros(1), np.zeros(2, np.bool_))),
+        ("slots_of", (ID, 2.5)),
+        ("slots_of", (None, 1)),
+        ("pages_of", (np.zeros(2), 1, 0, 1)),
+    ],
+)
+def test_the_built_form_takes_arrays_alone(call: str, args: tuple[Any, ...]) -> None:
+    """Nothing is read through what is no array of the right type."""
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        getattr(ids._form, call)(*args)
