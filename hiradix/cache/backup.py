@@ -30,7 +30,7 @@ from hiradix.cache.pages import (
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
-from hiradix.tree import Lock, Node, RadixTree, Segment, Tier, ids
+from hiradix.tree import DEVICE, HOST, Lock, Node, RadixTree, Segment, ids
 
 OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
 
@@ -185,7 +185,7 @@ class Backup:
         short = last.end - start - self._supply.host.available
         if short <= 0:
             return nodes
-        refused = short - self._learner.may_evict(Tier.HOST, last, short)
+        refused = short - self._learner.may_evict(HOST, last, short)
         if not refused:
             return nodes
         self._counters.write_refused += refused
@@ -199,7 +199,7 @@ class Backup:
         if self._is_plain:
             return []
         found = []
-        for segment in self._tree.missing(node, Tier.DEVICE, Tier.HOST):
+        for segment in self._tree.missing(node, DEVICE, HOST):
             n, component = segment.node, segment.component
             if component == BACKBONE or self._writing[component][segment.pages[0]]:
                 continue
@@ -216,7 +216,7 @@ class Backup:
     def _write(self, down: Down, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""
         node, host_pages = down.node, down.host[BACKBONE]
-        source = self._tree.pages(node, Tier.DEVICE, start=down.start) if len(host_pages) else NO_PAGES
+        source = self._tree.pages(node, DEVICE, start=down.start) if len(host_pages) else NO_PAGES
         sources = [(BACKBONE, source), *((s.component, s.pages) for s in down.others)]
         for component, pages in sources:
             ids.mark(self._writing[component], pages, True)
@@ -244,12 +244,12 @@ class Backup:
     def _adopt(self, down: Down) -> None:
         """Give the tree the host pages of a copy that is done."""
         adopt, free = self._tree.adopt, self._supply.free_host
-        free(adopt(down.node, BACKBONE, Tier.HOST, down.host[BACKBONE]))
+        free(adopt(down.node, BACKBONE, HOST, down.host[BACKBONE]))
         for segment, pages in shared_out(down.host, down.others):
-            free(adopt(segment.node, segment.component, Tier.HOST, pages), segment.component)
+            free(adopt(segment.node, segment.component, HOST, pages), segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
-        return [self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE)]
+        return [self._tree.lock(node, HOST), self._tree.lock(node, DEVICE)]
 
     def _unlock(self, locks: Sequence[Lock]) -> None:
         for lock in reversed(locks):
@@ -262,12 +262,12 @@ class Backup:
         become the last to go. So either they have ended when anything else happens to the tree, or they are
         `keep`ed. With several, making room for one may drop another, so they do.
         """
-        victims = self._tree.coldest(component, Tier.DEVICE, num_pages)
+        victims = self._tree.coldest(component, DEVICE, num_pages)
         copies = []
         for node in victims:
             if self._tree.current(node) is None:
                 continue
-            start = node.end if node.resident(Tier.HOST) else node.start
+            start = node.end if node.resident(HOST) else node.start
             others = self._lost_with(node) if component else None
             if component and not others:
                 continue
@@ -282,8 +282,8 @@ class Backup:
         """What boundaries at or below `node` lose with its further components on the device."""
         found = []
         for component in range(1, len(self._writing)):
-            pages = node.residency(component, Tier.DEVICE).pages
-            if pages is None or node.resident(Tier.HOST, component) or self._writing[component][pages[0]]:
+            pages = node.residency(component, DEVICE).pages
+            if pages is None or node.resident(HOST, component) or self._writing[component][pages[0]]:
                 continue
             below, at, reach = 0, node, self._tree.components[component].reach
             while len(at.children) == 1 and below < reach:
@@ -330,8 +330,8 @@ class Backup:
 
     def _submit_store(self, node: Node, start: int) -> None:
         """Store the host pages of the path from page `start` to the end of `node`."""
-        lock = self._tree.lock(node, Tier.HOST)
-        host_pages = self._tree.pages(node, Tier.HOST, start=start)
+        lock = self._tree.lock(node, HOST)
+        host_pages = self._tree.pages(node, HOST, start=start)
         rows = self._tree.page_rows(node, start)
         self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
 

@@ -45,7 +45,7 @@ from hiradix.policy.uses import Finished
 from hiradix.policy.write import WritePolicy
 from hiradix.storage import GuardedStorage
 from hiradix.transfer import JobKind, Ticket, TransferController
-from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Tier
 
 STORAGE_STOP_S = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
 CLOCK_STEP_S = 1e-6  # what ranks agree on is no finer
@@ -182,7 +182,7 @@ class HierarchicalCache:
         ended: of the request's last insert, what the eviction policy may learn from it.
         """
         if self.is_blocked(key):
-            return self.tree.lock(at.node if at is not None else self.tree.root, Tier.DEVICE)
+            return self.tree.lock(at.node if at is not None else self.tree.root, DEVICE)
         lock = self.supply.give(key, (pages, *others), at)
         if ended is not None:
             self.finished(key, lock.node, ended)
@@ -226,9 +226,9 @@ class HierarchicalCache:
         if self._load_back is not None:
             self._load_back.drop_failed()
         self._write_back(target - dropped[component], component)
-        self.supply.evict(Tier.DEVICE, target - dropped[component], component)
+        self.supply.evict(DEVICE, target - dropped[component], component)
         if dropped[component] < target and self.wait_for_copies(COPY_WAIT_S):
-            self.supply.evict(Tier.DEVICE, target - dropped[component], component)
+            self.supply.evict(DEVICE, target - dropped[component], component)
         return dropped[component] - before
 
     def _write_back(self, num_pages: int, component: int) -> int:
@@ -319,7 +319,7 @@ class HierarchicalCache:
             self.settle()
         self.flights.orphan_all()
         for drop in self.tree.clear():
-            if drop.tier is Tier.HOST:
+            if drop.tier is HOST:
                 kept = self.flights.owned(drop.component)
                 self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32), drop.component)
             else:
@@ -355,7 +355,7 @@ class HierarchicalCache:
         self.tree.check()
         for component, pool in enumerate(self.supply.host_pools):
             owned = self.flights.owned(component)
-            resident = self.tree.all_pages(Tier.HOST, component)
+            resident = self.tree.all_pages(HOST, component)
             taken = np.concatenate([owned, resident])
             assert len(np.unique(taken)) == len(taken), f"component {component}: a host page is in two places"
             assert len(taken) + pool.available == pool.num_pages, (

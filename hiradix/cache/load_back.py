@@ -27,7 +27,7 @@ from hiradix.cache.pages import (
 )
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
-from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Segment, Tier
+from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Segment
 
 
 class Filled(NamedTuple):
@@ -95,7 +95,7 @@ class LoadBack:
         None: the device cannot hold all of them (or more than `quota_pages`), and nothing changed. The
         copies start with the next `start_loading`; until they are done the path stays locked.
         """
-        start, others = self._tree.absent_from(node, Tier.DEVICE), self._others(node)
+        start, others = self._tree.absent_from(node, DEVICE), self._others(node)
         asked = node.end - start
         if not asked and not others:
             return 0
@@ -107,7 +107,7 @@ class LoadBack:
         if not self.no_regret.takes(Move.LOAD, sum(num_pages.values())):
             self._counters.load_too_slow += asked
             return None
-        locks = (self._tree.lock(node, Tier.HOST), self._tree.lock(node, Tier.DEVICE))
+        locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))
         pages = self._alloc(num_pages)
         if pages is None:
             self._counters.load_refused += asked
@@ -121,7 +121,7 @@ class LoadBack:
         """What a boundary at `node` lacks on the device of further components."""
         if self._is_plain:
             return []
-        missing = self._tree.missing(node, Tier.HOST, Tier.DEVICE)
+        missing = self._tree.missing(node, HOST, DEVICE)
         return [segment for segment in missing if segment.component != BACKBONE]
 
     def _alloc(self, num_pages: Mapping[int, int]) -> PagesOf | None:
@@ -145,7 +145,7 @@ class LoadBack:
         """Queue one copy for all of it; the tree has its device pages at once."""
         further = [component for component in pages if component != BACKBONE]
         host = gathered(up.others, further)
-        host[BACKBONE] = self._tree.pages(up.node, Tier.HOST, up.start)
+        host[BACKBONE] = self._tree.pages(up.node, HOST, up.start)
         self._supply.take_path(up.node, pages[BACKBONE])
         for segment, own in shared_out(pages, up.others):
             self._supply.take_beside(segment, own)
@@ -197,19 +197,31 @@ class LoadBack:
                 self._batch_pages.update((t, total) for t in self._started[slot] if t in self._batch_pages)
         elif not self._started:
             return -1
-        first, under_way = self._first_failed_slot(), self._flights.lane(JobKind.LOAD).keys()
-        failed = [s for s, loads in self._started.items() if s == first or not self._lost.isdisjoint(loads)]
-        for s, tickets in list(self._started.items()):
-            if not (self._has_garbage and s in failed) and under_way.isdisjoint(tickets):
-                del self._started[s]
-                self._lost.difference_update(tickets)
+        failed = self._drop_ended()
         self._controller.layer_done_counter.set_readable(self._started)
-        return next((s for s in failed if s in self._started), max(self._started, default=-1))
+        return failed[0] if failed else max(self._started, default=-1)
+
+    def _drop_ended(self) -> list[int]:
+        """Forget started slots that matter to no reader. Returns which of the others failed, oldest first."""
+        first, under_way = self._first_failed_slot(), self._flights.lane(JobKind.LOAD).keys()
+        failed, ended = [], []
+        for slot, tickets in self._started.items():
+            has_failed = slot == first or not self._lost.isdisjoint(tickets)
+            if under_way.isdisjoint(tickets) and not (has_failed and self._has_garbage):
+                ended.append(slot)
+            elif has_failed:
+                failed.append(slot)
+        for slot in ended:
+            self._lost.difference_update(self._started.pop(slot))
+        return failed
 
     def _find_failed_slot(self) -> float:
         """The oldest started slot that failed, known as soon as its worker says so; inf if none has."""
         error = self._controller.layer_done_counter.error
-        return next((s for s in self._started if error(s) is not None), math.inf)
+        for slot in self._started:
+            if error(slot) is not None:
+                return slot
+        return math.inf
 
     # -- failure ------------------------------------------------------------------------
 
@@ -265,13 +277,13 @@ class LoadBack:
             for n in nodes:
                 freed = self._tree.drop_device(n)
                 if freed is None:  # and so are all above it
-                    self._failed.append((self._tree.lock(n, Tier.DEVICE), start))
+                    self._failed.append((self._tree.lock(n, DEVICE), start))
                     break
                 self._supply.release(freed)
         others, self._failed_others = self._failed_others, []
         for node, component, start in others:
             for n in list(self._tree.path(node, start)):  # none if it has left the tree
-                if n.residency(component, Tier.DEVICE).lock_ref:
+                if n.residency(component, DEVICE).lock_ref:
                     self._failed_others.append(Filled(n, component, n.start))
                 else:
-                    self._supply.release(self._tree.drop_other(n, component, Tier.DEVICE))
+                    self._supply.release(self._tree.drop_other(n, component, DEVICE))

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.tree import Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
+from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
 
 Pages = npt.NDArray[np.int32]
 NO_PAGES: Pages = np.empty(0, np.int32)
@@ -119,7 +119,7 @@ class PageSupply:
         """Free pages the tree dropped. Returns how many of them were device backbone pages."""
         before = self.num_dropped[BACKBONE]
         for component, tier, pages in freed:
-            if tier is Tier.HOST:
+            if tier is HOST:
                 self.free_host(pages, component)
                 self.counters.evicted_host += len(pages) if component == BACKBONE else 0
             else:
@@ -143,7 +143,7 @@ class PageSupply:
             if component == BACKBONE:
                 self.release(self.tree.demote(node))
             else:
-                self.release(self.tree.drop_other(node, component, Tier.DEVICE))
+                self.release(self.tree.drop_other(node, component, DEVICE))
         return self.num_dropped[component] - before
 
     def give(self, key: RadixKey, pages: Sequence[Pages], at: Lock | None) -> Lock:
@@ -152,14 +152,14 @@ class PageSupply:
         A page that the tree takes beside a backbone page of its own, instead of the one it came with, is
         paired with that before the other is freed.
         """
-        done = self.tree.insert(key, Tier.DEVICE, pages, at=at)
+        done = self.tree.insert(key, DEVICE, pages, at=at)
         duplicates = done.duplicates
         if len(pages) == 1:
             if len(duplicates[BACKBONE]):
                 self.device.free(duplicates[BACKBONE])
             return done.lock
         if len(duplicates[BACKBONE]):
-            own = self.tree.pages(done.lock.node, Tier.DEVICE, done.lock.node.end - len(pages[BACKBONE]))
+            own = self.tree.pages(done.lock.node, DEVICE, done.lock.node.end - len(pages[BACKBONE]))
             for pair, given, refused in zip(self._pair[1:], pages[1:], duplicates[1:], strict=True):
                 if pair is not None and len(given):
                     beside, before = own[-len(given) :], pages[BACKBONE][-len(given) :]
@@ -172,16 +172,16 @@ class PageSupply:
 
     def take_path(self, node: Node, pages: Pages) -> None:
         """Give the tree the backbone's device pages that end the path to `node`, which has none there."""
-        refused = self.tree.adopt(node, BACKBONE, Tier.DEVICE, pages)
+        refused = self.tree.adopt(node, BACKBONE, DEVICE, pages)
         assert not len(refused), f"device pages {refused} for what is resident"
 
     def take_beside(self, segment: Segment, pages: Pages) -> None:
         """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
-        refused = self.tree.adopt(segment.node, segment.component, Tier.DEVICE, pages)
+        refused = self.tree.adopt(segment.node, segment.component, DEVICE, pages)
         assert not len(refused), f"device pages {refused} for what is resident"
         pair = self._pair[segment.component]
         if pair is not None:
-            pair(self.tree.pages(segment.node, Tier.DEVICE, segment.end - len(pages)), pages)
+            pair(self.tree.pages(segment.node, DEVICE, segment.end - len(pages)), pages)
 
     def check_conservation(self, num_held: int, in_flight: Mapping[int, int]) -> None:
         """Assert that each page is counted once: free, in the tree, a request's or a transfer's own. O(1).
@@ -189,9 +189,9 @@ class PageSupply:
         num_held: device pages that requests have and the tree has not; of the backbone, as all that is asked
         of the device. in_flight: host pages of transfers, by component. Holds between steps.
         """
-        books = [(Tier.DEVICE, BACKBONE, self.device, num_held)]
+        books = [(DEVICE, BACKBONE, self.device, num_held)]
         for component, pool in enumerate(self.host_pools):
-            books.append((Tier.HOST, component, pool, in_flight[component]))
+            books.append((HOST, component, pool, in_flight[component]))
         for tier, component, pool, own in books:
             free, resident = pool.available, self.tree.resident_pages(tier, component)
             assert free + resident + own == pool.num_pages, (
@@ -212,7 +212,7 @@ class PageSupply:
         """Host pages that are free or can be made so."""
         if not self.host_pools:
             return 0
-        return self.host_pools[component].available + self.tree.evictable_pages(Tier.HOST, component)
+        return self.host_pools[component].available + self.tree.evictable_pages(HOST, component)
 
     def alloc_host(self, num_pages: int, component: int = BACKBONE) -> Pages | None:
         """Host pages, evicting when short; None (and nothing evicted) if even that cannot give enough."""
@@ -221,9 +221,9 @@ class PageSupply:
         pool = self.host_pools[component]
         short = num_pages - pool.available
         if short > 0:
-            if short > self.tree.evictable_pages(Tier.HOST, component):
+            if short > self.tree.evictable_pages(HOST, component):
                 return None
-            self.evict(Tier.HOST, short, component)
+            self.evict(HOST, short, component)
         return pool.alloc(num_pages)
 
     def alloc_all_host(self, num_pages: Mapping[int, int]) -> PagesOf | None:
@@ -239,7 +239,7 @@ class PageSupply:
 
     def device_room(self, component: int = BACKBONE) -> int:
         """Device pages that are free or can be made so."""
-        return self.device_pools[component].available + self.tree.evictable_pages(Tier.DEVICE, component)
+        return self.device_pools[component].available + self.tree.evictable_pages(DEVICE, component)
 
 
 def as_tuple(sources: Sources) -> tuple[PageSource, ...]:

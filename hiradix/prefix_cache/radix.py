@@ -28,7 +28,7 @@ from hiradix.prefix_cache.records import (
     RequestLike,
 )
 from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of
-from hiradix.tree import Lock, Match, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import DEVICE, Lock, Match, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens
 
 
@@ -75,21 +75,21 @@ class RadixCache(NoLowerTiers, Figures):
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
-        return self._slots.of(self.tree.pages(node, Tier.DEVICE, start=start))
+        return self._slots.of(self.tree.pages(node, DEVICE, start=start))
 
     # -- locks --------------------------------------------------------------------------
 
     def inc_lock_ref(self, node: Node) -> LockReceipt:
         """Pin the path to `node` on the device until `dec_lock_ref`."""
-        before = self.tree.evictable_pages(Tier.DEVICE)
-        lock = self.tree.lock(node, Tier.DEVICE)
-        return LockReceipt(lock, (self.tree.evictable_pages(Tier.DEVICE) - before) * self.page_size)
+        before = self.tree.evictable_pages(DEVICE)
+        lock = self.tree.lock(node, DEVICE)
+        return LockReceipt(lock, (self.tree.evictable_pages(DEVICE) - before) * self.page_size)
 
     def dec_lock_ref(self, node: Node | LockReceipt, swa_uuid_for_lock: Any = None) -> int:
         """Undo one `inc_lock_ref`. Returns the tokens that became evictable."""
-        before = self.tree.evictable_pages(Tier.DEVICE)
+        before = self.tree.evictable_pages(DEVICE)
         self.tree.unlock(node.lock if isinstance(node, LockReceipt) else self._lock_on(node))
-        return (self.tree.evictable_pages(Tier.DEVICE) - before) * self.page_size
+        return (self.tree.evictable_pages(DEVICE) - before) * self.page_size
 
     def _held(self, req: RequestLike) -> Lock:
         """The lock `req` holds on the prefix it runs on."""
@@ -102,7 +102,7 @@ class RadixCache(NoLowerTiers, Figures):
 
     def _lock_on(self, node: Node) -> Lock:
         """The receipt of a lock on `node`: with full attention only, it always reaches to the root."""
-        return Lock(node, Tier.DEVICE, (0,))
+        return Lock(node, DEVICE, (0,))
 
     # -- writing ------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class RadixCache(NoLowerTiers, Figures):
         num_live = live.end * self.page_size
         self.tree.hit(live)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
-        done = self.tree.insert(key, Tier.DEVICE, [pages], at=self._lock_on(live))
-        if not params.chunked:
+        done = self.tree.insert(key, DEVICE, [pages], at=self._lock_on(live))
+        if self.cache.learner is not None and not params.chunked:
             self.cache.finished(key, done.lock.node, Finished(len(key), 0))
         self.cache.inserted(done.lock.node)
         self.tree.unlock(done.lock)
@@ -202,9 +202,7 @@ class RadixCache(NoLowerTiers, Figures):
             self.cache.count_use(req.last_node)
             self.cache.inserted(req.last_node)
 
-    def insert_row(
-        self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None
-    ) -> Lock:
+    def insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None) -> Lock:
         """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
         start = held.node.end * self.page_size
         return self.insert_pages(key, pages_of(row, self.page_size, start, len(key)), held, ended)

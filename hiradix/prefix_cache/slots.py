@@ -25,8 +25,11 @@ def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tens
 
 def _on(device: object, wide: npt.NDArray[np.int64]) -> torch.Tensor:
     slots = torch.from_numpy(wide)
-    is_cpu = getattr(device, "type", device) == "cpu"
-    return slots if is_cpu else slots.to(device)  # type: ignore[call-overload]
+    return slots if _is_cpu(device) else slots.to(device)  # type: ignore[call-overload]
+
+
+def _is_cpu(device: object) -> bool:
+    return getattr(device, "type", device) == "cpu"
 
 
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:

@@ -30,7 +30,7 @@ from hiradix.prefix_cache.records import (
 )
 from hiradix.prefix_cache.slots import Pages, SlotPages, pages_of
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
-from hiradix.tree import FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import DEVICE, FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree
 
 _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_allocator", "free_swa")
 
@@ -65,15 +65,15 @@ class SWARadixCache(RadixCache):
 
     def swa_evictable_size(self) -> int:
         """Device tokens whose window data no request holds."""
-        return self.tree.evictable_pages(Tier.DEVICE, WINDOW) * self.page_size
+        return self.tree.evictable_pages(DEVICE, WINDOW) * self.page_size
 
     def swa_protected_size(self) -> int:
         """Device tokens whose window data a request or a transfer holds."""
-        return self.tree.protected_pages(Tier.DEVICE, WINDOW) * self.page_size
+        return self.tree.protected_pages(DEVICE, WINDOW) * self.page_size
 
     def total_size(self) -> tuple[int, int]:  # type: ignore[override]
         """Device tokens in the tree: with full data, and with window data."""
-        resident = [self.tree.resident_pages(Tier.DEVICE, component) for component in (0, WINDOW)]
+        resident = [self.tree.resident_pages(DEVICE, component) for component in (0, WINDOW)]
         return resident[0] * self.page_size, resident[1] * self.page_size
 
     def supports_swa(self) -> bool:
@@ -119,12 +119,12 @@ class SWARadixCache(RadixCache):
         key = self._view(params.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
-        num_before = self.tree.resident_pages(Tier.DEVICE)
+        num_before = self.tree.resident_pages(DEVICE)
         start = params.prev_prefix_len // self.page_size * self.page_size
         pages = pages_of(params.value, self.page_size, start, len(key))
         ended = None if params.chunked else Finished(len(key), 0)
         self.tree.unlock(self.insert_pages(key, pages, None, ended))
-        num_new = (self.tree.resident_pages(Tier.DEVICE) - num_before) * self.page_size
+        num_new = (self.tree.resident_pages(DEVICE) - num_before) * self.page_size
         return InsertResult(len(key) - num_new)
 
     def evict(self, params: EvictParams) -> EvictResult:
@@ -162,7 +162,7 @@ class SWARadixCache(RadixCache):
         """Free those of the window pages from page `start` of the path on that the tree does not hold."""
         held = np.zeros_like(window)
         for n in self.tree.path(node):
-            own = n.residency(WINDOW, Tier.DEVICE).pages
+            own = n.residency(WINDOW, DEVICE).pages
             if own is not None and n.start < start + len(window) and n.end > start:
                 lo, hi = max(n.start, start), min(n.end, start + len(window))
                 held[lo - start : hi - start] = own[lo - n.start : hi - n.start]

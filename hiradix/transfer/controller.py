@@ -190,7 +190,7 @@ class TransferController:
         loads, self._queued_loads = self._queued_loads, {}
         batch = joined([copy for copies in loads.values() for copy in copies])
         producer = self.layer_done_counter.update_producer()
-        parts = tuple(Part(ticket, *self._size(copies)) for ticket, copies in loads.items())
+        parts = tuple([Part(ticket, *self._size(copies)) for ticket, copies in loads.items()])
         task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
         has_slot = self.layer_done_counter.is_open(producer)
         self._desk.submit(task, None if has_slot else FailReason.GATE_TIMEOUT)
@@ -366,8 +366,11 @@ class TransferController:
         return ticket
 
     def _size(self, copies: Copies) -> Size:
-        num_bytes = sum(len(copy.source) * self._page_bytes[copy.pair] for copy in copies)
-        return sum(len(copy.source) for copy in copies), num_bytes
+        num_pages = num_bytes = 0
+        for source, _, pair in copies:
+            num_pages += len(source)
+            num_bytes += len(source) * self._page_bytes[pair]
+        return num_pages, num_bytes
 
     def _stored_size(self, host_pages: Pages) -> Size:
         return len(host_pages), len(host_pages) * self._page_bytes[0]

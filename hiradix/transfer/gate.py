@@ -76,7 +76,7 @@ class LayerDoneCounter:
         index = self._next
         self._next += 1
         slot = index % self.num_slots
-        if self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
+        if self._is_free(slot) or self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
             self._slots[slot] = _Batch(index, self.num_layers)
         else:
             self._remember(index, f"no load slot came free within {self.timeout_s} s")

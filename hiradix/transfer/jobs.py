@@ -18,6 +18,7 @@ PageIds = Sequence[int] | Pages
 Ticket = NewType("Ticket", int)
 
 NO_PAGES: Pages = np.empty(0, np.int32)
+BACKBONE_PAIR = 0
 
 
 class JobKind(Enum):
@@ -57,7 +58,7 @@ class Copy(NamedTuple):
 
     source: Pages
     target: Pages
-    pair: int = 0
+    pair: int = BACKBONE_PAIR
 
 
 Copies = tuple[Copy, ...]  # that succeed or fail as one
@@ -154,14 +155,18 @@ def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
 
 def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:
     """Private copies of all that one ticket moves; what moves nothing is left out."""
-    found = (Copy(as_pages(source), as_pages(target)), *(_private(copy) for copy in others))
-    for copy in found:
-        assert len(copy.source) == len(copy.target), f"{len(copy.source)} pages onto {len(copy.target)}"
-    return tuple(copy for copy in found if len(copy.source))
+    found = []
+    for given, onto, pair in ((source, target, BACKBONE_PAIR), *others):
+        assert len(given) == len(onto), f"{len(given)} pages onto {len(onto)}"
+        if len(given):
+            found.append(Copy(as_pages(given), as_pages(onto), pair))
+    return tuple(found)
 
 
-def joined(copies: Iterable[Copy]) -> Copies:
+def joined(copies: Sequence[Copy]) -> Copies:
     """One copy per pair of pools."""
+    if len(copies) == 1:
+        return tuple(copies)
     by_pair: dict[int, list[Copy]] = {}
     for copy in copies:
         by_pair.setdefault(copy.pair, []).append(copy)
@@ -171,7 +176,3 @@ def joined(copies: Iterable[Copy]) -> Copies:
         else Copy(ids.joined([c.source for c in parts]), ids.joined([c.target for c in parts]), pair)
         for pair, parts in by_pair.items()
     )
-
-
-def _private(copy: Copy) -> Copy:
-    return Copy(as_pages(copy.source), as_pages(copy.target), copy.pair)

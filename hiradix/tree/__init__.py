@@ -7,7 +7,9 @@ from hiradix.tree.log import TokenLog
 from hiradix.tree.node import (
     AS_INSERTED,
     BACKBONE,
+    DEVICE,
     FULL,
+    HOST,
     UNBOUNDED,
     Component,
     DeadLeaf,
@@ -23,8 +25,8 @@ from hiradix.tree.tree import RadixTree
 IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, faster (see setup.py)
 
 __all__ = [
-    "AS_INSERTED", "BACKBONE", "FULL", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf", "EvictionOrder",
-    "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node", "OrderContext",
-    "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier", "TokenLog", "hash_pages",
-    "namespace_seed",
+    "AS_INSERTED", "BACKBONE", "DEVICE", "FULL", "HOST", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf",
+    "EvictionOrder", "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node",
+    "OrderContext", "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier",
+    "TokenLog", "hash_pages", "namespace_seed",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,9 @@ class Tier(IntEnum):
     HOST = 1
 
 
-TIERS = (Tier.DEVICE, Tier.HOST)
+DEVICE: Final = Tier.DEVICE  # looking up an enum's member takes long
+HOST: Final = Tier.HOST
+TIERS: Final = (DEVICE, HOST)
 
 
 @dataclass(frozen=True)

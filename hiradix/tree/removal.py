@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hiradix.tree.merge import Split
-from hiradix.tree.node import BACKBONE, TIERS, DeadLeaf, Node, Residency, Tier
+from hiradix.tree.node import BACKBONE, DEVICE, HOST, TIERS, DeadLeaf, Node, Residency, Tier
 from hiradix.tree.records import Freed
 from hiradix.tree.store import Dropped, Store
 
@@ -46,7 +46,7 @@ def _is_dead(store: Store, node: Node) -> bool:
         reach = store.components[c].reach if store.dead_leaf is DeadLeaf.UNUSABLE else 1
         run, at = 0, node
         while run < reach and at.parent is not None:
-            if not at.resident(Tier.DEVICE, c) and not at.resident(Tier.HOST, c):
+            if not at.resident(DEVICE, c) and not at.resident(HOST, c):
                 return True
             run, at = run + at.num_pages, at.parent
     return False
@@ -94,7 +94,7 @@ def demote(store: Store, node: Node) -> list[Freed]:
     out = Dropped()
     evictable = node.parent is not None and node.device.pages is not None and node.device.lock_ref == 0
     if evictable and node.host.pages is not None and node.num_device_children == 0:
-        store.drop(node, BACKBONE, Tier.DEVICE, out)
+        store.drop(node, BACKBONE, DEVICE, out)
         if store.dead_leaf is not DeadLeaf.KEEP:
             _drop_dead(store, node, out)
     return out.freed()
@@ -116,7 +116,7 @@ def drop_device(store: Store, node: Node) -> list[Freed] | None:
         return None
     out = Dropped()
     for n in reversed(below):
-        store.drop(n, BACKBONE, Tier.DEVICE, out)
+        store.drop(n, BACKBONE, DEVICE, out)
     return out.freed()
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from hiradix.tree import ids
 from hiradix.tree.node import (
     BACKBONE,
+    DEVICE,
+    HOST,
     NO_CHILDREN,
     TIERS,
     Component,
@@ -65,7 +67,7 @@ class Store:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
-        self.host_is_lru = isinstance(self.orders[BACKBONE][Tier.HOST], LruOrder)
+        self.host_is_lru = isinstance(self.orders[BACKBONE][HOST], LruOrder)
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
@@ -82,7 +84,7 @@ class Store:
         entry.pages = pages
         self.num_resident[component][tier] += len(pages)
         if component == BACKBONE:
-            if tier == Tier.DEVICE:
+            if tier == DEVICE:
                 self._came_to_device(node)
             if self.watch is not None:
                 self.watch.stored(node, tier)
@@ -99,7 +101,7 @@ class Store:
         assert parent is not None
         parent.num_device_children += 1
         if host.pages is not None and host.lock_ref == 0:
-            self.orders[BACKBONE][Tier.HOST].expose(host)  # a mirror may go at any time
+            self.orders[BACKBONE][HOST].expose(host)  # a mirror may go at any time
 
     def push_taken(self, entries: Sequence[Residency], component: int, tier: int) -> None:
         """Put what `take` returned, deepest first along one path, into the order.
@@ -150,9 +152,7 @@ class Store:
 
     # -- taking -----------------------------------------------------------------------------
 
-    def drop(
-        self, node: Node, component: int, tier: int, out: Dropped, child_went: bool = False
-    ) -> None:
+    def drop(self, node: Node, component: int, tier: int, out: Dropped, child_went: bool = False) -> None:
         """Take a node's unlocked pages; the backbone takes the other components of that tier along.
 
         A node that is left without a backbone leaves the tree, and its descendants, all of them
@@ -166,7 +166,7 @@ class Store:
             if entry.pages is not None:
                 self._drop_entry(entry, c, tier, out)
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
-        if tier == Tier.DEVICE:
+        if tier == DEVICE:
             self._device_child_left(node)
             is_moved = child_went and self.host_is_lru  # with its child: again would change nothing
             if node.host.pages is not None and node.host.lock_ref == 0 and not is_moved:
@@ -177,7 +177,7 @@ class Store:
     def _moved_down(self, node: Node) -> None:
         """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,
         used since at least as late, leave the host last."""
-        self.orders[BACKBONE][Tier.HOST].touched(_evictable_path(node, Tier.HOST))
+        self.orders[BACKBONE][HOST].touched(_evictable_path(node, HOST))
 
     def unlink(self, node: Node, out: Dropped) -> None:
         """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""
@@ -191,7 +191,7 @@ class Store:
         host = parent.host
         if host.pages is not None and not parent.children and parent.device.pages is None:
             if host.lock_ref == 0 and parent.parent is not None:
-                self.orders[BACKBONE][Tier.HOST].expose(host)
+                self.orders[BACKBONE][HOST].expose(host)
 
     def _empty(self, node: Node, out: Dropped) -> None:
         """Take all pages of a subtree that was cut off."""
@@ -223,7 +223,7 @@ class Store:
         assert parent is not None
         parent.num_device_children -= 1
         if parent.num_device_children == 0 and parent.device.lock_ref == 0 and parent.parent is not None:
-            self.orders[BACKBONE][Tier.DEVICE].expose(parent.device)
+            self.orders[BACKBONE][DEVICE].expose(parent.device)
 
 
 def _evictable_path(node: Node | None, tier: int) -> list[Residency]:

@@ -10,7 +10,19 @@ from hiradix.tree import ids, rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import revived
-from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, UNBOUNDED, Component, Node, Pages, Rules, Tier
+from hiradix.tree.node import (
+    BACKBONE,
+    DEVICE,
+    HOST,
+    NO_PAGES,
+    TIERS,
+    UNBOUNDED,
+    Component,
+    Node,
+    Pages,
+    Rules,
+    Tier,
+)
 from hiradix.tree.order import OrderFactory
 from hiradix.tree.records import Match, Segment
 from hiradix.tree.render import render_tree
@@ -97,7 +109,7 @@ class TreeView:
         loadable_run = list(device_run)
         for node in reversed(list(self.path(deepest))):
             for c in range(len(reaches)):
-                on_device, on_host = node.resident(Tier.DEVICE, c), node.resident(Tier.HOST, c)
+                on_device, on_host = node.resident(DEVICE, c), node.resident(HOST, c)
                 device_run[c] = _extended(device_run[c], node, on_device)
                 loadable_run[c] = _extended(loadable_run[c], node, on_device or on_host)
             if all(run >= reach for run, reach in zip(device_run, reaches)):
@@ -158,7 +170,7 @@ class TreeView:
             found = []
             for n in self.path(node, self.floor(node, c)):
                 pages = n.residency(c, source).pages
-                if c == BACKBONE and target == Tier.DEVICE and n.resident(target):
+                if c == BACKBONE and target == DEVICE and n.resident(target):
                     break  # and so are all above
                 if pages is not None and not n.resident(target, c):
                     found.append(Segment(n, c, n.start, n.end, pages))
