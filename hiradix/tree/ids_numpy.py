@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,23 +31,15 @@ def joined(parts: Sequence[Pages]) -> Pages:
 
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
     """See `hiradix.tree.ids`."""
-    if len(pages) > FEW_PAGES:
-        index = _index(pages)
-        assert _are_in(index, len(marks)), f"pages {pages[:16]} are not in 0..{len(marks) - 1}"
-        marks[index] = value
-        return
-    found, end, flags = pages.tolist(), len(marks), marks.data
-    for page in found:
-        assert 0 <= page < end, f"page {page} is not in 0..{end - 1}"
-    for page in found:
-        flags[page] = value
+    assert _are_in(pages, len(marks)), f"pages {pages[:16]} are not all in 0..{len(marks) - 1}"
+    marks.put(pages, value)
 
 
 def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
     """See `hiradix.tree.ids`."""
     assert 0 <= count <= num_free <= len(stack), f"{count} pages of {num_free} of {len(stack)}"
     pages = stack[num_free - count : num_free][::-1].copy()
-    mark(marks, pages, True)
+    marks.put(pages, True)
     return pages
 
 
@@ -63,13 +56,12 @@ def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
 def _unmark(marks: Marks, pages: Ids) -> bool:
     """Unmark `pages` if each is marked and named once; else change nothing."""
     if len(pages) > FEW_PAGES:
-        index = _index(pages)
-        if not _are_in(index, len(marks)) or not np.logical_and.reduce(marks[index]):
+        ordered = np.sort(pages)
+        if ordered[0] < 0 or ordered[-1] >= len(marks) or not marks.take(ordered).all():
             return False
-        index.sort()
-        if np.logical_or.reduce(index[1:] == index[:-1]):
+        if (ordered[1:] == ordered[:-1]).any():
             return False
-        marks[index] = False
+        marks.put(ordered, False)
         return True
     found, end, flags = pages.tolist(), len(marks), marks.data
     for number, page in enumerate(found):
@@ -86,8 +78,13 @@ def slots_of(pages: Ids, page_size: int) -> Slots:
     slots = pages.astype(np.int64)
     if page_size != 1:
         slots *= page_size
-        slots = (slots[:, None] + np.arange(page_size)).reshape(-1)
+        slots = (slots[:, None] + _offsets(page_size)).reshape(-1)
     return slots
+
+
+@cache
+def _offsets(page_size: int) -> Slots:
+    return np.arange(page_size, dtype=np.int64)
 
 
 def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
@@ -105,10 +102,8 @@ def _narrow(pages: Ids) -> Pages:
     return narrow
 
 
-def _index(pages: Ids) -> npt.NDArray[np.int64]:
-    """A copy as int64, so that no id wraps around."""
-    return pages.astype(np.int64)
-
-
-def _are_in(index: npt.NDArray[np.int64], end: int) -> bool:
-    return bool(np.maximum.reduce(index.view(np.uint64)) < end)  # as unsigned, negative ones are large
+def _are_in(pages: Ids, end: int) -> bool:
+    if len(pages) > FEW_PAGES:
+        return bool(0 <= pages.min() and pages.max() < end)
+    found = pages.tolist()
+    return not found or (0 <= min(found) and max(found) < end)
