@@ -120,11 +120,14 @@ FAULTS = [
     Fault(
         "split: pages off by one",
         STORE,
-        "low.pages = low.pages[at:].copy()",
-        "low.pages = low.pages[at - 1 :].copy()",
+        "low.pages = ids.copied(low.pages, at, len(low.pages))",
+        "low.pages = ids.copied(low.pages, at - 1, len(low.pages))",
     ),
     Fault(
-        "split: halves share memory", STORE, "low.pages = low.pages[at:].copy()", "low.pages = low.pages[at:]"
+        "split: halves share memory",
+        STORE,
+        "low.pages = ids.copied(low.pages, at, len(low.pages))",
+        "low.pages = low.pages[at:]",
     ),
     Fault(
         "split: the halves change places in the ring",
@@ -216,9 +219,9 @@ FAULTS = [
     ),
     Fault(
         "adopt: keeps the caller's array",
-        STORE,
-        "pages.astype(np.int32)  # a copy",
-        "np.asarray(pages)  # a copy",
+        TREE,
+        "ids.copied(pages, first, last) if per_page else ids.copied(pages)",
+        "pages[first:last] if per_page else pages",
     ),
     Fault(
         "adopt: ancestors stay colder than the new data",
@@ -248,7 +251,7 @@ FAULTS = [
         "evict: a page is freed twice",
         STORE,
         "        out.add(component, tier, pages)",
-        "        out.add(component, tier, np.concatenate([pages, pages[:1]]))",
+        "        out.add(component, tier, ids.joined([pages, pages[:1]]))",
     ),
     Fault(
         "evict: pages leave unreported",
@@ -428,8 +431,8 @@ FAULTS = [
     Fault(
         "dead leaf: what is on the host does not count",
         REMOVAL,
-        "if not at.resident(Tier.DEVICE, c) and not at.resident(Tier.HOST, c):",
-        "if not at.resident(Tier.DEVICE, c):",
+        "if not at.resident(DEVICE, c) and not at.resident(HOST, c):",
+        "if not at.resident(DEVICE, c):",
     ),
     Fault(
         "dead leaf: what left with it is not counted",
