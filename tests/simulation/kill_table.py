@@ -145,7 +145,7 @@ BUGS = [
     bug("29", "an eviction prunes the node with its host copy", "tree/removal.py",
         "        gone = node\n        if store.dead",
         "        gone = node\n"
-        "        if tier == Tier.DEVICE and node.host.pages is not None and not node.children:\n"
+        "        if tier == DEVICE and node.host.pages is not None and not node.children:\n"
         "            if node.parent is not None and not node.host.lock_ref:\n"
         "                store.unlink(node, out)\n"
         "        if store.dead",
