@@ -1,5 +1,5 @@
-"""HIRADIX_COMPILE=1 compiles hiradix/tree and what a policy does at each turn with mypyc, the same source, and
-the tree's `_ids.c`: faster. The rest: pyproject.toml."""
+"""HIRADIX_COMPILE=1 compiles hiradix/tree and what a policy does at each turn: with mypyc, the same source,
+and the tree's `_ids.c`. Faster. The rest: pyproject.toml."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ NEEDED = ["mypy>=1.11", "numpy>=1.26"]  # numpy for its types and headers
 
 
 def extensions() -> list:
-    """One C extension for each module of the tree and of `POLICY`, and that of `hiradix.tree.ids`; or none."""
+    """One C extension for each module of the tree and of `POLICY`, and `_ids.c`; or none."""
     if not COMPILE or ASKED_ONLY:
         return []
     try:
