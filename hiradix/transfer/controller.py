@@ -366,11 +366,8 @@ class TransferController:
         return ticket
 
     def _size(self, copies: Copies) -> Size:
-        num_pages = num_bytes = 0
-        for source, _, pair in copies:
-            num_pages += len(source)
-            num_bytes += len(source) * self._page_bytes[pair]
-        return num_pages, num_bytes
+        num_bytes = sum([len(source) * self._page_bytes[pair] for source, _, pair in copies])
+        return sum([len(copy.source) for copy in copies]), num_bytes
 
     def _stored_size(self, host_pages: Pages) -> Size:
         return len(host_pages), len(host_pages) * self._page_bytes[0]
