@@ -190,7 +190,7 @@ BUGS = [
     bug("h5", "a transfer's name is used again while its first bearer is under way", DESK,
         "ticket = Ticket(next(self._tickets))", "ticket = Ticket(next(self._tickets) % 3)"),
     bug("h6", "storage names ignore the namespace", "tree/rows.py",
-        "return PageRows(prior or node.space.seed, rows", "return PageRows(prior, rows"),
+        "return PageRows(prior or space.seed, rows", "return PageRows(prior, rows"),
     bug("h6", "a prefetch anchored at the root forgets the namespace", HIRADIX,
         "            key = self._key(req.fill_ids, req)[:num_tokens]",
         "            key = RadixKey(req.fill_ids)[:num_tokens]"),

@@ -287,9 +287,7 @@ FAULTS = [
     Fault(
         "evict: parents never become leaves", STORE, "        parent.num_device_children -= 1", "        pass"
     ),
-    Fault(
-        "evict: a heap takes inner nodes", LEAVES, "return node.num_device_children > left", "return False"
-    ),
+    Fault("evict: a heap takes inner nodes", LEAVES, "count = node.num_device_children", "count = 0"),
     Fault(
         "evict: a heap forgets exposed parents",
         HEAP,
