@@ -53,9 +53,10 @@ class Room:
         return name in self._index
 
     def use(self, name: str, num_bytes: int, used_ns: int) -> None:
-        """`name` was read or written now."""
+        """`name` was read or written now, unless it is gone since: who removes it forgets it after that."""
         with self._lock:
-            self._index.use(name, Entry(num_bytes, used_ns))
+            if os.path.exists(self._folder.path(name)):
+                self._index.use(name, Entry(num_bytes, used_ns))
 
     def forget(self, name: str) -> None:
         """`name` turned out to be gone."""
@@ -92,11 +93,11 @@ class Room:
 
     def unlink(self, name: str) -> None:
         """Remove a page file. Call within `locked`."""
-        self.forget(name)
         path = self._folder.path(name)
         size = file_footprint(path)
         if remove(path):
             self.cancel(size)
+        self.forget(name)
 
     def unlink_same(self, name: str, status: os.stat_result) -> bool:
         """Remove a page file if it still is the one that `status` is of. Never raises; False: it stays."""
@@ -166,5 +167,6 @@ class Room:
             if remove(self._folder.path(name)):
                 self.num_evicted += 1
                 freed += size
+            self.forget(name)
         self.cancel(freed)
         return freed

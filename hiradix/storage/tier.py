@@ -14,6 +14,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import open_storage
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.options import Options, flag
+from hiradix.storage.promotions import Promotions
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
 from hiradix.storage.quota import QUOTA_KEYS
 
@@ -35,6 +36,7 @@ class TierBackend(StorageBackend):
         options.finish("tier")
         self._closed = False
         self._num_promoted = 0
+        self._promotions = Promotions()
         self.upper = _open("upper", context)
         try:
             self.lower = _open("lower", context)
@@ -66,14 +68,17 @@ class TierBackend(StorageBackend):
         if not missing:
             return ok
         before = chain_before(keys, missing, prefix_keys)
-        answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing], before)
-        found = [index for index, good in zip(missing, answers) if good]
-        for index in found:
-            ok[index] = True
-        if self._promote and found:
-            before = chain_before(keys, found, prefix_keys)
-            stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
-            self._num_promoted += sum(stored)
+        with self._promotions.promoting([keys[index] for index in missing]) as gone:
+            answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing], before)
+            found = [index for index, good in zip(missing, answers) if good]
+            for index in found:
+                ok[index] = True
+            if self._promote and found:
+                before = chain_before(keys, found, prefix_keys)
+                stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
+                self._num_promoted += sum(stored)
+        if self._promote and gone:
+            self.upper.delete(gone)
         return ok
 
     def put(
@@ -86,11 +91,13 @@ class TierBackend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
-        self._both("delete", lambda store: store.delete(keys))
+        with self._promotions.deleting(keys):
+            self._both("delete", lambda store: store.delete(keys))
 
     def clear(self) -> None:
         self._check(())
-        self._both("clear", lambda store: store.clear())
+        with self._promotions.deleting(None):
+            self._both("clear", lambda store: store.clear())
 
     def close(self) -> None:
         if not self._closed:

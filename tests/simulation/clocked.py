@@ -112,7 +112,7 @@ class ClockDriver:
     def notify(self) -> None:
         """Nobody sleeps."""
 
-    def let_run(self) -> None:
+    def let_run(self, has_news: Any) -> None:
         """Workers have times of their own."""
 
 

@@ -168,6 +168,26 @@ def test_page_removed_behind_its_back(store: FileBackend, tmp_path: Path) -> Non
     assert put(store, keys_of(3)) == [True] * 3 and all(hits(store, keys_of(3)))
 
 
+@pytest.mark.parametrize("call, step", [("get", "_load"), ("put", "_store")])
+def test_page_deleted_while_it_is_used_is_not_believed_to_be_there(
+    store: FileBackend, monkeypatch: pytest.MonkeyPatch, call: str, step: str
+) -> None:
+    """The use came after the deletion, and put the page into the index for good."""
+    put(store, keys_of(2 if call == "get" else 0))
+    before = getattr(store, step)
+
+    def deleted_after(*args: Any) -> Any:
+        done = before(*args)
+        store.delete(keys_of(1))
+        return done
+
+    monkeypatch.setattr(store, step, deleted_after)
+    assert (hits if call == "get" else put)(store, keys_of(2)) == [True, True]
+    monkeypatch.undo()
+    assert store.exists(keys_of(1)) == 0 and hits(store, keys_of(2)) == [False, True]
+    assert store.stats()["files"] == 1
+
+
 def test_whole_directory_removed_behind_its_back(store: FileBackend, tmp_path: Path) -> None:
     put(store, keys_of(3))
     for path in sorted(tmp_path.rglob("*"), reverse=True):

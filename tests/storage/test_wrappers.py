@@ -205,6 +205,48 @@ class TestTiers:
         assert hits(store.upper, keys_of(4)) == [True] * 4
         store.close()
 
+    @pytest.mark.parametrize("all_of_them", [False, True])
+    def test_what_is_deleted_on_its_way_near_does_not_stay_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+    ) -> None:
+        """It would be stored, and in nobody's quota."""
+        store = TierBackend(tier_context(tmp_path))
+        put(store.lower, keys_of(4))
+        read = store.lower.get
+
+        def deleted_meanwhile(*args: Any) -> list[bool]:
+            ok = read(*args)
+            store.clear() if all_of_them else store.delete(keys_of(2))
+            return ok
+
+        monkeypatch.setattr(store.lower, "get", deleted_meanwhile)
+        assert hits(store, keys_of(4)) == [True] * 4
+        monkeypatch.undo()
+        assert hits(store, keys_of(4)) == ([False] * 4 if all_of_them else [False, False, True, True])
+        assert not len(store._promotions)
+        store.close()
+
+    @pytest.mark.parametrize("all_of_them", [False, True])
+    def test_what_begins_its_way_while_it_is_deleted_does_not_stay_near(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_of_them: bool
+    ) -> None:
+        """The near store has lost it already, the far one not yet."""
+        store = TierBackend(tier_context(tmp_path))
+        put(store.lower, keys_of(4))
+        what = "clear" if all_of_them else "delete"
+        leave = getattr(store.lower, what)
+
+        def read_meanwhile(*args: Any) -> bool:
+            assert hits(store, keys_of(4)) == [True] * 4
+            return leave(*args)
+
+        monkeypatch.setattr(store.lower, what, read_meanwhile)
+        store.clear() if all_of_them else store.delete(keys_of(2))
+        monkeypatch.undo()
+        assert hits(store, keys_of(4)) == ([False] * 4 if all_of_them else [False, False, True, True])
+        assert not len(store._promotions)
+        store.close()
+
     def test_without_promotion_they_stay_far(self, tmp_path: Path) -> None:
         store = TierBackend(tier_context(tmp_path, promote=False))
         put(store.lower, keys_of(2))
