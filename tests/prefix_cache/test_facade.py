@@ -258,3 +258,24 @@ def test_slots_of_many_pages_are_those_of_few(page_size: int) -> None:
     assert np.array_equal(pages_of(slots, page_size), pages)
     for num_pages in (20_000, 10):  # all of them, or fewer than the allocator has
         assert torch.equal(Slots(num_pages, page_size).of(pages), slots)
+
+
+class ElsewhereTensor(torch.Tensor):
+    """A tensor that says it is on another device, and must be brought to the CPU to be read."""
+
+    is_cpu = False
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        raise TypeError("this tensor is on another device")
+
+    def cpu(self, *args: object) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_pages_of_slots_on_another_device_are_those_on_the_cpu(page_size: int) -> None:
+    pages = np.array([7, 3, 9, 1, 4, 8], np.int32)
+    slots = slots_of(pages, page_size).as_subclass(ElsewhereTensor)
+    assert np.array_equal(pages_of(slots, page_size), pages)
+    found = pages_of(slots, page_size, page_size, 5 * page_size)
+    assert np.array_equal(found, pages[1:5]) and found.dtype == np.int32

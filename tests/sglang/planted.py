@@ -137,14 +137,14 @@ FAULTS = [
     Fault(
         "free: evicted pages twice",
         PORTS,
-        "            self._free_ids(ids if",
-        "            self._free_ids(ids)\n            self._free_ids(ids if",
+        "            self._free_ids(page_ids if",
+        "            self._free_ids(page_ids)\n            self._free_ids(page_ids if",
     ),
     Fault(
         "free: a page that is begun stays",
         PORTS,
-        "ids = self._table[index, start : end : self._page_size]",
-        "ids = self._table[index, start : end // self._page_size * self._page_size : self._page_size]",
+        "ids.pages_of(self._table[index], self._page_size, start, end)",
+        "ids.pages_of(self._table[index], self._page_size, start, end // self._page_size * self._page_size)",
     ),
     Fault("free: parts of a row are taken for one", CACHE, "if len(ranges) > 1 or", "if"),
     Fault(

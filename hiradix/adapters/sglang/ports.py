@@ -14,6 +14,7 @@ from hiradix.prefix_cache.slots import Pages, pages_of, slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
+from hiradix.tree import ids
 
 
 class AllocatorPort:
@@ -51,8 +52,8 @@ class AllocatorPort:
     def free_pages(self, pages: Pages) -> None:
         """Give back whole pages, each named once."""
         if self._free_ids is not None:
-            ids = torch.from_numpy(pages.astype(np.int64))
-            self._free_ids(ids if self._is_cpu else ids.to(self.device))
+            page_ids = torch.from_numpy(pages.astype(np.int64))
+            self._free_ids(page_ids if self._is_cpu else page_ids.to(self.device))
         else:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 
@@ -95,11 +96,9 @@ class Rows:
 
     def pages(self, index: int, start: int, end: int) -> Pages:
         """int32 [end - start]: what a row names at pages [start, end). Waits for a GPU."""
-        size = self._page_size
-        first = self._table[index, start * size : end * size : size]
-        if not isinstance(first, np.ndarray):
-            first = first.cpu().numpy()
-        return (first // size).astype(np.int32, copy=False)  # type: ignore[no-any-return]
+        row, size = self._table[index], self._page_size
+        find = ids.pages_of if isinstance(row, np.ndarray) else pages_of
+        return find(row, size, start * size, end * size)
 
     def free(self, index: int, start: int, end: int, allocator: Any) -> None:
         """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
@@ -111,8 +110,8 @@ class Rows:
             allocator.free_segment(self._pool.req_to_token[index, start:end], start_pos=start)
             return
         assert start % self._page_size == 0, f"position {start} is inside a page of {self._page_size}"
-        ids = self._table[index, start : end : self._page_size] // self._page_size
-        free_ids(torch.from_numpy(ids.astype(np.int64)))
+        pages = ids.pages_of(self._table[index], self._page_size, start, end)
+        free_ids(torch.from_numpy(pages.astype(np.int64)))
 
     def write(self, index: int, start: int, pages: Pages) -> None:
         """Have a row name these pages from page `start` on."""
