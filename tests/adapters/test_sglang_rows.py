@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang.ports import Rows
+from tests.planting import Fault, is_current
 from tests.sglang.planted import FAULTS
-from tests.tree.mutation import Fault, is_current
 
 SIZE = 4
 

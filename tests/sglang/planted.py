@@ -13,7 +13,6 @@ import importlib
 import io
 import os
 import sys
-import tempfile
 from contextlib import redirect_stdout
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tree.mutation import Fault, copied, planted, refuse_stale
+from tests.planting import Fault, Planting, refuse_stale, survey
 
 TESTS = ("tests/sglang/test_contract.py", "tests/sglang/test_named_after_upstream.py")
 TIMEOUT_S = 300.0
@@ -209,24 +208,14 @@ def killer(copy: Path) -> str | None:
     finally:
         child.kill()
         child.join()
-    return found
+    return found and f"`{found}`"
 
 
 def main(words: list[str]) -> int:
     refuse_stale(FAULTS)
     importlib.import_module("tests.sglang.rig")
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
-    survivors = 0
-    print("| fault | seen by |\n|---|---|")
-    for fault in chosen:
-        with tempfile.TemporaryDirectory(prefix="hiradix-planted-") as folder:
-            copy = copied(Path(folder))
-            planted(fault, copy)
-            seen = killer(copy)
-        survivors += seen is None
-        print(f"| {fault.name} | {f'`{seen}`' if seen else '**survived**'} |", flush=True)
-    print(f"\n{len(chosen) - survivors} of {len(chosen)} faults seen")
-    return 1 if survivors else 0
+    return survey(("fault", "seen by"), [Planting((fault.name,), fault, killer) for fault in chosen])
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from tests.tree.mutation import Fault, copied, planted, refuse_stale
+from tests.planting import Fault, Planting, refuse_stale, survey
 
 FEW_SEEDS, SEEDS = 20, 200
 TIMEOUT_S = 900
@@ -213,7 +213,7 @@ def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def killer(copy: Path, bug: Bug) -> str | None:
+def killer(bug: Bug, copy: Path) -> str | None:
     """What sees the bug planted in the copy: a seed of the simulation or a test; None if nothing does."""
     is_simulated = bug.fault.file not in NOT_SIMULATED
     if is_simulated and (seen := failing_seed(copy, FEW_SEEDS)):
@@ -242,19 +242,10 @@ def failing_test(copy: Path, bug: Bug) -> str | None:
 
 
 def main(rows: list[str]) -> int:
-    chosen = [b for b in BUGS if not rows or set(rows) & set(b.rows.split())]
     refuse_stale(b.fault for b in BUGS)
-    survivors = 0
-    print("| row | bug | caught by |\n|---|---|---|")
-    for b in chosen:
-        with tempfile.TemporaryDirectory(prefix="hiradix-kill-") as folder:
-            copy = copied(Path(folder))
-            planted(b.fault, copy)
-            seen = killer(copy, b)
-        survivors += seen is None
-        print(f"| {b.rows} | {b.fault.name} | {seen or '**survived**'} |", flush=True)
-    print(f"\n{len(chosen) - survivors} of {len(chosen)} caught")
-    return 1 if survivors else 0
+    chosen = [b for b in BUGS if not rows or set(rows) & set(b.rows.split())]
+    plantings = [Planting((b.rows, b.fault.name), b.fault, partial(killer, b)) for b in chosen]
+    return survey(("row", "bug", "caught by"), plantings)
 
 
 if __name__ == "__main__":

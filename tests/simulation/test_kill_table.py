@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.planting import ROOT, is_current
 from tests.simulation.kill_table import BUGS, Bug
-from tests.tree.mutation import ROOT, is_current
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.fault.name)

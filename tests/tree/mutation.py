@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.planting import Fault, Planting, refuse_stale, survey
+
 TESTS = [
     *(
         f"tests/tree/test_{name}.py"
@@ -28,17 +25,6 @@ TESTS = [
 ]
 RUNS = "400"
 TIMEOUT_S = 600
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Replace `old`, which must occur once in hiradix/<file>, by `new`."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-
 
 TREE, VIEW, STORE, PINS = "tree/tree.py", "tree/view.py", "tree/store.py", "tree/pins.py"
 RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree/merge.py"
@@ -441,22 +427,6 @@ FAULTS = [
 ]
 
 
-def is_current(fault: Fault) -> bool:
-    """Whether its text is there, once."""
-    return (ROOT / "hiradix" / fault.file).read_text(encoding="utf-8").count(fault.old) == 1
-
-
-def refuse_stale(faults: Iterable[Fault]) -> None:
-    """Stop the program if one of them would change nothing, or more than it says."""
-    if stale := [fault.name for fault in faults if not is_current(fault)]:
-        raise SystemExit(f"bring these up to date, their text does not occur once: {'; '.join(stale)}")
-
-
-def planted(fault: Fault, copy: Path) -> None:
-    file = copy / "hiradix" / fault.file
-    file.write_text(file.read_text(encoding="utf-8").replace(fault.old, fault.new), encoding="utf-8")
-
-
 def killer(copy: Path) -> str | None:
     """The first test that fails on the copy, None if none does."""
     env = {**os.environ, "HIRADIX_TREE_RUNS": RUNS, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -471,27 +441,10 @@ def killer(copy: Path) -> str | None:
     return found.group(1) if found else f"exit status {done.returncode}"
 
 
-def copied(to: Path) -> Path:
-    for name in ("hiradix", "tests", "docs"):
-        shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", to)
-    return to
-
-
 def main(words: list[str]) -> int:
-    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
     refuse_stale(FAULTS)
-    survivors = 0
-    print("| fault | seen by |\n|---|---|")
-    for fault in chosen:
-        with tempfile.TemporaryDirectory(prefix="hiradix-mutation-") as folder:
-            copy = copied(Path(folder))
-            planted(fault, copy)
-            seen = killer(copy)
-        survivors += seen is None
-        print(f"| {fault.name} | {seen or '**survived**'} |", flush=True)
-    print(f"\n{len(chosen) - survivors} of {len(chosen)} faults seen")
-    return 1 if survivors else 0
+    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
+    return survey(("fault", "seen by"), [Planting((fault.name,), fault, killer) for fault in chosen])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tree.mutation import FAULTS, Fault, is_current
+from tests.planting import Fault, is_current
+from tests.tree.mutation import FAULTS
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
