@@ -17,7 +17,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,17 +32,21 @@ LOCK_TIMEOUT_S = 1.0
 MAX_TENANTS = 4096
 """With pages in one account; pages of further ones are refused."""
 
-_SCHEMA = """
-CREATE TABLE store(backend TEXT NOT NULL);
-CREATE TABLE pages(
-    key TEXT PRIMARY KEY, tenant TEXT NOT NULL, bytes INTEGER NOT NULL, used_ns INTEGER NOT NULL,
-    leaving INTEGER NOT NULL DEFAULT 0
-) WITHOUT ROWID;
-CREATE INDEX coldest ON pages(tenant, leaving DESC, used_ns);
-CREATE TABLE tenants(
-    tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL, pages INTEGER NOT NULL
-) WITHOUT ROWID;
-"""
+_SCHEMA = (
+    "CREATE TABLE store(backend TEXT NOT NULL)",
+    """
+    CREATE TABLE pages(
+        key TEXT PRIMARY KEY, tenant TEXT NOT NULL, bytes INTEGER NOT NULL, used_ns INTEGER NOT NULL,
+        leaving INTEGER NOT NULL DEFAULT 0
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX coldest ON pages(tenant, leaving DESC, used_ns)",
+    """
+    CREATE TABLE tenants(
+        tenant TEXT PRIMARY KEY, bytes INTEGER NOT NULL, pages INTEGER NOT NULL
+    ) WITHOUT ROWID
+    """,
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Account:
         with self._writing() as db:
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                for statement in _statements(_SCHEMA):
+                for statement in _SCHEMA:
                     db.execute(statement)
                 db.execute("INSERT INTO store VALUES (?)", (backend,))
                 db.execute(f"PRAGMA user_version = {VERSION}")
@@ -242,17 +246,6 @@ class Account:
                     db.execute("ROLLBACK")
                 raise
             db.execute("COMMIT")
-
-
-def _statements(script: str) -> Sequence[str]:
-    """The statements of a script, for `executescript` would end the transaction."""
-    found, begun = [], ""
-    for line in script.splitlines(keepends=True):
-        begun += line
-        if sqlite3.complete_statement(begun):
-            found.append(begun)
-            begun = ""
-    return found
 
 
 def _used(db: sqlite3.Connection, tenant: str) -> int:
