@@ -95,11 +95,13 @@ class S3Backend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
+        self._has_folder = False
         self._delete([self._path(key) for key in keys])
         self._forget(keys)
 
     def clear(self) -> None:
         self._check(())
+        self._has_folder = False
         found = self._ask(self._list)
         self._delete([entry["path"] for entry in found])
         self._forget([key_in(entry) for entry in found])
@@ -216,7 +218,6 @@ class S3Backend(StorageBackend):
         return [entry for part in obstore.list(self._client, self._folder + "/") for entry in part]
 
     def _delete(self, paths: Sequence[str]) -> None:
-        self._has_folder = False
         futures = self._ask(lambda: [self._threads.submit(self._delete_one, path) for path in paths])
         for future in futures:
             self._ask(future.result)
@@ -275,6 +276,7 @@ class S3Backend(StorageBackend):
                 self._index.use(keys[index], Entry(size, 0))
                 fits.append(index)
             self._counts["evicted"] += len(victims)
+            self._has_folder = self._has_folder and len(self._index) > len(fits)
         self._delete([self._path(key) for key in victims])
         return fits
 

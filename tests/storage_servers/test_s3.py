@@ -123,6 +123,25 @@ def test_the_first_object_of_a_folder_is_written_before_others_are_begun(
     assert len(log) == 40, "a folder that is there needs no such care"
 
 
+def test_what_is_evicted_does_not_make_the_next_pages_wait_for_their_first(
+    own_s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is there as long as anything is left in it."""
+    store = S3Backend(context(own_s3, max_size=30 * PAGE_BYTES))
+    calls: list[int] = []
+    write_all = store._write_all
+
+    def logged(items: Any) -> list[bool]:
+        calls.append(len(items))
+        return write_all(items)
+
+    monkeypatch.setattr(store, "_write_all", logged)
+    assert all(put(store, keys_of(20))) and all(put(store, keys_of(20, start=20)))
+    assert store.stats()["evicted"] >= 10 and [count for count in calls if count] == [1, 19, 20]
+    assert all(put(store, keys_of(30, start=100))) and calls[-2:] == [1, 29], "all the others had to leave"
+    store.close()
+
+
 def test_large_pages_go_in_one_request(own_s3: Server, backend: S3Backend) -> None:
     data = bytes_of("big", 20_000_000)
     assert backend.put(["big"], [[memoryview(data)]]) == [True]
