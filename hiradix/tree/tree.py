@@ -191,7 +191,8 @@ class RadixTree(TreeView):
             store.push_taken(taken, component, tier)
         if not refused:
             return NO_PAGES
-        return ids.joined([ids.copied(part) for part in refused])
+        parts = [ids.copied(part) for part in refused]
+        return parts[0] if len(parts) == 1 else ids.joined(parts)
 
     # -- removing ---------------------------------------------------------------------------
 
