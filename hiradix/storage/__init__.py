@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from hiradix.storage.breaker import BreakerLimits, BreakerState
 from hiradix.storage.build import guard_limits, open_storage
+from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.meters import Histogram, MissReason, Op
@@ -23,6 +24,7 @@ from hiradix.storage.registry import (
 __all__ = [
     "BreakerLimits",
     "BreakerState",
+    "ComponentPages",
     "GuardLimits",
     "GuardedStorage",
     "Histogram",
@@ -32,12 +34,14 @@ __all__ = [
     "PageFingerprint",
     "StorageBackend",
     "StorageContext",
+    "Stores",
     "Traits",
     "check_key",
     "create_storage_backend",
     "guard_limits",
     "load_storage_backend",
     "open_storage",
+    "open_stores",
     "register_storage_backend",
     "storage_backend_names",
 ]

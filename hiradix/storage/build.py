@@ -11,7 +11,7 @@ from hiradix.storage.breaker import BreakerLimits
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.identities import remember
 from hiradix.storage.options import Options
-from hiradix.storage.protocol import StorageContext
+from hiradix.storage.protocol import StorageBackend, StorageContext
 from hiradix.storage.quota import with_quota
 from hiradix.storage.registry import create_storage_backend
 from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, inner_context, wrap
@@ -54,10 +54,16 @@ def open_storage(
     name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
 ) -> GuardedStorage:
     """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
-    limits, wrappers = guard_limits(context.extra_config), WrapConfig.from_mapping(context.extra_config)
+    limits = guard_limits(context.extra_config)
+    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
+
+
+def open_backend(name: str, context: StorageContext) -> StorageBackend:
+    """Backend `name` in the wrappers that its keys ask for, without a guard. Raises ConfigError."""
+    wrappers = WrapConfig.from_mapping(context.extra_config)
     rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
     backend = wrap(create_storage_backend(name, inside), inside, wrappers)
     backend = with_quota(backend, name, context.fingerprint, wrappers.quota)
     remember(context.fingerprint)
-    return GuardedStorage(backend, context.fingerprint, limits, clock)
+    return backend

@@ -16,6 +16,7 @@ class PageFingerprint:
 
     model_id, revision: which weights. dtype: of the stored numbers. layout: order of axes inside a page.
     shape: the pool's shape as integers (layers, heads, head dims, ...). codec: lossy encoding, "" for none.
+    component: what of a page of tokens it is, such as "window-4096"; "" for full attention.
     """
 
     model_id: str
@@ -29,6 +30,7 @@ class PageFingerprint:
     pp_size: int = 1
     shape: tuple[int, ...] = ()
     codec: str = ""
+    component: str = ""
 
     def __post_init__(self) -> None:
         if not self.model_id:
@@ -37,5 +39,7 @@ class PageFingerprint:
     def digest(self) -> str:
         """64 hex digits, equal exactly when all fields are."""
         fields = dataclasses.asdict(self) | {"shape": [int(number) for number in self.shape]}
+        if not self.component:
+            del fields["component"]  # so full attention's pages keep the names they have had without it
         framed = json.dumps(fields, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
         return hashlib.sha256(b"hiradix-page-fingerprint-1\0" + framed.encode("ascii")).hexdigest()

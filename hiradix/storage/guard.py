@@ -83,6 +83,21 @@ class GuardedStorage:
         self._spoilt = Spoilt()
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
+        self._ends_lanes = True
+
+    def beside(self, backend: StorageBackend, fingerprint: PageFingerprint) -> GuardedStorage:
+        """A guard of other pages in the same store, with this one's workers, breaker and figures of calls.
+
+        Close it before this one.
+        """
+        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._lanes)
+        other._breaker, other._meters, other._ends_lanes = self._breaker, self._meters, False
+        return other
+
+    @property
+    def parts(self) -> tuple[GuardedStorage, ...]:
+        """The guard of each component of a model's cache: this one alone."""
+        return (self,)
 
     # -- pages --------------------------------------------------------------------------
 
@@ -162,7 +177,8 @@ class GuardedStorage:
         if not self._closed:
             self._closed = True
             self._admin("close", self.backend.close, timeout_s)
-            self._lanes.close()
+            if self._ends_lanes:
+                self._lanes.close()
 
     @property
     def state(self) -> BreakerState:

@@ -1,0 +1,179 @@
+"""One store for all components of a model's cache: full attention, sliding windows, recurrent states.
+
+A page of tokens has one name, its hash, and up to one page of bytes of each component. These are different
+pages to a store: each component has a fingerprint, a page length and so a backend of its own, made from the
+same keys. What is asked of the store as a whole (close, clear, figures) goes to all of them; breaker and
+workers are the same for all, as a server that fails for the one fails for the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hiradix.errors import ConfigError
+from hiradix.storage.breaker import BreakerState
+from hiradix.storage.build import open_backend, open_storage
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.guard import GuardedStorage
+from hiradix.storage.options import flag, parse_size
+from hiradix.storage.protocol import StorageBackend, StorageContext
+from hiradix.storage.registry import FLAG
+
+
+class Stores(Protocol):
+    """Storage as a cache's owner has it. `parts`: a guard per component of the cache, the backbone's first.
+
+    A `GuardedStorage` is one, of one component.
+    """
+
+    @property
+    def parts(self) -> tuple[GuardedStorage, ...]: ...
+
+    @property
+    def backend(self) -> StorageBackend: ...
+
+    @property
+    def state(self) -> BreakerState: ...
+
+    def clear(self) -> bool: ...
+
+    def ping(self) -> bool: ...
+
+    def close(self, timeout_s: float = 5.0) -> None: ...
+
+    def stats(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class ComponentPages:
+    """Pages of one component. weight: what share of a cap they get, such as the bytes of their host pool.
+
+    fingerprint: with `component` set for all but the backbone.
+    """
+
+    fingerprint: PageFingerprint
+    page_bytes: int
+    weight: int = 1
+
+
+def open_stores(
+    name: str,
+    keys: Mapping[str, Any],
+    components: Sequence[ComponentPages],
+    clock: Callable[[], float] = time.monotonic,
+) -> Stores:
+    """Backend `name` for pages of all these components, the backbone's first. Raises ConfigError.
+
+    Caps that a backend keeps per fingerprint are split by weight, so that they hold for all together.
+    """
+    digests = {pages.fingerprint.digest() for pages in components}
+    assert len(digests) == len(components), f"components of one fingerprint: {components}"
+    contexts = [_context(name, keys, pages, components) for pages in components]
+    first = open_storage(name, contexts[0], clock)
+    if len(contexts) == 1:
+        return first
+    parts = [first]
+    try:
+        for context in contexts[1:]:
+            parts.append(first.beside(open_backend(name, context), context.fingerprint))
+    except BaseException:
+        for part in reversed(parts):
+            part.close()
+        raise
+    return StoreSet(parts, [context.fingerprint.component for context in contexts])
+
+
+class StoreSet:
+    """The stores of one cache's components, as one: see the module's docstring. Owns them.
+
+    exists, get and put are asked of `parts`.
+    """
+
+    def __init__(self, parts: Sequence[GuardedStorage], names: Sequence[str]):
+        self.parts = tuple(parts)
+        self._names = tuple(names)
+
+    @property
+    def backend(self) -> StorageBackend:
+        """The backbone's."""
+        return self.parts[0].backend
+
+    @property
+    def state(self) -> BreakerState:
+        """Of the breaker that all share."""
+        return self.parts[0].state
+
+    def clear(self) -> bool:
+        """Forget all pages of these fingerprints; False when one of the backends failed."""
+        return all([part.clear() for part in self.parts])
+
+    def ping(self) -> bool:
+        """Whether all of it can be reached now."""
+        return all([part.ping() for part in self.parts])
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close all backends, waiting at most `timeout_s` for each. Idempotent."""
+        for part in reversed(self.parts):
+            part.close(timeout_s)
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures of all calls together; those of a further backend as `backend_<component>_*`."""
+        found = dict(self.parts[0].stats())
+        for name, part in zip(self._names[1:], self.parts[1:], strict=True):
+            for figure, value in part.stats().items():
+                if figure.startswith("backend_"):
+                    found[f"backend_{name}_{figure.removeprefix('backend_')}"] = value
+        return found
+
+
+def _context(
+    name: str, keys: Mapping[str, Any], pages: ComponentPages, all_pages: Sequence[ComponentPages]
+) -> StorageContext:
+    if len(all_pages) > 1:
+        further = ", ".join(other.fingerprint.component for other in all_pages[1:])
+        share = _Share(pages.weight, sum(other.weight for other in all_pages), pages is all_pages[0], further)
+        keys = share.of_keys(name, keys)
+    return StorageContext(pages.fingerprint, keys, pages.page_bytes)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one component gets of what is for all: `weight` parts of `total`. further: who else gets some."""
+
+    weight: int
+    total: int
+    is_backbone: bool
+    further: str
+
+    def of_keys(self, name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of backend `name` for this component; raises ConfigError where it cannot have one."""
+        found = dict(keys)
+        if name == "file" and keys.get("naming") == "sglang":
+            raise ConfigError(f"{flag('naming')}: SGLang's files are full attention only, not {self.further}")
+        if name == "hf3fs":
+            raise ConfigError(f"{FLAG} hf3fs: has pages of one length only, and none for {self.further}")
+        if name == "tier":
+            for tier in ("upper", "lower"):
+                inside = keys.get(tier)
+                if isinstance(inside, Mapping):
+                    found[tier] = self.of_keys(str(inside.get("backend")), inside)
+        if name == "s3" or (name == "nixl" and keys.get("plugin") == "OBJ"):
+            self._cut(found, "max_size")
+        if name == "mooncake" and not self.is_backbone:
+            found["global_segment_size"] = 0  # what the backbone's store lends is for all
+        self._cut(found, "quota")
+        if isinstance(own := keys.get("quotas"), Mapping):
+            found["quotas"] = {tenant: self._part("quotas", size) for tenant, size in own.items()}
+        return found
+
+    def _cut(self, keys: dict[str, Any], key: str) -> None:
+        if keys.get(key) is not None:
+            keys[key] = self._part(key, keys[key])
+
+    def _part(self, key: str, size: object) -> int:
+        """The share of a cap: 0 stays what it means, and nothing else becomes it."""
+        whole = parse_size(key, size)
+        return max(1, whole * self.weight // self.total) if whole else 0
