@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm import index, saves, worker
+from hiradix.adapters.vllm import index, saves, scheduler, worker
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
 PREFIXES = 3
@@ -145,12 +145,23 @@ def promises_are_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index.HostIndex, "lock", lock)
 
 
+def full_pages_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scheduler.SchedulerRole.quiet_step
+    monkeypatch.setattr(scheduler.SchedulerRole, "quiet_step", lambda self, computed: whole(self, ()))
+
+
+def what_happens_ends_no_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler.SchedulerRole, "_happened", lambda self: None)
+
+
 FAULTS = (
     no_fences,
     promised_before_it_is_there,
     failed_saves_are_served,
     failed_loads_are_not_reported,
     promises_are_not_locked,
+    full_pages_are_not_looked_for,
+    what_happens_ends_no_quiet,
 )
 
 

@@ -82,6 +82,11 @@ class StorageAsks:
     def ask(self, name: str | None, keys: Mapping[str, Any]) -> None:
         self._asked.append((name, dict(keys)))
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether `take` has something to give."""
+        return bool(self._asked)
+
     def take(self) -> Asked | None:
         """What was asked last, once."""
         return self._asked.pop() if self._asked else None

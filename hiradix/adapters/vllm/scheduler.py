@@ -28,7 +28,7 @@ from hiradix.adapters.vllm.tally import Tally
 from hiradix.tree import BACKBONE, Lock, Pages
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
-NO_ORDERS = {
+NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
     (computes, is_awaited): Orders(computes=computes, is_awaited=is_awaited)
     for computes in (False, True)
     for is_awaited in (False, True)
@@ -63,6 +63,8 @@ class SchedulerRole:
         self._next = _Orders()
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._told: tuple[float, ...] = ()
+        self._is_told = False  # nothing has happened since `take_figures`
+        self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
     def _ticket(self) -> Ticket:
         return next(self._tickets)
@@ -83,6 +85,7 @@ class SchedulerRole:
 
     def arrived(self, request: EngineRequest) -> None:
         """A request entered vLLM's queue."""
+        self._happened()
         tracked = track(request, self.index.page_size)
         if tracked is None:
             return
@@ -99,6 +102,7 @@ class SchedulerRole:
         if tracked is None or not self.index.is_open:
             return 0
         tracked.local_tokens = local_tokens
+        self._happened()
         limit = self._loadable_pages(request)
         if limit * self.index.page_size <= local_tokens:
             return 0
@@ -124,6 +128,7 @@ class SchedulerRole:
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return
+        self._happened()
         self._give_up(tracked)
         if tracked.request.num_computed_tokens == 0 or num_tokens:
             tracked.num_saved = 0
@@ -161,6 +166,7 @@ class SchedulerRole:
         tracked = self.requests.pop(request.request_id, None)
         if tracked is None:
             return
+        self._happened()
         self._give_up(tracked)
         self.fetches.abandon(tracked)
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
@@ -177,8 +183,28 @@ class SchedulerRole:
 
     # -- one step -----------------------------------------------------------------------------
 
+    def _happened(self) -> None:
+        """Something did that may bring orders or change figures."""
+        self._is_told, self._quiet = False, None
+
+    def quiet_step(self, computed: Iterable[tuple[str, int]]) -> Orders | None:
+        """The orders of a step in which no request gets a block, or None if `step` must see it.
+
+        computed: request ids with the tokens computed when the step ends. None when one of them fills a page
+        that is not saved, or something has happened since `step`. Costs a look at each request.
+        """
+        if self._quiet is None or self.storage.is_asked:
+            return None
+        size, requests = self.index.page_size, self.requests
+        for request_id, end in computed:
+            tracked = requests.get(request_id)
+            if tracked is not None and end // size > tracked.num_saved:
+                return None
+        return self._quiet
+
     def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
+        self._is_told = False
         mine, self._next = self._next, _Orders()
         written = set(mine.written)
         for one in scheduled:
@@ -190,6 +216,7 @@ class SchedulerRole:
             if (save := self._save(one, table)) is not None:
                 saves.append(save)
         parts = (fences, tuple(saves), tuple(mine.loads), *self.fetches.take(), self._storage_orders())
+        self._quiet = NO_ORDERS[True, self._is_awaited]
         if not any(parts):
             return NO_ORDERS[bool(scheduled), self._is_awaited]
         return Orders(*parts, bool(scheduled), self._is_awaited)
@@ -233,6 +260,7 @@ class SchedulerRole:
     def apply(self, outcomes: Iterable[Outcome]) -> None:
         """Take in what workers have done; each stage counts when the last of them has answered."""
         for outcome in outcomes:
+            self._happened()
             whole = self.tally.add(outcome)
             if whole is not None:
                 self._ends[whole.stage](self, whole)
@@ -300,7 +328,7 @@ class SchedulerRole:
 
     def take_events(self) -> list[Any]:
         """What entered and left the host since the last call; none where nobody listens."""
-        dropped = self.index.take_dropped()
+        dropped = self.index.take_dropped() if self.index.dropped else ()
         if self.plan.events is None:
             return []
         self.plan.events.left(dropped)
@@ -308,6 +336,9 @@ class SchedulerRole:
 
     def take_figures(self) -> dict[str, float]:
         """What has changed since the last call, by name; empty if nothing has."""
+        if self._is_told:
+            return {}
+        self._is_told = True
         own, fetched = vars(self.figures), vars(self.fetches.figures)
         now = (*own.values(), self.saves.num_dropped, *fetched.values())
         if now == self._told:
@@ -321,6 +352,7 @@ class SchedulerRole:
 
     def reset(self) -> None:
         """Forget all host pages. What transfers still use is served to nobody, and goes when they end."""
+        self._happened()
         for tracked in self.requests.values():
             self._give_up(tracked)
         self.fetches.forget_all()

@@ -57,9 +57,6 @@ class Collected:
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
 
-    def __bool__(self) -> bool:
-        return bool(self.loaded or self.failed or self.failed_blocks)
-
 
 NOTHING = Collected()
 
@@ -88,7 +85,7 @@ class WorkerRole:
         self._saving: set[int] = set()  # tickets whose blocks are still read
         self._step_loads: dict[int, Load] = {}
         self._outcomes: list[Outcome] = []
-        self._collected = Collected()
+        self._collected = NOTHING
         self.step_failed = False
         self._closing = False
         self.traffic = Traffic()
@@ -218,7 +215,7 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        return not (self._jobs or self._stores or self._outcomes or self._collected)
+        return not (self._jobs or self._stores or self._outcomes) and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
         """Requests whose loads have ended since, and what failed."""
@@ -228,7 +225,7 @@ class WorkerRole:
             self._take_in()
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
-            collected, self._collected = self._collected, Collected()
+            collected, self._collected = self._collected, NOTHING
             return collected
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
@@ -331,6 +328,8 @@ class WorkerRole:
 
     def _loaded(self, load: Load, result: Result) -> None:
         self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=result.error))
+        if self._collected is NOTHING:
+            self._collected = Collected()
         blocks = set(np.concatenate([move.device for move in load.moves]).tolist())
         if self._step_loads.pop(load.ticket, None) is not None:
             if result.error is not None:
