@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
-from hiradix.adapters.vllm.requests import Tracked
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
-from hiradix.tree import Lock
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,6 @@ class Figures:
     stored_pages: int = 0
     store_failed_pages: int = 0
     fences: int = 0
-
-
-@dataclass(eq=False)
-class LoadFlight:
-    """A load that some worker may still be doing."""
-
-    owner: Tracked
-    lock: Lock
-    num_pages: int
 
 
 Asked = tuple[str | None, Mapping[str, Any]]

@@ -13,19 +13,17 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import numpy as np
-
 from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Save, Stage, StorageOrder, Ticket
-from hiradix.adapters.vllm.plan import Figures, LoadFlight, SchedulerPlan, StepRequest, StorageAsks
+from hiradix.adapters.vllm.loads import LoadBook
+from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, StorageOrder, Ticket
+from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest, StorageAsks
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable, Pending, SaveBook
 from hiradix.adapters.vllm.tally import Tally
-from hiradix.tree import BACKBONE, Lock, Pages
+from hiradix.tree import BACKBONE, Pages
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
@@ -33,15 +31,6 @@ NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
     for computes in (False, True)
     for is_awaited in (False, True)
 }
-
-
-@dataclass
-class _Orders:
-    """Orders since the last step."""
-
-    loads: list[Load] = field(default_factory=list)
-    pending: list[Pending] = field(default_factory=list)
-    written: list[tuple[int, int]] = field(default_factory=list)
 
 
 class SchedulerRole:
@@ -59,8 +48,8 @@ class SchedulerRole:
         self.tally = Tally(plan.num_workers)
         self.saves = SaveBook(plan.index, plan.groups)
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket)
-        self._loads: dict[Ticket, LoadFlight] = {}
-        self._next = _Orders()
+        self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
+        self._late: list[Pending] = []  # what requests left behind that ended since the last step
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._told: tuple[float, ...] = ()
         self._is_told = False  # nothing has happened since `take_figures`
@@ -133,33 +122,8 @@ class SchedulerRole:
         if tracked.request.num_computed_tokens == 0 or num_tokens:
             tracked.num_saved = 0
         if num_tokens:
-            self._load(tracked, table(), num_tokens)
-
-    def _load(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> None:
-        size = self.index.page_size
-        start, end = tracked.local_tokens // size, (tracked.local_tokens + num_tokens) // size
-        lock = self.index.lock(tracked.key(end, size))
-        moves = tuple(
-            move
-            for component, group in enumerate(self.plan.groups)
-            if len((move := self._move(lock, component, group, table[group][:end], start)).host)
-        )
-        ticket = self._ticket()
-        self._loads[ticket] = LoadFlight(tracked, lock, end - start)
-        tracked.loads.add(ticket)
-        self.figures.hit_tokens += num_tokens
-        request_id = tracked.request.request_id
-        self._next.loads.append(Load(ticket, request_id, moves, not self.plan.load_async))
-        for move in moves:
-            self._next.written += [(move.group, block) for block in move.device.tolist()]
-
-    def _move(self, lock: Lock, component: int, group: int, table: Sequence[int], start: int) -> Move:
-        """What of one component is copied into the blocks from page `start` on; not where there is none."""
-        first, pages = self.index.loadable(lock, component, start)
-        blocks: Pages = np.array(table[first:], np.int32)
-        assert len(blocks) == len(pages), f"{len(blocks)} blocks for {len(pages)} pages of group {group}"
-        there = blocks != NULL_BLOCK
-        return Move(group, blocks[there], pages[there])
+            self.loads.order(tracked, table(), num_tokens)
+            self.figures.hit_tokens += num_tokens
 
     def finished(self, request: EngineRequest, table: BlockTable) -> None:
         """A request has ended, however it did. Its blocks are vLLM's to free at once."""
@@ -172,7 +136,7 @@ class SchedulerRole:
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
         if self._saves_new and not tracked.loads and known > tracked.num_saved:
             frozen = tuple(tuple(blocks) for blocks in table)
-            self._next.pending.append(Pending(tracked, known, frozen))
+            self._late.append(Pending(tracked, known, frozen))
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted."""
@@ -205,17 +169,18 @@ class SchedulerRole:
     def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
-        mine, self._next = self._next, _Orders()
-        written = set(mine.written)
+        late, self._late = self._late, []
+        loads = self.loads.take()
+        written = {(m.group, block) for load in loads for m in load.moves for block in m.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
         fences = self.saves.fences(written)
         self.figures.fences += len(fences)
-        saves = [save for late in mine.pending if (save := self._save_late(late, written)) is not None]
+        saves = [save for left in late if (save := self._save_late(left, written)) is not None]
         for one in scheduled:
             if (save := self._save(one, table)) is not None:
                 saves.append(save)
-        parts = (fences, tuple(saves), tuple(mine.loads), *self.fetches.take(), self._storage_orders())
+        parts = (fences, tuple(saves), loads, *self.fetches.take(), self._storage_orders())
         self._quiet = NO_ORDERS[True, self._is_awaited]
         if not any(parts):
             return NO_ORDERS[bool(scheduled), self._is_awaited]
@@ -224,7 +189,7 @@ class SchedulerRole:
     @property
     def _is_awaited(self) -> bool:
         """Whether a request may be waiting for what workers do."""
-        return bool(self.fetches.flights or self.saves.flights or self._loads)
+        return bool(self.fetches.flights or self.saves.flights or self.loads.flights)
 
     def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> Save | None:
         tracked = self.requests.get(one.request_id)
@@ -292,15 +257,11 @@ class SchedulerRole:
         self.index.unlock(self.saves.flights.pop(ticket).lock)
 
     def _loaded(self, outcome: Outcome) -> None:
-        flight = self._loads.pop(outcome.ticket)
-        flight.owner.loads.discard(outcome.ticket)
+        flight = self.loads.ended(outcome.ticket, outcome.error is None)
         if outcome.error is None:
             self.figures.loaded_pages += flight.num_pages
         else:
             self.figures.load_failed += 1
-            flight.owner.num_saved = 0
-            self.index.lose_path(flight.lock)
-        self.index.unlock(flight.lock)
 
     def _read(self, outcome: Outcome) -> None:
         fetch = self.fetches.flights[outcome.ticket]
@@ -361,7 +322,7 @@ class SchedulerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and nothing is locked on any request's behalf."""
-        books = (self.saves.flights, self.fetches.flights, self._loads, self.tally)
+        books = (self.saves.flights, self.fetches.flights, self.loads.flights, self.tally)
         return not any(len(book) for book in books) and not self.saves.reading
 
     def check(self) -> None:
