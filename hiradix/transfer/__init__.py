@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hiradix.transfer.controller import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferController, TransferLimits
+from hiradix.transfer.controller import TransferController
 from hiradix.transfer.counters import KindStats, TransferStats
 from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
 from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket
 from hiradix.transfer.runners import PoolPair
+from hiradix.transfer.runtime import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferLimits
 
 if TYPE_CHECKING:
     from hiradix.transfer.hicache_controller import HiCacheController

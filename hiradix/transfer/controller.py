@@ -16,15 +16,11 @@ All public methods belong to one thread, the scheduler's.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hiradix.errors import StorageError
 from hiradix.transfer.counters import TransferStats
 from hiradix.transfer.desk import Desk
-from hiradix.transfer.drivers import Driver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import (
     STORAGE_KINDS,
@@ -36,75 +32,28 @@ from hiradix.transfer.jobs import (
     JobKind,
     LoadBatch,
     PageIds,
-    Pages,
     Part,
     Payload,
     Query,
     Read,
     Result,
     Store,
+    Tail,
     Ticket,
+    Trail,
     as_copies,
-    as_pages,
+    as_tails,
     joined,
 )
-from hiradix.transfer.ports import (
-    Clock,
-    DevicePoolLike,
-    HashPages,
-    HostPoolLike,
-    StorageLike,
-    TransportLike,
-)
-from hiradix.transfer.runners import CopyRunner, PoolPair, StorageRunner
-from hiradix.transfer.streams import Streams, make_streams
+from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, StorageLike, TransportLike
+from hiradix.transfer.runners import CopyRunner, PoolPair
+from hiradix.transfer.runtime import Runtime
+from hiradix.transfer.storage_runner import StorageRunner
+from hiradix.transfer.streams import make_streams
 from hiradix.transfer.worker import Crew, Task, Worker
-from hiradix.tree.hashing import PageRows, hash_pages
+from hiradix.tree.hashing import PageRows
 
 Size = tuple[int, int]  # pages, bytes
-
-FOUR_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
-    {
-        "load": (JobKind.LOAD,),
-        "write": (JobKind.WRITE,),
-        "fetch": (JobKind.QUERY, JobKind.READ),
-        "store": (JobKind.STORE,),
-    }
-)
-TWO_WORKERS: Mapping[str, tuple[JobKind, ...]] = MappingProxyType(
-    {"copy": (JobKind.LOAD, JobKind.WRITE), "storage": (JobKind.QUERY, JobKind.READ, JobKind.STORE)}
-)
-
-
-@dataclass(frozen=True)
-class TransferLimits:
-    """Caps and deadlines.
-
-    queued_jobs: jobs per kind that may wait; one more is refused with a failed Result.
-    batch_pages: pages per storage call. copy_pages: pages per step of a device-to-host copy.
-    gate_timeout_s: longest wait for a layer, and for a producer slot.
-    """
-
-    queued_jobs: int = 1024
-    batch_pages: int = 128
-    copy_pages: int = 256
-    gate_timeout_s: float = 30.0
-    num_load_slots: int = 3
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """What runs the controller; replace all of it to simulate. `streams` None means: by the pool's device.
-
-    workers: which worker serves which kinds, most urgent first.
-    """
-
-    driver: Driver = field(default_factory=ThreadDriver)
-    clock: Clock = time.monotonic
-    limits: TransferLimits = TransferLimits()
-    workers: Mapping[str, tuple[JobKind, ...]] = field(default_factory=lambda: FOUR_WORKERS)
-    hash_pages: HashPages = hash_pages
-    streams: Streams | None = None
 
 
 class TransferController:
@@ -120,14 +69,15 @@ class TransferController:
         runtime: Runtime | None = None,
     ):
         self._start((PoolPair(device_pool, host_pool, transport),), runtime or Runtime())
-        self._storage_jobs.storage = storage
+        if storage is not None:
+            self._storage_jobs.use(storage)
 
     @classmethod
     def over(cls, pairs: Sequence[PoolPair], runtime: Runtime | None = None) -> TransferController:
         """A controller over several pairs of pools, such as full attention's and a sliding window's.
 
-        A ticket may copy pages of several pairs, and succeeds or fails as one; the gate counts the model's
-        layers. Storage is served from the first pair's host pool.
+        A ticket may move pages of several pairs, and succeeds or fails as one; the gate counts the model's
+        layers. Storage has a part for each pair.
         """
         controller = cls.__new__(cls)
         controller._start(tuple(pairs), runtime or Runtime())
@@ -151,7 +101,7 @@ class TransferController:
             pair.device.register_layer_transfer_counter(counter)
         self._page_bytes = tuple(pair.host.page_bytes for pair in pairs)
         self._copies = CopyRunner(pairs, self._streams, gate, limits.copy_pages)
-        self._storage_jobs = StorageRunner(pairs[0].host, runtime.hash_pages, limits.batch_pages)
+        self._storage_jobs = StorageRunner([pair.host for pair in pairs], runtime)
         self._detaching = False
         self._closed = False
         self._queued_loads: dict[Ticket, Copies] = {}
@@ -203,25 +153,38 @@ class TransferController:
         self._desk.withdraw(ticket, JobKind.LOAD)
         return True
 
-    def query(self, rows: PageRows, num_pages: int | None = None) -> Ticket:
-        """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count."""
+    def query(self, rows: PageRows, num_pages: int | None = None, trails: Sequence[Trail] = ()) -> Ticket:
+        """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count.
+
+        trails: what must end the hits in further components; of those the most that do end so count.
+        """
         asked = len(rows) if num_pages is None else num_pages
         assert 0 <= asked <= len(rows), f"{asked} pages of {len(rows)} rows"
-        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked))
+        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails)))
 
-    def read(self, hashes: Sequence[bytes], host_pages: PageIds, chain: Chain = None) -> Ticket:
-        """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined."""
-        target = as_pages(host_pages)
-        assert len(hashes) == len(target), f"{len(hashes)} hashes for {len(target)} pages"
-        return self._submit(JobKind.READ, self._stored_size(target), Read(tuple(hashes), target, chain))
+    def read(
+        self, hashes: Sequence[bytes], host_pages: PageIds, chain: Chain = None, others: Iterable[Tail] = ()
+    ) -> Ticket:
+        """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
 
-    def store(self, rows: PageRows, host_pages: PageIds) -> Ticket:
-        """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain."""
-        source = as_pages(host_pages)
-        assert len(source) <= len(rows), f"{len(source)} pages for {len(rows)} rows"
+        others: of further components, pages for the last of `hashes`. They come after and count on.
+        """
+        tails = as_tails(host_pages, others)
+        assert len(hashes) == len(tails[0].pages), f"{len(hashes)} hashes for {len(tails[0].pages)} pages"
+        return self._submit(JobKind.READ, self._stored_size(tails), Read(tuple(hashes), tails, chain))
+
+    def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:
+        """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
+
+        others: likewise of further components. They follow and count on.
+        """
+        tails = as_tails(host_pages, others)
+        longest = max(len(tail.pages) for tail in tails)
+        assert longest <= len(rows), f"{longest} pages for {len(rows)} rows"
+        size = self._stored_size(tails)
         if not self.backs_up:
-            return self._desk.take_for_granted(JobKind.STORE, len(source), self.epoch)
-        return self._submit(JobKind.STORE, self._stored_size(source), Store(rows, source))
+            return self._desk.take_for_granted(JobKind.STORE, size[0], self.epoch)
+        return self._submit(JobKind.STORE, size, Store(rows, tails))
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
@@ -272,34 +235,36 @@ class TransferController:
     @property
     def storage_attached(self) -> bool:
         """Whether storage jobs are accepted."""
-        return self._storage_jobs.storage is not None and not self._detaching and not self._closed
+        return bool(self._storage_jobs.parts) and not self._detaching and not self._closed
 
     @property
     def attach_refusal(self) -> str | None:
         """Why no storage can be attached at the moment, or None."""
-        if self._storage_jobs.storage is None:
+        if not self._storage_jobs.parts:
             return None
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
     def attach(self, storage: StorageLike) -> None:
-        """Serve storage jobs with `storage`; it is told of the host pool. StorageError if there is one."""
+        """Serve storage jobs with `storage`; it is told of the host pools. StorageError if there is one.
+
+        Over several pairs of pools it has `parts`, a store for each.
+        """
         if self.attach_refusal is not None:
             raise StorageError(self.attach_refusal)
-        self._storage_jobs.register_host(storage)
-        self._storage_jobs.storage = storage
+        self._storage_jobs.use(storage)
 
     def detach(self, timeout_s: float) -> bool:
         """Fail queued storage jobs, wait for running ones, let go of the backend (its owner closes it).
 
         False: one still ran at the deadline. New storage jobs stay refused; call again to go on.
         """
-        if self._storage_jobs.storage is None:
+        if not self._storage_jobs.parts:
             return True
         self._detaching = True
         self._desk.stop_all(STORAGE_KINDS, FailReason.DETACHED)
         if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):
             return False
-        self._storage_jobs.storage = None
+        self._storage_jobs.parts = ()
         self._detaching = False
         return True
 
@@ -369,15 +334,16 @@ class TransferController:
         num_bytes = sum([len(source) * self._page_bytes[pair] for source, _, pair in copies])
         return sum([len(copy.source) for copy in copies]), num_bytes
 
-    def _stored_size(self, host_pages: Pages) -> Size:
-        return len(host_pages), len(host_pages) * self._page_bytes[0]
+    def _stored_size(self, tails: Iterable[Tail]) -> Size:
+        counts = [(len(tail.pages), self._page_bytes[tail.pair]) for tail in tails]
+        return sum([count for count, _ in counts]), sum([count * size for count, size in counts])
 
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
             return FailReason.CLOSED
         if kind in STORAGE_KINDS and self._detaching:
             return FailReason.DETACHED
-        if kind in STORAGE_KINDS and self._storage_jobs.storage is None:
+        if kind in STORAGE_KINDS and not self._storage_jobs.parts:
             return FailReason.NO_STORAGE
         num_queued = len(self._queued_loads) if kind is JobKind.LOAD else len(self._desk.lanes[kind].queue)
         return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None

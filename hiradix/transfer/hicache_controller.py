@@ -17,9 +17,10 @@ import torch
 
 from hiradix.memory.allocator import PageAllocator
 from hiradix.memory.pools import HostPool
-from hiradix.transfer.controller import Runtime, TransferController
+from hiradix.transfer.controller import TransferController
 from hiradix.transfer.jobs import NO_PAGES, JobKind, Pages, Result, Ticket
 from hiradix.transfer.ports import StorageLike, TransportLike
+from hiradix.transfer.runtime import Runtime
 from hiradix.tree.hashing import PageRows
 
 READ_BATCH_PAGES = 128

@@ -72,13 +72,30 @@ class LoadBatch:
     producer: int
 
 
+class Trail(NamedTuple):
+    """What a further component must have of a boundary: its last `reach` pages, or all if it has fewer."""
+
+    pair: int
+    reach: int
+
+
 @dataclass(frozen=True, eq=False)
 class Query:
-    """Ask which of the last `num_pages` pages of `rows` storage has."""
+    """Ask which of the last `num_pages` pages of `rows` storage has: leading ones that end in `trails`."""
 
     rows: PageRows
     num_pages: int
+    trails: tuple[Trail, ...] = ()
 
+
+class Tail(NamedTuple):
+    """Host pages of one pair of pools: the last ones of a job's pages of tokens."""
+
+    pages: Pages
+    pair: int = BACKBONE_PAIR
+
+
+Tails = tuple[Tail, ...]  # the backbone's first; may be empty
 
 Chain = tuple[bytes, ...] | None
 """Hashes of a sequence's leading pages, those of a job among them; None where they are not known."""
@@ -86,19 +103,19 @@ Chain = tuple[bytes, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Bring the pages named by `hashes` into `target`. chain: the sequence's hashes from its start on."""
+    """Bring the pages named by `hashes`, or the last of them, into `tails`. chain: the sequence's hashes."""
 
     hashes: tuple[bytes, ...]
-    target: Pages
+    tails: Tails
     chain: Chain = None
 
 
 @dataclass(frozen=True, eq=False)
 class Store:
-    """Put `source`, the last pages of `rows`, into storage."""
+    """Put `tails`, the last pages of `rows`, into storage."""
 
     rows: PageRows
-    source: Pages
+    tails: Tails
 
 
 Payload = Copies | LoadBatch | Query | Read | Store
@@ -151,6 +168,11 @@ class Result(NamedTuple):
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
     """A private int32 copy, so that nobody changes a job's pages under a worker."""
     return ids.copied(np.asarray(pages, np.int32))
+
+
+def as_tails(host_pages: PageIds, others: Iterable[Tail]) -> Tails:
+    """Private copies of what a storage job moves, the backbone's first."""
+    return Tail(as_pages(host_pages)), *(Tail(as_pages(pages), pair) for pages, pair in others)
 
 
 def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:

@@ -9,9 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import Query, Read, Store
-from hiradix.transfer.runners import StorageRunner
+from hiradix.transfer.jobs import Query, Read, Store, Tail
+from hiradix.transfer.runtime import Runtime, TransferLimits
+from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
+
+TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
 
 
 class Asked:
@@ -33,8 +36,8 @@ class Asked:
 
 
 def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
-    runner = StorageRunner(cast(Any, None), hash_pages, 2)
-    runner.storage = cast(Any, storage)
+    runner = StorageRunner([cast(Any, None)], TWO_PAGES)
+    runner.use(cast(Any, storage))
     task = SimpleNamespace(job=SimpleNamespace(payload=Query(rows, num_pages)), check=lambda: None,
                            num_pages=0, hashes=())  # fmt: skip
     for _ in runner.query(cast(Any, task)):
@@ -44,8 +47,8 @@ def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
 
 def moved(storage: Asked, payload: Any, move: str) -> list[tuple[list[str], list[str]]]:
     host = SimpleNamespace(page_views=lambda page: [])
-    runner = StorageRunner(cast(Any, host), hash_pages, 2)
-    runner.storage = cast(Any, storage)
+    runner = StorageRunner([cast(Any, host)], TWO_PAGES)
+    runner.use(cast(Any, storage))
     task = SimpleNamespace(job=SimpleNamespace(payload=payload), check=lambda: None, num_pages=0, hashes=())
     for _ in getattr(runner, move)(cast(Any, task)):
         pass
@@ -77,7 +80,7 @@ UNKNOWN = ["-"]
 def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) -> None:
     rows = rows_of(5, start)
     chain = [digest.hex() for digest in hash_pages(rows)]
-    calls = moved(Asked(wants), Store(rows, np.arange(4)), "store")
+    calls = moved(Asked(wants), Store(rows, (Tail(np.arange(4)),)), "store")
     known = wants and not start
     assert calls == [(chain[at : at + 2], chain[:at] if known else UNKNOWN) for at in (1, 3)]
 
@@ -86,6 +89,6 @@ def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) ->
 def test_pages_are_read_with_the_chain_before_them(wants: bool, known: bool) -> None:
     digests = tuple(hash_pages(rows_of(5)))
     chain = [digest.hex() for digest in digests]
-    read = Read(digests[1:], np.arange(4), digests if known else None)
+    read = Read(digests[1:], (Tail(np.arange(4)),), digests if known else None)
     calls = moved(Asked(wants), read, "read")
     assert calls == [(chain[at : at + 2], chain[:at] if wants and known else UNKNOWN) for at in (1, 3)]

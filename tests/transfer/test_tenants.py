@@ -9,9 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import Store
-from hiradix.transfer.runners import StorageRunner
-from hiradix.tree.hashing import PageRows, hash_pages
+from hiradix.transfer.jobs import Store, Tail
+from hiradix.transfer.runtime import Runtime, TransferLimits
+from hiradix.transfer.storage_runner import StorageRunner
+from hiradix.tree.hashing import PageRows
+
+TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
 
 
 class Asked:
@@ -29,11 +32,11 @@ class Asked:
 @pytest.mark.parametrize(("wants", "said"), [(True, (None, "salt:alice")), (False, ())])
 def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ...]) -> None:
     storage = Asked(wants)
-    runner = StorageRunner(cast(Any, SimpleNamespace(page_views=lambda page: [])), hash_pages, 2)
-    runner.storage = cast(Any, storage)
+    runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))], TWO_PAGES)
+    runner.use(cast(Any, storage))
     rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    task = SimpleNamespace(job=SimpleNamespace(payload=Store(rows, np.arange(3))), check=lambda: None,
-                           num_pages=0, hashes=())  # fmt: skip
+    job = SimpleNamespace(payload=Store(rows, (Tail(np.arange(3)),)))
+    task = SimpleNamespace(job=job, check=lambda: None, num_pages=0, hashes=())
     for _ in runner.store(cast(Any, task)):
         pass
     assert task.num_pages == 3 and storage.calls == [said, said]

@@ -1,0 +1,222 @@
+"""What storage jobs do, as generators: one `next` is one call of the backend at most.
+
+A page of tokens has one name and a page of bytes per component. Storage has a part for each: what a job says
+of pages it says of each component's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.transfer.jobs import BACKBONE_PAIR, Query, Read, Store, Tail, Trail
+from hiradix.transfer.ports import HostPoolLike, PrefixKeys, StorageLike, TenantStorage, Views
+from hiradix.transfer.runtime import Runtime
+from hiradix.transfer.worker import BadAnswer, Task
+from hiradix.tree.hashing import PageRows
+
+MAX_LOOKS = 256
+"""Calls a query makes to find where its hits end in all components, before it says that they do nowhere."""
+
+
+class StorageRunner:
+    """QUERY, READ and STORE against the attached backend, at most `batch_pages` pages per call.
+
+    `parts`: a store for each host pool, none when no storage is attached. Set by attach and detach, never
+    while a job runs.
+    """
+
+    def __init__(self, hosts: Sequence[HostPoolLike], runtime: Runtime):
+        self.parts: tuple[StorageLike, ...] = ()
+        self._hosts = tuple(hosts)
+        self._hash_pages = runtime.hash_pages
+        self._batch_pages = runtime.limits.batch_pages
+
+    def use(self, storage: StorageLike) -> None:
+        """Serve jobs with `storage`, or its `parts`; tell each of its pool's memory, if that is one piece."""
+        parts = tuple(getattr(storage, "parts", (storage,)))
+        if len(parts) != len(self._hosts):
+            raise StorageError(f"storage for {len(parts)} components of {len(self._hosts)}")
+        for part, host in zip(parts, self._hosts, strict=True):
+            register, memory = getattr(part, "register", None), getattr(host, "memory", None)
+            if register is not None and memory is not None:
+                register(memory)
+        self.parts = parts
+
+    @property
+    def wants_prefix_keys(self) -> bool:
+        """Whether the storage attached asks for the chain before a call's pages."""
+        return any(getattr(part, "wants_prefix_keys", False) for part in self.parts)
+
+    # -- jobs -----------------------------------------------------------------------------
+
+    def query(self, task: Task) -> Iterator[None]:
+        """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss.
+
+        With trails it looks from there on backwards for where they end, and nothing counts before it knows.
+        """
+        query = task.job.payload
+        assert isinstance(query, Query)
+        keys = self._hash(task, query.rows)[len(query.rows) - query.num_pages :]
+        yield
+        found = 0
+        while found < len(keys):
+            task.check()
+            batch = range(found, min(found + self._batch_pages, len(keys)))
+            found += self._count(task, query, BACKBONE_PAIR, batch)
+            if not query.trails:
+                task.num_pages = found
+            if found < batch.stop:
+                break
+            yield
+        if query.trails:
+            task.num_pages = yield from self._boundary(task, query, found)
+
+    def read(self, task: Task) -> Iterator[None]:
+        """Fill host pages; stops at the first page that does not arrive."""
+        read = task.job.payload
+        assert isinstance(read, Read)
+        for tail in read.tails:
+            hashes = read.hashes[len(read.hashes) - len(tail.pages) :]
+            storage = self._part(tail.pair)
+            for start in range(0, len(hashes), self._batch_pages):
+                task.check()
+                batch = [digest.hex() for digest in hashes[start : start + self._batch_pages]]
+                views = self._views(tail, start)
+                before = self._before_read(read, hashes[start])
+                answer = storage.get(batch, views) if before is None else storage.get(batch, views, before)
+                if not add_leading(task, answer, len(batch)):
+                    return
+                yield
+
+    def store(self, task: Task) -> Iterator[None]:
+        """Hash the rows, then put the pages; stops at the first page the backend does not take."""
+        store = task.job.payload
+        assert isinstance(store, Store)
+        keys = self._hash(task, store.rows)
+        yield
+        for tail in store.tails:
+            first = len(keys) - len(tail.pages)
+            for start in range(0, len(tail.pages), self._batch_pages):
+                task.check()
+                batch = keys[first + start : first + start + self._batch_pages]
+                before = self._keys_before(task, store.rows, first + start)
+                put = self._put(tail.pair, batch, self._views(tail, start), before, store.rows.tenant)
+                if not add_leading(task, put, len(batch)):
+                    return
+                yield
+
+    # -- where hits end -------------------------------------------------------------------
+
+    def _boundary(self, task: Task, query: Query, end: int) -> Generator[None, None, int]:
+        """The most of `end` leading pages that end in all that `query.trails` ask for."""
+        looks, found = iter(range(MAX_LOOKS)), 0  # trails in a row that end where the search is
+        for trail in itertools.cycle(query.trails):
+            before = end
+            end = yield from self._trail_end(task, query, trail, before, looks)
+            found = found + 1 if end == before else 1
+            if found == len(query.trails) or not end:
+                break
+        return end
+
+    def _trail_end(
+        self, task: Task, query: Query, trail: Trail, end: int, looks: Iterator[int]
+    ) -> Generator[None, None, int]:
+        """The most of `end` leading pages whose last `reach` are all there. Asks for no page twice.
+
+        The first page that is missing of a trail ends every longer run of pages too, so the search goes on
+        there.
+        """
+        known = end  # pages [known, end) are there
+        for _ in looks:
+            first = at = max(0, end - trail.reach)
+            if known <= first:
+                return end
+            is_whole = True
+            while is_whole and at < known:
+                task.check()
+                batch = range(at, min(known, at + self._batch_pages))
+                at += self._count(task, query, trail.pair, batch)
+                is_whole = at == batch.stop
+                yield
+            end, known = (end if is_whole else at), first
+        return 0
+
+    def _count(self, task: Task, query: Query, pair: int, batch: range) -> int:
+        """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
+        first = len(query.rows) - query.num_pages
+        keys = [digest.hex() for digest in task.hashes[first + batch.start : first + batch.stop]]
+        storage, before = self._part(pair), self._keys_before(task, query.rows, first + batch.start)
+        answer = storage.exists(keys) if before is None else storage.exists(keys, before)
+        return checked_count(answer, len(keys))
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _put(self, pair: int, keys: Sequence[str], views: Views, before: PrefixKeys, tenant: str) -> object:
+        """A put with what storage asked for beside the pages."""
+        storage = self._part(pair)
+        if getattr(storage, "wants_tenant", False):
+            return cast(TenantStorage, storage).put(keys, views, before, tenant)
+        return storage.put(keys, views) if before is None else storage.put(keys, views, before)
+
+    def _keys_before(self, task: Task, rows: PageRows, page: int) -> list[str] | None:
+        """The chain before a page of `rows`, for storage that asked and rows that begin it."""
+        if rows.start or not self.wants_prefix_keys:
+            return None
+        return [digest.hex() for digest in task.hashes[:page]]
+
+    def _before_read(self, read: Read, digest: bytes) -> list[str] | None:
+        """The same before a page of a read."""
+        if read.chain is None or not self.wants_prefix_keys:
+            return None
+        return [before.hex() for before in read.chain[: read.chain.index(digest)]]
+
+    def _part(self, pair: int) -> StorageLike:
+        assert self.parts, "a storage job is running with no storage attached"
+        return self.parts[pair]
+
+    def _hash(self, task: Task, rows: PageRows) -> list[str]:
+        """Keys of `rows`; the digests go into the task."""
+        hashes = tuple(self._hash_pages(rows))
+        assert len(hashes) == len(rows), f"{len(hashes)} digests for {len(rows)} rows"
+        task.hashes = hashes
+        return [digest.hex() for digest in hashes]
+
+    def _views(self, tail: Tail, start: int) -> list[list[memoryview]]:
+        """Of one batch of a tail's pages, from `start` on."""
+        page_views = self._hosts[tail.pair].page_views
+        return [page_views(page) for page in tail.pages[start : start + self._batch_pages].tolist()]
+
+
+def checked_count(answer: object, limit: int) -> int:
+    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
+        raise BadAnswer(f"exists answered {short(answer)} for {limit} keys")
+    return int(answer)
+
+
+def add_leading(task: Task, answer: object, num_pages: int) -> bool:
+    """Count the leading True of a get or put answer into the task; whether all `num_pages` were.
+
+    A False is a normal miss. Anything else (no list, wrong length, values that are no bool) fails the rest.
+    """
+    if not isinstance(answer, list | tuple | np.ndarray) or len(answer) > num_pages:
+        raise BadAnswer(f"answer {short(answer)} for {num_pages} pages")
+    for ok in answer:
+        if not isinstance(ok, bool | np.bool_):
+            raise BadAnswer(f"page answer {short(ok)}")
+        if not ok:
+            return False
+        task.num_pages += 1
+    if len(answer) < num_pages:
+        raise BadAnswer(f"{len(answer)} answers for {num_pages} pages")
+    return True
+
+
+def short(value: object) -> str:
+    """A value for an error message, cut to a line."""
+    return f"{type(value).__name__} {value!r}"[:120]
