@@ -16,7 +16,7 @@ All public methods belong to one thread, the scheduler's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hiradix.errors import StorageError
 from hiradix.transfer.counters import TransferStats
@@ -39,6 +39,7 @@ from hiradix.transfer.jobs import (
     Result,
     Store,
     Tail,
+    Tails,
     Ticket,
     Trail,
     as_copies,
@@ -169,9 +170,9 @@ class TransferController:
 
         others: of further components, pages for the last of `hashes`. They come after and count on.
         """
+        assert len(hashes) == len(host_pages), f"{len(hashes)} hashes for {len(host_pages)} pages"
         tails = as_tails(host_pages, others)
-        assert len(hashes) == len(tails[0].pages), f"{len(hashes)} hashes for {len(tails[0].pages)} pages"
-        return self._submit(JobKind.READ, self._stored_size(tails), Read(tuple(hashes), tails, chain))
+        return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain))
 
     def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
@@ -179,12 +180,10 @@ class TransferController:
         others: likewise of further components. They follow and count on.
         """
         tails = as_tails(host_pages, others)
-        longest = max(len(tail.pages) for tail in tails)
-        assert longest <= len(rows), f"{longest} pages for {len(rows)} rows"
-        size = self._stored_size(tails)
-        if not self.backs_up:
-            return self._desk.take_for_granted(JobKind.STORE, size[0], self.epoch)
-        return self._submit(JobKind.STORE, size, Store(rows, tails))
+        assert max(len(t.pages) for t in tails) <= len(rows), f"{tails} for {len(rows)} rows"
+        if self.backs_up:
+            return self._submit(JobKind.STORE, self._size(tails), Store(rows, tails))
+        return self._desk.take_for_granted(JobKind.STORE, self._size(tails)[0], self.epoch)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
@@ -245,9 +244,9 @@ class TransferController:
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
     def attach(self, storage: StorageLike) -> None:
-        """Serve storage jobs with `storage`; it is told of the host pools. StorageError if there is one.
+        """Serve storage jobs with `storage`, or its `parts`, one per pair of pools, which it is told of.
 
-        Over several pairs of pools it has `parts`, a store for each.
+        StorageError if there is one.
         """
         if self.attach_refusal is not None:
             raise StorageError(self.attach_refusal)
@@ -296,8 +295,8 @@ class TransferController:
     def stats(self) -> TransferStats:
         """Counts since start and what is under way; for metrics and health."""
         now_s = self.runtime.clock()
-        active = {kind: lane.active for kind, lane in self._desk.lanes.items()}
-        running = {kind: task.started_s for kind, task in active.items() if task is not None}
+        tasks = [lane.active for lane in self._desk.lanes.values()]
+        running = {task.job.kind: task.started_s for task in tasks if task is not None}
         return TransferStats(
             kinds=self._desk.counters.snapshot(),
             queued={kind: len(lane.queue) for kind, lane in self._desk.lanes.items()},
@@ -309,13 +308,7 @@ class TransferController:
     # -- inside -------------------------------------------------------------------------
 
     def _make_workers(self, runtime: Runtime) -> dict[JobKind, Worker]:
-        jobs: dict[JobKind, Callable[[Task], Iterator[None]]] = {
-            JobKind.WRITE: self._copies.write,
-            JobKind.LOAD: self._copies.load,
-            JobKind.QUERY: self._storage_jobs.query,
-            JobKind.READ: self._storage_jobs.read,
-            JobKind.STORE: self._storage_jobs.store,
-        }
+        jobs = {**self._copies.jobs, **self._storage_jobs.jobs}
         crew = Crew(jobs, self._desk.finish, self._driver.notify, self._desk.lock, runtime.clock)
         workers: dict[JobKind, Worker] = {}
         for name, kinds in runtime.workers.items():
@@ -330,13 +323,9 @@ class TransferController:
         self._desk.submit(task, self._refusal(kind))
         return ticket
 
-    def _size(self, copies: Copies) -> Size:
-        num_bytes = sum([len(source) * self._page_bytes[pair] for source, _, pair in copies])
-        return sum([len(copy.source) for copy in copies]), num_bytes
-
-    def _stored_size(self, tails: Iterable[Tail]) -> Size:
-        counts = [(len(tail.pages), self._page_bytes[tail.pair]) for tail in tails]
-        return sum([count for count, _ in counts]), sum([count * size for count, size in counts])
+    def _size(self, moved: Copies | Tails) -> Size:
+        num_bytes = sum([len(one[0]) * self._page_bytes[one.pair] for one in moved])
+        return sum([len(one[0]) for one in moved]), num_bytes
 
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
@@ -349,8 +338,8 @@ class TransferController:
         return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
-        part = Part(ticket, *self._size(copies))
-        self._desk.submit(Task(Job(JobKind.LOAD, (part,), copies, self.epoch)), reason)
+        parts = (Part(ticket, *self._size(copies)),)
+        self._desk.submit(Task(Job(JobKind.LOAD, parts, copies, self.epoch)), reason)
 
     def _stop_everything(self, reason: FailReason) -> None:
         self._desk.stop_all(JobKind, reason)

@@ -9,7 +9,7 @@ from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
 from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, TransportLike
 from hiradix.transfer.streams import Streams
-from hiradix.transfer.worker import Task
+from hiradix.transfer.worker import Steps, Task
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class CopyRunner:
         self._streams = streams
         self._gate = gate
         self._chunk_pages = chunk_pages
+        self.jobs: dict[JobKind, Steps] = {JobKind.WRITE: self.write, JobKind.LOAD: self.load}
 
     def write(self, task: Task) -> Iterator[None]:
         """Device to host, all layers of a chunk of pages per step."""

@@ -13,10 +13,10 @@ from typing import cast
 import numpy as np
 
 from hiradix.errors import StorageError
-from hiradix.transfer.jobs import BACKBONE_PAIR, Query, Read, Store, Tail, Trail
+from hiradix.transfer.jobs import BACKBONE_PAIR, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import BadAnswer, Task
+from hiradix.transfer.worker import BadAnswer, Steps, Task
 from hiradix.tree.hashing import PageRows
 
 MAX_LOOKS = 256
@@ -35,6 +35,11 @@ class StorageRunner:
         self._hosts = tuple(hosts)
         self._hash_pages = runtime.hash_pages
         self._batch_pages = runtime.limits.batch_pages
+        self.jobs: dict[JobKind, Steps] = {
+            JobKind.QUERY: self.query,
+            JobKind.READ: self.read,
+            JobKind.STORE: self.store,
+        }
 
     def use(self, storage: StorageLike) -> None:
         """Serve jobs with `storage`, or its `parts`; tell each of its pool's memory, if that is one piece."""

@@ -41,6 +41,10 @@ class Task:
             raise Stopped(self.stop)
 
 
+Steps = Callable[[Task], Iterator[None]]
+"""A job's work: each `next` is one bounded piece of it."""
+
+
 class Lane:
     """The FIFO of one job kind and the one job of it that is running."""
 
@@ -62,7 +66,7 @@ class Crew:
     """What a worker calls: `jobs` gives a job's steps, `finish` posts its results, `ended` follows when the
     lane is free again. `lock` guards the passage of a task from a lane's queue to `active`."""
 
-    jobs: Mapping[JobKind, Callable[[Task], Iterator[None]]]
+    jobs: Mapping[JobKind, Steps]
     finish: Callable[[Task, BaseException | None], None]
     ended: Callable[[], None]
     lock: threading.Lock
