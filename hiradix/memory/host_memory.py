@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from hiradix.errors import CacheError
+from hiradix.memory.cuda_runtime import find_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,15 @@ _V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2_NAMES = ("memory.max", "memory.current", "inactive_file")
 
 
-def allocate(num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()) -> torch.Tensor:
-    """uint8 [num_bytes] on the CPU, zero, exactly as large as asked and resident when this returns.
+def allocate(
+    num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """uint8 [num_bytes] on the CPU, zero, exactly as large as asked and resident when this returns; and the
+    addresses inside of it where one registration with CUDA ends and the next begins.
 
     Begins on an OS page; in huge pages where the system has them at hand. A process that is forked does not
-    have it. pin: register with CUDA, in chunks that end on multiples of `unit` bytes, so that no copy of a
-    page spans two registrations; undone when the tensor dies.
+    have it. pin: register with CUDA for the current device, in chunks that end on multiples of `unit` bytes,
+    so that no copy of a page spans two registrations, which CUDA refuses; undone when the tensor dies.
     cpus: those that touch it first, which decides the NUMA node it lies on; none given: any.
     Raises CacheError if the memory cannot be had or pinned. Costs about 1 s per GB and core.
     """
@@ -51,11 +55,12 @@ def allocate(num_bytes: int, *, pin: bool, unit: int, cpus: Collection[int] = ()
     cells = np.frombuffer(memory, np.uint8)
     prefault(memory, cells, cpus)
     buffer = torch.from_numpy(cells)[:num_bytes]
-    if pin:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        addresses = pin_chunks(runtime, buffer.data_ptr(), num_bytes, unit)
-        weakref.finalize(cells, _unpin, runtime, addresses)  # the tensor holds `cells`, `cells` the mapping
-    return buffer
+    if not pin:
+        return buffer, ()
+    runtime: Any = find_runtime() or torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    addresses = pin_chunks(runtime, buffer.data_ptr(), num_bytes, unit)
+    weakref.finalize(cells, _unpin, runtime, addresses)  # the tensor holds `cells`, `cells` the mapping
+    return buffer, tuple(addresses[1:])
 
 
 def prefault(

@@ -15,7 +15,7 @@ per array where a page's layers lie together, one per array and layer in layer_f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -78,6 +78,14 @@ class Layout:
         """The buffer may be cut at multiples of so many bytes and no piece of a page is."""
         unit = math.lcm(*(piece.page for piece in self.pieces))
         return unit if all(piece.offset % unit == 0 for piece in self.pieces) else self.num_bytes
+
+    def pages_at(self, offsets: Iterable[int]) -> Iterator[int]:
+        """The pages of which a piece begins at one of these bytes."""
+        for offset in offsets:
+            for piece in self.pieces:
+                page, inside = divmod(offset - piece.offset, piece.page)
+                if inside == 0 and 0 <= page < self.num_pages:
+                    yield page
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from hiradix.memory.dma_transport import Addresses, CopyPieces, Pieces
+from hiradix.memory.cuda_runtime import Addresses
+from hiradix.memory.dma_transport import CopyPieces, Pieces
 from hiradix.memory.layout import Piece, make_layout
 from hiradix.memory.pools import HostPool, LaidOutPool, Pool
 from hiradix.memory.transport import PageIds, Transport, checked_copy
@@ -72,7 +73,7 @@ def whole_pieces(src: LaidOutPool, dst: LaidOutPool, src_pages: PageIds, dst_pag
         into, taken = _begins(dst, theirs, dst_pages), _begins(src, ours, src_pages)
         parts.append(Pieces(into, taken, sizes))
     joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("dst", "src", "sizes")]
-    return Pieces(joined[0], joined[1], joined[2]).merged()
+    return Pieces(joined[0], joined[1], joined[2]).merged(dst.cuts)
 
 
 def _begins(pool: LaidOutPool, piece: Piece, pages: PageIds) -> Addresses:

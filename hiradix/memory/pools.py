@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -46,6 +47,16 @@ class Pool(Protocol):
         """Whether a CUDA kernel can use the addresses: device or pinned memory."""
         ...
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Addresses that no single copy by CUDA may go over."""
+        ...
+
+    @property
+    def cut_pages(self) -> frozenset[int]:
+        """Pages that begin at one of `cuts`, in any array and layer."""
+        ...
+
     def planes(self) -> tuple[Plane, ...]:
         """Where every array lies, as addresses."""
         ...
@@ -63,6 +74,8 @@ class PlanePool:
     """The part of a `Pool` that is the same for all: its arrays as planes and views, made once by `_keep`."""
 
     device: torch.device
+    cuts: tuple[int, ...] = ()
+    cut_pages: frozenset[int] = frozenset()
 
     def _keep(
         self,
@@ -276,8 +289,10 @@ class HostPool(LaidOutPool):
         self.is_pinned = near.type == "cuda"
         self.node = node_of(near)
         cpus = () if self.node is None else self.node.cpus
-        buffer = allocate(made.num_bytes, pin=self.is_pinned, unit=made.cut_unit, cpus=cpus)
+        with torch.cuda.device(near) if self.is_pinned else nullcontext():
+            buffer, self.cuts = allocate(made.num_bytes, pin=self.is_pinned, unit=made.cut_unit, cpus=cpus)
         super().__init__(shape, made, page_size, buffer)
+        self.cut_pages = frozenset(made.pages_at(cut - buffer.data_ptr() for cut in self.cuts))
         self._bytes = memoryview(buffer.numpy().data)
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", self.describe())

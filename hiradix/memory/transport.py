@@ -6,7 +6,7 @@ current stream. Page lists are any integer arrays of one length; destination pag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from hiradix.memory.shape import WORDS
 
 PageIds = npt.NDArray[np.integer[Any]]
 T = TypeVar("T")
+Run = tuple[int, int, int]  # first source page, first target page, number of pages
 
 # Below this many bytes per call and page, one indexed copy of all pages beats a call per run of pages.
 _RUN_BYTES = 128 << 10
@@ -62,6 +63,7 @@ class TorchTransport:
         if not span:
             return
         pages: tuple[torch.Tensor, torch.Tensor] | None = None
+        runs: list[Run] | None = None
         for array, spec in enumerate(src.shape.arrays):
             if self._arrays is not None and array not in self._arrays:
                 continue
@@ -69,7 +71,8 @@ class TorchTransport:
             for source, target in _view_pairs(src, dst, array, span):
                 whole = page_bytes * (len(span) if source.dim() == 5 else 1) >= _RUN_BYTES
                 if whole or source.device != target.device or len(src_pages) == 1:
-                    _copy_runs(source, target, src_pages, dst_pages)
+                    runs = runs or _runs((src, src_pages), (dst, dst_pages))
+                    _copy_runs(source, target, runs)
                 else:
                     pages = pages or (_indices(src_pages, source.device), _indices(dst_pages, source.device))
                     _copy_indexed(source, target, *pages)
@@ -133,7 +136,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[Views]:
     """What to copy of one array: both sides as [P, S, H, D] per layer, or once [L, P, S, H, D]."""
     source, target = src.stacked_view(array), dst.stacked_view(array)
-    if source is not None and target is not None and len(span) > 1:
+    if source is not None and target is not None and len(span) > 1 and not (src.cuts or dst.cuts):
         yield source[span.start : span.stop], target[span.start : span.stop]
         return
     sources, targets = src.layer_views(array), dst.layer_views(array)
@@ -141,12 +144,11 @@ def _view_pairs(src: Pool, dst: Pool, array: int, span: range) -> Iterator[Views
         yield sources[layer], targets[layer]
 
 
-def _copy_runs(source: torch.Tensor, target: torch.Tensor, src_pages: PageIds, dst_pages: PageIds) -> None:
-    """One copy per run of pages that are consecutive on both sides."""
+def _copy_runs(source: torch.Tensor, target: torch.Tensor, runs: Sequence[Run]) -> None:
+    """One copy per run."""
     dim = source.dim() - 4
-    for begin, end in _runs(src_pages, dst_pages):
-        first, into = int(src_pages[begin]), int(dst_pages[begin])
-        target.narrow(dim, into, end - begin).copy_(source.narrow(dim, first, end - begin))
+    for first, into, num_pages in runs:
+        target.narrow(dim, into, num_pages).copy_(source.narrow(dim, first, num_pages))
 
 
 def _indices(pages: PageIds, device: torch.device) -> torch.Tensor:
@@ -169,8 +171,15 @@ def _copy_indexed(
         words_out.index_copy_(0, intos[begin : begin + step], taken)
 
 
-def _runs(src_pages: PageIds, dst_pages: PageIds) -> list[tuple[int, int]]:
-    """Half-open index ranges in which both lists ascend by one."""
-    breaks = np.flatnonzero((np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)) + 1
-    edges = [0, *breaks.tolist(), len(src_pages)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+def _runs(src: tuple[Pool, PageIds], dst: tuple[Pool, PageIds]) -> list[Run]:
+    """Runs in which both lists ascend by one, and which CUDA may copy at once."""
+    breaks = np.zeros(len(src[1]) - 1, np.bool_)
+    for pool, pages in (src, dst):
+        breaks |= np.diff(pages) != 1
+        if pool.cut_pages:
+            breaks |= np.isin(pages[1:], list(pool.cut_pages))
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(src[1])]
+    begins, ends = edges[:-1], edges[1:]
+    return [
+        (int(src[1][at]), int(dst[1][at]), end - at) for at, end in zip(begins, ends, strict=True)
+    ]

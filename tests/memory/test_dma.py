@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from hiradix.errors import CacheError
 from hiradix.memory import LAYOUTS, KVShape, TorchTransport, choose
 from hiradix.memory.copy_plan import plan_copies
-from hiradix.memory.dma_transport import CudaPieces, DmaTransport, Pieces, cut, memmove_pieces
+from hiradix.memory.dma_transport import DmaTransport, Pieces, cut, memmove_pieces
 from tests.memory.pool_cases import SHAPES, contents, device_pool, host_pool
 
 NUM_PAGES = 5
@@ -41,7 +37,7 @@ def test_runs_of_pages_are_one_piece() -> None:
     shape = SHAPES["mha"]
     device, host = device_pool(shape, NUM_PAGES, 1), host_pool(shape, NUM_PAGES, "layer_first", 2)
     (plan,) = (plan.collapsed() for plan in plan_copies(device, host))
-    pieces = cut(plan, np.array([1, 2, 3, 5]), np.array([0, 1, 2, 3]), range(3))
+    pieces = cut(plan, np.array([1, 2, 3, 5]), np.array([0, 1, 2, 3]), range(3)).merged()
     page_bytes = plan.src.row_bytes
     assert sorted(pieces.sizes.tolist()) == [page_bytes] * 6 + [3 * page_bytes] * 6
 
@@ -50,65 +46,6 @@ def test_only_what_continues_on_both_sides_is_merged() -> None:
     pieces = Pieces(np.array([0, 16, 32, 64]), np.array([100, 116, 200, 216]), np.full(4, 16)).merged()
     assert pieces.dst.tolist() == [0, 32, 64] and pieces.src.tolist() == [100, 200, 216]
     assert pieces.sizes.tolist() == [32, 16, 16]
-
-
-class Runtime:
-    """A CUDA runtime of the CPU: the calls' arguments are what memmove is given."""
-
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
-        self.calls: list[tuple[str, int]] = []
-
-    def cudaMemcpyAsync(self, dst: Any, src: Any, num_bytes: Any, kind: Any, stream: Any) -> int:
-        self.calls.append(("each", stream.value))
-        ctypes.memmove(dst.value, src.value, num_bytes.value)
-        return self.code
-
-    def cudaMemcpyBatchAsync(self, dst: Any, src: Any, sizes: Any, count: Any, *rest: Any) -> int:
-        self.calls.append((f"batch with {len(rest)} more", rest[-1].value))
-        lists = [ctypes.cast(part, ctypes.POINTER(ctypes.c_int64)) for part in (dst, src, sizes)]
-        for at in range(count.value):
-            ctypes.memmove(lists[0][at], lists[1][at], lists[2][at])
-        return self.code
-
-
-class Stream:
-    def __init__(self, cuda_stream: int) -> None:
-        self.cuda_stream = cuda_stream
-
-
-@pytest.mark.parametrize(
-    ("version", "stream", "call"),
-    [
-        ((12, 4), 7, "each"),
-        ((12, 8), 7, "batch with 5 more"),
-        ((13, 0), 7, "batch with 4 more"),
-        ((13, 0), 0, "each"),  # the batch call refuses the legacy default stream
-    ],
-)
-def test_cuda_calls_by_version_and_stream(
-    version: tuple[int, int], stream: int, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which call is made and what it is given; that CUDA does it is for a machine with a GPU."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(stream))
-    runtime = Runtime()
-    source, target = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    begin, into = source.ctypes.data, target.ctypes.data
-    CudaPieces(runtime, version)(
-        Pieces(np.array([into, into + 32]), np.array([begin + 8, begin]), np.array([8, 4]))
-    )
-    assert target[:8].tolist() == list(range(8, 16)) and target[32:37].tolist() == [0, 1, 2, 3, 0]
-    assert {name for name, _ in runtime.calls} == {call}
-    assert {where for _, where in runtime.calls} == {stream or None}
-
-
-@pytest.mark.parametrize("version", [(12, 4), (13, 0)])
-def test_a_refused_copy_is_an_error(version: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(7))
-    data = np.zeros(64, np.uint8)
-    pieces = Pieces(np.array([data.ctypes.data] * 2), np.array([data.ctypes.data + 32] * 2), np.array([8, 8]))
-    with pytest.raises(CacheError, match="failed with code 1"):
-        CudaPieces(Runtime(code=1), version)(pieces)
 
 
 class Recorder:

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 def test_memory_is_exact_zero_and_writable() -> None:
     for num_bytes in (1, 4097, 3 * MIB + 5):
-        buffer = allocate(num_bytes, pin=False, unit=64)
+        buffer, _ = allocate(num_bytes, pin=False, unit=64)
         assert buffer.shape == (num_bytes,) and buffer.dtype == torch.uint8 and not buffer.any()
         buffer.fill_(3)
         assert int(buffer.sum()) == 3 * num_bytes
@@ -34,13 +34,13 @@ def test_memory_is_exact_zero_and_writable() -> None:
 
 def test_large_memory_is_touched_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "_TOUCH_CHUNK", 4 * OS_PAGE)
-    buffer = allocate(33 * OS_PAGE, pin=False, unit=64)
+    buffer, _ = allocate(33 * OS_PAGE, pin=False, unit=64)
     assert not buffer.any()
 
 
 def test_a_fork_does_not_take_the_memory_along() -> None:
     """Found: private memory is copied on write after a fork, and at once where it is pinned."""
-    buffer = allocate(3 * MIB, pin=False, unit=64)
+    buffer, _ = allocate(3 * MIB, pin=False, unit=64)
     child = os.fork()
     if child == 0:
         code = 2
@@ -238,7 +238,7 @@ def test_memory_near_a_node_is_touched_from_its_cpus(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "sched_setaffinity", note)
     cpu = max(before)
-    buffer = allocate(3 * MIB, pin=False, unit=64, cpus={cpu})
+    buffer, _ = allocate(3 * MIB, pin=False, unit=64, cpus={cpu})
     assert not buffer.any() and os.sched_getaffinity(0) == before
     assert pinned and all(ident != threading.get_ident() and cpus == {cpu} for ident, cpus in pinned)
 
