@@ -117,6 +117,12 @@ class LayerDoneCounter:
         given = [index for index in indices if index >= 0]
         self._consumers = tuple(sorted({*given, *self._readable})) if given else ()
 
+    @property
+    def consumer_index(self) -> int:
+        """The newest batch that reads belong to, -1 for none. For engines that replay a whole forward pass as
+        a CUDA graph, whose layers do not ask: they wait for the last layer themselves, if this is not -1."""
+        return max(self._consumers, default=-1)
+
     def wait_until(self, layer: int) -> None:
         """Return when `layer` may be read for every consumer batch.
 

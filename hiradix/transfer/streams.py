@@ -43,13 +43,19 @@ class HostStreams:
 
 
 class CudaStreams:
-    """CUDA: copies run on a stream per direction, behind the compute stream's work at submission."""
+    """CUDA: copies run on a stream per direction, behind the compute stream's work at submission.
+
+    device: without an index, the one that is current here. Each thread has a current device of its own, which
+    is the first one in a new thread: `cuda` would be another device there.
+    """
 
     def __init__(self, device: Any):
         import torch
 
         self._cuda: Any = torch.cuda
-        self._device = torch.device(device)
+        named = torch.device(device)
+        index = self._cuda.current_device() if named.index is None else named.index
+        self._device = torch.device(named.type, index)
         self._streams = {kind: self._cuda.Stream(self._device) for kind in (JobKind.WRITE, JobKind.LOAD)}
 
     def mark(self) -> object:

@@ -97,3 +97,16 @@ def test_layers_come_in_order_and_before_the_end() -> None:
     finish(gate, index)
     with pytest.raises(AssertionError, match="has ended"):
         gate.layer_done(index, 0)
+
+
+def test_engines_that_replay_a_whole_pass_see_whether_to_wait() -> None:
+    """Found: SGLang's full prefill graphs read `consumer_index`, then wait for the last layer."""
+    gate = LayerDoneCounter(3, timeout_s=0.0)
+    assert gate.consumer_index == -1
+    first, second = gate.update_producer(), gate.update_producer()
+    gate.set_consumer(first, second)
+    assert gate.consumer_index == second
+    with pytest.raises(LoadFailed):
+        gate.wait_until(gate.num_layers - 1)
+    gate.set_consumer(-1)
+    assert gate.consumer_index == -1

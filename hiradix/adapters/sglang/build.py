@@ -100,7 +100,7 @@ def _refuse_legacy(context: Any, flags: Any) -> None:
 def _build(context: Any, flags: Any, api: Api) -> Any:
     params = context.params
     device = torch.device(params.token_to_kv_pool_allocator.device)
-    streams = FencedStreams(device) if device.type == "cuda" else None
+    streams = streams_for(device, context.tp_worker)
     inner = _inner(context, flags, None if streams is None else Runtime(streams=streams))
     controller = None
     if isinstance(inner, HiRadixCache):
@@ -117,6 +117,14 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
     return HiRadixHostCache(params, inner, controller)
+
+
+def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:
+    """The copies' streams on a CUDA device, behind the worker's forward stream: older SGLangs run their
+    forward ahead as well, but do not set it as a fence."""
+    if device.type != "cuda":
+        return None
+    return FencedStreams(device, getattr(getattr(tp_worker, "model_runner", None), "forward_stream", None))
 
 
 def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:

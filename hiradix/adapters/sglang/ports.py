@@ -140,9 +140,9 @@ class HostPoolView:
 class FencedStreams(CudaStreams):
     """Copies also wait for SGLang's forward stream: a forward under way may use what is to be overwritten."""
 
-    def __init__(self, device: Any):
+    def __init__(self, device: Any, fence: Any = None):
         super().__init__(device)
-        self.fence: Any = None
+        self.fence = fence
 
     def mark(self) -> object:
         events = [super().mark()]
