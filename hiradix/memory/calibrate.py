@@ -12,7 +12,6 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from hiradix.memory.pools import Pool
+from hiradix.memory.prove import own_stream, settle
 from hiradix.memory.shape import page_bytes
 from hiradix.memory.transport import PageIds, PerPair, Transport
 
@@ -86,7 +86,7 @@ class CalibratedTransport:
         Writes to pages of both, so call it before they hold anything. timer: `wall_timer`, if None.
         """
         timer = timer or wall_timer(device.device)
-        with _own_stream(device.device):
+        with own_stream(device.device):
             for src, dst, layers in (
                 (device, host, range(device.shape.num_layers)),
                 (host, device, range(1)),
@@ -169,15 +169,7 @@ def wall_timer(device: torch.device) -> Timer:
     def seconds(copy: Callable[[], None]) -> float:
         begin = time.perf_counter()
         copy()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        settle(device)
         return time.perf_counter() - begin
 
     return seconds
-
-
-def _own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """A stream of its own: batched copies do not take the default one."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,7 +13,8 @@ from hiradix.memory.calibrate import CalibratedTransport
 from hiradix.memory.copy_plan import plan_copies
 from hiradix.memory.dma_transport import CopyPieces, DmaTransport, cuda_pieces
 from hiradix.memory.packing_transport import PackingTransport
-from hiradix.memory.pools import Pool
+from hiradix.memory.pools import HostPool, Pool
+from hiradix.memory.prove import fault_of
 from hiradix.memory.sgl_transport import SglKernelTransport, find_kernels
 from hiradix.memory.transport import PageIds, PerPair, TorchTransport, Transport
 
@@ -25,13 +27,15 @@ DMA_PIECE_BYTES = 32 << 10
 
 
 def make_transport(
-    io_backend: str, device: torch.device | str, pools: tuple[Pool, Pool] | None = None
+    io_backend: str, device: torch.device | str, pools: tuple[Pool, HostPool] | None = None
 ) -> Transport:
     """The transport for `--hicache-io-backend` (kernel, direct or auto) and pools on `device`.
 
     On a CPU, and where nothing else is found, that is the torch transport; its `note` says why. pools: the
-    device pool and the host pool that it will serve, which hold nothing yet: with auto the transports are
-    measured between them (see `CalibratedTransport`). Without, auto goes by the size of contiguous pieces.
+    device pool and the host pool that it will serve, which hold nothing yet. On CUDA, with pools, what does
+    not copy byte for byte between them is passed over (see `hiradix.memory.prove`), so that kernels are
+    compiled and buffers made too; and with auto the transports are measured between them (see
+    `CalibratedTransport`). Without, auto goes by the size of contiguous pieces.
     """
     device = torch.device(device)
     if io_backend not in IO_BACKENDS:
@@ -40,7 +44,7 @@ def make_transport(
     if device.type != "cuda":
         transport: Transport = TorchTransport(f"pools on {device.type.upper()} are copied with torch")
     else:
-        transport = _for_cuda(io_backend, device)
+        transport = _for_cuda(io_backend, device, pools)
     name, note = transport.name, transport.note
     logger.info("--hicache-io-backend %s on %s: %s transport, %s", io_backend, device, name, note)
     if pools is not None and isinstance(transport, CalibratedTransport):
@@ -48,19 +52,37 @@ def make_transport(
     return transport
 
 
-def _for_cuda(io_backend: str, device: torch.device) -> Transport:
+def _for_cuda(io_backend: str, device: torch.device, pools: tuple[Pool, HostPool] | None) -> Transport:
+    """Of what there is, best first, the first that works; for auto all that work."""
     pieces = _copy_engines()
+    direct = _direct(pieces)
     if io_backend == "direct":
-        return _direct(pieces) or TorchTransport("no CUDA runtime library was found")
-    kernel = _kernel() if _is_mapped(pieces, device) else None
+        return next(_sound([direct], pools), TorchTransport("the copy engines cannot be used"))
+    is_mapped = _is_mapped(pieces, device)
+    kernel, sgl = (_kernel(), _sgl()) if is_mapped else (None, None)
     packing = _packing(kernel, pieces)
     if io_backend == "kernel":
-        reason = "neither triton, sgl_kernel nor a CUDA runtime library was found"
-        return packing or kernel or _sgl() or _direct(pieces) or TorchTransport(reason)
-    found = [each for each in (_direct(pieces), kernel, packing, _sgl()) if each is not None]
+        reason = "neither triton, sgl_kernel nor the copy engines can be used"
+        return next(_sound([packing, kernel, sgl, direct], pools), TorchTransport(reason))
+    found = list(_sound([direct, kernel, packing, sgl], pools))
     if len(found) < 2:
         return found[0] if found else TorchTransport("there is nothing to choose from")
-    return CalibratedTransport(found, PieceSizeTransport(packing or kernel or found[1], found[0]))
+    small = next((each for each in (packing, kernel) if each in found), found[1])
+    return CalibratedTransport(found, PieceSizeTransport(small, found[0]))
+
+
+def _sound(
+    transports: Sequence[Transport | None], pools: tuple[Pool, HostPool] | None
+) -> Iterator[Transport]:
+    """Those there are and that copy right between the pools, asked one after the other."""
+    for transport in transports:
+        if transport is None:
+            continue
+        fault = None if pools is None else fault_of(transport, *pools)
+        if fault is None:
+            yield transport
+        else:
+            logger.warning("%s transport is not used: %s", transport.name, fault)
 
 
 def _kernel() -> Transport | None:

@@ -84,7 +84,7 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
         own = [caches[name] for name in layer_order(part.layers)]
         device = pool_of(shape, Blocks(size, plan.num_blocks, plan.interior), own)
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
-        transport = make_transport(config.hicache_io_backend, device.device)
+        transport = make_transport(config.hicache_io_backend, device.device, (device, host))
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
     role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, pairs[0].host))
     if config.hicache_storage_backend is not None:
