@@ -128,7 +128,8 @@ def launch(
     tile = tile or pick_tile(vectors, interpreted=INTERPRETED)
     num_planes = len(layers) * plan.per_layer
     num_tiles = -(-num_idx * vectors // tile.block) * num_planes
-    assert max(num_idx * vectors, num_tiles) < 1 << 31, f"{num_idx} pages of {vectors} vectors in one copy"
+    last = max(num_idx * vectors + tile.block, num_tiles + num_programs)  # the kernel counts in int32
+    assert last < 1 << 31, f"{num_idx} pages of {vectors} vectors in one copy"
     with one_at_a_time():
         page_copy_kernel[(min(num_programs, num_tiles),)](
             tables.dst, tables.src, pages[0], pages[1],
