@@ -1,10 +1,10 @@
 """The quantising pair: bf16 pages to fp8 e4m3 codes with one scale per page, plane and head, and back.
 
 Each head is a plane of its own here, so a scale belongs to (page, plane). The scale is the smallest power of
-two that fits the page's largest value into 448, so scaling itself is exact and the only loss is the rounding
-to e4m3 (to nearest, ties to even, saturating; NaN stays NaN). All rounding is done on integers, because the
-interpreter's own fp8 and bf16 casts are wrong; so CPU and GPU give the same bits. `hiradix.memory.quantise`
-is the same in torch.
+two that fits the page's largest finite value into 448, so scaling itself is exact and the only loss is the
+rounding to e4m3 (to nearest, ties to even, saturating; NaN stays NaN). All rounding is done on integers,
+because the interpreter's own fp8 and bf16 casts are wrong; so CPU and GPU give the same bits.
+`hiradix.memory.quantise` is the same in torch.
 
 Lossy: pages stored this way carry a fingerprint of their own and stand outside "miss or exact".
 """
@@ -97,7 +97,8 @@ def page_quantise_kernel(
         address = tl.load(values_tab + plane) + at * values_page + row * values_row
         values = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), (16, 16))
         bits = tl.load(values + col, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        largest = tl.max(tl.max(bits & 0x7FFF, axis=1), axis=0)  # bf16 sizes are ordered as integers are
+        size = bits & 0x7FFF  # bf16 sizes are ordered as integers are; infinities and NaN do not count
+        largest = tl.max(tl.max(tl.where(size < 0x7F80, size, 0), axis=1), axis=0)
         scale = (largest << 16).to(tl.float32, bitcast=True) * (1.0 / 448.0)
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         scale = tl.maximum(scale, 1.1754943508222875e-38)  # the smallest normal: a page of zeros

@@ -10,12 +10,13 @@ _SMALLEST_NORMAL = 1.1754943508222875e-38
 def quantise(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """uint8 codes [..., S, H, D] and float32 scales [..., H] of bf16 pages [..., S, H, D].
 
-    A page's and head's scale is the smallest power of two that fits its largest value into 448. Lossy: a
-    value is off by at most 1/16 of itself, or by half the smallest step where it is 2^15 times smaller than
-    the largest.
+    A page's and head's scale is the smallest power of two that fits its largest finite value into 448;
+    infinities become 448 times that, NaN stays NaN. Lossy: a value is off by at most 1/16 of itself, or by
+    half the smallest step where it is 2^15 times smaller than the largest.
     """
     assert pages.dtype == torch.bfloat16, f"quantise of {pages.dtype}"
-    largest = (pages.view(torch.int16).to(torch.int32) & 0x7FFF).amax(dim=(-3, -1))
+    sizes = pages.view(torch.int16).to(torch.int32) & 0x7FFF
+    largest = sizes.masked_fill_(sizes >= 0x7F80, 0).amax(dim=(-3, -1))
     scales = (largest << 16).view(torch.float32) * torch.tensor(1.0 / 448.0, dtype=torch.float32)
     scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     scales = scales.clamp_min(_SMALLEST_NORMAL)

@@ -43,7 +43,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """registers per thread; local: accesses to spilled registers; loads, stores: counts by width in bytes."""
+    """registers per thread; local: accesses to spilled registers; loads, stores: counts by width in bytes.
+    flushing: instructions that take subnormal numbers for 0."""
 
     name: str
     registers: int
@@ -52,6 +53,7 @@ class Report:
     async_loads: int
     loads: dict[int, int]
     stores: dict[int, int]
+    flushing: int
 
 
 def copy_case(name: str, rows: int, row_bytes: int) -> Case:
@@ -120,6 +122,7 @@ def report(case: Case) -> Report:
         len(re.findall(r"\bLDGSTS[^;\n]*\.128", code)),
         widths(r"\bLDG\.[A-Z0-9_.]*", code),
         widths(r"\bSTG\.[A-Z0-9_.]*", code),
+        len(re.findall(r"\.ftz\b", kernel.asm["ptx"])),  # the machine code's own are in integer division
     )
 
 

@@ -52,6 +52,12 @@ def test_copies_keep_loads_in_flight(compiled: dict[str, Any]) -> None:
             assert kernel["async_loads"] > 0 and kernel["shared_bytes"] >= 16 << 10, kernel
 
 
+def test_subnormal_numbers_are_numbers(compiled: dict[str, Any]) -> None:
+    """Scales and codes have the CPU's bits only where no instruction takes the smallest numbers for 0."""
+    for kernel in compiled["reports"]:
+        assert kernel["flushing"] == 0, kernel
+
+
 def test_the_check_sees_a_missing_hint(compiled: dict[str, Any]) -> None:
     (control,) = [kernel for kernel in compiled["reports"] if kernel["name"] == CONTROL]
     assert not is_wide(control), control

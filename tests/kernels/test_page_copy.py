@@ -10,6 +10,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from hiradix.triton_kernels import page_copy
 from hiradix.triton_kernels.page_copy import INTERPRETED, launch, make_tables
 from hiradix.triton_kernels.sides import PlannedCopy, Side, Tile, pick_tile
 
@@ -127,6 +128,63 @@ def test_strides_beyond_32_bits() -> None:
     pages_of = torch.tensor([[1], [1]], dtype=torch.int32)
     launch(make_tables(plan, torch.device("cpu")), pages_of, range(1), 1)
     assert torch.equal(pages[0, 1, 0], src.view[0, 1, 0])
+
+
+def test_rows_beyond_32_bits() -> None:
+    """Rows of a page 5 GiB apart on one side: so is a head's row number times its stride."""
+    far = 5 << 30
+    flat = torch.empty(far + 64, dtype=torch.uint8)
+    start = (-flat.data_ptr()) % 16
+    src = memory((1, 1, 2, 16), 0, 0, 2)
+    plan = PlannedCopy(src.side(), Side((flat.data_ptr() + start,), 16, far, 2, 16), 1)
+    launch(make_tables(plan, torch.device("cpu")), torch.tensor([[0], [0]]), range(1), 1)
+    assert torch.equal(flat.as_strided((2, 16), (far, 1), start), src.view[0, 0])
+
+
+class Launched:
+    """A kernel that only counts its launches."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Launched:
+        self.grids.append(grid)
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        assert args
+
+
+def test_no_more_than_the_kernel_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: the last tile's end may be past 2^31 where the last vector is not; it wraps, and is copied."""
+    kernel = Launched()
+    monkeypatch.setattr(page_copy, "page_copy_kernel", kernel)
+    vectors, tile = 1 << 20, Tile(2048, 8, 3)
+    side = Side((0,), vectors * 16, vectors * 16, 1, vectors * 16)
+    tables = make_tables(PlannedCopy(side, side, 1), torch.device("cpu"))
+    most = (1 << 31) // vectors - 1
+    launch(tables, torch.zeros(2, most, dtype=torch.int64), range(1), 4, tile)
+    assert kernel.grids == [(4,)]
+    odd = Side((0,), 16 * 3, 16 * 3, 1, 16 * 3)
+    tables = make_tables(PlannedCopy(odd, odd, 1), torch.device("cpu"))
+    for num_pages in ((1 << 31) // 3, (1 << 31) // 3 - 600):
+        pages = torch.zeros(1, dtype=torch.int64).expand(2, num_pages)
+        with pytest.raises(AssertionError, match="in one copy"):
+            launch(tables, pages, range(1), 4, tile)
+    launch(tables, torch.zeros(1, dtype=torch.int64).expand(2, num_pages - 200), range(1), 4, tile)
+
+
+def test_nothing_to_copy_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grid of 0 programs is an error on a GPU."""
+    kernel = Launched()
+    monkeypatch.setattr(page_copy, "page_copy_kernel", kernel)
+    side = Side((0, 0), 64, 16, 4, 16)
+    tables = make_tables(PlannedCopy(side, side, 1), torch.device("cpu"))
+    launch(tables, torch.zeros(2, 0, dtype=torch.int64), range(2), 4)
+    launch(tables, torch.zeros(2, 3, dtype=torch.int64), range(1, 1), 4)
+    assert kernel.grids == []
+    launch(tables, torch.zeros(2, 1, dtype=torch.int64), range(1, 2), 4)
+    assert kernel.grids == [(1,)], "never more programs than there are tiles"
 
 
 def test_contiguous_rows_become_one_row() -> None:

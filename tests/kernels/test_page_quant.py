@@ -165,10 +165,23 @@ def test_the_loss_is_bounded() -> None:
     assert (pages.float().abs().amax((1, 3)) <= 448 * scales).all()
 
 
-def test_non_finite_pages_stay_recognisable() -> None:
-    pages = torch.ones(1, 4, 1, 16, dtype=torch.bfloat16)
-    pages[0, 1, 0, 3] = float("nan")
-    assert torch.isnan(dequantise(*quantise(pages)).float()[0, 1, 0, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("-nan"), float("inf"), float("-inf")])
+def test_one_bad_value_does_not_take_its_page_along(value: float) -> None:
+    """Found: a NaN's scale was the smallest there is, an infinity's infinite: all else became 0 or NaN."""
+    pages = torch.linspace(-3, 3, 128).view(1, 8, 1, 16).to(torch.bfloat16)
+    want, _ = quantise(pages)
+    pages[0, 1, 0, 3] = value
+    codes, scales = quantise(pages)
+    back = dequantise(codes, scales).float()[0, 1, 0, 3]
+    assert back.isnan() if value != value else back == 448 * scales[0, 0] * (1 if value > 0 else -1)
+    others = torch.ones_like(codes, dtype=torch.bool)
+    others[0, 1, 0, 3] = False
+    assert torch.equal(codes[others], want[others])
+    kernel_codes, kernel_scales = torch.zeros(1, 1, 8, 1, 16, dtype=torch.uint8), torch.zeros(1, 1, 1)
+    sides = heads_side(pages[None]), heads_side(kernel_codes), scales_side(kernel_scales)
+    first = torch.zeros(1, dtype=torch.int64)
+    quantise_pages(make_quant_tables(QuantPlan(*sides), CPU), first, first, range(1), num_programs=1)
+    assert torch.equal(kernel_scales[0], scales) and torch.equal(kernel_codes[0] & 0x7F, codes & 0x7F)
 
 
 def test_bad_plans_are_named() -> None:
