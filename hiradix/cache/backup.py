@@ -1,17 +1,16 @@
-"""Copies downwards: device to host (write-through, write-back) and host to storage (backup).
+"""Copies from device to host: write-through and write-back. What arrives goes on to storage (`storing`).
 
 A copy is two-phase: the path is locked and host pages are allocated when it is submitted; the host pages
 enter the tree when the result is applied. Nodes may be split in between: `adopt` addresses pages by
 where the node ends, so a split does not matter.
 
-What failed, was dropped for want of room, or was forgotten by storage, is tried again with the next use
-of its path: each use looks at the whole path and takes every run of nodes that a tier below lacks.
+What failed or was dropped for want of room is tried again with the next use of its path: each use looks at
+the whole path and takes every run of nodes that the host lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +26,11 @@ from hiradix.cache.pages import (
     shared_out,
     sizes,
 )
+from hiradix.cache.storing import Storing
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Node, RadixTree, Segment, ids
-
-OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
 
 
 class Down(NamedTuple):
@@ -73,6 +71,7 @@ class Backup:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
+        self._storing = Storing(supply, controller, flights)
         self._is_plain = len(supply.device_pools) == 1
         # by component: device pages that are being copied down
         self._writing = [np.zeros(pool.num_pages + 1, np.bool_) for pool in supply.device_pools]
@@ -81,13 +80,11 @@ class Backup:
         """Forget what is being copied (after a reset)."""
         for writing in self._writing:
             writing[:] = False
+        self._storing.clear()
 
     def on_use(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
-        if self._controller.storage_attached:
-            for n in self._tree.path(node):
-                if n.hit_count % OFFER_AGAIN_USES == 0:
-                    n.stored = False
+        self._storing.doubt(node)
 
     def on_insert(self, node: Node) -> None:
         """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
@@ -96,7 +93,7 @@ class Backup:
                 self._submit(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
-        self.store(node)
+        self._storing.store(node)
 
     # -- device to host -----------------------------------------------------------------
 
@@ -234,9 +231,9 @@ class Backup:
                 self._supply.free_all_host(down.host)
             self._unlock(locks)
             if ok:
-                self.store(node)
+                self._storing.store(node)
                 if self.policy.writes_on_evict:
-                    self._store_below(node)
+                    self._storing.store_below(node)
 
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=down.host))
         return ticket
@@ -297,63 +294,3 @@ class Backup:
         """Lock what is being copied, until it is."""
         for copy in copies:
             copy.locks.extend(self._locked(copy.node))
-
-    # -- host to storage ----------------------------------------------------------------
-
-    def store(self, node: Node) -> None:
-        """Back up to storage, if one is attached, what it lacks of the path to `node`, root first.
-
-        Not what is below a node that is neither there nor on the host: nobody could reach it.
-        """
-        if not self._controller.storage_attached:
-            return
-        path = list(self._tree.path(node))
-        path.reverse()
-        for i, n in enumerate(path):
-            if not n.stored and n.host.pages is None:
-                del path[i:]
-                break
-        for run in list(_runs(path, lambda n: not n.stored)):
-            self._submit_store(run[-1], run[0].start)
-
-    def _store_below(self, node: Node) -> None:
-        """Store what went down before `node`, as evicted leaves do: it can be reached now."""
-        if not self._controller.storage_attached:
-            return
-        at = self._tree.current(node)
-        below = [] if at is None else list(at.children.values())
-        while below:
-            child = below.pop()
-            if child.host.pages is not None and not child.stored:
-                self.store(child)
-                below.extend(child.children.values())
-
-    def _submit_store(self, node: Node, start: int) -> None:
-        """Store the host pages of the path from page `start` to the end of `node`."""
-        lock = self._tree.lock(node, HOST)
-        host_pages = self._tree.pages(node, HOST, start=start)
-        rows = self._tree.page_rows(node, start)
-        self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
-
-        def done(result: Result) -> None:
-            if result.hashes:
-                self._tree.set_hashes(node, rows.start, result.hashes)
-            self._counters.backed_up += result.num_pages
-            if self._tree.watch is not None and result.num_pages:
-                self._tree.watch.backed_up(node, start, start + result.num_pages)
-            if result.num_pages < len(host_pages):
-                self._counters.backup_failed += len(host_pages) - result.num_pages
-                self._mark_stored(node, start, False)
-            self._tree.unlock(lock)
-
-        ticket = self._controller.store(rows, host_pages)
-        self._flights.add(ticket, Flight(JobKind.STORE, done, reads={BACKBONE: host_pages}))
-
-    def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
-        for n in self._tree.path(node, start):
-            n.stored = stored
-
-
-def _runs(path: Iterable[Node], lacks: Callable[[Node], bool]) -> Iterator[list[Node]]:
-    """The longest runs of adjacent nodes of a root-first path that all lack something."""
-    return (list(nodes) for missing, nodes in groupby(path, lacks) if missing)

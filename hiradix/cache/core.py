@@ -37,13 +37,13 @@ from hiradix.cache.pages import (
     as_tuple,
 )
 from hiradix.cache.prefetch import Prefetcher
-from hiradix.errors import CacheError, ConfigError, StorageError
+from hiradix.errors import CacheError, StorageError
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.uses import Finished
 from hiradix.policy.write import WritePolicy
-from hiradix.storage import GuardedStorage
+from hiradix.storage import Stores
 from hiradix.transfer import JobKind, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Tier
 
@@ -273,7 +273,7 @@ class HierarchicalCache:
 
     # -- lifecycle ----------------------------------------------------------------------
 
-    def attach_storage(self, storage: GuardedStorage | None) -> None:
+    def attach_storage(self, storage: Stores | None) -> None:
         """Start backing up to and fetching from `storage`, which the controller owns from now on.
 
         On all ranks or on none: a rank that could not open its storage calls this with None. Raises
@@ -281,9 +281,6 @@ class HierarchicalCache:
         """
         assert self.controller is not None, "storage needs a host tier"
         refusal = self.controller.attach_refusal
-        if len(self.tree.components) > 1:
-            names = ", ".join(component.name for component in self.tree.components)
-            raise ConfigError(f"--hicache-storage-backend: stores full attention only, not {names}")
         if storage is None:
             refusal = "there is none to attach"
         if not self.settle(refusal is None):

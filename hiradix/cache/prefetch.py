@@ -1,7 +1,7 @@
 """Storage to host, while a request waits in the queue.
 
-    query (worker hashes and asks the backend) -> host pages for what is there -> reads of a batch each,
-    each adopted into the tree as it arrives -> done
+    query (worker hashes and asks the backend) -> host pages for what is there -> reads (see `reads`), adopted
+    into the tree as they arrive -> done
 
 The request is told when to go on by the prefetch policy; what arrives after that still enters the tree.
 Host pages are allocated only when the hit length is known. Every path ends in `_finish`.
@@ -9,47 +9,16 @@ Host pages are allocated only when the hit length is known. Every path ends in `
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, Pages, PageSupply
+from hiradix.cache.pages import PageSupply
+from hiradix.cache.reads import Found, Phase, Prefetch, Reads
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.transfer import JobKind, Result, Ticket, TransferController
+from hiradix.transfer import JobKind, Result, TransferController
 from hiradix.transfer.jobs import Chain
-from hiradix.tree import Lock, Node, RadixKey, RadixTree, Tier
-
-
-class Phase(Enum):
-    QUERY = "query"
-    READ = "read"
-    JOINED = "joined"  # waits for another prefetch of the same pages
-    DONE = "done"
-
-
-@dataclass(slots=True, eq=False)
-class Prefetch:
-    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far."""
-
-    key: RadixKey
-    asked_pages: int
-    start_page: int
-    started_s: float
-    anchor: Node
-    lock: Lock | None
-    phase: Phase = Phase.QUERY
-    tickets: set[Ticket] = field(default_factory=set)
-    unread_pages: int = 0  # pages of reads that are not back yet
-    end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
-    nothing_there: bool = False  # storage said so of its first page
-    is_wanted: bool = True  # its own request waits for it
-    stopped: bool = False  # nobody waits for it any more
-    loaded_pages: int = 0
-    loaded_end: int = 0  # the page behind the last of those
-    primary: Prefetch | None = None
+from hiradix.tree import Node, RadixKey, RadixTree, Tier
 
 
 class Prefetcher:
@@ -69,13 +38,22 @@ class Prefetcher:
         self._controller = controller
         self._flights = flights
         self._clock = clock
-        self.no_regret = NoRegret(False)
+        self._reads = Reads(supply, controller, flights, self._finish, self._ask_again)
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
 
     def __len__(self) -> int:
         return len(self._running)
+
+    @property
+    def no_regret(self) -> NoRegret:
+        """Which transfers are worth their time."""
+        return self._reads.no_regret
+
+    @no_regret.setter
+    def no_regret(self, gate: NoRegret) -> None:
+        self._reads.no_regret = gate
 
     def clear(self) -> None:
         """Forget everything (after a reset; the flights are orphans now)."""
@@ -90,7 +68,7 @@ class Prefetcher:
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
         """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
         self.abort(handle)
-        asked = key.num_pages(self._tree.page_size) - node.end
+        asked = self._reads.most(key.num_pages(self._tree.page_size) - node.end)
         if asked <= 0 or not self._controller.storage_attached or not self.policy.worth_asking(asked):
             return False
         if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
@@ -182,7 +160,8 @@ class Prefetcher:
 
     def _query(self, p: Prefetch) -> None:
         p.phase, p.primary = Phase.QUERY, None
-        p.lock = self._tree.lock(p.anchor, Tier.HOST)
+        if p.lock is None:
+            p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end
         end = start + p.asked_pages
         rows = self._tree.rows(p.key, p.anchor, start, end)
@@ -198,12 +177,12 @@ class Prefetcher:
             chain = None if rows.start else result.hashes
             self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)
 
-        ticket = self._controller.query(rows, p.asked_pages)
+        ticket = self._controller.query(rows, p.asked_pages, self._reads.trails())
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.QUERY, answered))
 
     def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], chain: Chain) -> None:
-        """Allocate host pages for the hits and submit their reads; as many as the host can take."""
+        """Submit reads for the hits, if they are worth it; as many as the host can take."""
         if p.stopped or not self.policy.worth_reading(len(hashes)):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
             return self._finish(p)
@@ -211,64 +190,16 @@ class Prefetcher:
             self._supply.counters.miss("slower_than_compute", len(hashes))
             return self._finish(p)
         p.phase = Phase.READ
-        batch_pages = self._controller.runtime.limits.batch_pages
-        at = 0
-        while at < len(hashes):
-            num_pages = min(batch_pages, len(hashes) - at, self._supply.host_room())
-            host_pages = self._supply.alloc_host(num_pages) if num_pages else None
-            if host_pages is None:
-                self._supply.counters.miss("host_capacity", len(hashes) - at)
-                break
-            self._submit_read(p, start + at, hashes[at : at + num_pages], host_pages, chain)
-            at += num_pages
-        if not at:
+        if not self._reads.submit(p, Found(start, hashes, chain)):
             self._finish(p)
 
-    def _submit_read(
-        self,
-        p: Prefetch,
-        start: int,
-        hashes: tuple[bytes, ...],
-        host_pages: Pages,
-        chain: Chain,
-    ) -> None:
-        def arrived(result: Result) -> None:
-            p.tickets.discard(ticket)
-            p.unread_pages -= len(host_pages)
-            self.no_regret.moved(Move.FETCH, result.num_pages, result.duration_s)
-            usable = result.num_pages if start < p.end_page else 0
-            if usable:
-                self._adopt(p, start, host_pages[:usable], hashes[:usable])
-            if usable < len(host_pages):
-                self._supply.free_host(host_pages[usable:])
-                if start < p.end_page and result.error is not None:
-                    self._supply.counters.miss("storage_transfer", len(host_pages) - usable)
-                p.end_page = min(p.end_page, start + usable)
-            if not p.tickets:
-                self._finish(p)
-
-        p.unread_pages += len(host_pages)
-        ticket = self._controller.read(hashes, host_pages, chain)
-        p.tickets.add(ticket)
-        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns={BACKBONE: host_pages}))
-
-    def _adopt(self, p: Prefetch, start: int, host_pages: Pages, hashes: tuple[bytes, ...]) -> None:
-        """Put pages [start, start + n) of the key into the host tier and move the anchor behind them."""
-        end = start + len(host_pages)
-        done = self._tree.insert(p.key.head(end, self._tree.page_size), Tier.HOST, [host_pages], at=p.lock)
-        duplicates = done.duplicates[BACKBONE]
-        self._supply.free_host(duplicates)
-        self._tree.set_hashes(done.lock.node, start, hashes)
-        for node in self._tree.path(done.lock.node, start):
-            node.stored = True
-        if self._tree.watch is not None:
-            self._tree.watch.backed_up(done.lock.node, start, end)
-        if p.lock is not None:
-            self._tree.unlock(p.lock)
-        p.anchor, p.lock = done.lock.node, done.lock
-        p.loaded_pages += len(host_pages) - len(duplicates)
-        p.loaded_end = end
-        self._supply.counters.prefetched += len(host_pages) - len(duplicates)
+    def _ask_again(self, p: Prefetch, num_pages: int) -> None:
+        """Look for an earlier boundary, among the first `num_pages` pages asked for."""
+        p.asked_pages = num_pages
+        if self.policy.worth_asking(num_pages) and self._controller.storage_attached:
+            self._query(p)
+        else:
+            self._finish(p)
 
     def _finish(self, p: Prefetch) -> None:
         """The one end of every prefetch: unlock, and let those who joined it look again."""

@@ -46,7 +46,7 @@ from hiradix.transfer.jobs import (
     as_tails,
     joined,
 )
-from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, StorageLike, TransportLike
+from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, PartedStorage, StorageLike, TransportLike
 from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
@@ -243,7 +243,7 @@ class TransferController:
             return None
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
-    def attach(self, storage: StorageLike) -> None:
+    def attach(self, storage: StorageLike | PartedStorage) -> None:
         """Serve storage jobs with `storage`, or its `parts`, one per pair of pools, which it is told of.
 
         StorageError if there is one.

@@ -58,3 +58,10 @@ class TenantStorage(Protocol):
     """The put of storage that says `wants_tenant`: whose pages they are comes last."""
 
     def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys, tenant: str, /) -> object: ...
+
+
+class PartedStorage(Protocol):
+    """Storage with a store for each component of a cache, the backbone's first."""
+
+    @property
+    def parts(self) -> Sequence[StorageLike]: ...

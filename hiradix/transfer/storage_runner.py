@@ -14,7 +14,7 @@ import numpy as np
 
 from hiradix.errors import StorageError
 from hiradix.transfer.jobs import BACKBONE_PAIR, JobKind, Query, Read, Store, Tail, Trail
-from hiradix.transfer.ports import HostPoolLike, PrefixKeys, StorageLike, TenantStorage, Views
+from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.worker import BadAnswer, Steps, Task
 from hiradix.tree.hashing import PageRows
@@ -41,7 +41,7 @@ class StorageRunner:
             JobKind.STORE: self.store,
         }
 
-    def use(self, storage: StorageLike) -> None:
+    def use(self, storage: StorageLike | PartedStorage) -> None:
         """Serve jobs with `storage`, or its `parts`; tell each of its pool's memory, if that is one piece."""
         parts = tuple(getattr(storage, "parts", (storage,)))
         if len(parts) != len(self._hosts):

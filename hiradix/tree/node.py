@@ -124,14 +124,16 @@ class Node:
     device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
     heir: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
     hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
-        storage has its pages. note: the eviction policy's, of the last use; halves of a split share it.
+        storage has its pages; boundary_stored: and what a boundary at its end needs of further components,
+        which a split leaves with the end. note: the eviction policy's, of the last use; halves of a split
+        share it.
     chain: of whoever watches the tree (see `watch`); halves of a split share it.
     """
 
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "heir", "note", "chain",
+        "hit_count", "priority", "created", "stored", "boundary_stored", "heir", "note", "chain",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -153,6 +155,7 @@ class Node:
         self.priority = 0
         self.created = 0
         self.stored = False
+        self.boundary_stored = False
         self.heir: Node | None = None
         self.note: Any = None
         self.chain: Any = None

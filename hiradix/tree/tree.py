@@ -247,9 +247,9 @@ class RadixTree(TreeView):
         rows.set_hashes(self._in_tree(node), start, digests)
 
     def forget_stored(self) -> None:
-        """Reset every node's `stored` hint. O(tree)."""
+        """Reset every node's hints of what storage has. O(tree)."""
         for node in self.nodes():
-            node.stored = False
+            node.stored = node.boundary_stored = False
         if self._store.watch is not None:
             self._store.watch.storage_changed()
 

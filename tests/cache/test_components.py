@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.errors import ConfigError
 from hiradix.policy.eviction import eviction_policies
 from hiradix.tree import RadixKey
 from tests.cache.component_world import DEVICE, HOST, Admitted, ComponentWorld, Draw, Setup
@@ -234,8 +233,3 @@ def test_a_copy_that_fails_in_the_window_leaves_nothing_behind() -> None:
     world.run_pass([], lambda n: 0)
     assert serve(world, list(range(8))) == 0
 
-
-def test_storage_is_refused_by_the_flag_that_asked_for_it() -> None:
-    world = roomy()
-    with pytest.raises(ConfigError, match="--hicache-storage-backend.*full, window"):
-        world.cache.attach_storage(None)  # type: ignore[arg-type]

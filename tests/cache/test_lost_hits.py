@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiradix.cache.backup import OFFER_AGAIN_USES
+from hiradix.cache.storing import OFFER_AGAIN_USES
 from hiradix.tree import RadixKey, Tier
 from tests.cache.world import PAGE_SIZE, Setup, World
 

@@ -23,6 +23,7 @@ FEW_SEEDS, SEEDS = 20, 200
 TIMEOUT_S = 900
 
 CORE, BACKUP, LOAD, FETCH = "cache/core.py", "cache/backup.py", "cache/load_back.py", "cache/prefetch.py"
+READS, STORAGE_JOBS = "cache/reads.py", "transfer/storage_runner.py"
 FLIGHTS, SUPPLY, RADIX, HIRADIX = (
     "cache/flights.py",
     "cache/pages.py",
@@ -80,7 +81,7 @@ BUGS = [
     bug("6", "a read that came short is taken for whole", FETCH,
         "usable = result.num_pages if start < p.end_page else 0",
         "usable = len(host_pages) if start < p.end_page else 0"),
-    bug("7", "a failed get is no miss", RUNNERS, "        if not ok:\n            return False",
+    bug("7", "a failed get is no miss", STORAGE_JOBS, "        if not ok:\n            return False",
         "        if not ok:\n            pass"),
     bug("8", "host copies are visible before they are made", BACKUP,
         "        ticket = self._controller.write(source, host_pages, down.copies())\n",
@@ -158,7 +159,7 @@ BUGS = [
         "        if num_pages_in_flight == 0:\n            return True\n", "",
         "tests/transfer/test_policies.py"),
     bug("32", "nothing is stored", BACKUP,
-        "            if ok:\n                self.store(node)", "            pass",
+        "            if ok:\n                self._storing.store(node)", "            pass",
         "tests/cache/test_lost_hits.py"),
     bug("35", "one result is applied per step", CORE,
         "results = self.controller.poll()", "results = self.controller.poll(1)",
@@ -170,9 +171,9 @@ BUGS = [
         "        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):\n            return False\n", "",
         "tests/transfer/test_lifecycle.py", "tests/transfer/test_simulation.py"),
     bug("h1", "a split between insert and copy: only the lower part goes to storage", BACKUP,
-        "            if ok:\n                self.store(node)",
+        "            if ok:\n                self._storing.store(node)",
         "            if ok and self._controller.storage_attached and node.parent is not None:\n"
-        "                self._submit_store(node, node.start)",
+        "                self._storing._submit(node, node.start)",
         "tests/cache/test_lost_hits.py"),
     bug("h2", "write-back without room on the host is an error", BACKUP,
         "        if down is None:\n            self._unlock(locks)",
@@ -196,10 +197,9 @@ BUGS = [
         "            key = RadixKey(req.fill_ids)[:num_tokens]"),
     bug("h16", "a detach with nothing attached fails", HIRADIX,
         "        if storage is not None:\n            storage.close()", "        storage.close()"),
-    bug("003-a", "one buffer for all pages of a batch", RUNNERS,
-        "return [self._host.page_views(page) for page in pages.tolist()]",
-        "return [self._host.page_views(int(pages[-1])) for page in pages.tolist()]"),
-    bug("003-b", "the tail of a read is given back twice", FETCH,
+    bug("003-a", "one buffer for all pages of a batch", STORAGE_JOBS,
+        "return [page_views(page) for page in", "return [page_views(int(tail.pages[-1])) for page in"),
+    bug("003-b", "the tail of a read is given back twice", READS,
         "                self._supply.free_host(host_pages[usable:])\n",
         "                self._supply.free_host(host_pages[usable:])\n"
         "                self._supply.free_host(host_pages[usable:])\n"),

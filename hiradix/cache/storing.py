@@ -1,0 +1,152 @@
+"""Host to storage: what it lacks of a path, and of the boundaries on it.
+
+The backbone goes in runs of nodes, from the root on. What further components a boundary needs, its trailing
+window or its record, follows it whole, once all of it is on the host: without that, storage has no boundary
+there, whatever it has of the backbone.
+
+What failed, or was forgotten by storage, is tried again with the next use of its path: each use looks at the
+whole path and takes every run of nodes that storage lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+
+from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
+from hiradix.transfer import JobKind, Result, Tail, TransferController
+from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
+
+OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
+
+
+class Storing:
+    """Brings host pages to storage, where one is attached."""
+
+    def __init__(self, supply: PageSupply, controller: TransferController, flights: Flights):
+        self._tree: RadixTree = supply.tree
+        self._counters: Counters = supply.counters
+        self._controller = controller
+        self._flights = flights
+        self._others = list(enumerate(supply.tree.components))[1:]
+        self._ending: set[Node] = set()  # whose boundaries are being stored
+
+    def clear(self) -> None:
+        """Forget what is being stored (after a reset)."""
+        self._ending.clear()
+
+    def doubt(self, node: Node) -> None:
+        """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
+        if self._controller.storage_attached:
+            for n in self._tree.path(node):
+                if n.hit_count % OFFER_AGAIN_USES == 0:
+                    n.stored = n.boundary_stored = False
+
+    def store(self, node: Node) -> None:
+        """Store what is lacking of the path to `node`, root first.
+
+        Not what is below a node that is neither there nor on the host: nobody could reach it.
+        """
+        if not self._controller.storage_attached:
+            return
+        path = list(self._tree.path(node))
+        path.reverse()
+        for i, n in enumerate(path):
+            if not n.stored and n.host.pages is None:
+                del path[i:]
+                break
+        boundaries = self._lacking_boundaries(path) if self._others else []
+        for run in list(_runs(path, lambda n: not n.stored)):
+            self._submit(run[-1], run[0].start)
+        for n, known in boundaries:
+            self._submit_boundary(n, known)
+
+    def store_below(self, node: Node) -> None:
+        """Store what went down before `node`, as evicted leaves do: it can be reached now."""
+        if not self._controller.storage_attached:
+            return
+        at = self._tree.current(node)
+        below = [] if at is None else list(at.children.values())
+        while below:
+            child = below.pop()
+            if child.host.pages is not None and not child.stored:
+                self.store(child)
+                below.extend(child.children.values())
+
+    def _submit(self, node: Node, start: int) -> None:
+        """Store the backbone's host pages of the path from page `start` to the end of `node`."""
+        lock = self._tree.lock(node, HOST)
+        host_pages = self._tree.pages(node, HOST, start=start)
+        rows = self._tree.page_rows(node, start)
+        self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
+
+        def done(result: Result) -> None:
+            if result.hashes:
+                self._tree.set_hashes(node, rows.start, result.hashes)
+            self._counters.backed_up += result.num_pages
+            if self._tree.watch is not None and result.num_pages:
+                self._tree.watch.backed_up(node, start, start + result.num_pages)
+            if result.num_pages < len(host_pages):
+                self._counters.backup_failed += len(host_pages) - result.num_pages
+                self._mark_stored(node, start, False)
+            self._tree.unlock(lock)
+
+        ticket = self._controller.store(rows, host_pages)
+        self._flights.add(ticket, Flight(JobKind.STORE, done, reads={BACKBONE: host_pages}))
+
+    def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
+        for n in self._tree.path(node, start):
+            n.stored = stored
+
+    # -- further components ---------------------------------------------------------------
+
+    def _lacking_boundaries(self, path: Sequence[Node]) -> list[tuple[Node, int]]:
+        """Nodes of a root-first path whose boundaries storage lacks and the host has; and for each, where the
+        last one above it ends that storage is known to have. O(path)."""
+        found, known, runs = [], 0, [UNBOUNDED] * len(self._others)
+        for n in path:
+            for i, (component, _) in enumerate(self._others):
+                run = min(runs[i] + n.num_pages, UNBOUNDED)
+                runs[i] = run if n.resident(HOST, component) else 0
+            if n.boundary_stored:
+                known = n.end
+            elif n not in self._ending and all(r >= kind.reach for r, (_, kind) in zip(runs, self._others)):
+                found.append((n, known))
+        return found
+
+    def _submit_boundary(self, node: Node, known: int) -> None:
+        """Store what a boundary at `node` needs of further components, but for pages before `known`."""
+        lock = self._tree.lock(node, HOST)
+        start, pages = node.end, {}
+        for component, kind in self._others:
+            first = max(0, node.end - kind.reach)
+            if kind.per_page:
+                first = max(first, known)
+                pages[component] = self._tree.pages(node, HOST, first, component)
+            else:
+                pages[component] = _record(node, component)
+            start = min(start, first)
+        rows = self._tree.page_rows(node, start)
+        self._ending.add(node)
+
+        def done(result: Result) -> None:
+            if result.hashes:
+                self._tree.set_hashes(node, rows.start, result.hashes)
+            self._ending.discard(node)
+            node.boundary_stored = result.num_pages == sum(map(len, pages.values()))
+            self._tree.unlock(lock)
+
+        ticket = self._controller.store(rows, NO_PAGES, [Tail(own, c) for c, own in pages.items()])
+        self._flights.add(ticket, Flight(JobKind.STORE, done, reads=pages))
+
+
+def _record(node: Node, component: int) -> Pages:
+    pages = node.residency(component, HOST).pages
+    assert pages is not None, f"component {component} of {node} is not on the host"
+    return pages
+
+
+def _runs(path: Iterable[Node], lacks: Callable[[Node], bool]) -> Iterator[list[Node]]:
+    """The longest runs of adjacent nodes of a root-first path that all lack something."""
+    return (list(nodes) for missing, nodes in groupby(path, lacks) if missing)

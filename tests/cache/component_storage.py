@@ -1,0 +1,261 @@
+"""Storage below a cache of several components: a store for each, that outlives caches and loses pages.
+
+What is put must be what its name says, in every component. What a prefetch brings is read back as everything
+is; and where nothing went wrong, it must bring the longest prefix that ends in what storage has of them all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hiradix.cache.agreement import Agree
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.transfer import JobKind
+from hiradix.tree import RadixKey, hash_pages
+from tests.cache.component_world import ComponentWorld, Draw, Setup
+from tests.cache.test_components import MAX_LENGTH, Player
+
+Check = Callable[[int, str, np.ndarray], None]
+
+
+class Depot:
+    """Pages by component and name. faults: chance that a call goes wrong."""
+
+    def __init__(self, num_components: int, rng: random.Random):
+        self.pages: list[dict[str, np.ndarray]] = [{} for _ in range(num_components)]
+        self.rng = rng
+        self.faults = 0.0
+        self.puts: list[tuple[int, int]] = []  # component, pages
+        self.gets: list[tuple[int, int]] = []
+        self.on_put: Callable[[Part, Sequence[str]], list[bool] | None] = lambda part, keys: None
+        self.on_get: Callable[[Part, Sequence[str]], None] = lambda part, keys: None
+
+    def goes_wrong(self) -> bool:
+        return self.rng.random() < self.faults
+
+    def lose(self, share: float) -> None:
+        """What a store with other users forgets: any page of any component."""
+        for shelf in self.pages:
+            for name in [name for name in shelf if self.rng.random() < share]:
+                del shelf[name]
+
+
+class Part:
+    """One component's store."""
+
+    def __init__(self, depot: Depot, component: int, check: Check):
+        self.shelf, self.depot, self.component, self.check = depot.pages[component], depot, component, check
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
+        if self.depot.goes_wrong():
+            return self.depot.rng.choice([len(keys), 0, None])  # too much is found out when it is read
+        return next((i for i, key in enumerate(keys) if key not in self.shelf), len(keys))
+
+    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
+        gone = self._gone()
+        ok = []
+        self.depot.gets.append((self.component, len(keys)))
+        self.depot.on_get(self, keys)
+        for key, (view,) in zip(keys, into, strict=True):
+            data = None if gone() else self.shelf.get(key)
+            view[:] = b"\x7f" * len(view) if data is None else data.tobytes()
+            ok.append(data is not None)
+        return ok
+
+    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
+        gone = self._gone()
+        ok: list[bool] = []
+        self.depot.puts.append((self.component, len(keys)))
+        forced = self.depot.on_put(self, keys)
+        for key, (view,) in zip(keys, pages, strict=True):
+            ok.append(not gone() if forced is None else forced[len(ok)])
+            data = np.frombuffer(bytes(view), np.int64)
+            self.check(self.component, key, data)
+            if ok[-1]:
+                self.shelf.setdefault(key, data)
+        return ok
+
+    def _gone(self) -> Callable[[], bool]:
+        """Whether the next page of a call fails; raises where the call does."""
+        if not self.depot.goes_wrong():
+            return lambda: False
+        if self.depot.rng.random() < 0.3:
+            raise OSError("injected: storage")
+        return lambda: self.depot.rng.random() < 0.3
+
+
+class Storage:
+    """What a cache attaches."""
+
+    def __init__(self, parts: Sequence[Part]):
+        self.parts = tuple(parts)
+        self.num_closed = 0
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self.num_closed += 1
+
+
+class StoredWorld(ComponentWorld):
+    """A `ComponentWorld` over a depot."""
+
+    def __init__(self, setup: Setup, seed: int, agree: Agree | None = None):
+        super().__init__(setup, seed, agree)
+        self.depot = Depot(len(self.components), random.Random(self.rng.random()))
+        self.name_of: dict[str, int] = {}
+        self.waiting: list[int] = []
+        self.num_asked = self.num_ends = 0
+        self.puts, self.gets = self.depot.puts, self.depot.gets
+        self.attach()
+
+    def attach(self) -> None:
+        parts = [Part(self.depot, c, self._check_put) for c in range(len(self.components))]
+        self.cache.attach_storage(Storage(parts))  # type: ignore[arg-type]
+
+    def restart(self) -> None:
+        """Device and host are empty, storage is what it was."""
+        self.cache.reset()
+
+    def _check_put(self, c: int, key: str, data: np.ndarray) -> None:
+        want = self.name_of[key] * 10 + c
+        assert (data == want).all(), f"{self.components[c].name}: {data} under the name of {want}"
+
+    def key(self, draw: Draw, start: RadixKey | None = None, limit: int = 7) -> RadixKey:
+        made = super().key(draw, start, limit)
+        self.hashes(made)
+        return made
+
+    def hashes(self, key: RadixKey) -> list[str]:
+        """Storage's names of the key's pages; from here on a store may have them."""
+        rows = self.tree.rows(key, self.tree.root, 0, len(key) // self.size)
+        found = [digest.hex() for digest in hash_pages(rows)]
+        self.name_of.update(zip(found, self.names_of(key), strict=True))
+        return found
+
+    # -- prefetch -------------------------------------------------------------------------
+
+    def set_policy(self, name: str) -> None:
+        assert self.cache.prefetcher is not None
+        limits = PrefetchLimits(self.size, threshold_tokens=1, capacity_share=1.0)
+        self.cache.prefetcher.policy = PrefetchPolicy.from_name(name, limits)
+
+    def prefetch(self, key: RadixKey) -> int:
+        """Ask for what no tier has of `key`; the handle."""
+        prefetcher = self.cache.prefetcher
+        assert prefetcher is not None
+        self.num_asked += 1
+        prefetcher.start(self.num_asked, key, self.cache.match(key).loadable_node)
+        return self.num_asked
+
+    def stored_end(self, key: RadixKey, start: int, most: int) -> int:
+        """Where the longest prefix ends, of `most` pages from `start` on, that storage has all of."""
+        names, shelves = self.hashes(key)[: start + most], self.depot.pages
+        hits = next((n for n in range(start, len(names)) if names[n] not in shelves[0]), len(names))
+        for end in range(hits, start, -1):
+            if all(
+                names[page] in shelf
+                for kind, shelf in zip(self.components[1:], shelves[1:])
+                for page in range(max(start, end - kind.reach), end)
+            ):
+                return end
+        return start
+
+    def fetch_in_peace(self, key: RadixKey) -> None:
+        """With nothing else under way, a prefetch brings exactly what the rule says that can be had."""
+        cache, prefetcher = self.cache, self.cache.prefetcher
+        assert prefetcher is not None
+        self.settle()
+        start = cache.match(key).loadable_node.end
+        is_attached = self.controller.storage_attached
+        want = self.stored_end(key, start, cache.supply.host_room()) if is_attached else start
+        refused = dict(cache.counters.unfulfilled)
+        self.set_policy("wait_complete")
+        handle = self.prefetch(key)
+        while not prefetcher.progress(handle):
+            assert self.driver.step(), "the prefetch waits for nothing"
+            cache.tick()
+        end = cache.match(key).loadable_node.end
+        self.read_loadable(key, cache.match(key).loadable_node)
+        if cache.counters.unfulfilled == refused:
+            assert end == want, (start, end, want)
+            assert prefetcher.pop_loaded_pages(handle) == end - start
+            self.num_ends += end - start
+
+    def settle_but(self, handle: int) -> None:
+        """Let everything end, a prefetch with it that stays wanted."""
+        super().settle()
+
+    def settle(self) -> None:
+        self.depot.faults = 0.0
+        super().settle()
+        for handle in self.waiting:
+            assert self.cache.prefetcher is not None
+            self.cache.prefetcher.abort(handle)
+        self.waiting.clear()
+        super().settle()
+        assert self.cache.prefetcher is not None and len(self.cache.prefetcher) == 0
+
+
+class StoredPlayer(Player):
+    """`Player` with storage: prefetches, losses, faults, detaches and restarts."""
+
+    def __init__(self, setup: Setup, seed: int):
+        self.world: StoredWorld = StoredWorld(setup, seed)
+
+    def ask(self, draw: Draw) -> None:
+        world = self.world
+        world.cache.tick()
+        world.set_policy(("best_effort", "wait_complete", "timeout")[draw(3)])
+        world.waiting.append(world.prefetch(world.key(draw, limit=MAX_LENGTH)))
+
+    def answer(self, draw: Draw) -> None:
+        """A request looks whether to go on, or is aborted."""
+        world = self.world
+        if not world.waiting:
+            return
+        handle = world.waiting.pop(draw(len(world.waiting)))
+        prefetcher = world.cache.prefetcher
+        assert prefetcher is not None
+        if draw(4) == 0:
+            prefetcher.abort(handle)
+        elif not prefetcher.progress(handle):
+            world.waiting.append(handle)
+
+    def peace(self, draw: Draw) -> None:
+        self.world.faults = 0.0
+        if draw(3):
+            self.restart(draw)
+        if draw(4) and not self.world.controller.storage_attached:
+            self.world.attach()
+        self.world.fetch_in_peace(self.world.key(draw, limit=MAX_LENGTH))
+
+    def lose(self, draw: Draw) -> None:
+        self.world.depot.lose((0.05, 0.2, 0.6)[draw(3)])
+
+    def storage_fault(self, draw: Draw) -> None:
+        self.world.depot.faults = (0.0, 0.0, 0.1, 0.4)[draw(4)]
+
+    def detach(self, draw: Draw) -> None:
+        """Detach and, sooner or later, attach again."""
+        world = self.world
+        if world.controller.storage_attached:
+            world.cache.detach_storage(100.0)
+            assert not world.cache.flights.tickets(JobKind.QUERY, JobKind.READ, JobKind.STORE)
+        else:
+            world.attach()
+
+    def restart(self, draw: Draw) -> None:
+        while self.world.running:
+            self.finish(draw)
+        self.world.faults = 0.0
+        if draw(3):
+            self.world.settle()
+        self.world.restart()
+
+    MOVES = {
+        **Player.MOVES, ask: 14, answer: 10, peace: 9, lose: 2, storage_fault: 3, detach: 1, restart: 3,
+    }  # fmt: skip
+

@@ -1,0 +1,253 @@
+"""Storage of windows and state records: miss or exact, and nothing left out that could be had."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.cache.reads import MAX_TRIES
+from hiradix.errors import StorageError
+from hiradix.policy.no_regret import NoRegret
+from hiradix.transfer import JobKind
+from hiradix.tree import RadixKey
+from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
+from tests.cache.component_world import HOST, Setup
+from tests.cache.test_components import CONFIGS, serve
+
+NUM_RUNS = int(os.environ.get("HIRADIX_COMPONENT_RUNS", "240"))
+NUM_MOVES = 80
+NUM_CHUNKS = 8
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_random_lives_are_exact_and_bring_what_can_be_had(chunk: int) -> None:
+    hits = ends = prefetched = 0
+    for seed in range(chunk, NUM_RUNS, NUM_CHUNKS):
+        setup = CONFIGS[seed % len(CONFIGS)]
+        try:
+            world = StoredPlayer(setup, seed).play(random.Random(seed).randrange, NUM_MOVES, 4)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {setup}")
+            raise
+        assert isinstance(world, StoredWorld)
+        hits, ends = hits + world.num_hits, ends + world.num_ends
+        prefetched += world.cache.counters.prefetched
+    assert min(hits, ends, prefetched) > 20, (hits, ends, prefetched)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(CONFIGS), st.data())
+def test_lives_that_shrink(setup: Setup, data: st.DataObject) -> None:
+    StoredPlayer(setup, 1).play(lambda n: data.draw(st.integers(0, n - 1)), 25)
+
+
+# -- one thing at a time ------------------------------------------------------------------
+
+
+TOKENS = list(range(12))
+
+
+def roomy(**changes: object) -> StoredWorld:
+    sizes = {"device_pages": (60, 60, 20), "host_pages": (60, 60, 20)}
+    world = StoredWorld(Setup(**{**sizes, **changes}), 1)  # type: ignore[arg-type]
+    world.cache.no_regret = world.cache.prefetcher.no_regret = NoRegret(False)  # type: ignore[union-attr]
+    return world
+
+
+def serve_key(world: StoredWorld, tokens: list[int]) -> int:
+    world.hashes(RadixKey(tokens))
+    return serve(world, tokens)
+
+
+def stored(world: StoredWorld, tokens: list[int]) -> list[list[int]]:
+    """Which pages of a prompt each component has in storage."""
+    names = world.hashes(RadixKey(tokens))
+    return [[page for page, name in enumerate(names) if name in shelf] for shelf in world.depot.pages]
+
+
+def fetched(world: StoredWorld, tokens: list[int]) -> int:
+    """Prefetch a prompt in peace; where its loadable part ends."""
+    world.fetch_in_peace(RadixKey(tokens))
+    world.check()
+    return world.cache.match(RadixKey(tokens)).loadable_node.end
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_was_served_comes_back_after_a_restart(has_state: bool, policy: str) -> None:
+    world = roomy(has_state=has_state, write_policy=policy)
+    assert serve_key(world, TOKENS) == 12
+    world.cache.evict(100)
+    world.settle()
+    full, window, *state = stored(world, TOKENS)
+    assert full == TOKENS and window[-3:] == [9, 10, 11] and [own[-1] for own in state] == [11] * has_state
+    assert policy == "write_back" or len(window) == 3, "only what the boundary needs"
+    world.restart()
+    assert fetched(world, TOKENS) == 12
+    assert serve_key(world, TOKENS) == 0
+    assert world.cache.counters.prefetched == 12
+    world.assert_drained()
+
+
+def test_a_later_boundary_stores_what_the_earlier_one_has_not() -> None:
+    world = roomy()
+    serve_key(world, TOKENS)
+    puts = len(world.puts)
+    serve_key(world, [*TOKENS, 12])
+    assert world.puts[puts:] == [(0, 1), (1, 1)]
+    assert stored(world, [*TOKENS, 12])[1] == [9, 10, 11, 12]
+    world.restart()
+    assert fetched(world, [*TOKENS, 12]) == 13
+
+
+def test_hits_end_at_the_last_boundary_when_the_prompt_parts_in_between() -> None:
+    world = roomy()
+    serve_key(world, TOKENS[:6])
+    serve_key(world, TOKENS)
+    world.restart()
+    assert fetched(world, [*TOKENS[:9], 77, 78]) == 6
+    world.restart()
+    assert fetched(world, TOKENS) == 12
+
+
+def test_what_is_read_begins_where_the_tree_ends() -> None:
+    """A window that reaches back over what the tree has is read from there on only."""
+    world = roomy()
+    serve_key(world, TOKENS)
+    world.restart()
+    assert fetched(world, TOKENS[:11]) == 0
+    serve_key(world, TOKENS[:11])
+    world.depot.pages[1].pop(world.hashes(RadixKey(TOKENS))[9])
+    assert fetched(world, TOKENS) == 12
+    assert serve_key(world, TOKENS) == 0
+
+
+def test_a_boundary_whose_window_was_not_taken_is_none_and_is_offered_again() -> None:
+    world = roomy()
+    refuse = True
+
+    def take(part: Part, keys: Sequence[str]) -> list[bool] | None:
+        return [True, False, False][: len(keys)] if part.component and refuse else None
+
+    world.depot.on_put = take
+    serve_key(world, TOKENS)
+    node = world.cache.match(RadixKey(TOKENS)).device_node
+    assert node.stored and not node.boundary_stored
+    assert stored(world, TOKENS) == [TOKENS, [9]]
+    refuse = False
+    serve_key(world, TOKENS)
+    assert stored(world, TOKENS)[1] == [9, 10, 11] and node.boundary_stored
+    world.assert_drained()
+
+
+def test_a_split_leaves_the_boundary_with_the_end() -> None:
+    world = roomy()
+    serve_key(world, TOKENS)
+    node = world.cache.match(RadixKey(TOKENS)).device_node
+    world.cache.match(RadixKey(TOKENS[:5]))
+    upper = world.tree.find(RadixKey(TOKENS[:5]))
+    assert node.boundary_stored and upper.end == 5 and upper.stored and not upper.boundary_stored
+    world.cache.detach_storage(1.0)
+    assert not node.stored and not node.boundary_stored
+
+
+def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_one() -> None:
+    world = roomy()
+    for end in (4, 8, 12):
+        serve_key(world, TOKENS[:end])
+    world.restart()
+    names = world.hashes(RadixKey(TOKENS))
+
+    def lose_late(part: Part, keys: Sequence[str]) -> None:
+        world.depot.pages[1].pop(names[10], None)
+
+    world.depot.on_get = lose_late
+    key = RadixKey(TOKENS)
+    world.set_policy("wait_complete")
+    handle = world.prefetch(key)
+    world.settle_but(handle)
+    assert world.cache.match(key).loadable_node.end == 8
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None and prefetcher.progress(handle)
+    assert prefetcher.pop_loaded_span(handle) == (0, 8)
+    world.assert_drained()
+
+
+def test_a_boundary_that_keeps_vanishing_is_not_asked_for_for_ever() -> None:
+    world = roomy()
+    for end in range(1, 13):
+        serve_key(world, TOKENS[:end])
+    world.restart()
+    gets = []
+
+    def lose_all(part: Part, keys: Sequence[str]) -> None:
+        gets.append(part.component)
+        part.shelf.pop(keys[-1], None)
+
+    world.depot.on_get = lose_all
+    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    assert gets == [0] * MAX_TRIES
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("component", [0, 1])
+def test_without_room_for_all_of_it_nothing_is_read(component: int) -> None:
+    world = roomy()
+    serve_key(world, TOKENS)
+    world.restart()
+    blocked = world.host[component].alloc(58 if component else 50)
+    gets = len(world.gets)
+    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 0
+    assert len(world.gets) == gets and world.tree.resident_pages(HOST) == 0
+    world.host[component].free(blocked)
+    assert fetched(world, TOKENS) == 12
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_stopped_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
+    world = roomy(has_state=True)
+    serve_key(world, TOKENS)
+    world.restart()
+    handle = world.prefetch(RadixKey(TOKENS))
+    for _ in range(steps):
+        world.driver.step()
+        world.cache.tick()
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None
+    prefetcher.abort(handle)
+    world.settle()
+    world.check()
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end in (0, 12)
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("steps", range(9))
+def test_detached_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
+    world = roomy(has_state=True)
+    serve_key(world, TOKENS)
+    world.restart()
+    world.prefetch(RadixKey(TOKENS))
+    for _ in range(steps):
+        world.driver.step()
+        world.cache.tick()
+    world.cache.detach_storage(100.0)
+    world.check()
+    assert not world.cache.flights.tickets(JobKind.QUERY, JobKind.READ)
+    world.attach()
+    assert fetched(world, TOKENS) == 12
+    world.assert_drained()
+
+
+def test_storage_of_full_attention_alone_is_refused() -> None:
+    world = roomy()
+    world.cache.detach_storage(1.0)
+    with pytest.raises(StorageError, match="1 components of 2"):
+        world.cache.attach_storage(Storage([Part(world.depot, 0, world._check_put)]))  # type: ignore[arg-type]
+    world.attach()
