@@ -56,9 +56,9 @@ def bug(rows: str, name: str, file: str, old: str, new: str, *tests: str) -> Bug
 BUGS = [
     bug(
         "1", "a page's copy loses part of what the other pool has", "memory/transport.py",
-        "target.narrow(dim, into, end - begin).copy_(source.narrow(dim, first, end - begin))",
-        "target.narrow(dim, into, end - begin)[..., :-1].copy_("
-        "source.narrow(dim, first, end - begin)[..., :-1])",
+        "target.narrow(dim, into, num_pages).copy_(source.narrow(dim, first, num_pages))",
+        "target.narrow(dim, into, num_pages)[..., :-1].copy_("
+        "source.narrow(dim, first, num_pages)[..., :-1])",
         "tests/memory/test_transport.py",
     ),
     bug(
@@ -78,7 +78,7 @@ BUGS = [
     bug("5", "host pages are let go before their load back has ended", LOAD,
         "locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))",
         "locks = (self._tree.lock(node, DEVICE), self._tree.lock(node, DEVICE))"),
-    bug("6", "a read that came short is taken for whole", FETCH,
+    bug("6", "a read that came short is taken for whole", READS,
         "usable = result.num_pages if start < p.end_page else 0",
         "usable = len(host_pages) if start < p.end_page else 0"),
     bug("7", "a failed get is no miss", STORAGE_JOBS, "        if not ok:\n            return False",
