@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import Page, PageFingerprint, StorageBackend, StorageContext, open_storage
-from hiradix.storage.account import Account
+from hiradix.storage import (
+    GuardedStorage,
+    Page,
+    PageFingerprint,
+    StorageBackend,
+    StorageContext,
+    open_storage,
+)
+from hiradix.storage.account import Account, Entered, Entry
 from hiradix.storage.options import Options
 from hiradix.storage.quota import QuotaConfig, QuotaStorage, account_name, with_quota
+from hiradix.tree import RadixTree, Tier
 from hiradix.tree.key import Namespace, RadixKey
-from hiradix.tree.tree import RadixTree
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -33,6 +42,7 @@ from tests.contracts.storage import (
     hits,
     key_of,
     keys_of,
+    page_of,
     put_for,
     quota_of,
 )
@@ -105,6 +115,17 @@ class TestConfig:
         tree = RadixTree(1)
         key = RadixKey([1, 2, 3], cache_salt="alice")
         assert tree.rows(key, tree.root, 0, 3).tenant == "salt:alice"
+        lock = tree.insert(key, Tier.HOST, [np.arange(3, dtype=np.int32)]).lock
+        assert tree.page_rows(lock.node, 0).tenant == "salt:alice"
+
+    def test_the_guard_says_whose_pages_they_are(self, tmp_path: Path) -> None:
+        with contextlib.closing(
+            GuardedStorage(open_quota(tmp_path, memory(tmp_path, {}), pages=1), FINGERPRINT)
+        ) as store:
+            pages = [page_of(key_of(0))]
+            for number, tenant in enumerate(("salt:a", "salt:b", "salt:b")):
+                assert store.put([key_of(number)], pages, None, tenant) == [True]
+            assert [store.exists([key]) for key in keys_of(3)] == [1, 0, 1]
 
 
 class TestAccountFile:
@@ -179,6 +200,32 @@ class TestAccountFile:
         other.close()
         assert put_for(store, [key_of(1)], "salt:a") == [True]
         store.close()
+
+
+class TestAccount:
+    """What the store's own order of calls does not show."""
+
+    @pytest.fixture
+    def account(self, tmp_path: Path) -> Iterator[Account]:
+        account = Account(tmp_path / "a", "memory")
+        yield account
+        account.close()
+
+    def test_what_is_entered_never_exceeds_the_limit(self, account: Account) -> None:
+        head = {key: Entry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}
+        assert account.enter("a", head, 25) == Entered(frozenset(keys_of(2)))
+        assert account.enter("a", {key_of(5): Entry(10, 9)}, 25) == Entered(frozenset(), short_bytes=5)
+        assert account.used_bytes("a") == 20
+
+    def test_anothers_page_takes_nothing_of_a_tenants_limit(self, account: Account) -> None:
+        account.enter("a", {key_of(0): Entry(10, 1)}, 10)
+        both = {key: Entry(10, 2) for key in keys_of(2)}
+        assert account.enter("b", both, 10) == Entered(frozenset(both))
+        assert account.used_bytes("a") == account.used_bytes("b") == 10
+
+    def test_what_is_to_be_kept_stays_however_old_its_use(self, account: Account) -> None:
+        account.enter("a", {key: Entry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}, 30)
+        assert account.coldest("a", 10, {key_of(0)}) == [key_of(1)]
 
 
 class TestFaults:
