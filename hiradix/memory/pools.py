@@ -134,7 +134,7 @@ class DevicePool(PlanePool):
         self._keep(
             [_device_plane(self, array) for array in range(len(arrays))],
             [[_in_pages(buffer, self.page_limit) for buffer in buffers] for buffers in arrays],
-            [_stack(buffers, self.page_limit) for buffers in arrays],
+            [stacked([_in_pages(buffer, self.page_limit) for buffer in buffers]) for buffers in arrays],
         )
 
     @classmethod
@@ -354,13 +354,13 @@ def _in_pages(buffer: torch.Tensor, num_pages: int) -> torch.Tensor:
     return buffer.view(num_pages, -1, *buffer.shape[1:])
 
 
-def _stack(buffers: list[torch.Tensor], num_pages: int) -> torch.Tensor | None:
-    """[L, P, S, H, D] over all layers where they lie at one distance in one storage."""
-    first = _in_pages(buffers[0], num_pages)
+def stacked(views: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """[L, P, S, H, D] over the [P, S, H, D] of all layers where they lie at one distance in one storage."""
+    first = views[0]
     storage = first.untyped_storage().data_ptr()
-    offsets = [buffer.storage_offset() for buffer in buffers]
+    offsets = [view.storage_offset() for view in views]
     step = offsets[1] - offsets[0] if len(offsets) > 1 else 0
     even = all(later - earlier == step for earlier, later in zip(offsets, offsets[1:], strict=False))
-    if not even or step < 0 or any(buffer.untyped_storage().data_ptr() != storage for buffer in buffers):
+    if not even or step < 0 or any(view.untyped_storage().data_ptr() != storage for view in views):
         return None
-    return first.as_strided((len(buffers), *first.shape), (step, *first.stride()), offsets[0])
+    return first.as_strided((len(views), *first.shape), (step, *first.stride()), offsets[0])

@@ -8,7 +8,7 @@ import torch
 
 from hiradix.errors import ConfigError
 from hiradix.memory.layout import Plane
-from hiradix.memory.pools import LayerCounter, PlanePool
+from hiradix.memory.pools import LayerCounter, PlanePool, stacked
 from hiradix.memory.shape import WORDS, CacheShape
 
 
@@ -32,7 +32,7 @@ class StridedPool(PlanePool):
         for number, views in enumerate(arrays):
             _check(shape, number, views, first)
         planes = [_plane(shape, number, views) for number, views in enumerate(arrays)]
-        self._keep(planes, [list(views) for views in arrays], [None] * len(arrays))  # layers lie apart
+        self._keep(planes, [list(views) for views in arrays], [stacked(views) for views in arrays])
         self._has_planes = all(views[0].stride(3) == 1 or views[0].shape[3] == 1 for views in arrays)
         self.counter: LayerCounter | None = None
 
