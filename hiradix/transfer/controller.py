@@ -168,10 +168,12 @@ class TransferController:
     ) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
 
-        others: of further components, pages for the last of `hashes`. They come after and count on.
+        Each component's pages, `others` those of further ones, are for the last of `hashes`, all of which one
+        of them wants. They come one component after the other and count on.
         """
-        assert len(hashes) == len(host_pages), f"{len(hashes)} hashes for {len(host_pages)} pages"
         tails = as_tails(host_pages, others)
+        longest = max(len(tail.pages) for tail in tails)
+        assert len(hashes) == longest, f"{len(hashes)} hashes for {longest} pages"
         return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain))
 
     def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:

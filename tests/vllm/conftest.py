@@ -1,4 +1,4 @@
-"""Models for the lane, and one vLLM without a connector to compare with."""
+"""Models for the lane, and vLLM on each without a connector to compare with."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.e2e.tiny_model import write_tiny_model
 from tests.vllm.player import Player
 
 Start = Callable[..., Player]
+REAL = {"max_model_len": 1024, "max_num_seqs": 4}  # how vLLM runs SmolLM2 here
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
     """vLLM on the tiny model, without connector and prefix cache."""
     player = Player(model, None, tmp_path_factory.mktemp("plain") / "log")
+    yield player
+    player.kill()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """SmolLM2-135M."""
+    from hiradix.engine.smollm2 import smollm2_path
+
+    return smollm2_path(dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def plain_real(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
+    """vLLM on SmolLM2, without connector and prefix cache."""
+    player = Player(real_model, None, tmp_path_factory.mktemp("real") / "log", **REAL)
     yield player
     player.kill()
 

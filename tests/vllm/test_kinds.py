@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
 from tests.vllm.test_server import Serving, cached_tokens, token_ids
+from tests.vllm.test_storage import with_storage
 
 Start = Callable[..., Player]
 SIZES: dict[str, Any] = {
@@ -38,13 +40,18 @@ def both(start: Start, path: Path, extra: dict[str, Any], **engine: Any) -> tupl
 
 
 def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
-    """Two KV cache groups under vLLM's hybrid allocator; a window's host pages cover what a hit reads."""
+    """Two KV cache groups under vLLM's hybrid allocator; a window's host pages cover what a hit reads.
+
+    Then another process, which has only what the first one stored.
+    """
     path = checkpoint(
         tmp_path / "gemma", "Gemma3", query_pre_attn_scalar=32, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     prompts = [conversation(seed, 200 + 70 * seed) for seed in range(4)]
-    plain, ours = both(start, path, {}, skip_tokenizer_init=True, disable_hybrid_kv_cache_manager=False)
+    extra = with_storage("disk", disk_storage_path=str(tmp_path / "pages"), max_size="64MiB")
+    engine = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": False}
+    plain, ours = both(start, path, extra, **engine)
     expected = plain.generate(prompts, max_tokens=40)
     assert_same(expected, ours.generate(prompts, max_tokens=40))
     again = ours.generate(prompts, max_tokens=40)
@@ -54,6 +61,16 @@ def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
     assert_same(plain.generate(longer), ours.generate(longer))
     state = ours.state()
     assert len(state["groups"]) == 2 and state["load_async"] and state["load_failed"] == 0
+    ours.stop()
+    restarted = start(extra, path, **engine)
+    again = restarted.generate(prompts, max_tokens=40)
+    assert cached(again) == sum((len(prompt) - 1) // 32 * 32 for prompt in prompts)
+    assert_same(expected, again)
+    assert_same(plain.generate(longer), restarted.generate(longer))
+    state = restarted.state()
+    assert state["fetch_read"] >= cached(again) // 32 and state["load_failed"] == 0
+    restarted.ask("corrupt")  # positive control: these checks do see a wrong page
+    assert not judge(expected, restarted.generate(prompts, max_tokens=40)).holds
 
 
 def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
@@ -95,13 +112,10 @@ def test_events_name_host_blocks_as_vllm_does(start: Start) -> None:
     assert figures["saved_pages"] == len(stored) and figures["write_through_bytes"] > 0
 
 
-def test_a_real_model(start: Start, tmp_path: Path) -> None:
+def test_a_real_model(start: Start, real_model: Path, plain_real: Player, tmp_path: Path) -> None:
     """SmolLM2-135M on conversations: the next turn begins where the last answer ended. Then on the server."""
-    from hiradix.engine.smollm2 import smollm2_path
-
-    path = smollm2_path(dtype="float32")
-    engine = {"max_model_len": 1024, "max_num_seqs": 4}
-    plain, ours = both(start, path, {}, **engine)
+    path, plain = real_model, plain_real
+    ours = start({"hicache_size": 0.1}, path, **REAL)
     turns = [conversation(3, 300), conversation(4, 260)]
     for _ in range(2):
         expected = plain.generate(turns, max_tokens=24)

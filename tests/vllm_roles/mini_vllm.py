@@ -2,8 +2,9 @@
 
 The model writes, for each position, a number made of everything before it, the namespace, the layer and the
 worker. Before it computes a position it checks every number it would read, in every layer and group. Blocks
-are handed out again at once (last freed, first used), so a copy that comes late reads or writes the wrong
-thing, and is seen.
+are handed out again at once (last freed, first used), to any KV cache group, and all groups have the same
+bytes under a block's number, as in vLLM: so a copy that comes late reads or writes the wrong thing, and is
+seen.
 """
 
 from __future__ import annotations
@@ -109,22 +110,34 @@ class FaultyTransport(TorchTransport):
 
 
 class FakeStorage:
-    """A store that outlives engines, with faults; stands for a guarded backend."""
+    """A store that outlives engines, with faults; stands for a guarded backend and its part per component."""
 
-    def __init__(self, pages: dict[str, bytes]) -> None:
+    def __init__(self, pages: dict[str, bytes], num_components: int = 1) -> None:
         self.pages = pages
         self.fault = ""
+        self.parts = tuple(FakePart(self, "" if c == 0 else f"@{c}") for c in range(num_components))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class FakePart:
+    """The pages of one component, in the store's dictionary under their names and `suffix`."""
+
+    def __init__(self, whole: FakeStorage, suffix: str) -> None:
+        self._whole, self._suffix = whole, suffix
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        if self.fault == "exists":
+        if self._whole.fault == "exists":
             return 0
-        return next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
+        lacking = (i for i, key in enumerate(keys) if key + self._suffix not in self._whole.pages)
+        return next(lacking, len(keys))
 
     def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
-            data = self.pages.get(key)
-            if data is None or (self.fault == "get" and number >= len(keys) // 2):
+            data = self._whole.pages.get(key + self._suffix)
+            if data is None or (self._whole.fault == "get" and number >= len(keys) // 2):
                 ok.append(False)
                 continue
             for view in views:
@@ -133,14 +146,11 @@ class FakeStorage:
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
-        if self.fault == "put":
+        if self._whole.fault == "put":
             return [False] * len(keys)
         for key, views in zip(keys, pages, strict=True):
-            self.pages[key] = b"".join(bytes(view) for view in views)
+            self._whole.pages[key + self._suffix] = b"".join(bytes(view) for view in views)
         return [True] * len(keys)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
 
 
 @dataclass(frozen=True)
@@ -167,20 +177,20 @@ class Rank:
         shape = KVShape(LAYERS, HEADS, DIM, DIM, torch.float64)
         size = (world.num_blocks, HEADS, S, 2 * DIM)
         self.offset = number * 7
-        self.caches = [[torch.zeros(size, dtype=torch.float64) for _ in range(LAYERS)] for _ in range(groups)]
+        self.caches = [torch.zeros(size, dtype=torch.float64) for _ in range(LAYERS)]
         self.driver = StepDriver(world.seed + number)
         self.transports = [FaultyTransport() for _ in range(groups)]
         pairs = [
             PoolPair(
-                pool_of(shape, Blocks(S, world.num_blocks), caches),
+                pool_of(shape, Blocks(S, world.num_blocks), self.caches),
                 HostPool(shape, world.host_pages, S),
                 transport,
                 range(group * LAYERS, (group + 1) * LAYERS),
             )
-            for group, (caches, transport) in enumerate(zip(self.caches, self.transports, strict=True))
+            for group, transport in enumerate(self.transports)
         ]
         runtime = Runtime(self.driver, self.driver.now, TransferLimits(num_load_slots=64))
-        self.storage = FakeStorage({} if store is None else store)
+        self.storage = FakeStorage({} if store is None else store, groups)
         self.role = WorkerRole(pairs, range(groups), self._open, runtime)
         if store is not None:
             self.role.attach("fake", {})
@@ -189,14 +199,17 @@ class Rank:
         return self.storage
 
     def write(self, group: int, block: int, offset: int, number: int) -> None:
-        for layer, cache in enumerate(self.caches[group]):
-            cache[block, 0, offset, 0] = number + layer + self.offset
-            cache[block, 0, offset, 1] = -(number + layer + self.offset)
+        for layer, cache in enumerate(self.caches):
+            cell = cache[block, 0, offset]
+            cell[0], cell[1] = (sign * (number + self._mark(group, layer)) for sign in (1, -1))
 
     def reads_right(self, layer: int, at: tuple[int, int, int], number: int) -> bool:
         group, block, offset = at
-        cell = self.caches[group][layer][block, 0, offset]
-        return cell[0] == number + layer + self.offset and cell[1] == -cell[0]
+        cell = self.caches[layer][block, 0, offset]
+        return cell[0] == number + self._mark(group, layer) and cell[1] == -cell[0]
+
+    def _mark(self, group: int, layer: int) -> int:
+        return self.offset + layer + group * 10_000_000
 
 
 class MiniVLLM:
@@ -271,7 +284,7 @@ class MiniVLLM:
 
     def step(self) -> Orders:
         """Schedule, let the workers compute and copy, take in what they say."""
-        plans: list[tuple[FakeRequest, int, list[tuple[int, int]]]] = []
+        plans: list[tuple[FakeRequest, int, list[int]]] = []
         budget = self._schedule_running(plans)
         has_sync_loads = self._schedule_waiting(plans, budget)
         orders = self._orders(plans)
@@ -316,7 +329,7 @@ class MiniVLLM:
         plans[:] = [plan for plan in plans if plan[0] in self.running]
         return budget
 
-    def _grow(self, request: FakeRequest, end: int, keep: FakeRequest) -> list[tuple[int, int]] | None:
+    def _grow(self, request: FakeRequest, end: int, keep: FakeRequest) -> list[int] | None:
         """Blocks up to token `end`, preempting others for them; None if the request itself had to go."""
         self._slide(request, request.num_computed_tokens)
         short = sum(max(0, -(-end // S) - len(table)) for table in request.tables)
@@ -325,10 +338,10 @@ class MiniVLLM:
             if keep not in self.running:
                 return None
         new = []
-        for group, table in enumerate(request.tables):
+        for table in request.tables:
             while len(table) < -(-end // S):
                 table.append(self.free.pop())
-                new.append((group, table[-1]))
+                new.append(table[-1])
         return new
 
     def _skipped(self, num_tokens: int) -> int:
@@ -388,7 +401,7 @@ class MiniVLLM:
             lacking += sum(-(-one.num_tokens // S) - len(table) for table in tables)
         return lacking <= len(self.free)
 
-    def _admit(self, request: FakeRequest, start: int, end: int) -> list[tuple[int, int]] | None:
+    def _admit(self, request: FakeRequest, start: int, end: int) -> list[int] | None:
         """Blocks for a request that has none beyond what it has loaded."""
         tables = request.tables or [[] for _ in self.groups]
         skipped = [0, self._skipped(start)][: len(tables)]
@@ -397,12 +410,12 @@ class MiniVLLM:
         if short > len(self.free):
             return None
         new = []
-        for group, (table, skip) in enumerate(zip(tables, skipped, strict=True)):
+        for table, skip in zip(tables, skipped, strict=True):
             table += [0] * (min(skip, pages) - len(table))
             while len(table) < pages:
                 table.append(self.free.pop())
                 if len(table) * S > start:
-                    new.append((group, table[-1]))
+                    new.append(table[-1])
         request.tables = tables
         return new
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
+from hiradix.tree import Tier
+from hiradix.tree.hashing import PageRows, hash_pages
 from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
 
 
@@ -188,6 +193,86 @@ def test_a_new_process_finds_what_the_first_stored() -> None:
         assert vllm.hit_tokens == (4 * S if load_async else 0)
         assert vllm.role.figures.stored_pages == (0 if load_async else 4)
     assert vllm.role.fetches.figures.read == 4
+
+
+def names(one: FakeRequest) -> list[str]:
+    """What storage calls the pages of a request."""
+    rows = np.array(one.all_token_ids[: one.num_tokens // S * S], np.int64).reshape(-1, S)
+    return [digest.hex() for digest in hash_pages(PageRows(b"", rows))]
+
+
+WINDOW = World(window=6, load_async=True, num_blocks=48, budget=40)  # two pages behind a boundary
+
+
+def stored(num_pages: int, num_workers: int = 1) -> list[dict[str, bytes]]:
+    """What the pages of request "a" are in storage, those of windows under names that end in "@1"."""
+    store: list[dict[str, bytes]] = [{} for _ in range(num_workers)]
+    vllm = MiniVLLM(replace(WINDOW, num_workers=num_workers), store)
+    vllm.add(request("a", num_pages, max_tokens=1))
+    vllm.drain()
+    wanted = sorted(name + part for name in names(request("a", num_pages)) for part in ("", "@1"))
+    assert all(sorted(pages) == wanted for pages in store)
+    return store
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    ("gone", "hits"),
+    [
+        ((), 6),
+        (("5@1",), 5),
+        (("4@1",), 4),
+        (("5@1", "3@1"), 3),
+        (("4@1", "1@1"), 4),
+        (("2",), 2),
+        (("2", "1@1"), 1),
+    ],
+)
+def test_windows_come_back_behind_the_deepest_boundary_that_has_them(
+    num_workers: int, gone: tuple[str, ...], hits: int
+) -> None:
+    """gone: pages that storage, of the last worker, has lost; with "@1" the window's."""
+    store, pages = stored(6, num_workers), names(request("a", 6))
+    for which in gone:
+        number, at, part = which.partition("@")
+        del store[-1][pages[int(number)] + at + part]
+    vllm = MiniVLLM(replace(WINDOW, num_workers=num_workers), store)
+    vllm.add(request("a", 6))
+    vllm.drain()
+    assert vllm.hit_tokens == hits * S
+    held = [vllm.index.tree.resident_pages(1, component) for component in (0, 1)]
+    assert held[0] == 6 and held[1] >= min(2, hits), "the rest was computed and saved"
+
+
+def test_only_the_windows_are_fetched_that_the_hit_needs() -> None:
+    vllm = MiniVLLM(WINDOW, stored(6))
+    probe = request("b", 6)
+    vllm.role.arrived(probe)
+    vllm.run(lambda: vllm.role.lookup(probe, 0) is not None)
+    assert vllm.role.lookup(probe, 0) == 6 * S
+    assert [vllm.index.tree.resident_pages(1, component) for component in (0, 1)] == [6, 2]
+    vllm.role.finished(probe, [[], []])
+    vllm.drain()
+
+
+def test_windows_that_left_the_host_come_back_alone() -> None:
+    """The host has full attention's pages, but not what a boundary needs of the windows."""
+    vllm = MiniVLLM(WINDOW, stored(6))
+    vllm.add(request("b", 6, max_tokens=1))
+    vllm.drain()
+    tree = vllm.index.tree
+    vllm.index._release(tree.evict(1, Tier.HOST, 6))
+    assert tree.resident_pages(1, 1) == 0 and vllm.hit_tokens == 6 * S
+    vllm.add(request("c", 6, max_tokens=1))
+    vllm.drain()
+    assert vllm.hit_tokens == 12 * S and vllm.role.fetches.figures.read == 6
+
+
+def test_a_fetch_for_which_the_host_has_no_window_page_leaves_nothing_behind() -> None:
+    vllm = MiniVLLM(replace(WINDOW, host_pages=1), stored(6))
+    vllm.add(request("b", 6, max_tokens=1))
+    vllm.drain()
+    assert vllm.hit_tokens == 0 and len(vllm.done) == 1
 
 
 def test_storage_that_only_one_worker_has_is_no_hit() -> None:

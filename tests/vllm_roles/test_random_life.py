@@ -40,7 +40,7 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.world = drawn_world(rng)
-        has_store = not self.world.window and rng.random() < 0.6
+        has_store = rng.random() < 0.6
         self.store: list[dict[str, bytes]] | None = (
             [{} for _ in range(self.world.num_workers)] if has_store else None
         )

@@ -23,13 +23,10 @@ from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.worker import OpenStorage, WorkerRole
 from hiradix.config import ExtraConfig
-from hiradix.errors import ConfigError
 from hiradix.memory import HostPool, MLAShape, make_transport, size_host_pools, token_bytes
 from hiradix.prefix_cache import ModelIdentity, model_identity, page_fingerprint
-from hiradix.storage import GuardedStorage, StorageContext, open_storage
+from hiradix.storage import ComponentPages, Stores, open_stores
 from hiradix.transfer import PoolPair
-
-WINDOWS = "stores full attention only, not sliding windows"
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
         transport = make_transport(config.hicache_io_backend, device.device, (device, host))
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
-    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, pairs[0].host))
+    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, pairs))
     if config.hicache_storage_backend is not None:
         try:
             role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
@@ -97,8 +94,32 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)})
 
 
-def _storage_opener(plan: WorkerPlan, pool: Any) -> OpenStorage:
-    """pool: the host pool of the backbone, which is what storage holds."""
+def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str]:
+    """What storage calls each component: "" for full attention, "window-4096" for windows of so many tokens.
+
+    vLLM cuts layers of one kind into groups as it sees fit: where there are several, their layers say which.
+    """
+    specs = [plan.groups[number].spec for number in plan.grouping.groups]
+    windows = [getattr(spec, "sliding_window", None) for spec in specs]
+    kinds = [f"window-{window}" if window else "" for window in windows]
+    return [
+        kind if kinds.count(kind) == 1 else f"{kind or 'full'}-layers-{'-'.join(map(str, layers))}"
+        for kind, layers in zip(kinds, layers_of, strict=True)
+    ]
+
+
+def _storage_opener(plan: WorkerPlan, pairs: Sequence[PoolPair]) -> OpenStorage:
+    """Opens a store for the pages of all components, as the host pools have them."""
+    names = _stored_as(plan, [pair.model_layers for pair in pairs])
+    pages = [_pages_of(plan, pair.host, name) for pair, name in zip(pairs, names, strict=True)]
+
+    def open_it(name: str, keys: Mapping[str, Any]) -> Stores:
+        return open_stores(name, ExtraConfig.from_mapping(keys).backend, pages)
+
+    return open_it
+
+
+def _pages_of(plan: WorkerPlan, pool: Any, component: str) -> ComponentPages:
     model = plan.model
     if isinstance(pool.shape, MLAShape):
         model = replace(model, tp_rank=0, tp_size=1)  # every rank has the same rows
@@ -106,11 +127,5 @@ def _storage_opener(plan: WorkerPlan, pool: Any) -> OpenStorage:
     if plan.interior is Interior.OWN:
         layout += "+kernel"  # pages that only the same kernel understands
     fingerprint = page_fingerprint(model, pool.shape, plan.grouping.page_size, layout)
-
-    def open_it(name: str, keys: Mapping[str, Any]) -> GuardedStorage:
-        if len(plan.grouping.groups) > 1:
-            raise ConfigError(f"hicache_storage_backend {name}: {WINDOWS}")
-        backend = ExtraConfig.from_mapping(keys).backend
-        return open_storage(name, StorageContext(fingerprint, backend, pool.page_bytes))
-
-    return open_it
+    weight = pool.num_pages * pool.page_bytes
+    return ComponentPages(replace(fingerprint, component=component), pool.page_bytes, weight)

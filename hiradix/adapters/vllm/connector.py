@@ -365,5 +365,5 @@ def _scheduled(output: Any, page_size: int) -> Iterable[StepRequest]:
         yield StepRequest(request_id, counts[request_id], _fresh(table, first) if table else ())
 
 
-def _fresh(table: Iterable[list[int]], first_page: int) -> list[tuple[int, int]]:
-    return [(group, block) for group, blocks in enumerate(table) for block in blocks[first_page:]]
+def _fresh(table: Iterable[list[int]], first_page: int) -> list[int]:
+    return [block for blocks in table for block in blocks[first_page:]]

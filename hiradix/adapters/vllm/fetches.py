@@ -8,28 +8,35 @@ the tree. Host pages are taken only when the hit length is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hiradix.adapters.vllm.index import READY, HostIndex
 from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.tree import Lock, Pages, RadixKey, Tier
+from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
 
 
 @dataclass(eq=False)
 class Fetch:
-    """One request's prefetch: pages [start, start + num_pages) of `key`, behind the locked `anchor`."""
+    """One request's prefetch: what a boundary up to `num_pages` behind page `floor` of `key` needs and
+    the host has not.
+
+    The host's own boundary is at `floor`, its backbone ends at page `start`; `anchors` lock both. host: pages
+    for what is read, per component, all of which end at page `end`.
+    """
 
     key: RadixKey
+    floor: int
     start: int
     num_pages: int
-    anchor: Lock
+    anchors: tuple[Lock, ...]
     started_s: float
     owner: Tracked | None
     hashes: tuple[bytes, ...] = ()
-    host: Pages | None = None
+    host: tuple[Pages, ...] = ()
+    end: int = 0
     first_hash: int = 0
     is_orphan: bool = False  # the index was cleared since
 
@@ -45,7 +52,7 @@ class FetchFigures:
 
 
 class FetchBook:
-    """All prefetches under way. One thread."""
+    """All prefetches under way. One thread. groups: the KV cache group of each of the index's components."""
 
     def __init__(
         self,
@@ -53,8 +60,12 @@ class FetchBook:
         policy: PrefetchPolicy,
         clock: Callable[[], float],
         ticket: Callable[[], Ticket],
+        groups: Sequence[int] = (0,),
     ) -> None:
         self.index = index
+        self.groups = groups
+        kinds = zip(groups[1:], index.tree.components[1:], strict=True)
+        self._windows = tuple((group, component.reach) for group, component in kinds)
         self.policy = policy
         self.figures = FetchFigures()
         self.flights: dict[Ticket, Fetch] = {}
@@ -70,20 +81,23 @@ class FetchBook:
 
     def start(self, tracked: Tracked, num_pages: int) -> None:
         """Ask storage for what the host lacks of a request's first `num_pages` pages, if that is worth it."""
-        key = tracked.key(num_pages, self.index.page_size)
-        node = self.index.resident_end(key)
-        asked = num_pages - node.end
+        index = self.index
+        key = tracked.key(num_pages, index.page_size)
+        boundary, node = index.boundary(key), index.resident_end(key)
+        floor, start = boundary.end, node.end
+        asked = num_pages - floor
         if asked <= 0 or not self.policy.worth_asking(asked):
             return
-        if not self.policy.has_capacity(self.pages_in_flight, asked, self.index.num_pages):
+        if not self.policy.has_capacity(self.pages_in_flight, asked, index.num_pages):
             return
-        anchor = self.index.tree.lock(node, Tier.HOST)
-        rows = self.index.tree.rows(key, node, node.end, num_pages)
+        ends = (node,) if node is boundary else (boundary, node)
+        anchors = tuple(index.tree.lock(end, Tier.HOST) for end in ends)
+        rows = index.tree.rows(key, node, floor, num_pages)
         ticket = self._ticket()
-        fetch = Fetch(key, node.end, asked, anchor, self._clock(), tracked, first_hash=rows.start)
+        fetch = Fetch(key, floor, start, asked, anchors, self._clock(), tracked, first_hash=rows.start)
         self.flights[ticket] = fetch
         tracked.fetch = ticket
-        self.queries.append(Query(ticket, rows, asked))
+        self.queries.append(Query(ticket, rows, asked, self._windows))
         self.figures.asked += asked
 
     def is_awaited(self, tracked: Tracked) -> bool:
@@ -102,7 +116,7 @@ class FetchBook:
             return
         fetch = self.flights[tracked.fetch]
         fetch.owner = None
-        if fetch.host is None:
+        if not fetch.host:
             self.cancels.append(tracked.fetch)
         tracked.fetch = None
 
@@ -117,46 +131,79 @@ class FetchBook:
     # -- outcomes, the least of all workers' --------------------------------------------------
 
     def found(self, outcome: Outcome) -> None:
-        """Storage has the first `num_pages` of what was asked for."""
+        """With what storage has a prefix could end at the first `num_pages` of what was asked for."""
         fetch = self.flights[outcome.ticket]
         self.figures.found += outcome.num_pages
-        if fetch.is_orphan or fetch.owner is None or not self.policy.worth_reading(outcome.num_pages):
-            self._finish(outcome.ticket)
-            return
-        host = self.index.alloc(outcome.num_pages)
-        if not len(host):
-            self._finish(outcome.ticket)
-            return
-        fetch.hashes, fetch.host, fetch.num_pages = outcome.hashes, host, len(host)
-        begin = fetch.start - fetch.first_hash
-        self.reads.append(Read(outcome.ticket, outcome.hashes[begin : begin + len(host)], host))
+        is_wanted = not fetch.is_orphan and fetch.owner is not None
+        if is_wanted and self.policy.worth_reading(outcome.num_pages):
+            fetch.hashes = outcome.hashes
+            read = self._read(outcome.ticket, fetch, fetch.floor + outcome.num_pages)
+            if read is not None:
+                self.reads.append(read)
+                return
+        self._finish(outcome.ticket)
+
+    def _read(self, ticket: Ticket, fetch: Fetch, end: int) -> Read | None:
+        """What a boundary at `end` lacks, with host pages for it; None where those are in use.
+
+        Of the backbone as much as there are pages for, unless windows, which end where it does, come along.
+        What they need before `floor` the host has.
+        """
+        index = self.index
+        begins = [min(fetch.start, end), *(max(fetch.floor, end - reach) for _, reach in self._windows)]
+        host = tuple(index.alloc(end - begin, component) for component, begin in enumerate(begins))
+        is_short = any(len(pages) < end - begin for pages, begin in zip(host, begins, strict=True))
+        if is_short and self._windows:
+            for component, pages in enumerate(host):
+                index.free(pages, component)
+            return None
+        fetch.end, fetch.host = end if self._windows else fetch.start + len(host[BACKBONE]), host
+        fetch.num_pages = fetch.end - fetch.floor
+        targets = tuple((group, pages) for group, pages in zip(self.groups, host, strict=True) if len(pages))
+        if not targets:
+            return None
+        last = fetch.end - fetch.first_hash
+        return Read(ticket, fetch.hashes[last - max(len(pages) for _, pages in targets) : last], targets)
 
     def arrived(self, outcome: Outcome) -> Pages:
-        """The first `num_pages` of the read are on the host of every worker. Those the tree took."""
-        fetch = self.flights[outcome.ticket]
-        assert fetch.host is not None, f"a read of ticket {outcome.ticket}, which asked only"
-        count = 0 if fetch.is_orphan else outcome.num_pages
-        self.index.free(fetch.host[count:])
-        taken = fetch.host[:0]
+        """The first `num_pages` of a read are on the host of every worker. The backbone's that the tree took.
+
+        Where windows come along, what has not come whole is given back.
+        """
+        fetch, index = self.flights[outcome.ticket], self.index
+        assert fetch.host, f"a read of ticket {outcome.ticket}, which asked only"
+        backbone, others = fetch.host[BACKBONE], fetch.host[1:]
+        total = sum(len(pages) for pages in fetch.host)
+        count = 0 if fetch.is_orphan or (others and outcome.num_pages < total) else outcome.num_pages
+        index.free(backbone[count:])
+        taken = backbone[:0]
         if count:
-            end = fetch.start + count
-            size = self.index.page_size
-            lock, (taken,) = self.index.insert(fetch.key.head(end, size), [fetch.host[:count]], READY)
-            self.index.tree.set_hashes(lock.node, fetch.first_hash, fetch.hashes[: end - fetch.first_hash])
-            self.figures.read += count
-            if fetch.owner is None:
-                self.figures.late += count
-                self.index.unlock(lock)
-            else:
-                fetch.owner.hold = lock
+            taken = self._enter(fetch, fetch.end - (total - count), (backbone[:count], *others))
+        else:
+            for component, pages in enumerate(others, 1):
+                index.free(pages, component)
         self._finish(outcome.ticket)
-        return taken if len(taken) == count else fetch.host[:0]
+        return taken
+
+    def _enter(self, fetch: Fetch, end: int, host: tuple[Pages, ...]) -> Pages:
+        """Give what was read to the tree. The backbone's pages, if it took them all."""
+        lock, taken = self.index.insert(fetch.key.head(end, self.index.page_size), host, READY)
+        self.index.tree.set_hashes(lock.node, fetch.first_hash, fetch.hashes[: end - fetch.first_hash])
+        count = len(host[BACKBONE])
+        self.figures.read += count
+        if fetch.owner is None:
+            self.figures.late += count
+            self.index.unlock(lock)
+        else:
+            fetch.owner.hold = lock
+        return taken[BACKBONE] if len(taken[BACKBONE]) == count else host[BACKBONE][:0]
 
     def _finish(self, ticket: Ticket) -> None:
         fetch = self.flights.pop(ticket)
         if fetch.owner is not None:
             fetch.owner.fetch = None
-        self.index.unlock(fetch.anchor)
+        for anchor in fetch.anchors:
+            self.index.unlock(anchor)
 
     def forget_all(self) -> None:
         """The index was cleared: nothing under way may enter it, and gives its pages back when it ends."""

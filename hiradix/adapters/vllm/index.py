@@ -109,6 +109,10 @@ class HostIndex:
         """The deepest node on `key` that has backbone pages on the host, ready or not."""
         return self.tree.match(key).loadable_node if len(self.tree.components) == 1 else self._deepest(key)
 
+    def boundary(self, key: RadixKey) -> Node:
+        """The deepest node on `key` of which the host, with what is arriving, has all that a load needs."""
+        return self.tree.match(key).loadable_node
+
     def _deepest(self, key: RadixKey) -> Node:
         self.tree.match(key)  # splits where the key leaves the tree
         return self.tree.find(key)

@@ -29,7 +29,8 @@ class Move:
 class Save:
     """Device to host, once the step's forward has been launched; `before_forward`: as soon as it can be.
 
-    rows: with storage attached, the tokens of the backbone's pages, which then go on to storage.
+    rows: with storage attached, the tokens of the pages, which then go on to storage; each move's are the
+    last ones.
     """
 
     ticket: Ticket
@@ -50,20 +51,27 @@ class Load:
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """Which of the last `num_pages` of `rows` does storage have."""
+    """At how many of the last `num_pages` of `rows` a prefix could end with what storage has.
+
+    windows: groups of which a prefix must end in so many pages, or in all of the `num_pages` if it has fewer.
+    """
 
     ticket: Ticket
     rows: PageRows
     num_pages: int
+    windows: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Storage to the backbone's host pages."""
+    """The pages named `hashes` from storage to host pages.
+
+    host: per KV cache group, pages for the last ones of `hashes`; the backbone's first, if it is among them.
+    """
 
     ticket: Ticket
     hashes: tuple[bytes, ...]
-    host: Pages
+    host: tuple[tuple[int, Pages], ...]
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,12 @@ class SchedulerPlan:
 class StepRequest(NamedTuple):
     """A request of which this step computes `num_tokens`.
 
-    new_blocks: (group, block) that the step is the first to write to.
+    new_blocks: those of any group that the step is the first to write to.
     """
 
     request_id: str
     num_tokens: int
-    new_blocks: Sequence[tuple[int, int]]
+    new_blocks: Sequence[int]
 
 
 @dataclass

@@ -3,7 +3,8 @@
 Blocks belong to vLLM, which frees them when it likes. A save is ordered while its blocks hold what is to be
 saved, and stays in `flights` until every worker has copied them. Should vLLM hand one of them out again
 before that, the step that writes to it carries a fence: its workers wait for that one copy first. So no
-request is ever held back from ending, and nothing is read after it was overwritten.
+request is ever held back from ending, and nothing is read after it was overwritten. A block's bytes are the
+same in all KV cache groups, which take turns with it, so a fence asks for the block alone.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class SaveBook:
     index: HostIndex
     groups: Sequence[int]  # KV cache group of each component
     flights: dict[Ticket, SaveFlight] = field(default_factory=dict)
-    reading: dict[tuple[int, int], Ticket] = field(default_factory=dict)
+    reading: dict[int, Ticket] = field(default_factory=dict)
     num_dropped: int = 0  # pages without a host page
 
     def plan(self, tracked: Tracked, table: BlockTable, num_pages: int, ticket: Ticket) -> Save | None:
@@ -106,14 +107,15 @@ class SaveBook:
         self.flights[ticket] = flight
         for move in flight.moves:
             for block in move.device.tolist():
-                self.reading[move.group, block] = ticket
+                self.reading[block] = ticket
 
     def rows(self, flight: SaveFlight) -> PageRows:
-        """The tokens of a flight's backbone pages, with what their hash chain needs."""
-        return self.index.tree.page_rows(flight.lock.node, flight.start)
+        """The tokens of a flight's pages of all components, with what their hash chain needs."""
+        node = flight.lock.node
+        return self.index.tree.page_rows(node, node.end - max(len(pages) for pages in flight.pages))
 
-    def fences(self, written: Iterable[tuple[int, int]]) -> tuple[Ticket, ...]:
-        """The saves that read any of these (group, block)."""
+    def fences(self, written: Iterable[int]) -> tuple[Ticket, ...]:
+        """The saves that read any of these blocks, for whichever group it was."""
         if not self.reading:
             return ()
         return tuple(sorted({self.reading[at] for at in written if at in self.reading}))
@@ -122,8 +124,8 @@ class SaveBook:
         """No worker reads the flight's blocks any more."""
         for move in flight.moves:
             for block in move.device.tolist():
-                if self.reading.get((move.group, block)) == ticket:
-                    del self.reading[move.group, block]
+                if self.reading.get(block) == ticket:
+                    del self.reading[block]
 
 
 def _blocks(table: Sequence[int], start: int, end: int) -> Pages:

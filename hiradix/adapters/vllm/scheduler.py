@@ -47,7 +47,7 @@ class SchedulerRole:
         self._tickets = count(1)
         self.tally = Tally(plan.num_workers)
         self.saves = SaveBook(plan.index, plan.groups)
-        self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket)
+        self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
         self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
         self._late: list[Pending] = []  # what requests left behind that ended since the last step
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
@@ -171,7 +171,7 @@ class SchedulerRole:
         self._is_told = False
         late, self._late = self._late, []
         loads = self.loads.take()
-        written = {(m.group, block) for load in loads for m in load.moves for block in m.device.tolist()}
+        written = {block for load in loads for move in load.moves for block in move.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
         fences = self.saves.fences(written)
@@ -204,11 +204,9 @@ class SchedulerRole:
             return None
         return self._planned(self._ticket(), tracked, table(one.request_id), known)
 
-    def _save_late(self, late: Pending, written: set[tuple[int, int]]) -> Save | None:
+    def _save_late(self, late: Pending, written: set[int]) -> Save | None:
         """What an ended request left behind, as far as this step does not write over it."""
-        table = []
-        for group, blocks in enumerate(late.table):
-            table.append([NULL_BLOCK if (group, block) in written else block for block in blocks])
+        table = [[NULL_BLOCK if block in written else block for block in blocks] for blocks in late.table]
         save = self._planned(self._ticket(), late.tracked, table, late.num_pages)
         return None if save is None else Save(save.ticket, save.moves, save.rows, True)
 
@@ -327,6 +325,5 @@ class SchedulerRole:
 
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
-        in_flight = [0] * len(self.plan.groups)
-        in_flight[BACKBONE] = sum(len(f.host) for f in self.fetches.flights.values() if f.host is not None)
-        self.index.check(in_flight)
+        under_way = [fetch.host for fetch in self.fetches.flights.values() if fetch.host]
+        self.index.check([sum(len(host[c]) for host in under_way) for c in range(len(self.plan.groups))])

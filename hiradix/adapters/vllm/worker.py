@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Query, Read, Save, Stage, StorageOrder
 from hiradix.adapters.vllm.traffic import Traffic
 from hiradix.errors import CacheError
-from hiradix.storage import GuardedStorage
+from hiradix.storage import Stores
 from hiradix.transfer import (
     Copy,
     JobKind,
@@ -37,15 +37,16 @@ from hiradix.transfer import (
     TransferLimits,
 )
 from hiradix.transfer import Ticket as JobTicket
+from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES, Tail, Trail
+from hiradix.tree import Pages
 
 logger = logging.getLogger(__name__)
 
 LIMITS = TransferLimits(queued_jobs=4096, num_load_slots=256)
 AWAIT_S = 0.002  # what a step without a forward gives to transfers that requests wait for
 IDLE_S = 1.0
-NO_PAGES: tuple[int, ...] = ()
 
-OpenStorage = Callable[[str, Mapping[str, Any]], GuardedStorage]
+OpenStorage = Callable[[str, Mapping[str, Any]], Stores]
 Order = Save | Load | Query | Read
 
 
@@ -77,7 +78,7 @@ class WorkerRole:
         self._pair_of = {group: pair for pair, group in enumerate(groups)}
         self._controller = TransferController.over(pairs, runtime or Runtime(limits=LIMITS))
         self._open_storage = open_storage
-        self._storage: GuardedStorage | None = None
+        self._storage: Stores | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs: dict[JobTicket, Order] = {}
@@ -129,7 +130,7 @@ class WorkerRole:
         return self._controller.storage_attached
 
     @property
-    def storage(self) -> GuardedStorage | None:
+    def storage(self) -> Stores | None:
         return self._storage
 
     def _follow(self, order: StorageOrder) -> None:
@@ -206,9 +207,11 @@ class WorkerRole:
                     self._save(save, "a load for this step failed" if self.step_failed else None)
             self.step_failed = False
             for query in orders.queries:
-                self._jobs[self._controller.query(query.rows, query.num_pages)] = query
+                trails = [Trail(self._pair_of[group], reach) for group, reach in query.windows]
+                self._jobs[self._controller.query(query.rows, query.num_pages, trails)] = query
             for read in orders.reads:
-                self._jobs[self._controller.read(read.hashes, read.host)] = read
+                backbone, others = self._tails(read.host)
+                self._jobs[self._controller.read(read.hashes, backbone, others=others)] = read
             if orders.cancels:
                 self._cancel(set(orders.cancels))
 
@@ -267,6 +270,12 @@ class WorkerRole:
             for move in moves
         ]
 
+    def _tails(self, host: Iterable[tuple[int, Pages]]) -> tuple[Pages, list[Tail]]:
+        """Host pages by group as the controller has them: the backbone's, if any, and the others."""
+        tails = [Tail(pages, self._pair_of[group]) for group, pages in host]
+        backbone = next((tail.pages for tail in tails if tail.pair == BACKBONE_PAIR), NO_PAGES)
+        return backbone, [tail for tail in tails if tail.pair != BACKBONE_PAIR]
+
     def _cancel(self, tickets: set[int]) -> None:
         for job, order in list(self._jobs.items()):
             if order.ticket in tickets and isinstance(order, Query | Read):
@@ -302,7 +311,8 @@ class WorkerRole:
     def _apply(self, result: Result) -> None:
         if result.kind is JobKind.STORE:
             save = self._stores.pop(result.ticket)
-            self._answer(save, Stage.STORED, result)
+            (backbone, _) = self._tails([(move.group, move.host) for move in save.moves])
+            self._answer(save, Stage.STORED, result._replace(num_pages=min(result.num_pages, len(backbone))))
             return
         order = self._jobs.pop(result.ticket)
         if isinstance(order, Save):
@@ -321,8 +331,8 @@ class WorkerRole:
         if save.rows is None:
             return
         if error is None:
-            backbone = next(move for move in save.moves if self._pair_of[move.group] == 0)
-            self._stores[self._controller.store(save.rows, backbone.host)] = save
+            backbone, others = self._tails([(move.group, move.host) for move in save.moves])
+            self._stores[self._controller.store(save.rows, backbone, others)] = save
         else:
             self._outcomes.append(Outcome(save.ticket, Stage.STORED, 0, error=error))
 
