@@ -174,6 +174,16 @@ class Play:
         """vLLM's own call to forget its prefix cache and the connector's."""
         return self._scheduler.reset_prefix_cache(reset_connector=True)
 
+    def attach(self, name: str, keys: dict[str, Any]) -> Any:
+        """Have this store in place of the one there is, as the admin endpoint would; steps take it up."""
+        role = self._scheduler.connector.scheduler
+        role.storage.ask(name, keys)
+        for _ in range(200):
+            self.generate([[5, 6, 7]])
+            if role.has_storage:
+                return True
+        raise AssertionError(f"{name} was not attached")
+
     def fault(self, mode: str) -> Any:
         """How the naughty backend behaves from now on."""
         from tests.vllm.naughty import Naughty

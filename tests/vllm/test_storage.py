@@ -15,6 +15,7 @@ from hiradix.engine import Engine, EngineConfig, SamplingParams
 from hiradix.storage_tools import main as storage_tool
 from tests.engine.driving import serve
 from tests.storage_servers.servers import Server, free_port, redis_like
+from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached
 from tests.vllm.test_host import conversation, shared_prefixes
 
@@ -40,25 +41,43 @@ def redis(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-@pytest.mark.parametrize("kind", ["file", "disk", "redis"])
+@pytest.mark.parametrize("which", ["tiny", "SmolLM2"])
 def test_a_restart_is_served_from_storage(
-    start: Start, plain: Player, tmp_path: Path, kind: str, redis: Server
+    start: Start, request: pytest.FixtureRequest, tmp_path: Path, redis: Server, which: str
 ) -> None:
-    keys = {
-        "file": {"file_storage_path": str(tmp_path / "pages")},
-        "disk": {"disk_storage_path": str(tmp_path / "pages"), "max_size": "64MiB"},
+    """One process with a store of each kind in turn, then another that finds it all."""
+    model, plain = (("model", "plain"), ("real_model", "plain_real"))[which == "SmolLM2"]
+    engine = REAL if which == "SmolLM2" else {}
+    kinds: dict[str, dict[str, Any]] = {
+        "disk": {"disk_storage_path": str(tmp_path / "disk"), "max_size": "256MiB"},
+        "file": {"file_storage_path": str(tmp_path / "file")},
         "redis": {"url": f"redis://127.0.0.1:{redis.port}/0"},
-    }[kind]
-    expected = plain.generate(PROMPTS)
-    first, second = start(with_storage(kind, **keys)), None
-    assert_same(expected, first.generate(PROMPTS))
-    first.stop()
-    second = start(with_storage(kind, **keys))
-    again = second.generate(PROMPTS)
-    assert cached(again) == PAGES * 32
-    assert_same(expected, again)
-    state = second.state()
-    assert state["fetch_read"] == PAGES and state["stored_pages"] == 0
+    }
+    expected = request.getfixturevalue(plain).generate(PROMPTS)
+    for found in (0, PAGES):
+        extra = with_storage("disk", **kinds["disk"]) | {"hicache_size": 0.3}
+        ours = start(extra, request.getfixturevalue(model), **engine)
+        for kind, keys in kinds.items():
+            if kind != "disk":
+                ours.ask("attach", name=kind, keys=keys)
+            before = ours.state()
+            answers = ours.generate(PROMPTS)
+            assert cached(answers) == found * 32, kind
+            assert_same(expected, answers)
+            after = until(ours, lambda state: state["idle"])
+            assert after["fetch_read"] - before["fetch_read"] == found, kind
+            assert after["stored_pages"] - before["stored_pages"] == PAGES - found, kind
+            assert ours.ask("reset")
+        ours.stop()
+
+
+def until(ours: Player, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Steps, in which the connector takes in what its workers have done, until its state is as wanted."""
+    for _ in range(200):
+        if wanted(state := ours.state()):
+            return state
+        ours.generate([[5, 6, 7]])
+    raise AssertionError(f"never was as wanted: {ours.state()}")
 
 
 @pytest.mark.parametrize("mode", ["hang", "raise", "lie"])
