@@ -56,6 +56,24 @@ def test_planes_are_addresses_of_the_views(order: str) -> None:
     assert plan_copies(pool, HostPool(SHAPE, 2, S))
 
 
+@pytest.mark.parametrize("apart", [0, 16])
+def test_layers_of_one_allocation_are_one_view(apart: int) -> None:
+    """At one distance, and only then; a copy writes the same either way."""
+    torch.manual_seed(0)
+    step = P * H * S * (D + DV)
+    memory = torch.randn(L * step + apart)
+    begins = [*range(0, (L - 1) * step, step), (L - 1) * step + apart]
+    layers = [memory[begin : begin + step].view(P, H, S, D + DV) for begin in begins]
+    pool, host = pool_over(layers), HostPool(SHAPE, 5, S, layout="page_first")
+    whole = pool.stacked_view(1)
+    assert (whole is None) == bool(apart)
+    if whole is not None:
+        assert torch.equal(whole, torch.stack(layers).permute(0, 1, 3, 2, 4)[..., D:])
+    TorchTransport().copy_pages(pool, host, np.array([6, 1]), np.array([0, 4]))
+    for view, layer in zip(host.layer_views(1), layers, strict=True):
+        assert torch.equal(view[[0, 4]], layer[[6, 1]].permute(0, 2, 1, 3)[..., D:])
+
+
 def test_views_that_do_not_fit_are_refused() -> None:
     layers = [blocks(ORDERS["BHNC"]) for _ in range(L)]
     views = [[layer.permute(0, 2, 1, 3)[..., :D] for layer in layers]]

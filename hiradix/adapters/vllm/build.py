@@ -99,9 +99,9 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
 
     vLLM cuts layers of one kind into groups as it sees fit: where there are several, their layers say which.
     """
-    specs = [plan.groups[number].spec for number in plan.grouping.groups]
-    windows = [getattr(spec, "sliding_window", None) for spec in specs]
-    kinds = [f"window-{window}" if window else "" for window in windows]
+    others = [plan.groups[number].spec for number in plan.grouping.groups[1:]]
+    windows = [None, *(getattr(spec, "sliding_window", None) for spec in others)]
+    kinds = ["" if window is None else f"window-{window}" for window in windows]
     return [
         kind if kinds.count(kind) == 1 else f"{kind or 'full'}-layers-{'-'.join(map(str, layers))}"
         for kind, layers in zip(kinds, layers_of, strict=True)

@@ -1,0 +1,75 @@
+"""A worker from vLLM's groups and tensors: what its store calls their pages, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hiradix.adapters.vllm import build
+from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker
+from hiradix.adapters.vllm.layout import grouping
+from hiradix.adapters.vllm.settings import parse_settings
+from hiradix.prefix_cache import ModelIdentity
+from hiradix.storage import ComponentPages
+from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
+
+Asked = list[ComponentPages]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The pages of the store opened last."""
+    found: Asked = []
+    whole = build.open_stores
+
+    def opened(name: str, keys: Any, components: Sequence[ComponentPages]) -> Any:
+        found[:] = components
+        return whole(name, keys, components)
+
+    monkeypatch.setattr(build, "open_stores", opened)
+    return found
+
+
+def built(folder: object, groups: list[tuple[Any, list[int]]]) -> None:
+    """A worker over `groups`, each a spec and its layers, with a store of files; closed again."""
+    named = [KVGroup(spec, [f"layers.{layer}.attn" for layer in layers]) for spec, layers in groups]
+    keys = {"file_storage_path": str(folder)}
+    extra = {
+        "hicache_size": 0.001, "hicache_storage_backend": "file", "hicache_storage_backend_extra_config": keys
+    }  # fmt: skip
+    plan = WorkerPlan(
+        parse_settings(extra, S), grouping([spec for spec, _ in groups]), named, BLOCKS, None,
+        ModelIdentity("m"), 1,
+    )  # fmt: skip
+    caches = {name: torch.zeros(BLOCKS, HEADS, S, 8) for group in named for name in group.layers}
+    made = build_worker(plan, caches)
+    assert made.facts.has_storage
+    made.role.close(1.0)
+
+
+def test_windows_are_told_from_full_attention_whatever_order_the_groups_have(
+    asked: Asked, tmp_path: object
+) -> None:
+    built(tmp_path, [(SlidingWindowSpec(), [0, 2]), (FullAttentionSpec(), [1, 3])])
+    assert [pages.fingerprint.component for pages in asked] == ["", "window-17"]
+    again = [pages.fingerprint.digest() for pages in asked]
+    built(tmp_path, [(FullAttentionSpec(), [1, 3]), (SlidingWindowSpec(), [0, 2])])
+    assert [pages.fingerprint.digest() for pages in asked] == again
+
+
+def test_groups_of_one_kind_are_told_apart_by_their_layers(asked: Asked, tmp_path: object) -> None:
+    windows = [(SlidingWindowSpec(), layers) for layers in ([0, 3], [1, 4])]
+    built(tmp_path, [(FullAttentionSpec(), [2, 5]), *windows])
+    names = [pages.fingerprint.component for pages in asked]
+    assert names == ["", "window-17-layers-0-3", "window-17-layers-1-4"]
+    built(tmp_path, [(FullAttentionSpec(), [2]), (FullAttentionSpec(), [5]), *windows])
+    assert [pages.fingerprint.component for pages in asked[:2]] == ["full-layers-2", "full-layers-5"]
+
+
+def test_one_group_is_the_backbone_whatever_it_is(asked: Asked, tmp_path: object) -> None:
+    for spec in (FullAttentionSpec(), SlidingWindowSpec()):
+        built(tmp_path, [(spec, [0, 1])])
+        assert [pages.fingerprint.component for pages in asked] == [""]
