@@ -254,8 +254,7 @@ class HierarchicalCache:
         ended = self.controller.wait(copies, COPY_WAIT_S)
         if self._ranks is None:
             return ended
-        (ended_everywhere,) = self._ranks.least(ended)
-        return bool(ended_everywhere) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
+        return bool(self._ranks.least(ended)[0]) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until running device copies are done and apply them. False if there were none.
@@ -313,7 +312,8 @@ class HierarchicalCache:
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
         if self.controller is not None:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
-            self.settle()
+            if len(self.flights):
+                self.settle()
         self.flights.orphan_all()
         for drop in self.tree.clear():
             if drop.tier is HOST:

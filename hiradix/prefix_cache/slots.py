@@ -19,17 +19,22 @@ def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tens
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
     if len(pages) * page_size >= MANY_SLOTS and page_size > 1 and not ids.IS_BUILT:
         spread = torch.add(torch.arange(page_size), torch.from_numpy(pages)[:, None], alpha=page_size)
-        return spread.view(-1).to(device)  # type: ignore[call-overload,no-any-return]
-    return _on(device, ids.slots_of(pages, page_size))
+        return _moved(spread.view(-1), device)
+    return on_device(ids.slots_of(pages, page_size), device)
 
 
-def _on(device: object, wide: npt.NDArray[np.int64]) -> torch.Tensor:
-    slots = torch.from_numpy(wide)
-    return slots if _is_cpu(device) else slots.to(device)  # type: ignore[call-overload]
+def on_device(wide: npt.NDArray[np.int64], device: object) -> torch.Tensor:
+    """`wide` as a tensor on `device`: over the same memory on a CPU. Does not wait for a GPU."""
+    return _moved(torch.from_numpy(wide), device)
 
 
-def _is_cpu(device: object) -> bool:
-    return getattr(device, "type", device) == "cpu"
+def _moved(slots: torch.Tensor, device: object) -> torch.Tensor:
+    kind = str(getattr(device, "type", device))
+    if kind == "cpu":
+        return slots
+    if kind.startswith("cuda"):
+        slots = slots.pin_memory()  # from memory that is not, a copy waits for the stream's work before it
+    return slots.to(device, non_blocking=True)  # type: ignore[call-overload,no-any-return]
 
 
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
@@ -55,7 +60,7 @@ class Slots:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
         if self._spread is not None:
             try:
-                return _on(self._device, self._spread.take(pages, 0).reshape(-1))
+                return on_device(self._spread.take(pages, 0).reshape(-1), self._device)
             except IndexError:  # an allocator that did not say how many pages it has
                 pass
         return slots_of(pages, self._page_size, self._device)

@@ -136,8 +136,8 @@ FAULTS = [
     Fault(
         "free: evicted pages twice",
         PORTS,
-        "            self._free_ids(page_ids if",
-        "            self._free_ids(page_ids)\n            self._free_ids(page_ids if",
+        "            self._free_ids(on_device(",
+        "            self.free(slots_of(pages, self.page_size))\n            self._free_ids(on_device(",
     ),
     Fault(
         "free: a page that is begun stays",

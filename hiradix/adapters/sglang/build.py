@@ -71,9 +71,11 @@ def _refuse_models(context: Any, flags: Any) -> None:
         _refuse_windows(context)
     if not context.enable_hierarchical_cache:
         return
-    for flag, size in (("--pp-size", params.pp_size), ("--attn-cp-size", params.attn_cp_size)):
+    sizes = {"--attn-cp-size": params.attn_cp_size, "--dcp-size": getattr(flags, "dcp_size", 1)}
+    for flag, size in sizes.items():
         if size > 1:
-            raise refusal(f"{flag} {size} with --enable-hierarchical-cache", "ranks agree within one stage")
+            reason = "its ranks share the tokens of a page"
+            raise refusal(f"{flag} {size} with --enable-hierarchical-cache", reason)
     if getattr(flags, "disaggregation_decode_enable_offload_kvcache", False):
         raise refusal("--disaggregation-decode-enable-offload-kvcache", "it needs SGLang's own host pool")
 
@@ -149,10 +151,30 @@ def device_pool(kvcache: Any, page_size: int) -> DevicePool:
     if getattr(kvcache, "is_quantized_kv_cache", False):
         raise refusal("--kv-cache-dtype", "pages with scales of their own are not copied")
     if kind == _KV_POOL:
-        return DevicePool.wrap(kvcache.k_buffer, kvcache.v_buffer, page_size)
+        heads, widths = kvcache.head_num, (kvcache.head_dim, kvcache.v_head_dim)
+        num_slots = (kvcache.size // page_size + 1) * page_size
+        keys, values = (
+            [_as_slots(buffer, num_slots, (heads, width)) for buffer in buffers]
+            for buffers, width in zip((kvcache.k_buffer, kvcache.v_buffer), widths, strict=True)
+        )
+        return DevicePool.wrap(keys, values, page_size)
     if kind == _LATENT_POOL:
         return DevicePool.wrap_latent(kvcache.kv_buffer, page_size, kvcache.kv_lora_rank)
     raise refusal(f"This model's device pool {kind}", f"only {_KV_POOL} and {_LATENT_POOL} are known")
+
+
+def _as_slots(buffer: torch.Tensor, num_slots: int, slot: tuple[int, int]) -> torch.Tensor:
+    """[num_slots, H, D] over a layer's buffer, which may be longer: behind the pool's end there is no memory.
+
+    Layouts other than slot after slot order a page's bytes otherwise (`_layout`); pages are copied whole.
+    """
+    return buffer.view(-1, *slot)[:num_slots]
+
+
+def _layout(kvcache: Any) -> str:
+    """How the pool orders a page's bytes, where it is not slot after slot; "" where it is."""
+    layout = getattr(kvcache, "kv_cache_layout", "nhd")
+    return "" if layout == "nhd" else f":{layout}"
 
 
 def hybrid_pools(kvcache: Any) -> HybridPools:
@@ -205,8 +227,8 @@ def _weights(model_path: str) -> str:
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
     """SGLang's CacheInitParams as ours, its allocator behind `port`."""
-    group = params.attn_tp_cache_group or params.tp_cache_group
-    _, num_ranks = place_in(group)
+    groups = [params.attn_tp_cache_group or params.tp_cache_group, getattr(params, "pp_cache_group", None)]
+    shared = [group for group in groups if place_in(group)[1] > 1]
     return CacheInitParams(
         disable=False,
         req_to_token_pool=params.req_to_token_pool,
@@ -216,7 +238,7 @@ def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheI
         eviction_policy=params.eviction_policy,
         eviction_policy_config=_policy_config(params),
         sliding_window_size=getattr(params, "swa_retain_window", None),
-        agree=least_over(group) if num_ranks > 1 else None,
+        agree=least_over(*shared) if shared else None,
     )
 
 
@@ -226,7 +248,7 @@ def _identity(context: Any, flags: Any) -> ModelIdentity:
     tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
     return ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{flags.revision or _weights(flags.model_path)}:{kvcache.dtype}",
+        revision=f"{flags.revision or _weights(flags.model_path)}:{kvcache.dtype}{_layout(kvcache)}",
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hiradix.cache.pages import PageSource
-from hiradix.prefix_cache.slots import Pages, pages_of, slots_of
+from hiradix.prefix_cache.slots import Pages, on_device, pages_of, slots_of
 from hiradix.storage import GuardedStorage
 from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
@@ -28,7 +28,6 @@ class AllocatorPort:
         self.device = allocator.device
         self.size = allocator.size // page_size * page_size
         self._allocator = allocator
-        self._is_cpu = torch.device(allocator.device).type == "cpu"
         self._free_ids = getattr(allocator, "free_page_ids", None)
 
     def available_size(self) -> int:
@@ -52,8 +51,7 @@ class AllocatorPort:
     def free_pages(self, pages: Pages) -> None:
         """Give back whole pages, each named once."""
         if self._free_ids is not None:
-            page_ids = torch.from_numpy(pages.astype(np.int64))
-            self._free_ids(page_ids if self._is_cpu else page_ids.to(self.device))
+            self._free_ids(on_device(pages.astype(np.int64), self.device))
         else:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 

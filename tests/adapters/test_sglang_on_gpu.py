@@ -1,0 +1,176 @@
+"""What only a GPU's pools and streams show of the SGLang adapter, with stand-ins for both."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hiradix.adapters.sglang import build
+from hiradix.adapters.sglang.ports import AllocatorPort, FencedStreams
+from hiradix.errors import ConfigError
+from hiradix.prefix_cache.slots import Slots
+from hiradix.transfer.jobs import JobKind
+
+PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3
+
+
+class MHATokenToKVPool:
+    """SGLang's, of `PAGES` pages and the dummy's, in the order of bytes that `layout` names.
+
+    spare: pages of the buffers that the pool's size leaves out: address space without memory.
+    """
+
+    is_quantized_kv_cache = False
+    dtype = torch.float32
+
+    def __init__(self, layout: str, spare: int = 0):
+        self.size, self.page_size, self.kv_cache_layout = PAGES * SIZE, SIZE, layout
+        self.head_num, self.head_dim, self.v_head_dim = HEADS, KEY, VALUE
+        count = PAGES + 1 + spare
+        self.k_buffer = [self._random(count, KEY) for _ in range(LAYERS)]
+        self.v_buffer = [self._random(count, VALUE) for _ in range(LAYERS)]
+
+    def _random(self, count: int, width: int) -> torch.Tensor:
+        shapes = {
+            "nhd": (count * SIZE, HEADS, width),
+            "hnd": (count, HEADS, SIZE, width),
+            "vectorized_5d": (count, HEADS, width // 2, SIZE, 2),
+        }
+        return torch.randn(shapes[self.kv_cache_layout])
+
+
+@pytest.mark.parametrize("spare", [0, 3])
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "vectorized_5d"])
+def test_a_page_is_its_bytes_in_every_layout(layout: str, spare: int) -> None:
+    own = MHATokenToKVPool(layout, spare)
+    pool = build.device_pool(own, SIZE)
+    assert pool.num_pages == PAGES, "pages without memory were counted"
+    for array, buffers in enumerate((own.k_buffer, own.v_buffer)):
+        for seen, buffer in zip(pool.layer_views(array), buffers, strict=True):
+            for page in range(PAGES + 1):
+                entries = buffer.reshape(PAGES + 1 + spare, -1)[page]
+                assert seen[page].data_ptr() == entries.data_ptr()
+                assert torch.equal(seen[page].reshape(-1), entries)
+
+
+def test_pages_of_another_order_of_bytes_have_another_name() -> None:
+    def identity(layout: str) -> Any:
+        kvcache = MHATokenToKVPool(layout)
+        allocator = SimpleNamespace(get_kvcache=lambda: kvcache)
+        params = SimpleNamespace(
+            token_to_kv_pool_allocator=allocator, attn_tp_cache_group=None, tp_cache_group=None, pp_rank=0,
+            pp_size=1,
+        )  # fmt: skip
+        flags = SimpleNamespace(served_model_name="m", model_path="m", revision="r")
+        return build._identity(SimpleNamespace(params=params), flags)
+
+    assert identity("nhd").revision == "r:torch.float32"
+    assert identity("hnd").revision == "r:torch.float32:hnd"
+
+
+@pytest.mark.parametrize("flag", ["--attn-cp-size", "--dcp-size"])
+def test_ranks_with_parts_of_a_page_are_refused(flag: str) -> None:
+    def refuse(hierarchical: bool) -> None:
+        sizes = {"--attn-cp-size": (2, 1), "--dcp-size": (1, 2)}[flag]
+        params = SimpleNamespace(attn_cp_size=sizes[0], pp_size=2)
+        context = SimpleNamespace(
+            params=params, is_hybrid_ssm=False, is_hybrid_swa=False, enable_hierarchical_cache=hierarchical
+        )
+        build._refuse_models(context, SimpleNamespace(dcp_size=sizes[1]))
+
+    refuse(False)
+    with pytest.raises(ConfigError, match=f"^{flag} 2 with --enable-hierarchical-cache is not supported"):
+        refuse(True)
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, bool]]:
+    """Every copy to another device: (from pinned memory, where to, without waiting)."""
+    pinned: set[int] = set()
+    made: list[tuple[bool, str, bool]] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.add(tensor.data_ptr())
+        return tensor
+
+    def to(tensor: torch.Tensor, device: Any, non_blocking: bool = False) -> torch.Tensor:
+        made.append((tensor.data_ptr() in pinned, str(device), non_blocking))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return made
+
+
+@pytest.mark.parametrize("pages", [[2, 1], list(range(1, 200))])
+def test_slots_go_to_a_gpu_without_waiting_for_it(
+    pages: list[int], uploads: list[tuple[bool, str, bool]]
+) -> None:
+    slots = Slots(200, 64, "cuda").of(np.array(pages, np.int32))
+    assert uploads == [(True, "cuda", True)]
+    assert slots[:65].tolist() == [*range(pages[0] * 64, pages[0] * 64 + 64), pages[1] * 64]
+
+
+def test_freed_pages_go_to_a_gpu_without_waiting_for_it(uploads: list[tuple[bool, str, bool]]) -> None:
+    freed: list[int] = []
+    allocator = SimpleNamespace(
+        device="cuda", size=64, free_page_ids=lambda page_ids: freed.extend(page_ids.tolist())
+    )
+    AllocatorPort(allocator, 4).free_pages(np.array([3, 1], np.int32))
+    assert freed == [3, 1] and uploads == [(True, "cuda", True)]
+
+
+class FakeCuda:
+    """torch.cuda as far as streams use it. log: what was ordered; a thread's current device is `current`."""
+
+    def __init__(self, current: int):
+        self.current, self.log = current, list[str]()
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: torch.device):
+                self.name = f"copies of {device}"
+
+            def wait_event(self, event: Event) -> None:
+                cuda.log.append(f"{self.name} wait for {event.behind}")
+
+            def __enter__(self) -> None: ...
+            def __exit__(self, *_: object) -> None: ...
+
+        class Event:
+            behind = ""
+
+            def record(self, stream: Any) -> None:
+                self.behind = stream if isinstance(stream, str) else stream.name
+
+        self.Stream, self.Event = Stream, Event
+
+    def current_device(self) -> int:
+        return self.current
+
+    def current_stream(self, device: torch.device) -> str:
+        return f"work of {device}"
+
+    def device(self, device: torch.device) -> Any:
+        self.log.append(f"on {device}")
+        return self.Stream(device)
+
+    def stream(self, stream: Any) -> Any:
+        return stream
+
+
+def test_copies_wait_for_both_streams_on_the_schedulers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang calls its device "cuda"; a worker thread's current one is another than its scheduler's."""
+    fake = FakeCuda(current=3)
+    monkeypatch.setattr(torch, "cuda", fake)
+    streams = FencedStreams("cuda")
+    streams.fence = "forward"
+    fake.current = 0
+    with streams.copying(JobKind.WRITE, streams.mark()):
+        pass
+    waits = ["copies of cuda:3 wait for work of cuda:3", "copies of cuda:3 wait for forward"]
+    assert fake.log == ["on cuda:3", *waits]
