@@ -1,4 +1,4 @@
-"""What only a GPU's pools and streams show of the SGLang adapter, with stand-ins for both."""
+"""What only a GPU's pools show of the SGLang adapter, with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang import build
-from hiradix.adapters.sglang.ports import AllocatorPort, FencedStreams
+from hiradix.adapters.sglang.ports import AllocatorPort
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache.slots import Slots
-from hiradix.transfer.jobs import JobKind
 
 PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3
 
@@ -122,55 +121,3 @@ def test_freed_pages_go_to_a_gpu_without_waiting_for_it(uploads: list[tuple[bool
     )
     AllocatorPort(allocator, 4).free_pages(np.array([3, 1], np.int32))
     assert freed == [3, 1] and uploads == [(True, "cuda", True)]
-
-
-class FakeCuda:
-    """torch.cuda as far as streams use it. log: what was ordered; a thread's current device is `current`."""
-
-    def __init__(self, current: int):
-        self.current, self.log = current, list[str]()
-        cuda = self
-
-        class Stream:
-            def __init__(self, device: torch.device):
-                self.name = f"copies of {device}"
-
-            def wait_event(self, event: Event) -> None:
-                cuda.log.append(f"{self.name} wait for {event.behind}")
-
-            def __enter__(self) -> None: ...
-            def __exit__(self, *_: object) -> None: ...
-
-        class Event:
-            behind = ""
-
-            def record(self, stream: Any) -> None:
-                self.behind = stream if isinstance(stream, str) else stream.name
-
-        self.Stream, self.Event = Stream, Event
-
-    def current_device(self) -> int:
-        return self.current
-
-    def current_stream(self, device: torch.device) -> str:
-        return f"work of {device}"
-
-    def device(self, device: torch.device) -> Any:
-        self.log.append(f"on {device}")
-        return self.Stream(device)
-
-    def stream(self, stream: Any) -> Any:
-        return stream
-
-
-def test_copies_wait_for_both_streams_on_the_schedulers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang calls its device "cuda"; a worker thread's current one is another than its scheduler's."""
-    fake = FakeCuda(current=3)
-    monkeypatch.setattr(torch, "cuda", fake)
-    streams = FencedStreams("cuda")
-    streams.fence = "forward"
-    fake.current = 0
-    with streams.copying(JobKind.WRITE, streams.mark()):
-        pass
-    waits = ["copies of cuda:3 wait for work of cuda:3", "copies of cuda:3 wait for forward"]
-    assert fake.log == ["on cuda:3", *waits]
