@@ -1,4 +1,4 @@
-/* Arrays of page ids, as in ids.py, whose functions of the same names say what these do and are what they are
+/* Arrays of page ids and tokens, as in ids.py, whose functions of the same names say what these do and are what they are
  * tested against. Ids are checked before anything is read or written through them. The caller holds the GIL. */
 
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,9 @@
 
 #define IDS(array) ((npy_int32 *)PyArray_DATA(array))
 #define FLAGS(array) ((npy_bool *)PyArray_DATA(array))
+#define TOKENS(array) ((npy_int64 *)PyArray_DATA(array))
 #define LENGTH(array) (PyArray_DIM(array, 0))
+#define BLOCK 256 /* tokens compared before the next look whether one differs */
 
 static int is_plain(PyObject *object, int type)
 {
@@ -51,6 +53,16 @@ static PyArrayObject *given(PyObject *object)
     }
     Py_DECREF(wide);
     return ids;
+}
+
+/* Tokens a caller gave, as an int64 array: a new reference. */
+static PyArrayObject *tokens_of(PyObject *object)
+{
+    if (is_plain(object, NPY_INT64)) {
+        Py_INCREF(object);
+        return (PyArrayObject *)object;
+    }
+    return (PyArrayObject *)PyArray_FROMANY(object, NPY_INT64, 1, 1, NPY_ARRAY_IN_ARRAY);
 }
 
 static int has_args(const char *name, Py_ssize_t given_args, Py_ssize_t wanted)
@@ -226,7 +238,10 @@ static PyObject *slots_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     found = (PyArrayObject *)PyArray_SimpleNew(1, &num_slots, NPY_INT64);
     if (found != NULL) {
         npy_int64 *slots = PyArray_DATA(found);
-        for (npy_intp i = 0; i < count; i++, slots += size) {
+        for (npy_intp i = 0; size == 1 && i < count; i++) {
+            slots[i] = IDS(pages)[i];
+        }
+        for (npy_intp i = 0; size != 1 && i < count; i++, slots += size) {
             npy_int64 first = (npy_int64)IDS(pages)[i] * size;
             for (npy_intp j = 0; j < size; j++) {
                 slots[j] = first + j;
@@ -237,17 +252,36 @@ static PyObject *slots_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return (PyObject *)found;
 }
 
+/* The pages of `count` slots that lie `size` apart from `at` on. */
+static void write_pages(npy_int32 *pages, PyArrayObject *slots, npy_intp at, npy_intp size, npy_intp count)
+{
+    int is_narrow = PyArray_TYPE(slots) == NPY_INT32;
+    if (size == 1 && is_narrow) {
+        memcpy(pages, IDS(slots) + at, count * sizeof(npy_int32));
+        return;
+    }
+    if (size == 1) {
+        for (npy_intp i = 0; i < count; i++) {
+            pages[i] = (npy_int32)TOKENS(slots)[at + i];
+        }
+        return;
+    }
+    for (npy_intp i = 0; i < count; i++, at += size) {
+        npy_int64 slot = is_narrow ? IDS(slots)[at] : TOKENS(slots)[at];
+        pages[i] = (npy_int32)(slot / size - (slot % size < 0)); /* rounded down, as in Python */
+    }
+}
+
 static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    npy_intp size, start, stop, i;
+    npy_intp size, start, stop;
     if (!has_args("pages_of", nargs, 4) || (size = number(args[1], NPY_MAX_INT32, "page_size")) < 0) {
         return NULL;
     }
     if (size == 0) {
         return PyErr_Format(PyExc_AssertionError, "page_size is 0");
     }
-    int is_narrow = is_plain(args[0], NPY_INT32);
-    int type = is_narrow ? NPY_INT32 : NPY_INT64;
+    int type = is_plain(args[0], NPY_INT32) ? NPY_INT32 : NPY_INT64;
     PyArrayObject *slots = (PyArrayObject *)PyArray_FROMANY(args[0], type, 1, 1, NPY_ARRAY_IN_ARRAY), *found = NULL;
     if (slots == NULL) {
         return NULL;
@@ -255,14 +289,80 @@ static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     if ((stop = number(args[3], LENGTH(slots), "stop")) >= 0 && (start = number(args[2], stop, "start")) >= 0) {
         npy_intp count = (stop - start) / size + ((stop - start) % size != 0);
         found = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
-        for (i = 0; found != NULL && i < count; i++) {
-            npy_intp at = start + i * size;
-            npy_int64 slot = is_narrow ? IDS(slots)[at] : ((npy_int64 *)PyArray_DATA(slots))[at];
-            IDS(found)[i] = (npy_int32)(slot / size - (slot % size < 0)); /* rounded down, as in Python */
+        if (found != NULL) {
+            write_pages(IDS(found), slots, start, size, count);
         }
     }
     Py_DECREF(slots);
     return (PyObject *)found;
+}
+
+static PyObject *narrow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    npy_intp start, stop;
+    PyArrayObject *tokens;
+    PyObject *found = NULL;
+    if (!has_args("narrow", nargs, 3) || (tokens = tokens_of(args[0])) == NULL) {
+        return NULL;
+    }
+    if ((stop = number(args[2], LENGTH(tokens), "stop")) >= 0 && (start = number(args[1], stop, "start")) >= 0
+        && (found = PyBytes_FromStringAndSize(NULL, (stop - start) * sizeof(npy_int32))) != NULL) {
+        const npy_int64 *wide = TOKENS(tokens) + start;
+        npy_int32 *packed = (npy_int32 *)PyBytes_AS_STRING(found);
+        npy_int64 bits = 0;
+        for (npy_intp i = 0; i < stop - start; i++) {
+            bits |= wide[i];
+            packed[i] = (npy_int32)wide[i];
+        }
+        if (bits < 0 || bits > NPY_MAX_INT32) {
+            Py_DECREF(found);
+            found = Py_NewRef(Py_None);
+        }
+    }
+    Py_DECREF(tokens);
+    return found;
+}
+
+/* How many of the first `count` tokens of a run are equal; int32 ones are looked at a block at a time. */
+static npy_intp equal_tokens(const char *run, int is_narrow, const npy_int64 *tokens, npy_intp count)
+{
+    const npy_int32 *narrow = (const npy_int32 *)run;
+    const npy_int64 *wide = (const npy_int64 *)run;
+    npy_intp at = 0;
+    for (npy_int64 differ = 0; is_narrow && at + BLOCK <= count; at += BLOCK) {
+        for (npy_intp i = at; i < at + BLOCK; i++) {
+            differ |= narrow[i] ^ tokens[i];
+        }
+        if (differ) {
+            break;
+        }
+    }
+    while (at < count && (is_narrow ? narrow[at] : wide[at]) == tokens[at]) {
+        at++;
+    }
+    return at;
+}
+
+static PyObject *num_equal(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    npy_intp width, start, stop, count = -1;
+    PyArrayObject *tokens;
+    if (!has_args("num_equal", nargs, 5) || (width = number(args[1], NPY_MAX_INT32, "width")) < 0) {
+        return NULL;
+    }
+    if (!PyBytes_Check(args[0]) || (width != sizeof(npy_int32) && width != sizeof(npy_int64))) {
+        return PyErr_Format(PyExc_TypeError, "no run of tokens of %zd bytes: %R", width, (PyObject *)Py_TYPE(args[0]));
+    }
+    if ((tokens = tokens_of(args[2])) == NULL) {
+        return NULL;
+    }
+    if ((stop = number(args[4], LENGTH(tokens), "stop")) >= 0 && (start = number(args[3], stop, "start")) >= 0) {
+        npy_intp length = PyBytes_GET_SIZE(args[0]) / width;
+        count = stop - start < length ? stop - start : length;
+        count = equal_tokens(PyBytes_AS_STRING(args[0]), width == sizeof(npy_int32), TOKENS(tokens) + start, count);
+    }
+    Py_DECREF(tokens);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
 static PyMethodDef methods[] = {
@@ -273,6 +373,8 @@ static PyMethodDef methods[] = {
     {"give", (PyCFunction)(void (*)(void))give, METH_FASTCALL, NULL},
     {"slots_of", (PyCFunction)(void (*)(void))slots_of, METH_FASTCALL, NULL},
     {"pages_of", (PyCFunction)(void (*)(void))pages_of, METH_FASTCALL, NULL},
+    {"narrow", (PyCFunction)(void (*)(void))narrow, METH_FASTCALL, NULL},
+    {"num_equal", (PyCFunction)(void (*)(void))num_equal, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,4 @@
-"""Arrays of page ids: what a scheduler step does with them again and again, each in one call.
+"""Arrays of page ids and of tokens: what a scheduler step does with them again and again, each in one call.
 
 Two forms with the same results: `ids_numpy`, and `_ids.c`, which `make compiled` builds and which takes its
 place where it is found. A call of the second costs a tenth; a step makes about thirty.
@@ -14,6 +14,10 @@ Ids that are out of range, or no ids, raise AssertionError before anything is ch
                                              and nothing changed, unless each is marked, named once, has room
     slots_of(pages, page_size)               int64: page * page_size + offset, page after page
     pages_of(slots, page_size, start, stop)  int32: slot // page_size of each page_size-th of [start, stop)
+    narrow(tokens, start, stop)              bytes: [start, stop) as int32; None if one is not in [0, 2**31)
+    num_equal(run, width, tokens, start, stop)  how many of [start, stop), from the first on, `run` has too
+
+Tokens are int64 [N]; a run is bytes of tokens, `width` each: 4 (int32) or 8 (int64).
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.tree import ids_numpy
-from hiradix.tree.ids_numpy import Ids, Marks, Pages, Slots
+from hiradix.tree.ids_numpy import Ids, Marks, Pages, Slots, Tokens
 
 
 def _found() -> Any:
@@ -45,3 +49,5 @@ take: Callable[[Pages, int, int, Marks], Pages] = _form.take
 give: Callable[[Pages, int, Ids, Marks], bool] = _form.give
 slots_of: Callable[[Ids, int], Slots] = _form.slots_of
 pages_of: Callable[[npt.NDArray[np.integer[Any]], int, int, int], Pages] = _form.pages_of
+narrow: Callable[[Tokens, int, int], bytes | None] = _form.narrow
+num_equal: Callable[[bytes, int, Tokens, int, int], int] = _form.num_equal

@@ -1,4 +1,4 @@
-"""Arrays of page ids by numpy: what `hiradix.tree.ids` gives where `_ids.c` is not built; its reference."""
+"""Arrays of page ids and of tokens by numpy: `hiradix.tree.ids` without `_ids.c`, and its reference."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ Pages = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.integer[Any]]
 Marks = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int64]
 
 FEW_PAGES = 32  # up to here a loop is faster than calls of numpy
 
@@ -92,6 +93,26 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
     assert 0 <= start <= stop <= len(slots) and page_size > 0, f"slots {start}..{stop} of {len(slots)}"
     first = slots[start:stop:page_size]
     return first.astype(np.int32) if page_size == 1 else (first // page_size).astype(np.int32)
+
+
+def narrow(tokens: Tokens, start: int, stop: int) -> bytes | None:
+    """See `hiradix.tree.ids`."""
+    assert 0 <= start <= stop <= len(tokens), f"tokens {start}..{stop} of {len(tokens)}"
+    part = tokens[start:stop]
+    if np.bitwise_or.reduce(part) >> 31:  # a bit from there up, the sign's too, that any of them has
+        return None
+    return part.astype(np.int32).tobytes()
+
+
+def num_equal(run: bytes, width: int, tokens: Tokens, start: int, stop: int) -> int:
+    """See `hiradix.tree.ids`."""
+    assert 0 <= start <= stop <= len(tokens), f"tokens {start}..{stop} of {len(tokens)}"
+    own = np.frombuffer(run, np.int32 if width == 4 else np.int64)[: stop - start]
+    if not len(own):
+        return 0
+    differ = own != tokens[start : start + len(own)]
+    first = int(differ.argmax())
+    return first if differ[first] else len(own)
 
 
 def _narrow(pages: Ids) -> Pages:

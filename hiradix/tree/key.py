@@ -6,7 +6,6 @@ A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as ro
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.tree import ids
 from hiradix.tree.hashing import namespace_seed
 
 Tokens = npt.NDArray[np.int64]
@@ -52,28 +52,14 @@ class Namespace:
 
 PLAIN = Namespace()
 NARROW, WIDE = 4, 8  # bytes per packed token
-SHORT_TOKENS = 4096  # up to here copying and comparing bytes beats array arithmetic, by far with cold caches
-_ZEROS = bytes(SHORT_TOKENS * NARROW)
-IS_LITTLE_ENDIAN = sys.byteorder == "little"
-WINDOW_TOKENS = 16384  # packed at once, so that a key is not packed beyond what is looked at
+FIRST_WINDOW = 4096  # tokens of a key packed at once, so that it is not packed beyond what is looked at
+WINDOW_TOKENS = 16384  # and at once further on
 
 
-def packed(tokens: Tokens) -> tuple[bytes, int]:
-    """`tokens` as bytes and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8 (int64)."""
-    if len(tokens) <= SHORT_TOKENS and tokens.flags.c_contiguous and IS_LITTLE_ENDIAN:
-        halves = tokens.view(np.int32)
-        low, high = halves[::2].tobytes(), halves[1::2].tobytes()
-        if high == _ZEROS[: len(high)] and low[3::NARROW].isascii():  # the top bit of none is set
-            return low, NARROW
-        return tokens.tobytes(), WIDE
-    if is_wide(tokens):
-        return tokens.tobytes(), WIDE
-    return tokens.astype(np.int32).tobytes(), NARROW
-
-
-def is_wide(tokens: Tokens) -> bool:
-    """Whether a token is not in [0, 2**31): as unsigned numbers, negative ones are large."""
-    return bool(np.maximum.reduce(tokens.view(np.uint64), initial=0) >> 31)
+def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
+    """Tokens [start, stop) as bytes, and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8."""
+    run = ids.narrow(tokens, start, stop)
+    return (tokens[start:stop].tobytes(), WIDE) if run is None else (run, NARROW)
 
 
 def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:
@@ -206,9 +192,10 @@ class RadixKey:
 
         run: bytes of tokens [run_start, run_end), 4 bytes each, or 8 if one of them does not fit.
         """
+        window = WINDOW_TOKENS if self.run else FIRST_WINDOW
         self.run_start = start
-        self.run_end = min(len(self.tokens), start + max(num_tokens, WINDOW_TOKENS))
-        self.run, self.run_width = packed(self.tokens[start : self.run_end])
+        self.run_end = min(len(self.tokens), start + max(num_tokens, window))
+        self.run, self.run_width = packed(self.tokens, start, self.run_end)
 
     def packed(self, start: int, end: int) -> tuple[bytes, int]:
         """Tokens [start, end) as bytes, and the bytes per token: 4 if they fit, else 8."""
@@ -217,7 +204,7 @@ class RadixKey:
                 return self.run, NARROW  # no second copy of a prompt that is one node
             first = (start - self.run_start) * NARROW
             return self.run[first : first + (end - start) * NARROW], NARROW
-        return packed(self.tokens[start:end])
+        return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:
         """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""

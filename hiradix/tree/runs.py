@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
 from hiradix.tree.node import Node
 
@@ -57,16 +58,15 @@ def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Nod
 def _matched_pages(child: Node, key: RadixKey, num_pages: int, page_size: int) -> int:
     """Pages of `child` that `key` continues with; the first does, as the child was found by it.
 
-    Compares arrays; int32 with int64 widens, so a token that does not fit 32 bits equals none that does.
+    A token that does not fit 32 bits equals none that does.
     """
     limit = min(child.end, num_pages) - child.start
     if limit > 1:
         lookahead = child.space.lookahead
         at, count = child.start * page_size, limit * page_size + lookahead
-        own = unpacked(child.run, child.width)
-        mismatch = int((own[:count] != key.tokens[at : at + count]).argmax())
-        if mismatch:  # 0: none, as the first token is equal
-            limit = (mismatch - lookahead) // page_size
+        equal = ids.num_equal(child.run, child.width, key.tokens, at, at + count)
+        if equal < count:
+            limit = (equal - lookahead) // page_size
     if child.extras is not None or key.extras is not None:
         return _matched_extras(child, key, limit)
     return limit
@@ -86,7 +86,8 @@ def row_at(node: Node, page: int, page_size: int) -> Hashable:
     first = page * page_size * node.width
     row: Hashable = node.run[first : first + (page_size + node.space.lookahead) * node.width]
     if node.width != NARROW:
-        row = packed(unpacked(row, node.width))[0]  # type: ignore[arg-type]
+        tokens = unpacked(row, node.width)  # type: ignore[arg-type]
+        row = packed(tokens, 0, len(tokens))[0]
     extra = node.extras[page] if node.extras is not None else None
     return row if extra is None else (row, extra)
 

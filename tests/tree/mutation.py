@@ -29,7 +29,7 @@ TIMEOUT_S = 600
 TREE, VIEW, STORE, PINS = "tree/tree.py", "tree/view.py", "tree/store.py", "tree/pins.py"
 RUN, ROWS, ORDER, MERGE = "tree/runs.py", "tree/rows.py", "tree/order.py", "tree/merge.py"
 KEY, REMOVAL, HEAP, HASH = "tree/key.py", "tree/removal.py", "policy/eviction.py", "tree/hashing.py"
-LEAVES = "policy/leaves.py"
+LEAVES, IDS = "policy/leaves.py", "tree/ids_numpy.py"
 
 FAULTS = [
     Fault("log: another tree's bookmark is followed", TREE, "if self._is_ours(marked) else", "if True else"),
@@ -61,12 +61,10 @@ FAULTS = [
     Fault(
         "walk: a partial page counts as matched",
         RUN,
-        "limit = (mismatch - lookahead) // page_size",
-        "limit = -(-(mismatch - lookahead) // page_size)",
+        "limit = (equal - lookahead) // page_size",
+        "limit = -(-(equal - lookahead) // page_size)",
     ),
-    Fault(
-        "walk: a bigram page matches without its last token", RUN, "(mismatch - lookahead) //", "mismatch //"
-    ),
+    Fault("walk: a bigram page matches without its last token", RUN, "(equal - lookahead) //", "equal //"),
     Fault(
         "walk: page extras are not compared",
         RUN,
@@ -80,8 +78,13 @@ FAULTS = [
         "return row",
     ),
     Fault("key: extras are no part of the row", KEY, "            row = (row, extra)", "            pass"),
-    Fault("key: wide tokens are cut to 32 bits", KEY, "if is_wide(tokens):", "if False:"),
-    Fault("key: of a few wide tokens the sign bit is not looked at", KEY, "low[3::NARROW].isascii()", "True"),
+    Fault(
+        "key: wide tokens are cut to 32 bits",
+        IDS,
+        "if np.bitwise_or.reduce(part) >> 31:",
+        "if False:",
+    ),
+    Fault("key: tokens of 32 bits are cut to 31 and a sign", IDS, "reduce(part) >> 31", "reduce(part) >> 32"),
     Fault(
         "key: a slice loses the bigram's last token",
         KEY,

@@ -175,6 +175,64 @@ def test_give_has_room_for_what_was_taken_alone(form: ModuleType) -> None:
     assert not form.give(np.zeros(3, np.int32), 3, np.array([0], np.int32), np.ones(3, np.bool_))
 
 
+tokens_at = st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 2**31 - 1, 2**31, 2**32, 2**32 + 7, -1]))
+
+
+@over_forms
+@given(st.integers(0, 700), st.lists(tokens_at, max_size=2), st.integers(1, 2), st.data())
+def test_narrow(
+    form: ModuleType, count: int, odd_ones: list[tuple[int, int]], stride: int, data: st.DataObject
+) -> None:
+    values = list(range(count))
+    for place, token in odd_ones:
+        values[place : place + 1] = [token]
+    stop = data.draw(st.integers(0, len(values)))
+    start = data.draw(st.integers(0, stop))
+    run, wanted = form.narrow(arrays(values, np.int64, stride), start, stop), values[start:stop]
+    if all(0 <= token < 2**31 for token in wanted):
+        assert np.frombuffer(run, np.int32).tolist() == wanted
+    else:
+        assert run is None
+
+
+@over_forms
+@given(st.integers(0, 700), st.lists(tokens_at, max_size=2), st.sampled_from([4, 8]), st.data())
+def test_num_equal(
+    form: ModuleType, count: int, odd_ones: list[tuple[int, int]], width: int, data: st.DataObject
+) -> None:
+    """A run that ends earlier or later than the part it is compared with, and differs here and there."""
+    values = list(range(count))
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    own = values[start : data.draw(st.integers(start, count))]
+    for place, token in odd_ones:
+        if width == 8 or token == np.int32(token & 0x7FFFFFFF):
+            own[place : place + 1] = [token]
+    run = np.array(own, np.int32 if width == 4 else np.int64).tobytes()
+    pairs = list(zip(own, values[start:stop], strict=False))
+    wanted = next((at for at, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    assert form.num_equal(run, width, arrays(values, np.int64), start, stop) == wanted
+
+
+@over_forms
+def test_a_wide_token_equals_no_narrow_one(form: ModuleType) -> None:
+    run = np.array([5, 6, 7], np.int32).tobytes()
+    for at in range(3):
+        tokens = np.array([5, 6, 7], np.int64)
+        tokens[at] += 2**32
+        assert form.num_equal(run, 4, tokens, 0, 3) == at
+
+
+@over_forms
+@pytest.mark.parametrize("start,stop", [(-1, 1), (2, 1), (0, 4), (4, 4)])
+def test_tokens_that_are_not_there(form: ModuleType, start: int, stop: int) -> None:
+    tokens = np.arange(3)
+    with pytest.raises(AssertionError):
+        form.narrow(tokens, start, stop)
+    with pytest.raises(AssertionError):
+        form.num_equal(tokens.tobytes(), 8, tokens, start, stop)
+
+
 @pytest.mark.skipif(not ids.IS_BUILT, reason="numpy says so itself")
 @pytest.mark.parametrize(
     "call,args",
@@ -199,6 +257,11 @@ def test_give_has_room_for_what_was_taken_alone(form: ModuleType) -> None:
         ("slots_of", (ID, 2.5)),
         ("slots_of", (None, 1)),
         ("pages_of", (np.zeros(2), 1, 0, 1)),
+        ("narrow", (np.zeros(2), 0, 1)),
+        ("narrow", (ID, 0)),
+        ("num_equal", ("0", 4, ID, 0, 1)),
+        ("num_equal", (b"0000", 3, ID, 0, 1)),
+        ("num_equal", (b"0000", 4, None, 0, 1)),
     ],
 )
 def test_the_built_form_takes_arrays_alone(call: str, args: tuple[Any, ...]) -> None:
