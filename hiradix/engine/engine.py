@@ -307,11 +307,11 @@ class Engine:
             sliding_window_size=None if pools.windows is None else pools.windows.size,
             agree=None if group is None else group.least,
         )
+        identity = model_identity(self.config.model_path, self.model_name)
         if pools.hybrid is not None:
             if group is not None:
                 raise ConfigError("swa_full_tokens_ratio: a pool for windows is not cut over ranks here")
-            return build_hybrid_cache(config, params, pools.hybrid)
-        identity = model_identity(self.config.model_path, self.model_name)
+            return build_hybrid_cache(config, params, pools.hybrid, identity)
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 

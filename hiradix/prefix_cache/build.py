@@ -26,7 +26,7 @@ from hiradix.prefix_cache.identity import ModelIdentity, page_fingerprint
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
-from hiradix.storage import GuardedStorage, StorageContext, open_storage
+from hiradix.storage import ComponentPages, Stores, open_stores
 from hiradix.transfer import PoolPair, Runtime, TransferController
 
 
@@ -53,47 +53,62 @@ def build_prefix_cache(
     if _is_replicated(host_pool):
         host.controller.backs_up = model.tp_rank == 0
         model = replace(model, tp_rank=0, tp_size=1)
-    cache = HiRadixCache(params, host, _storage_factory(config, host_pool, model))
-    if config.hicache_storage_backend is not None:
-        try:
-            cache.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
-        except BaseException:
-            cache.close()
-            raise
+    cache = HiRadixCache(params, host, _storage_factory([_stored(config, host_pool, model)]))
+    _attach(cache, config)
     return cache
 
 
 def build_hybrid_cache(
-    config: HiCacheConfig, params: CacheInitParams, pools: HybridPools, runtime: Runtime | None = None
+    config: HiCacheConfig,
+    params: CacheInitParams,
+    pools: HybridPools,
+    model: ModelIdentity,
+    runtime: Runtime | None = None,
 ) -> SWARadixCache:
     """As `build_prefix_cache` for models with sliding windows: `SWAHiRadixCache`, or `SWARadixCache`.
 
-    pools: those behind `params.token_to_kv_pool_allocator`. Storage is refused with the flag's name.
+    pools: those behind `params.token_to_kv_pool_allocator`.
     """
     config = config.normalised()
     if params.page_size != config.page_size:
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return SWARadixCache(params)
-    if config.hicache_storage_backend is not None:
-        _no_storage(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
-    devices, layers_of = (pools.full, pools.window), (pools.full_layers, pools.window_layers)
+    hosts = _hybrid_hosts(config, pools)
+    pairs = [
+        PoolPair(pool, host, make_transport(config.hicache_io_backend, pool.device, (pool, host)), layers)
+        for pool, host, layers in zip(
+            (pools.full, pools.window), hosts, (pools.full_layers, pools.window_layers), strict=True
+        )
+    ]
+    sources = tuple(PageAllocator(host.num_pages) for host in hosts)
+    tier = _tier(config, sources, TransferController.over(pairs, runtime))
+    names = ("", f"window-{params.sliding_window_size}")
+    stored = [_stored(config, host, model, name) for host, name in zip(hosts, names, strict=True)]
+    cache = SWAHiRadixCache(params, tier, _storage_factory(stored))
+    _attach(cache, config)
+    return cache
+
+
+def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools) -> list[HostPool]:
+    """A host pool for each of the device pools."""
+    devices = (pools.full, pools.window)
     bytes_of = [page_bytes(pool.shape, config.page_size) for pool in devices]
     counts = size_host_pools(bytes_of, [pool.num_pages for pool in devices], config)
-    pairs = []
-    for pool, num_pages, layers in zip(devices, counts, layers_of, strict=True):
-        host_pool = HostPool(
-            pool.shape, num_pages, config.page_size, layout=config.hicache_mem_layout, device=pool.device
-        )
-        transport = make_transport(config.hicache_io_backend, pool.device, (pool, host_pool))
-        pairs.append(PoolPair(pool, host_pool, transport, layers))
-    sources = tuple(PageAllocator(num_pages) for num_pages in counts)
-    host = _tier(config, sources, TransferController.over(pairs, runtime))
-    return SWAHiRadixCache(params, host, _no_storage)
+    return [
+        HostPool(pool.shape, count, config.page_size, layout=config.hicache_mem_layout, device=pool.device)
+        for pool, count in zip(devices, counts, strict=True)
+    ]
 
 
-def _no_storage(name: str, extra: ExtraConfig) -> GuardedStorage:
-    raise ConfigError(f"--hicache-storage-backend {name}: stores full attention only, not sliding windows")
+def _attach(cache: HiRadixCache, config: HiCacheConfig) -> None:
+    """Attach the storage that `config` asks for, or close the cache."""
+    if config.hicache_storage_backend is not None:
+        try:
+            cache.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config)
+        except BaseException:
+            cache.close()
+            raise
 
 
 def _host_pool(config: HiCacheConfig, device_pool: DevicePool, num_ranks: int) -> HostPool:
@@ -132,10 +147,16 @@ def _tier(
     )
 
 
-def _storage_factory(config: HiCacheConfig, pool: HostPool, model: ModelIdentity) -> StorageFactory:
-    fingerprint = page_fingerprint(model, pool.shape, config.page_size, config.hicache_mem_layout)
+def _stored(
+    config: HiCacheConfig, pool: HostPool, model: ModelIdentity, component: str = ""
+) -> ComponentPages:
+    """What storage is told of a host pool's pages."""
+    mark = page_fingerprint(model, pool.shape, config.page_size, config.hicache_mem_layout, component)
+    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages)
 
-    def make(name: str, extra: ExtraConfig) -> GuardedStorage:
-        return open_storage(name, StorageContext(fingerprint, extra.backend, pool.page_bytes))
+
+def _storage_factory(stored: Sequence[ComponentPages]) -> StorageFactory:
+    def make(name: str, extra: ExtraConfig) -> Stores:
+        return open_stores(name, extra.backend, stored)
 
     return make

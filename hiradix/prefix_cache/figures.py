@@ -10,7 +10,7 @@ import torch
 from hiradix.cache import HierarchicalCache
 from hiradix.prefix_cache.records import WINDOW, CacheStats, PoolStats, SlotAllocatorLike
 from hiradix.prefix_cache.slots import SlotPages, slots_of
-from hiradix.storage import GuardedStorage
+from hiradix.storage import Stores
 from hiradix.tree import BACKBONE, Node, RadixTree, Tier
 
 
@@ -88,7 +88,7 @@ class Figures:
         """A snapshot for metrics. O(1)."""
         return self._stats(None, None)
 
-    def _stats(self, storage_name: str | None, storage: GuardedStorage | None) -> CacheStats:
+    def _stats(self, storage_name: str | None, storage: Stores | None) -> CacheStats:
         size, counters = self.page_size, self.cache.counters
         total = {f.name: getattr(counters, f.name) for f in fields(counters)}
         unfulfilled = total.pop("unfulfilled")

@@ -19,14 +19,14 @@ from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
-from hiradix.storage import GuardedStorage
+from hiradix.storage import Stores
 from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.tree import Node, RadixKey
 from hiradix.tree.key import as_tokens
 
 DETACH_TIMEOUT_S = 10.0
 
-StorageFactory = Callable[[str, ExtraConfig], GuardedStorage]  # backend name, its configuration
+StorageFactory = Callable[[str, ExtraConfig], Stores]  # backend name, its configuration
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class OpenedStorage:
 
     name: str
     extra: ExtraConfig
-    storage: GuardedStorage
+    storage: Stores
 
 
 class HiRadixCache(RadixCache):
@@ -49,7 +49,7 @@ class HiRadixCache(RadixCache):
         super().__init__(params, host)
         self.controller = host.controller
         self._storage_factory = storage_factory
-        self._storage: GuardedStorage | None = None
+        self._storage: Stores | None = None
         self.storage_name: str | None = None
         assert self.cache.prefetcher is not None and self.cache.backup is not None
         self._prefetcher = self.cache.prefetcher
@@ -264,7 +264,7 @@ class HiRadixCache(RadixCache):
             storage.close()
         return True, "Detached HiCache storage backend successfully."
 
-    def release_storage(self, timeout_s: float = 0.0) -> GuardedStorage | None:
+    def release_storage(self, timeout_s: float = 0.0) -> Stores | None:
         """Let go of the backend: the caller's to close, or None if there was none.
 
         Raises StorageError while a job of it still runs after `timeout_s`; it takes no new ones, so call
@@ -277,7 +277,7 @@ class HiRadixCache(RadixCache):
         return storage
 
     @property
-    def storage(self) -> GuardedStorage | None:
+    def storage(self) -> Stores | None:
         """The attached backend, the cache's own; its methods may be called from any thread."""
         return self._storage
 

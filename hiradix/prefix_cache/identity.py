@@ -43,8 +43,13 @@ def weights_digest(path: str, config_name: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def page_fingerprint(model: ModelIdentity, shape: CacheShape, page_size: int, layout: str) -> PageFingerprint:
-    """The fingerprint of pages of `shape` in a host pool of `layout`: the same in every engine set alike."""
+def page_fingerprint(
+    model: ModelIdentity, shape: CacheShape, page_size: int, layout: str, component: str = ""
+) -> PageFingerprint:
+    """The fingerprint of pages of `shape` in a host pool of `layout`: the same in every engine set alike.
+
+    component: which of the model's pools it is; "" for full attention.
+    """
     return PageFingerprint(
         model_id=model.model_id,
         revision=model.revision,
@@ -56,4 +61,5 @@ def page_fingerprint(model: ModelIdentity, shape: CacheShape, page_size: int, la
         pp_rank=model.pp_rank,
         pp_size=model.pp_size,
         shape=shape.numbers(),
+        component=component,
     )

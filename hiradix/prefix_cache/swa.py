@@ -170,7 +170,4 @@ class SWARadixCache(RadixCache):
 
 
 class SWAHiRadixCache(SWARadixCache, HiRadixCache):
-    """`SWARadixCache` with a host tier: what was evicted comes back, full and window pages at once.
-
-    Storage is refused: a page of it is full attention only.
-    """
+    """`SWARadixCache` with a host tier and storage: full and window pages come back from there at once."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hiradix.config import HiCacheConfig
+from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.engine import Engine, EngineConfig, Output, SamplingParams
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool
+from hiradix.storage.seal import SEAL_BYTES
 from hiradix.tree import Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -37,6 +40,20 @@ CONFIGS = {
 def gemma(reference: Callable[[str], Reference]) -> Reference:
     """Layers 0 and 2 see 24 tokens, layers 1 and 3 all of them."""
     return reference("gemma3")
+
+
+def stored_in(folder: Path, backend: str) -> str:
+    """Keys of a backend, as JSON."""
+    return json.dumps(
+        {f"{backend}_storage_path": str(folder / backend), "prefetch_threshold": 8, "min_free_space": 0}
+    )
+
+
+def with_storage(folder: Path, backend: str, **fields: object) -> HiCacheConfig:
+    return replace(
+        TIERED, hicache_storage_backend=backend, hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_backend_extra_config=parse_extra_config(stored_in(folder, backend)), **fields,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -72,6 +89,65 @@ def test_page_sizes_and_places_of_windows(
     engine = make_hybrid(model_path=str(judge.path), cache=replace(TIERED, page_size=page_size))
     identity, _ = converse(engine, judge, num_turns=3)
     identity.assert_holds()
+
+
+@pytest.mark.parametrize("policy", ["wait_complete", "best_effort", "timeout"])
+def test_answers_do_not_depend_on_storage(
+    policy: str, gemma: Reference, make_hybrid: MakeEngine, tmp_path: Path
+) -> None:
+    config = with_storage(tmp_path, "disk")
+    engine = make_hybrid(cache=replace(config, hicache_storage_prefetch_policy=policy))
+    identity, _ = converse(engine, gemma)
+    identity.assert_holds()
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("backend", ["file", "disk"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2-window"])
+def test_storage_serves_windows_after_a_flush_and_in_another_engine(
+    backend: str,
+    family: str,
+    reference: Callable[[str], Reference],
+    make_hybrid: MakeEngine,
+    tmp_path: Path,
+) -> None:
+    judge, asked = reference(family), prompts([100, 130, 75], seed=2)
+    config = with_storage(tmp_path, backend)
+    engine = make_hybrid(model_path=str(judge.path), cache=config)
+    first = serve(engine, asked, GREEDY)
+    judge.judge(asked, tokens(first)).assert_holds()
+    settle(engine)
+    assert engine.flush()
+    for served in (engine, make_hybrid(model_path=str(judge.path), cache=config)):
+        answers = serve(served, asked, GREEDY)
+        judge.judge(asked, tokens(answers)).assert_holds()
+        assert [answer.usage.cached_storage for answer in answers if answer.usage] == [96, 128, 72]
+        settle(served)
+        assert_empty(served)
+
+
+@pytest.mark.parametrize("component", [0, WINDOW])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_corrupted_page_from_storage_is_seen(
+    component: int, is_checked: bool, gemma: Reference, make_hybrid: MakeEngine, tmp_path: Path
+) -> None:
+    """Damaged files are misses; with the checks off the answer goes wrong, so these pages are read."""
+    asked = prompts([120], seed=3)
+    config = with_storage(tmp_path, "file")
+    extra = config.hicache_storage_backend_extra_config.with_backend(checksum=is_checked)
+    engine = make_hybrid(cache=replace(config, hicache_storage_backend_extra_config=extra))
+    serve(engine, asked, GREEDY)
+    settle(engine)
+    part = engine.cache.storage.parts[component]  # type: ignore[attr-defined]
+    for path in (tmp_path / "file" / part.backend.inner._folder.namespace).rglob("*.page"):
+        data = bytearray(path.read_bytes())
+        junk = torch.empty((len(data) - SEAL_BYTES) // 4)
+        data[SEAL_BYTES:] = junk.normal_(generator=torch.Generator().manual_seed(1)).numpy().tobytes()
+        path.write_bytes(data)
+    assert engine.flush()
+    [answer] = serve(engine, asked, GREEDY)
+    assert answer.usage is not None and (answer.usage.cached_storage == 0) == is_checked
+    assert gemma.judge(asked, [answer.token_ids]).holds == is_checked
 
 
 def test_a_long_request_holds_a_window_of_pages(gemma: Reference, make_hybrid: MakeEngine) -> None:
@@ -176,8 +252,9 @@ def test_what_does_not_fit_is_named(gemma: Reference, llama: Reference) -> None:
         Engine(EngineConfig(str(gemma.path), max_total_tokens=1024, swa_full_tokens_ratio=0.1))
     with pytest.raises(ConfigError, match=r"swa_full_tokens_ratio=1.5: must be in"):
         EngineConfig(str(gemma.path), swa_full_tokens_ratio=1.5)
-    stored = replace(TIERED, hicache_storage_backend="file")
-    with pytest.raises(ConfigError, match="--hicache-storage-backend file: stores full attention only"):
+    files = parse_extra_config('{"naming": "sglang"}')
+    stored = replace(TIERED, hicache_storage_backend="file", hicache_storage_backend_extra_config=files)
+    with pytest.raises(ConfigError, match="naming: SGLang's files are full attention only, not window-24"):
         Engine(EngineConfig(str(gemma.path), swa_full_tokens_ratio=0.9, cache=stored, max_total_tokens=2048))
 
 
@@ -213,8 +290,8 @@ def test_a_storm_of_requests_loses_no_page(seed: int, gemma: Reference, make_hyb
     assert_empty(engine)
 
 
-def test_administration(gemma: Reference, make_hybrid: MakeEngine) -> None:
-    """Figures, a storage backend that is refused, and a flush, as with one pool."""
+def test_administration(gemma: Reference, make_hybrid: MakeEngine, tmp_path: Path) -> None:
+    """Figures, storage attached while serving, and a flush, as with one pool."""
     engine = make_hybrid()
     asked = prompts([100, 60], seed=3)
     serve(engine, asked, GREEDY)
@@ -222,8 +299,14 @@ def test_administration(gemma: Reference, make_hybrid: MakeEngine) -> None:
     info, stats = engine.info(), engine.cache.stats()  # type: ignore[attr-defined]
     assert info.max_total_tokens == 384 and info.kv_bytes_per_token == 4 * 2 * 2 * 16 * 4
     assert stats.host_used > 0 and stats.device_total == 384
-    ok, message = engine.attach_storage("file")
-    assert not ok and "sliding windows" in message
+    ok, message = engine.attach_storage("file", stored_in(tmp_path, "file"), "wait_complete")
+    assert ok, message
+    serve(engine, asked, GREEDY)
+    settle(engine)
     assert engine.flush() and window_tokens(engine) == 0
     assert engine.info().available_tokens == 384
-    gemma.judge(asked, tokens(serve(engine, asked, GREEDY))).assert_holds()
+    answers = serve(engine, asked, GREEDY)
+    assert served_from(answers)["storage"] > 100
+    gemma.judge(asked, tokens(answers)).assert_holds()
+    settle(engine)
+    assert engine.clear_storage() and engine.detach_storage()[0]

@@ -12,7 +12,13 @@ import torch
 
 from hiradix.config import HiCacheConfig
 from hiradix.memory import DevicePool, HybridPools, HybridSlotAllocator, KVShape, ReqToTokenPool
-from hiradix.prefix_cache import CacheInitParams, EvictParams, SWARadixCache, build_hybrid_cache
+from hiradix.prefix_cache import (
+    CacheInitParams,
+    EvictParams,
+    ModelIdentity,
+    SWARadixCache,
+    build_hybrid_cache,
+)
 from tests.prefix_cache.bench_engine import SHAPE, Bench, ForeignAllocator, Request
 
 WINDOW_SHAPE = KVShape(1, 1, 4, 4, torch.float32)
@@ -85,7 +91,8 @@ class SwaBench(Bench):
         self.cache: Any = SWARadixCache(params)
         if config is not None:
             pools = HybridPools(self.pool, self.window_pool, FULL_LAYERS, WINDOW_LAYERS)
-            self.cache = build_hybrid_cache(HiCacheConfig(page_size=page_size, **config), params, pools)
+            flags = HiCacheConfig(page_size=page_size, **config)
+            self.cache = build_hybrid_cache(flags, params, pools, ModelIdentity("bench"))
         self.running: list[Request] = []
         self.counter = 0
 

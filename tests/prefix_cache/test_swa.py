@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hiradix.config import parse_extra_config
 from hiradix.errors import ConfigError
 from hiradix.memory import ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import (
@@ -252,12 +254,104 @@ def test_load_back_needs_room_in_both_pools_or_does_nothing(make: Make) -> None:
     bench.check()
 
 
-def test_storage_is_refused_by_its_flag(make: Make, tmp_path: object) -> None:
-    bench = make(config=host_tier("write_through"))
-    ok, message = bench.cache.attach_storage_backend("file", f'{{"file_storage_path": "{tmp_path}"}}')
-    assert not ok and "--hicache-storage-backend file: stores full attention only" in message
-    with pytest.raises(ConfigError, match="--hicache-storage-backend file"):
-        make(config={**(host_tier("write_through") or {}), "hicache_storage_backend": "file"})
+def stored(path: object, backend: str = "file", policy: str = "write_through") -> dict[str, Any]:
+    extra = {f"{backend}_storage_path": str(path), "prefetch_threshold": 4, "min_free_space": 0}
+    return {
+        **(host_tier(policy) or {}), "hicache_storage_backend": backend,
+        "hicache_storage_prefetch_policy": "wait_complete", "hicache_no_regret": False,
+        "hicache_storage_backend_extra_config": parse_extra_config(json.dumps(extra)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["file", "disk"])
+def test_storage_brings_the_window_along_after_a_flush_and_in_another_cache(
+    make: Make, tmp_path: object, backend: str
+) -> None:
+    bench = make(config=stored(tmp_path, backend), page_size=2, window=6)
+    bench.finish(bench.start(prompt(33)))
+    bench.settle()
+    bench.cache.reset()
+    assert bench.cache.total_size() == (0, 0)
+    req = bench.start(prompt(33))  # verifies both pools
+    assert req.host_tokens == 32 and bench.cache.pop_prefetch_loaded_tokens(req.rid) == 32
+    bench.check()
+    again = make(config=stored(tmp_path, backend), page_size=2, window=6)
+    assert again.start(prompt(33)).host_tokens == 32
+    window, full = (part.stats()["get_pages"] for part in reversed(again.cache.storage.parts))
+    assert (window, full) == (16 + 3, 16 + 3), "figures of calls are of both"
+
+
+def test_another_window_length_finds_nothing(make: Make, tmp_path: object) -> None:
+    bench = make(config=stored(tmp_path), window=6)
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    other = make(config=stored(tmp_path), window=7)
+    assert other.start(prompt(20)).host_tokens == 0
+
+
+def test_storage_attached_cleared_and_detached_while_serving(make: Make, tmp_path: object) -> None:
+    bench = make(config=host_tier("write_through"), window=6)
+    cache = bench.cache
+    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
+    bench.finish(bench.start(prompt(20)))  # inserted before storage
+    bench.settle()
+    assert cache.attach_storage_backend("file", extra, hicache_storage_prefetch_policy="wait_complete")[0]
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    cache.reset()
+    assert bench.start(prompt(20)).host_tokens == 19
+    assert cache.stats().storage["backend_window-6_evicted"] == 0
+    bench.finish(bench.running[0])
+    bench.settle()
+    assert cache.clear_storage_backend()
+    assert [part.exists(["0" * 64]) for part in cache.storage.parts] == [0, 0]
+    bench.finish(bench.start(prompt(20)))  # what is in use is offered again
+    bench.settle()
+    cache.reset()
+    assert bench.start(prompt(20)).host_tokens == 19
+    bench.settle()
+    assert cache.detach_storage_backend()[0] and cache.storage is None
+    assert cache.attach_storage_backend("file", extra)[0] and len(cache.storage.parts) == 2
+    ok, message = cache.attach_storage_backend("file", extra)
+    assert ok and "already enabled" in message
+
+
+def test_storage_for_full_attention_only_is_refused_by_its_key(make: Make, tmp_path: object) -> None:
+    bench = make(config=host_tier("write_through"), window=6)
+    extra = f'{{"file_storage_path": "{tmp_path}", "naming": "sglang"}}'
+    ok, message = bench.cache.attach_storage_backend("file", extra)
+    assert not ok and "naming: SGLang's files are full attention only, not window-6" in message
+    with pytest.raises(ConfigError, match="naming"):
+        make(config={**stored(tmp_path), "hicache_storage_backend_extra_config": parse_extra_config(extra)})
+
+
+@pytest.mark.parametrize("page_size, window", [(1, 3), (4, 3), (4, 10), (16, 24)])
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_random_serving_with_storage_is_exact_in_both_pools(
+    make: Make, tmp_path: object, page_size: int, window: int, policy: str
+) -> None:
+    num_pages = 64 // page_size + 6
+    config = stored(tmp_path, "disk", policy)
+    bench = make(num_pages, num_pages * 3 // 4, page_size, window, config=config)
+    rng = random.Random(page_size * window)
+    loaded, asked = 0, [prompt(3 * page_size)]
+
+    def begin() -> Request | None:
+        nonlocal loaded
+        if not bench.running and rng.random() < 0.2:
+            bench.cache.evict(EvictParams(10_000))
+            bench.settle()
+            bench.cache.reset()
+        base = prompt(rng.randint(1, 3) * max(4, page_size), start=100 * rng.randint(0, 2))
+        tail = [rng.randint(900, 901) for _ in range(rng.randint(1, 6))]
+        asked.append(rng.choice([base + tail, rng.choice(asked)]))
+        req = bench.start(asked[-1], share=rng.random() < 0.8)
+        loaded += 0 if req is None else bench.cache.pop_prefetch_loaded_tokens(req.rid)
+        return req
+
+    bench.live(rng, 200, begin)
+    assert bench.cache.full_protected_size() == bench.cache.swa_protected_size() == 0
+    assert loaded > 0
 
 
 @pytest.mark.parametrize("page_size, window", [(1, 3), (1, 8), (4, 3), (4, 4), (4, 10), (16, 24)])

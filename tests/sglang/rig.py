@@ -263,7 +263,8 @@ class WindowRig(Rig):
         )
 
     def make_inner(self, config: HiCacheConfig, params: Any, runtime: Runtime) -> RadixCache:
-        return build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(self.kvcache), runtime)
+        own, pools = own_params(params, HybridPort), hybrid_pools(self.kvcache)
+        return build_hybrid_cache(config, own, pools, ModelIdentity("rig"), runtime)
 
     def alloc(self, num_tokens: int) -> torch.Tensor:
         full = self.allocator.full_attn_allocator.alloc(num_tokens)

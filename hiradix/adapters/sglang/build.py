@@ -139,10 +139,12 @@ def _inner(context: Any, flags: Any, runtime: Runtime | None) -> RadixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+    model = _identity(context, flags)
     if context.is_hybrid_swa:
-        return build_hybrid_cache(config, own_params(params, HybridPort), hybrid_pools(kvcache), runtime)
+        own = own_params(params, HybridPort)
+        return build_hybrid_cache(config, own, hybrid_pools(kvcache), model, runtime)
     pool = device_pool(kvcache, params.page_size)
-    return build_prefix_cache(config, own_params(params), pool, _identity(context, flags), runtime)
+    return build_prefix_cache(config, own_params(params), pool, model, runtime)
 
 
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:

@@ -11,7 +11,7 @@ import torch
 
 from hiradix.cache.pages import PageSource
 from hiradix.prefix_cache.slots import Pages, on_device, pages_of, slots_of
-from hiradix.storage import GuardedStorage
+from hiradix.storage import Stores
 from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
 from hiradix.tree import ids
@@ -184,13 +184,13 @@ class ControllerView:
         if self._streams is not None:
             self._streams.fence = stream
 
-    def show_storage(self, name: str | None, storage: GuardedStorage | None) -> None:
+    def show_storage(self, name: str | None, storage: Stores | None) -> None:
         """Have SGLang see that this storage is attached, or none."""
         self.storage_backend_type = name
         self.storage_backend = None if storage is None else innermost(storage)
 
 
-def innermost(storage: GuardedStorage) -> Any:
+def innermost(storage: Stores) -> Any:
     """The object that stores, behind guard and wrappers; SGLang's own where we host one."""
     backend: Any = storage.backend
     while (inside := getattr(backend, "inner", None)) is not None:
