@@ -44,9 +44,8 @@ def gemma(reference: Callable[[str], Reference]) -> Reference:
 
 def stored_in(folder: Path, backend: str) -> str:
     """Keys of a backend, as JSON."""
-    return json.dumps(
-        {f"{backend}_storage_path": str(folder / backend), "prefetch_threshold": 8, "min_free_space": 0}
-    )
+    own = {f"{backend}_storage_path": str(folder / backend), "max_size": "16MiB", "min_free_space": 0}
+    return json.dumps(own | {"prefetch_threshold": 8})
 
 
 def with_storage(folder: Path, backend: str, **fields: object) -> HiCacheConfig:

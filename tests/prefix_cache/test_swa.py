@@ -255,7 +255,8 @@ def test_load_back_needs_room_in_both_pools_or_does_nothing(make: Make) -> None:
 
 
 def stored(path: object, backend: str = "file", policy: str = "write_through") -> dict[str, Any]:
-    extra = {f"{backend}_storage_path": str(path), "prefetch_threshold": 4, "min_free_space": 0}
+    extra: dict[str, object] = {f"{backend}_storage_path": str(path), "max_size": "4MiB"}
+    extra |= {"prefetch_threshold": 4, "min_free_space": 0}
     return {
         **(host_tier(policy) or {}), "hicache_storage_backend": backend,
         "hicache_storage_prefetch_policy": "wait_complete", "hicache_no_regret": False,
