@@ -6,7 +6,8 @@ Prints the ceilings (one pinned copy of 1 GiB each way and both ways at once), t
 size, layout and model shape as GB/s and as a share of the ceiling; then how much matrix products slow down
 beside the copies, and how much of a load back a forward pass hides. Every transport's copy is compared byte
 for byte with the torch transport's before it is timed. Without a GPU it says so and runs the rows a CPU has:
-the ceiling is one contiguous copy on one thread.
+the ceiling is one contiguous copy on one thread. A transport that fails is a line that says so, and in the
+file, which is written anew after every case.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import common
 import copy_overlap
@@ -54,6 +56,7 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_blob")
 PAGE_SIZES = (64, 16, 1)
 PROGRAMS = (2, 4, 8, 16, 32)
 STAGES = (1, 3)
+NOISE_BYTES = 16_000_057  # a prime
 SLOW_S = 0.5  # a copy that takes longer is timed once
 
 
@@ -92,14 +95,26 @@ class Clock:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """A transport that raised, or copied other bytes than torch, and what was said."""
+
+    transport: str
+    shape: str
+    layout: str
+    page_size: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Case:
-    """Two pools of random bytes and a shuffled list of pages of each."""
+    """Two pools and a shuffled list of pages of each. before: the host's bytes, 0 but for those pages."""
 
     shape_name: str
     device: DevicePool
     host: HostPool
     device_pages: np.ndarray
     host_pages: np.ndarray
+    before: torch.Tensor
 
     def copy(self, transport: Transport, to_device: bool, layers: range | None = None) -> None:
         if to_device:
@@ -118,24 +133,28 @@ def make_case(shape_name: str, layout: str, page_size: int, args: argparse.Names
     num_pages = max(2, int(args.megabytes * 1e6) // page_bytes(shape, page_size))
     device = DevicePool(shape, 2 * num_pages, page_size, args.device)
     host = HostPool(shape, 2 * num_pages, page_size, layout=layout, device=args.device)
-    host.buffer.random_(0, 255)
     random = np.random.default_rng(0)
+    noise = torch.from_numpy(random.integers(0, 256, NOISE_BYTES, np.uint8))  # repeats, but never on a page
+    for begin in range(0, len(host.buffer), NOISE_BYTES):
+        part = host.buffer[begin : begin + NOISE_BYTES]
+        part.copy_(noise[: len(part)])
     device_pages = random.permutation(2 * num_pages)[:num_pages] + 1
-    return Case(shape_name, device, host, device_pages, random.permutation(2 * num_pages)[:num_pages])
-
-
-def check(case: Case, transport: Transport) -> None:
-    """Load, wipe and write back with `transport`; the host pages must be what they were."""
-    before = case.host.buffer.clone()
-    case.copy(transport, to_device=True)
-    settle(case)
-    for page in case.host_pages.tolist():
-        for view in case.host.page_views(page):
+    listed, others = np.split(random.permutation(2 * num_pages), [num_pages])
+    for page in others.tolist():
+        for view in host.page_views(page):
             view[:] = bytes(len(view))
+    return Case(shape_name, device, host, device_pages, listed, host.buffer.clone())
+
+
+def check(case: Case, transport: Transport, reference: torch.Tensor) -> None:
+    """Load, wipe and write back with `transport`; the host must be what it was. reference: torch's load."""
+    seen = contents(case, transport)
+    case.host.buffer.zero_()
     case.copy(transport, to_device=False)
     settle(case)
-    assert torch.equal(case.host.buffer, before), f"{transport.name} changed bytes"
-    reference, seen = (contents(case, each) for each in (TorchTransport(), transport))
+    is_whole = torch.equal(case.host.buffer, case.before)
+    case.host.buffer.copy_(case.before)
+    assert is_whole, f"{transport.name} changed bytes"
     assert torch.equal(reference, seen), f"{transport.name} and torch load different bytes"
 
 
@@ -150,6 +169,7 @@ def contents(case: Case, transport: Transport) -> torch.Tensor:
     for layers in case.device.layer_views(0):
         layers.zero_()
     case.copy(transport, to_device=True)
+    settle(case)
     return case.device.layer_views(0)[0].cpu().view(torch.uint8)
 
 
@@ -217,19 +237,32 @@ def both(loads: Callable[[], None], writes: Callable[[], None]) -> None:
         current.wait_stream(stream)
 
 
-def measure(case: Case, args: argparse.Namespace, clock: Clock, ceiling: dict[str, float]) -> Iterator[Row]:
-    plan = plan_copies(case.host, case.device)[0].collapsed()
+def measure(
+    case: Case, args: argparse.Namespace, clock: Clock, ceiling: dict[str, float]
+) -> Iterator[Row | Fault]:
+    """A row per transport and direction; raises only where the device is of no more use."""
+    reference = contents(case, TorchTransport())
+    where = (case.shape_name, case.host.layout.name, case.host.page_size)
     for transport in transports(case, args):
         if time.monotonic() > args.deadline:
             return
-        check(case, transport)
-        for direction in ("to host", "to device"):
-            to_device = direction == "to device"
-            speed = case.num_bytes / clock.seconds(partial(case.copy, transport, to_device)) / 1e9
-            yield Row(
-                direction, transport.name, case.shape_name, case.host.layout.name, case.host.page_size,
-                plan.src.row_bytes, speed, speed / ceiling[direction],
-            )  # fmt: skip
+        try:
+            check(case, transport, reference)
+            yield from timed(case, transport, clock, ceiling)
+        except Exception as error:
+            yield Fault(transport.name, *where, f"{type(error).__name__}: {str(error):.300}")
+            settle(case)
+
+
+def timed(case: Case, transport: Transport, clock: Clock, ceiling: dict[str, float]) -> Iterator[Row]:
+    plan = plan_copies(case.host, case.device)[0].collapsed()
+    for direction in ("to host", "to device"):
+        to_device = direction == "to device"
+        speed = case.num_bytes / clock.seconds(partial(case.copy, transport, to_device)) / 1e9
+        yield Row(
+            direction, transport.name, case.shape_name, case.host.layout.name, case.host.page_size,
+            plan.src.row_bytes, speed, speed / ceiling[direction],
+        )  # fmt: skip
 
 
 def machine(device: str) -> dict[str, object]:
@@ -275,9 +308,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
     parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES)
     parser.add_argument("--budget-s", type=float, default=480.0, help="no new row is begun after so long")
+    parser.add_argument("--part", choices=("all", "sweep", "beside"), default="all", help="sweep: transports")
     parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
     args = parser.parse_args()
     args.cuda = args.device.startswith("cuda")
+    if args.cuda and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
     args.megabytes = args.megabytes or (256 if args.cuda else 64)
     args.deadline = time.monotonic() + args.budget_s
     return args
@@ -286,34 +322,55 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
+    if args.cuda:
+        torch.cuda.set_device(torch.device(args.device).index or 0)
     with torch.cuda.stream(torch.cuda.Stream()) if args.cuda else torch.no_grad():
         run(args, Clock(args.cuda, args.repeats))
 
 
 def run(args: argparse.Namespace, clock: Clock) -> None:
     """Measure everything asked for, a printed line each, and keep the raw numbers."""
-    about, ceiling, rows = machine(args.device), ceilings(args, clock), []
+    about, ceiling = machine(args.device), ceilings(args, clock)
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ")
     if not args.cuda:
         print("no GPU here: torch, memmove in place of the copy engines, and packing; nothing about a bus")
-    print("ceiling:", ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in ceiling.items()))
+    print("ceiling:", ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in ceiling.items()), flush=True)
+    found: dict[str, Any] = {"machine": about, "ceiling": ceiling, "rows": [], "faults": []}
+    if args.part != "beside":
+        rows = sweep(args, clock, found)
+        if args.cuda:
+            print(*best(rows), sep="\n", flush=True)
+    if args.part != "sweep":
+        found |= copy_overlap.report(args, clock.once)
+        save(args, found)
+
+
+def sweep(args: argparse.Namespace, clock: Clock, found: dict[str, Any]) -> list[Row]:
+    """Every case's transports, into `found` and the file as they come."""
     head = ("direction", "transport", "shape", "layout", "page", "piece", "GB/s", "share")
     print("{:10} {:14} {:13} {:18} {:>4} {:>8} {:>6} {}".format(*head))
+    rows: list[Row] = []
     for case in cases(args):
-        for row in measure(case, args, clock, ceiling):
+        for row in measure(case, args, clock, ceiling=found["ceiling"]):
+            if isinstance(row, Fault):
+                found["faults"].append(asdict(row))
+                print(f"FAILED     {row.transport:14} {row.shape:13} {row.layout:18} {row.error}", flush=True)
+                continue
             rows.append(row)
+            found["rows"].append(asdict(row))
             print(
                 f"{row.direction:10} {row.transport:14} {row.shape:13} {row.layout:18} "
                 f"{row.page_size:4} {row.piece:8} {row.gb_per_s:6.2f} {row.share:4.0%}",
                 flush=True,
             )
-    if args.cuda:
-        print(*best(rows), sep="\n")
-    beside = copy_overlap.report(args, clock.once)
+        save(args, found)
+    return rows
+
+
+def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": about, "ceiling": ceiling, "rows": [asdict(row) for row in rows], **beside}
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -52,7 +52,8 @@ def report(args: argparse.Namespace, once: Once) -> dict[str, Any]:
         print("\nmatrix products beside copies     ratio  95 % interval")
         for row in interference(args, once):
             slowdowns.append(row)
-            print(f"{row.transport:16} {row.direction:12} {row.ratio:6.3f}  {row.low:.3f} to {row.high:.3f}")
+            ends = f"{row.low:.3f} to {row.high:.3f}"
+            print(f"{row.transport:16} {row.direction:12} {row.ratio:6.3f}  {ends}", flush=True)
     else:
         print("\nmatrix products beside copies: needs a GPU, where both run at once")
     print("\nload back under a forward pass  tokens  compute    load  together  hidden")
@@ -80,7 +81,13 @@ def interference(args: argparse.Namespace, once: Once) -> Iterator[Slowdown]:
             def copies(src: Any = src, dst: Any = dst, transport: Transport = transport) -> None:
                 transport.copy_pages(src, dst, pages, pages, None)
 
-            yield slowdown(name, direction, paired(once, sides, copies, once(copies)))
+            try:
+                once(copies)  # compiles, makes tables and buffers
+                ratios = paired(once, sides, copies, once(copies))
+            except Exception as error:
+                print(f"FAILED: {name} {direction}: {type(error).__name__}: {str(error):.200}", flush=True)
+                continue
+            yield slowdown(name, direction, ratios)
 
 
 def competitors(

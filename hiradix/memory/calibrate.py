@@ -98,13 +98,14 @@ class CalibratedTransport:
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
     ) -> None:
-        choice = self._choices.get(src, dst)
-        if choice is None:
-            chosen = self._fallback
-        else:
-            num_layers = src.shape.num_layers if layers is None else len(layers)
-            chosen = self.candidates[choice.best(len(src_pages), num_layers)]
+        num_layers = src.shape.num_layers if layers is None else len(layers)
+        chosen = self.chosen(src, dst, len(src_pages), num_layers)
         chosen.copy_pages(src, dst, src_pages, dst_pages, layers)
+
+    def chosen(self, src: Pool, dst: Pool, num_pages: int, num_layers: int) -> Transport:
+        """What copies so many pages of so many layers between the pools."""
+        choice = self._choices.get(src, dst)
+        return self._fallback if choice is None else self.candidates[choice.best(num_pages, num_layers)]
 
     def _measure(self, src: Pool, dst: Pool, layers: range, timer: Timer) -> Choice:
         own = page_bytes(src.shape, src.page_size) * len(layers) // src.shape.num_layers
