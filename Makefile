@@ -10,8 +10,10 @@
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
+# make test-gpu      copies, order, pinning and the engine on a CUDA device, skipped where there is none
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make compiled      the tree and what a policy does at each turn compiled with mypyc, as a package under build/compiled (needs a C compiler)
+# make bench-gpu     all that a GPU has still to show, in pieces of ten minutes: GPU_FLAGS="--piece copies"
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
@@ -48,8 +50,8 @@ READY := $(INSTALLED)
 endif
 
 .PHONY: help .venv demo lint compiled clean \
-	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale \
-	bench-tree bench-transfer bench-storage bench-storage-remote bench-policy bench-sglang bench-vllm bench-serve
+	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-policy bench-sglang bench-vllm bench-serve
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -75,12 +77,16 @@ lint: $(READY)
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: the directory of each is named below.
 LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang \
-	tests/vllm
+	tests/vllm tests/gpu
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
 test-kernels: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
+
+# HIRADIX_GPU_TESTS_ON=cpu TRITON_INTERPRET=1: the same tests without a GPU.
+test-gpu: $(READY)
+	$(PY) -m pytest -q -p no:cacheprovider tests/gpu $(PYTEST_FLAGS)
 
 test-faults: $(READY)
 	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 $(PY) -m pytest -q -n $(JOBS) tests/simulation tests/faults tests/ranks $(PYTEST_FLAGS)
@@ -121,6 +127,9 @@ compiled: $(READY)
 test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
 	  tests/tree tests/cache tests/prefix_cache tests/policy/test_ghd.py $(PYTEST_FLAGS)
+
+bench-gpu: $(READY)
+	$(PY) benchmarks/gpu_session.py $(GPU_FLAGS)
 
 bench-transfer: $(READY)
 	$(PY) benchmarks/bench_transfer.py $(BENCH_FLAGS)

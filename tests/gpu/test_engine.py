@@ -1,4 +1,4 @@
-"""The reference engine on the device: answers are those of transformers, whatever tier a prefix comes from."""
+"""The reference engine on the device: its answers are those of transformers, from whatever tier."""
 
 from __future__ import annotations
 

@@ -1,0 +1,155 @@
+"""All that a GPU has still to show, in order, in pieces of at most ten minutes (see docs/kernels.md).
+
+    python benchmarks/gpu_session.py                        # every piece, one after the other
+    python benchmarks/gpu_session.py --piece correctness    # or one, where a command's time is limited
+    python benchmarks/gpu_session.py --list                 # the commands, to run by hand
+
+Each step is a process of its own with a limit, so that a fault on the device ends that step alone. Results go
+to --out (benchmarks/results), raw numbers of a step as gpu_STEP.json, and what became of the steps, with the
+end of what they printed, as gpu_session_PIECE.json. --device cpu walks the same steps, small, without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL = 6000
+SMALL_SWEEP = ("--shape", "SmolLM2-fp32", "--layout", "page_first", "--page-size", "64", "--megabytes", "4")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of Python's. limit_s: it is ended then. writes: whether it takes --out FILE.
+    on_cpu: what is added where there is no GPU, so that the step is small."""
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: int
+    writes: bool = True
+    on_cpu: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a step. code: its exit code, None at its limit; tail: the end of its output."""
+
+    name: str
+    command: str
+    code: int | None
+    seconds: float
+    tail: str
+
+
+def tests(*which: str) -> tuple[str, ...]:
+    return ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=20", *which)
+
+
+def bench(name: str, *options: str) -> tuple[str, ...]:
+    return (f"benchmarks/{name}.py", *options)
+
+
+COPIES, OVERLAP = "copy_bandwidth", ("--part", "beside")
+PIECES: dict[str, tuple[Step, ...]] = {
+    "correctness": (
+        Step("pinning", tests("tests/gpu/test_memory.py"), 60, False),
+        Step("copies", tests("tests/gpu/test_copies.py"), 240, False, ("-k", "layout_and_kind and mha_one")),
+        Step("order", tests("tests/gpu/test_order.py"), 90, False),
+        Step("quantise", tests("tests/gpu/test_quantise.py"), 60, False),
+        Step("engine", tests("tests/gpu/test_engine.py"), 120, False, ("-k", "damaged")),
+    ),
+    "copies": (
+        Step(
+            "calibration", bench("bench_calibration"), 150, True,
+            ("--shape", "SmolLM2-fp32", "--layout", "page_first", "--megabytes", "8", "--repeats", "1"),
+        ),
+        Step("sweep", bench(COPIES, "--part", "sweep", "--budget-s", "390"), 440, True, SMALL_SWEEP),
+    ),
+    "overlap": (
+        Step("beside", bench(COPIES, *OVERLAP), 240, True, SMALL_SWEEP),
+        Step("host_hits", bench("bench_host_hits"), 180, True, ("--tokens", "256", "--rounds", "1")),
+        Step(
+            "host_hits_kernel", bench("bench_host_hits", "--io-backend", "kernel"), 150, True,
+            ("--tokens", "256", "--rounds", "1"),
+        ),
+    ),
+}  # fmt: skip
+
+
+def command_of(step: Step, args: argparse.Namespace) -> list[str]:
+    """What to run, as arguments of the Python interpreter."""
+    command = [*step.command]
+    if step.writes:
+        out = os.path.relpath(args.out / f"gpu_{step.name}.json", ROOT)
+        command += ["--device", args.device, "--out", out]
+    return [*command, *(step.on_cpu if args.device == "cpu" else ())]
+
+
+def run(step: Step, args: argparse.Namespace) -> Done:
+    command = command_of(step, args)
+    print(f"\n== {step.name}, {step.limit_s} s at most: python {' '.join(command)}", flush=True)
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
+    environment["HIRADIX_GPU_TESTS_ON"] = args.device
+    begin, code = time.monotonic(), None
+    log = args.out / f"gpu_{step.name}.log"
+    with log.open("w", encoding="utf-8") as out:
+        try:
+            code = subprocess.run(
+                [sys.executable, *command], cwd=ROOT, env=environment, timeout=step.limit_s,
+                stdout=out, stderr=subprocess.STDOUT, check=False,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print(f"{step.name}: ended after {step.limit_s} s", flush=True)
+    tail = log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "")[-TAIL:]
+    log.unlink()
+    print(tail, flush=True)
+    return Done(step.name, " ".join(command), code, round(time.monotonic() - begin, 1), tail)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--piece", choices=("all", *PIECES), default="all")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    args = parser.parse_args()
+    if args.device != "cpu" and not args.list and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+    if find_spec("hiradix") is None or find_spec("hiradix.triton_kernels") is None:
+        parser.error("install hiradix first: python -m pip install --no-deps --no-build-isolation -e .")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    pieces = list(PIECES) if args.piece == "all" else [args.piece]
+    if args.list:
+        for piece in pieces:
+            print(f"# {piece}, {sum(step.limit_s for step in PIECES[piece])} s at most")
+            print(*(f"python {' '.join(command_of(step, args))}" for step in PIECES[piece]), sep="\n")
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for piece in pieces:
+        done: list[Done] = []
+        for step in PIECES[piece]:
+            done.append(run(step, args))
+            text = json.dumps([asdict(one) for one in done], indent=1)
+            (args.out / f"gpu_session_{piece}.json").write_text(text + "\n", encoding="utf-8")
+        failed += [one.name for one in done if one.code != 0]
+    print(f"\nfailed: {', '.join(failed)}" if failed else "\nevery step ended well")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
