@@ -102,6 +102,8 @@ def checked_flags(answer: object, num_pages: int) -> list[bool]:
     """`answer` as one bool per page; raises BadAnswer unless it is exactly that."""
     if not isinstance(answer, list | tuple) or len(answer) != num_pages:
         raise BadAnswer(f"answered {answer!r:.80} for {num_pages} pages")
+    if set(map(type, answer)) <= {bool}:
+        return list(answer)
     if not all(isinstance(ok, bool | np.bool_) for ok in answer):
         raise BadAnswer(f"answered {answer!r:.80}, which are not all bool")
     return [bool(ok) for ok in answer]

@@ -7,8 +7,6 @@ is to keep everybody else out: while one call is overdue, the store is taken for
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 DIRECT_PIECE_BYTES = 256 << 20
 """Longer batches pass in pieces; between two of them the deadline is looked at."""
@@ -21,15 +19,15 @@ class DirectCalls:
         self._numbers = itertools.count()
         self._deadlines: dict[int, float] = {}
 
-    @contextmanager
-    def call(self, deadline: float) -> Iterator[None]:
-        """The time of one call."""
+    def begin(self, deadline: float) -> int:
+        """A call begins; what `end` is to be told."""
         number = next(self._numbers)
         self._deadlines[number] = deadline
-        try:
-            yield
-        finally:
-            del self._deadlines[number]
+        return number
+
+    def end(self, number: int) -> None:
+        """The call has ended, however it did."""
+        del self._deadlines[number]
 
     def overdue(self, now: float) -> bool:
         """Whether a call should have ended before `now`."""

@@ -190,7 +190,9 @@ class GuardedStorage:
         return {op: self._meters.histogram(op) for op in Op}
 
     def stats(self) -> Mapping[str, float]:
-        """Figures by name; the backend's own as `backend_*`, as of its last call. Never waits."""
+        """Figures by name; the backend's own as `backend_*`, as of its last call. Never waits for I/O."""
+        if self._direct is not None:
+            self._refresh_stats()
         return {
             **self._meters.snapshot(),
             "breaker_open": float(self._breaker.state is not BreakerState.CLOSED),
@@ -275,13 +277,17 @@ class GuardedStorage:
             with self._lanes.lane(left_s()) as lane:
                 begin(LaneSession(left_s, self._refresh_stats, lane))
         else:
-            with self._direct.call(deadline):
-                begin(Session(left_s, self._refresh_stats))
+            number = self._direct.begin(deadline)
+            try:
+                begin(Session(left_s, _nothing))
+            finally:
+                self._direct.end(number)
             if left_s() < 0:
                 raise CallTimeout(f"ended {-left_s():.3f} s late")
 
     def _refresh_stats(self) -> None:
-        """On a worker, after a call: so that `stats` never waits for a backend."""
+        """On a worker, after a call: so that `stats` never waits for a backend. A direct one is asked there.
+        """
         try:
             self._backend_stats = dict(self._stats())
         except Exception:  # figures are not worth a page

@@ -184,6 +184,8 @@ def _bytes(view: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 def chunks(sizes: Sequence[int], limit_bytes: int) -> list[range]:
     """Runs of `sizes` that fit into `limit_bytes` together; at least one of them each."""
+    if sizes and sum(sizes) <= limit_bytes:
+        return [range(len(sizes))]
     runs: list[range] = []
     start = used = 0
     for index, size in enumerate(sizes):

@@ -18,8 +18,11 @@ IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024) if "SC_IOV_MAX" in os.sysconf_name
 
 def read_into(fd: int, buffers: Sequence[Buffer], offset: int = 0) -> int:
     """Fill `buffers` from `offset`; bytes read, fewer only at the end of the file. Raises OSError."""
+    done = preadv(fd, buffers, offset) if 0 < len(buffers) <= IOV_MAX else 0
+    if done and done == sum([memoryview(buffer).nbytes for buffer in buffers]):
+        return done
     left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-    done = 0
+    _advance(left, done)
     while left:
         moved = preadv(fd, left[:IOV_MAX], offset + done)
         if moved == 0:

@@ -78,28 +78,24 @@ class DiskBackend(StorageBackend):
         damaged: list[Entry] = []
 
         def check(index: int) -> bool:
-            entry = reads[index].entry
-            if self._is_intact(entry, reads[index].move.page):
+            entry = reads.entries[index]
+            if self._is_intact(entry, reads.moves[index].page):
                 return True
             damaged.append(entry)
             return False
 
-        checked = any(self._must_check(read.entry) for read in reads)
-        whole, faults = self._io.read(
-            [read.move for read in reads], self._page_bytes, check if checked else None
-        )
+        checked = self._must_check_some(reads.entries)
+        whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
         ok = [False] * len(keys)
         with self._store.mutex:
             self._store.refresh()
-            current = self._store.index.by_place
-            for read, good in zip(reads, whole):
-                now = current.get(read.entry.place)
-                there = now is not None and now.version == read.entry.version
-                ok[read.index] = good and there
+            still = self._still_there(reads)
+            for index, entry, good, there in zip(reads.indices, reads.entries, whole, still):
+                ok[index] = good and there
                 if good and there and checked:
-                    read.entry.verified = True
+                    entry.verified = True
                 if not good and there and not faults:
-                    damaged.append(read.entry)
+                    damaged.append(entry)
         self._drop_damaged(damaged)
         if faults and not any(ok):
             self._count("read_errors", len(faults))
@@ -195,32 +191,42 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             return next((index for index, name in enumerate(names) if name not in pages), len(names))
 
-    def _plan(self, names: Sequence[Name], into: Sequence[Page]) -> list[_Read]:
+    def _plan(self, names: Sequence[Name], into: Sequence[Page]) -> _Reads:
         """What to read for the names that are there; they count as used."""
-        reads = []
+        reads, num_bytes = _Reads(), self._page_bytes
         with self._store.mutex:
             pages = self._store.shelf.pages
-            if any(name not in pages for name in names):
+            if any([name not in pages for name in names]):
                 self._store.refresh()
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
                 self._use([])
-            pages = self._store.shelf.pages
+            pages, slot_size = self._store.shelf.pages, self._store.slot_size
             segments: dict[int, Segment | None] = {}
             for index, name in enumerate(names):
                 entry = pages.get(name)
-                if entry is None or entry.num_bytes != self._page_bytes:
+                if entry is None or entry.num_bytes != num_bytes:
                     continue
-                number = entry.place[0]
+                number, slot = entry.place
                 if number not in segments:
                     segments[number] = self._store.segment(number)
                 segment = segments[number]
                 if segment is not None:
-                    move = Move(segment, self._store.offset(entry.place), into[index])
-                    reads.append(_Read(index, entry, move))
+                    reads.indices.append(index)
+                    reads.entries.append(entry)
+                    reads.moves.append(Move(segment, slot * slot_size, into[index]))
+            reads.state = self._store.state
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)
         return reads
+
+    def _still_there(self, reads: _Reads) -> Sequence[bool]:
+        """Which pages the log still names where they were read. Needs the mutex."""
+        if self._store.state == reads.state:
+            return [True] * len(reads.entries)
+        current = self._store.index.by_place
+        found = [(entry, current.get(entry.place)) for entry in reads.entries]
+        return [now is not None and now.version == entry.version for entry, now in found]
 
     def _move(self, place: tuple[int, int], page: Page) -> Move | None:
         """Needs the mutex. None: the segment's file is gone."""
@@ -266,6 +272,11 @@ class DiskBackend(StorageBackend):
     def _must_check(self, entry: Entry) -> bool:
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not entry.verified)
+
+    def _must_check_some(self, entries: Sequence[Entry]) -> bool:
+        if self.config.verify != "recovered":
+            return self.config.verify == "always"
+        return not all([entry.verified for entry in entries])
 
     def _is_intact(self, entry: Entry, page: Page) -> bool:
         if not self._must_check(entry):
@@ -321,12 +332,16 @@ class DiskBackend(StorageBackend):
             self._count("lock_skipped")
 
 
-class _Read:
-    """A page on its way: which of the call's, what is known of it, and where it goes."""
+class _Reads:
+    """Pages on their way: which of the call's, what is known of them, and where they go.
 
-    __slots__ = ("entry", "index", "move")
+    state: the store's when they were found.
+    """
 
-    def __init__(self, index: int, entry: Entry, move: Move):
-        self.index = index
-        self.entry = entry
-        self.move = move
+    __slots__ = ("entries", "indices", "moves", "state")
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.entries: list[Entry] = []
+        self.moves: list[Move] = []
+        self.state = (0, 0)

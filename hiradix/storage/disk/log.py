@@ -60,6 +60,11 @@ class Log:
         """Length of what was read of the log."""
         return self._length * RECORD_BYTES
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """Changes with every record that is read or written."""
+        return self._number, self._length
+
     def open(self) -> None:
         """Read the log, or begin one: a file that is no log of this format is replaced."""
         try:

@@ -234,6 +234,9 @@ class _Batch:
 
     def runs(self) -> Iterator[_Run]:
         """The batch's pages, those that follow each other together."""
+        if self._is_one_run():
+            yield _Run(list(range(len(self.moves))), [move[2] for move in self.moves])
+            return
         run = _Run([], [])
         segment, end, num_views = None, -1, 0
         for index, (at, offset, page) in enumerate(self.moves):
@@ -247,17 +250,29 @@ class _Batch:
         if run.indices:
             yield run
 
+    def _is_one_run(self) -> bool:
+        """Whether all pages follow each other, of one buffer each."""
+        if not 0 < len(self.moves) <= IOV_MAX:
+            return False
+        segments, offsets, pages = zip(*self.moves)
+        first, step, count = offsets[0], self.num_bytes, len(offsets)
+        return (
+            offsets == tuple(range(first, first + count * step, step))
+            and segments.count(segments[0]) == count
+            and set(map(len, pages)) == {1}
+        )
+
     def operation(self, run: _Run) -> Operation:
         """A run as one operation."""
         first = self.moves[run.indices[0]]
         fd = first.segment.fd if run.is_cached else first.segment.direct_fd
-        views = [view for index in run.indices for view in self.moves[index].page if view.nbytes]
+        views = [view for page in run.pages for view in page if view.nbytes]
         return Operation(fd, first.offset, views, [span for spans in run.spans for span in spans])
 
     def plainly(self, run: _Run) -> None:
         """Move a run with plain calls, through the page cache."""
         first = self.moves[run.indices[0]]
-        views = [view for index in run.indices for view in self.moves[index].page]
+        views = [view for page in run.pages for view in page]
         try:
             done = (write_from if self.write else read_into)(first.segment.fd, views, first.offset)
         except OSError as error:
@@ -267,6 +282,9 @@ class _Batch:
     def landed(self, run: _Run, num_bytes: int) -> None:
         """A run has ended with so many bytes; pages that are not whole are tried again."""
         if self.check is None and num_bytes == len(run.indices) * self.num_bytes:
+            if len(run.indices) == len(self.ok):
+                self.ok = [True] * len(self.ok)
+                return
             for index in run.indices:
                 self.ok[index] = True
             return

@@ -36,7 +36,7 @@ class Store:
     def __init__(self, config: DiskConfig, namespace: bytes, slot_size: int):
         self._config = config
         self._namespace = namespace
-        self._slot_size = slot_size
+        self.slot_size = slot_size
         self._lock = self._new_lock()
         self._log = Log(config.path, namespace)
         self._segments = SegmentFolder(config.path, False)
@@ -66,7 +66,12 @@ class Store:
     @property
     def shelf(self) -> Shelf:
         """Pages of our slot size."""
-        return self._log.index.shelf(self._slot_size)
+        return self._log.index.shelf(self.slot_size)
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Which log was read, and how far: while that is the same, so is what is where. Needs the mutex."""
+        return self._log.state
 
     @contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:
@@ -106,7 +111,7 @@ class Store:
 
     def offset(self, place: Place) -> int:
         """Where a slot begins in its file."""
-        return place[1] * self._slot_size
+        return place[1] * self.slot_size
 
     def allocate(self, count: int, keep: Collection[Name]) -> list[Place]:
         """Slots for `count` pages, fewer without room; nothing refers to them from here on. Locked.
@@ -225,7 +230,7 @@ class Store:
 
     def _grow(self) -> bool:
         """Add a segment if cap and disk have room for one slot at least."""
-        config, slot = self._config, self._slot_size
+        config, slot = self._config, self.slot_size
         status = os.statvfs(config.path)
         free = status.f_bavail * status.f_frsize - config.min_free_bytes
         room = min(config.max_bytes - self._allocated(), free)
@@ -244,7 +249,7 @@ class Store:
         found: tuple[int, int] | None = None
         for slot_bytes, shelf in index.shelves.items():
             own = [n for n, info in index.segments.items() if info.slot_bytes == slot_bytes]
-            if slot_bytes == self._slot_size or not own:
+            if slot_bytes == self.slot_size or not own:
                 continue
             first = next(iter(shelf.pages.values()), None)
             candidate = (0, own[0]) if first is None else (first.used_ns, first.place[0])
