@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from hiradix.errors import CacheError, ConfigError, StorageError
 from hiradix.storage.mooncake_config import MooncakeConfig
+from hiradix.storage.mooncake_own import OwnMemory, copy_out
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
-from hiradix.storage.registered import LaidOut, RegisteredMemory
+from hiradix.storage.registered import LaidOut, RegisteredMemory, Span
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class MooncakeBackend(StorageBackend):
         self._how.replica_num = config.replica_num
         self._store: Any = _joined(config)  # None: shut down, and the library must not be called
         self._memory = RegisteredMemory(config.buffer_bytes, self._register)
+        self._own = OwnMemory()
+        self._learn()
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -85,8 +89,7 @@ class MooncakeBackend(StorageBackend):
         faults: list[int] = []
 
         def move(part: LaidOut) -> list[bool]:
-            codes = self._store.batch_get_into_multi_buffers(self._names(part.keys), *_split(part))
-            return self._arrived(part, codes, faults)
+            return self._arrived(part, self._read(part), faults)
 
         started = self._clock()
         try:
@@ -102,7 +105,8 @@ class MooncakeBackend(StorageBackend):
         def move(part: LaidOut) -> list[bool]:
             part.gather()
             part.seal(self._sealer)
-            codes = self._store.batch_put_from_multi_buffers(self._names(part.keys), *_split(part), self._how)
+            buffers = _split(part.spans)
+            codes = self._store.batch_put_from_multi_buffers(self._names(part.keys), *buffers, self._how)
             self._count("put_no_room", codes.count(NO_ROOM))
             faults.extend(code for code in codes if code not in (0, NO_ROOM))
             return [code == 0 for code in codes]
@@ -200,6 +204,7 @@ class MooncakeBackend(StorageBackend):
         try:
             self._store = _joined(self.config)
             self._memory.tell_again()
+            self._learn()
             self._count("joined_anew")
         except CacheError as error:
             logger.info("mooncake: cannot join the store anew: %s", error)
@@ -208,6 +213,10 @@ class MooncakeBackend(StorageBackend):
             with self._changed:
                 self._joining = False
                 self._changed.notify_all()
+
+    def _learn(self) -> None:
+        if self.config.segment_bytes:
+            self._own.learn(self._store, f"{self._prefix}own-{secrets.token_hex(8)}")
 
     def _names(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]
@@ -242,7 +251,25 @@ class MooncakeBackend(StorageBackend):
             raise StorageError(f"mooncake: {len(faults)} transfers failed, with code {faults[0]}")
         return ok
 
-    def _arrived(self, part: LaidOut, codes: list[int], faults: list[int]) -> list[bool]:
+    def _read(self, part: LaidOut) -> Iterator[int]:
+        """The library's code for each page in turn. Pages of our own memory are copied when it is theirs."""
+        names, spans, num_bytes = self._names(part.keys), part.spans, part.num_bytes
+        own = self._own.find(self._store, names, num_bytes)
+        others = [index for index in range(len(part)) if index not in own]
+        codes = iter(())
+        if others:
+            buffers = _split([spans[index] for index in others])
+            codes = iter(self._store.batch_get_into_multi_buffers([names[i] for i in others], *buffers))
+        self._count("pages_own", len(own))
+        for index, length in enumerate(num_bytes):
+            address = own.get(index)
+            if address is None:
+                yield next(codes)
+            else:
+                copy_out(address, spans[index])
+                yield length
+
+    def _arrived(self, part: LaidOut, codes: Iterable[int], faults: list[int]) -> list[bool]:
         """Which pages were read and are good; codes of transfers that failed go into `faults`.
 
         Pages that are damaged, foreign or of another length are removed, so that they can be put again.
@@ -277,9 +304,9 @@ class MooncakeBackend(StorageBackend):
             raise StorageError(f"mooncake: removing {len(bad)} pages failed with code {bad[0]}")
 
 
-def _split(part: LaidOut) -> tuple[list[list[int]], list[list[int]]]:
-    addresses = [[address for address, _ in spans] for spans in part.spans]
-    return addresses, [[length for _, length in spans] for spans in part.spans]
+def _split(pages: Sequence[Sequence[Span]]) -> tuple[list[list[int]], list[list[int]]]:
+    addresses = [[address for address, _ in spans] for spans in pages]
+    return addresses, [[length for _, length in spans] for spans in pages]
 
 
 def _joined(config: MooncakeConfig) -> Any:

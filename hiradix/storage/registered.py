@@ -19,6 +19,7 @@ from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 MAX_SPANS = 64
 """Pages in more pieces than that are faster copied into one."""
 Span = tuple[int, int]
+_NO_SEAL = memoryview(b"")
 
 
 class RegisteredMemory:
@@ -51,10 +52,13 @@ class RegisteredMemory:
 
     def holds(self, spans: Sequence[Span]) -> bool:
         """Whether all spans lie in registered memory."""
-        return all(
-            any(begin <= start and start + length <= end for begin, end, _ in self._known)
-            for start, length in spans
-        )
+        for start, length in spans:
+            for begin, end, _ in self._known:
+                if begin <= start and start + length <= end:
+                    break
+            else:
+                return False
+        return True
 
     def lay_out(
         self, keys: Sequence[str], pages: Sequence[Page], seal_bytes: int = SEAL_BYTES
@@ -102,20 +106,23 @@ class _Page:
         self.num_bytes = page_bytes(page) + seal_bytes
         self.spans = spans
         self.block_bytes = seal_bytes if spans else self.num_bytes
-        self.seal = memoryview(b"")
+        self.seal = _NO_SEAL
 
     @property
     def is_copied(self) -> bool:
         return self.body is not self.page
 
-    def lay(self, block: memoryview, address: int) -> None:
-        """Its part of the block, which begins at `address`: the page, if it must be there, and the seal."""
+    def lay(self, block: memoryview, at: int, address: int) -> None:
+        """Its part of the block, which begins at `at`: the page, if it must be there, and the seal.
+
+        address: of that part.
+        """
         body_bytes = self.block_bytes - self.seal_bytes
         if body_bytes:
-            self.body = [block[:body_bytes]]
+            self.body = [block[at : at + body_bytes]]
             self.spans = [(address, body_bytes)]
         if self.seal_bytes:
-            self.seal = block[body_bytes : self.block_bytes]
+            self.seal = block[at + body_bytes : at + self.block_bytes]
             self.spans.append((address + body_bytes, self.seal_bytes))
 
 
@@ -126,7 +133,7 @@ class LaidOut:
         self._pages = pages
         address, at = address_of(block), 0
         for one in pages:
-            one.lay(block[at:], address + at)
+            one.lay(block, at, address + at)
             at += one.block_bytes
 
     def __len__(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from collections.abc import Callable, Iterator
@@ -163,6 +164,76 @@ def test_damaged_page_is_a_miss_and_is_replaced(backend: MooncakeBackend, damage
     assert backend._store.put(name, bytes(stored)) == 0
     assert hits(backend, keys_of(3)) == [False, True, True]
     assert put(backend, keys_of(1)) == [True] and all(hits(backend, keys_of(3)))
+
+
+class WithoutReads:
+    """The library, but for its reads."""
+
+    def __init__(self, library: Any):
+        self._library = library
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "batch_get_into_multi_buffers", "the library was asked to read"
+        return getattr(self._library, name)
+
+
+@pytest.fixture
+def owner(own_master: Server) -> Iterator[MooncakeBackend]:
+    """The only member of its store."""
+    store = MooncakeBackend(context(own_master, global_segment_size="64MiB"))
+    yield store
+    store.close()
+
+
+def test_own_memory_is_read_without_the_library(owner: MooncakeBackend) -> None:
+    assert all(put(owner, keys_of(40)))
+    owner._store = WithoutReads(owner._store)
+    assert all(hits(owner, keys_of(40))) and owner.stats()["pages_own"] == 40
+    memory, pages = pool_of(40)
+    owner.register(memory)
+    assert all(owner.get(keys_of(40), pages))
+    assert [bytes(page[0]) for page in pages] == [bytes_of(key) for key in keys_of(40)]
+
+
+def test_what_lies_in_own_memory_is_checked(owner: MooncakeBackend) -> None:
+    put(owner, keys_of(3))
+    names = owner._names(keys_of(3))
+    places = owner._own.find(owner._store, names, [PAGE_BYTES + SEAL_BYTES] * 3)
+    ctypes.memset(places[0] + 100, 255, 1)
+    ctypes.memmove(places[1], places[2], PAGE_BYTES + SEAL_BYTES)
+    assert hits(owner, keys_of(3)) == [False, False, True]
+    assert (owner.stats()["read_damaged"], owner.stats()["read_foreign"]) == (1, 1)
+    assert all(put(owner, keys_of(3))) and all(hits(owner, keys_of(3)))
+
+
+def test_objects_of_another_length_in_own_memory_are_not_copied(owner: MooncakeBackend) -> None:
+    put(owner, keys_of(2))
+    lengths = [PAGE_BYTES + SEAL_BYTES, 64]
+    assert owner._own.find(owner._store, owner._names(keys_of(2)), lengths).keys() == {0}
+
+
+def test_memory_of_others_is_never_taken_for_own(master: Server, tmp_path: Path) -> None:
+    """And where most pages are with others, the master is not asked about them at every call."""
+    prefix = prefix_of(tmp_path)
+    lends_none = MooncakeBackend(context(master, prefix))
+    assert all(put(lends_none, keys_of(20)))
+    lends = MooncakeBackend(context(master, prefix, global_segment_size="64MiB"))
+    for _ in range(3):
+        assert all(hits(lends, keys_of(20)))
+    assert not lends.stats().get("pages_own") and lends._own._num_skipped == 2
+    for _ in range(20):
+        assert all(put(lends, keys_of(20, start=20))) and all(hits(lends, keys_of(40)))
+    lends_none.close()
+    lends.close()
+
+
+def test_own_memory_is_found_again_after_the_store_was_joined_anew(owner: MooncakeBackend) -> None:
+    owner._shut()
+    with pytest.raises(StorageError):
+        owner.exists(keys_of(1))
+    wait_for(lambda: owner.stats().get("joined_anew", 0) == 1 and not owner._joining)
+    assert all(put(owner, keys_of(5))) and all(hits(owner, keys_of(5)))
+    assert owner.stats()["pages_own"] == 5
 
 
 def test_full_store_refuses_pages_and_keeps_others(own_master: Server, own_member: Server) -> None:
