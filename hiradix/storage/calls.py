@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -73,17 +73,28 @@ class LaneSession(Session):
     lane: Lane
 
     def run(self, work: Callable[[], T]) -> T:
+        return self.start(work)()
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin `work`. What comes back waits for it; it is to be called whatever happens meanwhile, as the
+        lane is the backend's until then."""
+
         def work_and_more() -> T:
             value = work()
             self.afterwards()
             return value
 
-        return self.lane.run(work_and_more, self.left_s())
+        timeout_s = self.left_s()
+        call = self.lane.start(work_and_more)
+        return lambda: cast(T, self.lane.finish(call, timeout_s))
 
-    def stage(self, batch: Batch, chunk: range, extra_bytes: int) -> list[memoryview]:
-        """Staging memory for each page of the chunk, `extra_bytes` longer than the page."""
+    def stage(self, batch: Batch, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
+        """Staging memory for each page of the chunk, `extra_bytes` longer than the page.
+
+        which: 0 or 1, as a lane has two pieces of memory.
+        """
         sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
-        memory = self.lane.staging(sum(sizes))
+        memory = self.lane.staging(sum(sizes), which)
         views, start = [], 0
         for size in sizes:
             views.append(memory[start : start + size])

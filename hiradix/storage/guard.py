@@ -15,24 +15,19 @@ from dataclasses import dataclass, field
 
 from hiradix.errors import StorageError
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
-from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count, checked_flags
+from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, gather, scatter
+from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits, check_keys, page_bytes
-from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
-from hiradix.storage.spoilt import Spoilt
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
+from hiradix.storage.staged import Staged, Work
 
 logger = logging.getLogger(__name__)
 
 WIDE_PIECE_BYTES = 64 << 20
 """Most that `Traits.width` makes of a piece."""
-_REASON = {
-    Verdict.DAMAGED: MissReason.DAMAGED,
-    Verdict.FOREIGN: MissReason.FOREIGN,
-    Verdict.UNKNOWN: MissReason.FOREIGN,
-}
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ class GuardLimits:
 
     deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages.
     num_workers: calls that may be in a backend at once; with all of them hung, calls are misses.
-    staging_bytes: memory of each worker; longer batches pass in pieces.
+    staging_bytes: memory of each worker; longer batches pass in pieces, and two of these are in memory then.
     checksum: False stores and checks identity and length only.
     """
 
@@ -73,14 +68,13 @@ class GuardedStorage:
         self._stats = getattr(backend, "stats", dict)
         self._register = getattr(backend, "register", _nothing)
         self._digest = fingerprint.digest()
-        self._sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
-        self._seal_bytes = 0 if self._traits.verifies else SEAL_BYTES
+        sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
+        self._staged = Staged(None if self._traits.verifies else sealer, lambda names: backend.delete(names))
         self._direct = DirectCalls() if self._traits.direct else None
         assert self._traits.verifies or not self._traits.direct, "a direct backend must verify its pages"
         self._breaker = Breaker(limits.breaker, clock)
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
-        self._spoilt = Spoilt()
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
         self._ends_lanes = True
@@ -122,7 +116,7 @@ class GuardedStorage:
         Others are untouched, or undefined if the backend is direct.
         """
         batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
-        return self._move(Op.GET, batch, self._get_chunk if self._direct is None else self._get_direct)
+        return self._move(Op.GET, batch)
 
     def put(
         self,
@@ -136,7 +130,7 @@ class GuardedStorage:
         tenant: whose pages they are, as `Namespace.tenant` names him.
         """
         batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
-        return self._move(Op.PUT, batch, self._put_chunk if self._direct is None else self._put_direct)
+        return self._move(Op.PUT, batch)
 
     @property
     def wants_prefix_keys(self) -> bool:
@@ -218,14 +212,14 @@ class GuardedStorage:
             return False
         return True
 
-    def _move(self, op: Op, batch: Batch, move_chunk: _MoveChunk) -> list[bool]:
+    def _move(self, op: Op, batch: Batch) -> list[bool]:
         keys, sizes = batch.keys, [page_bytes(page) for page in batch.pages]
         assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
 
         def move(session: Session) -> None:
-            staged = [size + self._seal_bytes for size in sizes]
-            for chunk in chunks(staged, self._piece_bytes(max(staged, default=0))):
-                move_chunk(session, batch, chunk)
+            staged = [size + self._staged.seal_bytes for size in sizes]
+            runs = chunks(staged, self._piece_bytes(max(staged, default=0)))
+            self._move_chunks(op, session, batch, runs)
 
         reason = self._call(op, sum(sizes), move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
         self._meters.done(op, sum(batch.ok), sum(size for size, ok in zip(sizes, batch.ok) if ok))
@@ -293,57 +287,27 @@ class GuardedStorage:
         except Exception:  # figures are not worth a page
             self._meters.count("stats_failed")
 
-    def _ask(self, op: Op, session: Session, batch: Batch, chunk: range, pages: Sequence[Page]) -> object:
-        """The backend's answer for a chunk whose bytes are in, or go to, `pages`."""
+    def _work(self, op: Op, batch: Batch) -> Work:
         call = getattr(self.backend, op.value)
-        names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
-        if op is Op.PUT and self._traits.tenanted:
-            more["tenant"] = batch.tenant
-        return session.run(lambda: call(names, pages, **more))
 
-    def _get_direct(self, session: Session, batch: Batch, chunk: range) -> None:
-        pages = batch.pages[chunk.start : chunk.stop]
-        batch.answered(chunk, self._ask(Op.GET, session, batch, chunk, pages))
+        def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
+            names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
+            if op is Op.PUT and self._traits.tenanted:
+                more["tenant"] = batch.tenant
+            return lambda: call(names, pages, **more)
 
-    def _put_direct(self, session: Session, batch: Batch, chunk: range) -> None:
-        pages = batch.pages[chunk.start : chunk.stop]
-        batch.answered(chunk, self._ask(Op.PUT, session, batch, chunk, pages))
+        return work
 
-    def _get_chunk(self, session: Session, batch: Batch, chunk: range) -> None:
-        assert isinstance(session, LaneSession)
-        staged = session.stage(batch, chunk, self._seal_bytes)
-        answer = self._ask(Op.GET, session, batch, chunk, [[view] for view in staged])
-        for index, view, ok in zip(chunk, staged, checked_flags(answer, len(chunk))):
-            if not ok:
-                continue
-            verdict = self._check(batch.keys[index], view)
-            if verdict is Verdict.GOOD:
-                scatter(view[: len(view) - self._seal_bytes], batch.pages[index])
-                batch.ok[index] = True
-            else:
-                reason = _REASON[verdict]
-                batch.refused[reason] = batch.refused.get(reason, 0) + 1
-                if verdict is not Verdict.UNKNOWN:
-                    self._spoilt.note([batch.names[index]])
-
-    def _check(self, key: str, view: memoryview) -> Verdict:
-        if not self._seal_bytes:
-            return Verdict.GOOD
-        payload, seal = view[: -self._seal_bytes], view[-self._seal_bytes :]
-        return self._sealer.check(seal, key, [payload])
-
-    def _put_chunk(self, session: Session, batch: Batch, chunk: range) -> None:
-        assert isinstance(session, LaneSession)
-        staged = session.stage(batch, chunk, self._seal_bytes)
-        for index, view in zip(chunk, staged):
-            payload = view[: len(view) - self._seal_bytes]
-            gather(batch.pages[index], payload)
-            if self._seal_bytes:
-                view[-self._seal_bytes :] = self._sealer.seal(batch.keys[index], [payload])
-        spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
-        if spoilt:
-            session.run(lambda: self.backend.delete(spoilt))
-        batch.answered(chunk, self._ask(Op.PUT, session, batch, chunk, [[view] for view in staged]))
+    def _move_chunks(self, op: Op, session: Session, batch: Batch, runs: Sequence[range]) -> None:
+        work = self._work(op, batch)
+        if not isinstance(session, LaneSession):
+            for chunk in runs:
+                pages = batch.pages[chunk.start : chunk.stop]
+                batch.answered(chunk, session.run(work(chunk, pages)))
+        elif op is Op.GET:
+            self._staged.read(session, batch, runs, work)
+        else:
+            self._staged.write(session, batch, runs, work)
 
     def _admin(self, what: str, work: Callable[[], None], timeout_s: float | None = None) -> bool:
         timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
@@ -366,6 +330,3 @@ _FAULTS: Mapping[type[Exception], MissReason] = {
     NoLane: MissReason.BUSY,
     BadAnswer: MissReason.BAD_ANSWER,
 }
-
-
-_MoveChunk = Callable[[Session, Batch, range], None]

@@ -46,20 +46,29 @@ class Lane:
     def __init__(self, on_late_end: Callable[[Lane], None]):
         self._on_late_end = on_late_end
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
-        self._memory: memoryview = memoryview(b"")
+        self._memory = [memoryview(b""), memoryview(b"")]
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
-    def staging(self, num_bytes: int) -> memoryview:
-        """At least `num_bytes` of page-aligned memory that is the lane's; contents are what was there."""
-        if len(self._memory) < num_bytes:
-            self._memory = memoryview(mmap.mmap(-1, num_bytes))
-        return self._memory[:num_bytes]
+    def staging(self, num_bytes: int, which: int = 0) -> memoryview:
+        """`num_bytes` of page-aligned memory that is the lane's, which has two of them; contents are what was
+        there."""
+        if len(self._memory[which]) < num_bytes:
+            self._memory[which] = memoryview(mmap.mmap(-1, num_bytes))
+        return self._memory[which][:num_bytes]
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
         """What `work` returns or raises on the lane's thread. CallTimeout: the lane is no longer the
         caller's."""
+        return cast(T, self.finish(self.start(work), timeout_s))
+
+    def start(self, work: Callable[[], Any]) -> _Call:
+        """Begin `work` on the lane's thread. `finish` is to be called before the lane is given back."""
         call = _Call(work)
         self._inbox.put(call)
+        return call
+
+    def finish(self, call: _Call, timeout_s: float) -> Any:
+        """Wait for a call: `run`'s second half."""
         call.ended.wait(max(0.0, timeout_s))
         with call.lock:
             if not call.ended.is_set():
@@ -67,7 +76,7 @@ class Lane:
                 raise CallTimeout(f"no answer within {timeout_s:.3f} s")
         if call.error is not None:
             raise call.error
-        return cast(T, call.value)
+        return call.value
 
     def stop(self) -> None:
         """End the thread once it is idle."""

@@ -18,7 +18,7 @@ from hiradix.storage import (
     PageFingerprint,
     Traits,
 )
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -194,6 +194,62 @@ def test_pieces_before_a_fault_count(make: Make) -> None:
     world.fault(third_fails, "get")
     assert hits(world.storage, keys_of(8)) == [True] * 4 + [False] * 4
     assert world.figure("get_missed_error") == 4 and len(calls) == 3
+
+
+IN_TWO_CHUNKS = GuardLimits(deadline_s=30.0, staging_bytes=2 * (PAGE_BYTES + SEAL_BYTES))
+
+
+class SecondRead:
+    """Reads of `memory`, of which the second says when it begins and ends."""
+
+    def __init__(self, memory: MemoryBackend):
+        self._get, self._number = memory.get, 0
+        self.begun, self.may_end, self.ended = (threading.Event() for _ in range(3))
+
+    def __call__(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        self._number += 1
+        if self._number != 2:
+            return self._get(keys, into)
+        self.begun.set()
+        assert self.may_end.wait(30.0)
+        try:
+            return self._get(keys, into)
+        finally:
+            self.ended.set()
+
+
+def test_pages_are_checked_while_the_next_are_being_read(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make(IN_TWO_CHUNKS)
+    put(world.storage, keys_of(4))
+    second, check = SecondRead(world.memory), Sealer.check
+
+    def checked(*args: Any) -> Verdict:
+        assert second.begun.wait(30.0)
+        second.may_end.set()
+        return check(*args)
+
+    monkeypatch.setattr(world.memory, "get", second)
+    monkeypatch.setattr(Sealer, "check", checked)
+    assert hits(world.storage, keys_of(4)) == [True] * 4
+
+
+def test_a_lane_is_not_given_back_while_it_reads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where our own code fails: the read would go on in memory that is somebody else's by then."""
+    world = make(IN_TWO_CHUNKS)
+    put(world.storage, keys_of(4))
+    second = SecondRead(world.memory)
+
+    def fail(*_: object) -> Verdict:
+        assert second.begun.wait(30.0)
+        threading.Timer(0.0, second.may_end.set).start()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(world.memory, "get", second)
+    monkeypatch.setattr(Sealer, "check", fail)
+    assert hits(world.storage, keys_of(4)) == [False] * 4
+    assert second.ended.is_set() and world.storage.stats()["workers_busy"] == 0
 
 
 def test_fault_in_stats_or_register_hurts_nobody(make: Make) -> None:

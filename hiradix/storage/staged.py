@@ -1,0 +1,87 @@
+"""Pages on their way through a worker's staging memory, with their seals: copied, checked, and copied out.
+
+A long batch passes in chunks. While one is being read the chunk before it is checked and copied out, so that
+neither the network nor the processor waits for the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hiradix.storage.calls import Batch, LaneSession, checked_flags
+from hiradix.storage.lanes import gather, scatter
+from hiradix.storage.meters import MissReason
+from hiradix.storage.protocol import Page
+from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.spoilt import Spoilt
+
+Work = Callable[[range, Sequence[Page]], Callable[[], object]]
+"""The backend's call for a chunk of the batch, whose bytes are in or go to those pages."""
+_Read = tuple[range, list[memoryview], list[bool]]
+_REASON = {
+    Verdict.DAMAGED: MissReason.DAMAGED,
+    Verdict.FOREIGN: MissReason.FOREIGN,
+    Verdict.UNKNOWN: MissReason.FOREIGN,
+}
+
+
+class Staged:
+    """Thread-safe. sealer: for pages whose backend does not verify them, else None. delete: the backend's.
+    """
+
+    def __init__(self, sealer: Sealer | None, delete: Callable[[Sequence[str]], None]):
+        self._sealer = sealer
+        self._delete = delete
+        self._spoilt = Spoilt()
+        self.seal_bytes = 0 if sealer is None else SEAL_BYTES
+
+    def read(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Read the chunks `runs`. What was read before a fault is in the batch's pages, if it is good."""
+        before: _Read | None = None
+        try:
+            for number, chunk in enumerate(runs):
+                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
+                ended = session.start(work(chunk, [[view] for view in views]))
+                try:
+                    done, before = before, None
+                    self._take(batch, done)
+                finally:
+                    answer = ended()
+                before = chunk, views, checked_flags(answer, len(chunk))
+        finally:
+            self._take(batch, before)
+
+    def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Store the chunks `runs`; bad pages that were read under their names are deleted before."""
+        for chunk in runs:
+            views = session.stage(batch, chunk, self.seal_bytes)
+            for index, view in zip(chunk, views):
+                payload = view[: len(view) - self.seal_bytes]
+                gather(batch.pages[index], payload)
+                if self._sealer is not None:
+                    view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
+            spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
+            if spoilt:
+                session.run(partial(self._delete, spoilt))
+            batch.answered(chunk, session.run(work(chunk, [[view] for view in views])))
+
+    def _take(self, batch: Batch, read: _Read | None) -> None:
+        """Check what was read, and copy to the batch's pages what is good."""
+        for index, view, ok in zip(*read) if read is not None else ():
+            if not ok:
+                continue
+            verdict = self._check(batch.keys[index], view)
+            if verdict is Verdict.GOOD:
+                scatter(view[: len(view) - self.seal_bytes], batch.pages[index])
+                batch.ok[index] = True
+            else:
+                reason = _REASON[verdict]
+                batch.refused[reason] = batch.refused.get(reason, 0) + 1
+                if verdict is not Verdict.UNKNOWN:
+                    self._spoilt.note([batch.names[index]])
+
+    def _check(self, key: str, view: memoryview) -> Verdict:
+        if self._sealer is None:
+            return Verdict.GOOD
+        return self._sealer.check(view[-SEAL_BYTES:], key, [view[:-SEAL_BYTES]])
