@@ -36,9 +36,9 @@ class GhdLearner(UseLog):
 
     # -- classes ----------------------------------------------------------------------------
 
+    shared_from = 2
+
     def class_of(self, own: int, visits: int, gap: int | None) -> int:
-        if visits < 2:
-            return own
         recency = 9 if gap is None else min(8, (gap // 1024 + 1).bit_length() // 2 + 1)
         return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
 
@@ -66,24 +66,24 @@ class GhdLearner(UseLog):
 
     # -- learning ---------------------------------------------------------------------------
 
-    def were_used(self, uses: list[int]) -> None:
-        self.segments.use_all(uses)
-
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         self.segments.forget(note.segment, num_pages)
 
-    def was_noted(self, notes: list[Note]) -> None:
+    def was_noted(self, used: list[int], notes: list[Note]) -> None:
         """Of a request's pages all that are in a class have one vote."""
-        of_class = {note.class_id: 0 for note in notes}
+        segments = self.segments
+        segments.use_all(used)
         for note in notes:
-            of_class[note.class_id] += note.num_pages
-        for class_id, num_pages in of_class.items():
-            number = self.segments.start(class_id, num_pages, self.clock)
-            for note in notes:
-                if note.class_id == class_id:
-                    note.segment = number
-        self._requests += 1
-        if self._requests % _COUNT_FIRST == 0 and self._requests % self._interval() == 0:
+            if note.segment < 0:
+                class_id, num_pages = note.class_id, 0
+                alike = [other for other in notes if other.class_id == class_id]
+                for other in alike:
+                    num_pages += other.num_pages
+                number = segments.start(class_id, num_pages, self.clock)
+                for other in alike:
+                    other.segment = number
+        self._requests = count = self._requests + 1
+        if count % _COUNT_FIRST == 0 and count % self._interval() == 0:
             self.recompute()
 
     def _interval(self) -> int:

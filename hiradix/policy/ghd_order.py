@@ -12,7 +12,7 @@ import numpy as np
 
 from hiradix.policy.ghd_tables import CONVERSATION, MAX_CLASSES, ClassTables
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import INFINITE, NEVER, ClassRanks, Lane, Place
+from hiradix.policy.lanes import INFINITE, NEVER, Lane, Place
 from hiradix.policy.leaves import NONE_GONE, exposed_parent, is_blocked
 from hiradix.policy.uses import Note, Use, UseLog
 from hiradix.tree import Node, OrderContext, Tier
@@ -53,15 +53,17 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.update(entries)
-        if self._is_plain:
-            for entry in entries:
-                if not entry.node.num_device_children:  # type: ignore[union-attr]
-                    self._seat(entry)
-        else:
+        if not self._is_plain:
             for entry in entries:
                 if not is_blocked(self._context, entry):
                     self._seat(entry)
-        self.num_pages += self._pages_of(entries)
+            self.num_pages += _num_pages(entries)
+        elif entries:  # a path without gaps, deepest first: what follows has a child
+            first, last = entries[0].node, entries[-1].node
+            assert first is not None and last is not None
+            if not first.num_device_children:
+                self._seat(entries[0])
+            self.num_pages += first.end - last.start
         if self.num_pages > self._most_pages:
             self._most_pages = self.num_pages
             self._log.grow(self.num_pages)
@@ -73,18 +75,12 @@ class LaneOrder:
         for entry in entries:
             if entry.rank is not None:
                 self._unseat(entry)
-        self.num_pages -= self._pages_of(entries)
-
-    def _pages_of(self, entries: list[Residency]) -> int:
-        """Pages of what is pushed or removed at once: on the device a path without gaps, in either order."""
-        if self._is_plain and entries:
+        if self._is_plain and entries:  # a path without gaps, in either order
             first, last = entries[0].node, entries[-1].node
             assert first is not None and last is not None
-            return first.end - last.start if first.end > last.start else last.end - first.start
-        count = 0
-        for entry in entries:
-            count += len(entry.pages)  # type: ignore[arg-type]
-        return count
+            self.num_pages -= first.end - last.start if first.end > last.start else last.end - first.start
+        else:
+            self.num_pages -= _num_pages(entries)
 
     def touched(self, entries: Iterable[Residency]) -> None:
         """As `remove` and `push` of them, but that a place stands for as long as its note does."""
@@ -163,7 +159,7 @@ class LaneOrder:
         """The index has changed."""
         self._version, self._asked = self._tables.version, clock
         for class_id, lane in self._lanes.items():
-            lane.bound(clock, ClassRanks(self._tables, class_id))
+            lane.bound(clock, self._tables.ranks(class_id))
             self._looked_at(lane)
 
     def _enter_fresh(self) -> None:
@@ -179,7 +175,7 @@ class LaneOrder:
         self._fresh.clear()
 
     def _new_lane(self, class_id: int) -> Lane:
-        lane = self._lanes[class_id] = Lane(class_id, ClassRanks(self._tables, class_id))
+        lane = self._lanes[class_id] = Lane(class_id, self._tables.ranks(class_id))
         count = max(self._lanes) + 1
         self._ranks, self._ends = self._least[:count], self._until[:count]
         return lane
@@ -249,3 +245,10 @@ class LaneOrder:
     def expose(self, entry: Residency) -> None:
         if entry.rank is None and entry in self._live:
             self._seat(entry)
+
+
+def _num_pages(entries: list[Residency]) -> int:
+    count = 0
+    for entry in entries:
+        count += len(entry.pages)  # type: ignore[arg-type]
+    return count

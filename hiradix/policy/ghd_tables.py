@@ -7,6 +7,7 @@ same decisions. Arithmetic is IEEE add, multiply, divide in a fixed order: equal
 from __future__ import annotations
 
 import zlib
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeAlias
 from zipfile import BadZipFile
@@ -46,6 +47,40 @@ EDGE_LIST: list[int] = EDGES.tolist()
 _WIDTHS = np.diff(EDGES).astype(np.float64)
 
 
+class ClassRanks:
+    """One class's index by age as plain numbers, and what follows from it, found when first asked for.
+
+    least: up to each age, the least index.
+    """
+
+    __slots__ = ("index", "least", "_younger", "_entries")
+
+    def __init__(self, index: list[float]):
+        self.index = index
+        self.least = list(accumulate(self.index, min))
+        self._younger: dict[int, list[int]] = {}
+        self._entries: dict[int, list[int]] = {}
+
+    def younger(self, bucket: int) -> list[int]:
+        """Younger ages that go before `bucket`, first to go first."""
+        found = self._younger.get(bucket)
+        if found is None:
+            index = self.index
+            better = [b for b in range(bucket) if index[b] <= index[bucket]]
+            found = self._younger[bucket] = sorted(better, key=index.__getitem__)
+        return found
+
+    def entries(self, bucket: int) -> list[int]:
+        """Where a leaf comes, as it grows older, to an age that goes before `bucket`; youngest first."""
+        found = self._entries.get(bucket)
+        if found is None:
+            index, least = self.index, self.index[bucket]
+            better = [x < least or (x == least and b < bucket) for b, x in enumerate(index)]
+            found = [b for b in range(1, BUCKETS) if better[b] and not better[b - 1]]
+            self._entries[bucket] = found
+        return found
+
+
 class ClassTables:
     """Votes per (class, bucket), and the index they give. One row of 64 per class, at most 512 classes.
 
@@ -67,6 +102,7 @@ class ClassTables:
         self._index: Floats = np.zeros(shape)
         self._counted: Floats | None = None  # what the index is to follow from, used or not
         self.version = 0  # of the index
+        self._ranks: dict[int, ClassRanks] = {}
         for key in FAMILIES:
             self._add(key)
         self.recompute()
@@ -111,8 +147,16 @@ class ClassTables:
             self._index[: len(votes)] = gittins(self._hazard(votes))
         return self._index
 
+    def ranks(self, class_id: int) -> ClassRanks:
+        """The class's row of `index`, until the next `recompute`."""
+        found = self._ranks.get(class_id)
+        if found is None:
+            found = self._ranks[class_id] = ClassRanks(self.index[class_id].tolist())
+        return found
+
     def recompute(self) -> None:
         """Have `index` follow from what has been counted up to here. A copy of the votes."""
+        self._ranks.clear()
         n = len(self)
         self._counted = np.stack([self.used[:n], self.exposed[:n], self.started[:n]], 1)
         self.version += 1

@@ -13,7 +13,7 @@ from hiradix.tree import RadixKey
 
 BLOCK_TOKENS = 512
 NAME_BYTES = 8
-_NAME_MASK = (1 << 64) - 1
+_SHORT = 512  # bytes of names that are copied rather than shared
 
 NoteT = TypeVar("NoteT")
 
@@ -21,7 +21,7 @@ NoteT = TypeVar("NoteT")
 class Trail:
     """Names of a path's blocks. Immutable; trails of one conversation share their bytes.
 
-    The pieces grow at least twofold towards the front, so there are O(log blocks) of them.
+    The pieces but the last grow at least twofold towards the front, so there are O(log blocks) of them.
     """
 
     __slots__ = ("_pieces", "num_blocks")
@@ -46,7 +46,7 @@ class Trail:
         if not names:
             return self
         pieces, num_blocks = self._pieces, self.num_blocks + len(names) // NAME_BYTES
-        while pieces and len(pieces[-1]) < 2 * len(names):
+        while pieces and len(pieces[-1]) < max(2 * len(names), _SHORT):
             pieces, names = pieces[:-1], pieces[-1] + names
         return Trail((*pieces, names), num_blocks)
 
@@ -72,19 +72,21 @@ EMPTY = Trail((), 0)
 
 def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
     """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 1 us per block of 512."""
-    known, size = trail.num_blocks, page_size * pages_per_block
+    known = trail.num_blocks
     if known >= num_blocks:
         return trail
-    tokens, name, names = key.tokens, trail.last or key.space.seed, []
-    lookahead = key.space.lookahead
-    for block in range(known, num_blocks):
-        data = name + tokens[block * size : (block + 1) * size + lookahead].tobytes()
+    size, lookahead = page_size * pages_per_block, int(key.space.is_bigram)
+    tokens, name = key.tokens, trail.last or key.space.seed
+    names: list[bytes] = []
+    for at in range(known * size, num_blocks * size, size):
+        data = name + tokens[at : at + size + lookahead].tobytes()
         if key.extras is not None:
-            found = key.extras_of(block * pages_per_block, (block + 1) * pages_per_block)
+            page = at // page_size
+            found = key.extras_of(page, page + pages_per_block)
             data += b"" if found is None else repr(found).encode()
-        name = (hash(data) & _NAME_MASK).to_bytes(NAME_BYTES, "little")
+        name = hash(data).to_bytes(NAME_BYTES, "little", signed=True)
         names.append(name)
-    return trail.joined(b"".join(names))
+    return trail.joined(names[0] if len(names) == 1 else b"".join(names))
 
 
 class Ghosts(Generic[NoteT]):

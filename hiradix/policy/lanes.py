@@ -8,10 +8,9 @@ has by search, and knows until when that stands. So leaves cost nothing while th
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from itertools import accumulate
 from typing import TypeAlias
 
-from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassTables
+from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Note
 from hiradix.tree.node import Residency
 
@@ -29,40 +28,6 @@ class Place:
         self.entry: Residency | None = entry
         self.note = note
         self.lane: Lane | None = None
-
-
-class ClassRanks:
-    """One class's index by age as plain numbers, and what follows from it, found when first asked for.
-
-    least: up to each age, the least index.
-    """
-
-    __slots__ = ("index", "least", "_younger", "_entries")
-
-    def __init__(self, tables: ClassTables, class_id: int):
-        self.index: list[float] = tables.index[class_id].tolist()
-        self.least = list(accumulate(self.index, min))
-        self._younger: dict[int, list[int]] = {}
-        self._entries: dict[int, list[int]] = {}
-
-    def younger(self, bucket: int) -> list[int]:
-        """Younger ages that go before `bucket`, first to go first."""
-        found = self._younger.get(bucket)
-        if found is None:
-            index = self.index
-            better = [b for b in range(bucket) if index[b] <= index[bucket]]
-            found = self._younger[bucket] = sorted(better, key=index.__getitem__)
-        return found
-
-    def entries(self, bucket: int) -> list[int]:
-        """Where a leaf comes, as it grows older, to an age that goes before `bucket`; youngest first."""
-        found = self._entries.get(bucket)
-        if found is None:
-            index, least = self.index, self.index[bucket]
-            better = [x < least or (x == least and b < bucket) for b, x in enumerate(index)]
-            found = [b for b in range(1, BUCKETS) if better[b] and not better[b - 1]]
-            self._entries[bucket] = found
-        return found
 
 
 class Lane:

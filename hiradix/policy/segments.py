@@ -16,6 +16,7 @@ from hiradix.policy.ghd_tables import BUCKETS, EDGES, ClassTables, Floats
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten when they run out
+WAITING = 1 << 14  # numbers that may wait to be put into rows, or to be taken off them
 _BUCKETS = np.arange(BUCKETS)
 
 
@@ -35,9 +36,9 @@ class Segments:
         self._pages = np.zeros(CAPACITY)  # it started with
         self._left = np.zeros(CAPACITY)  # not used again, and still known
         self._passed = np.zeros(BUCKETS, np.int64)  # per bucket, the first number that has not left it
-        self._new = array("q")  # clock, class, pages of one after the other
-        self._used = array("q")  # number, age, pages
-        self._gone = array("q")  # number, pages
+        self._new: list[int] = []  # clock, class, pages of one after the other
+        self._used: list[int] = []  # number, age, pages
+        self._gone: list[int] = []  # number, pages
         self._next = 0  # the number of the next to begin
 
     def __len__(self) -> int:
@@ -45,24 +46,24 @@ class Segments:
 
     def start(self, class_id: int, num_pages: int, clock: int) -> int:
         """A segment begins its life; its number."""
-        if 2 * len(self._new) >= 3 * CAPACITY:
+        if len(self._new) >= min(3 * CAPACITY // 2, WAITING):
             self._settle()
-        self._new.extend((clock, class_id, num_pages))
+        self._new += (clock, class_id, num_pages)
         self._next = number = self._next + 1
         return number - 1
 
     def use(self, number: int, age: int, num_pages: int) -> None:
         """So many of its pages were used again, `age` tokens after the last time."""
-        self._used.extend((number, age, num_pages))
+        self._used += (number, age, num_pages)
 
     def use_all(self, uses: list[int]) -> None:
         """The same of several: number, age and pages of one after the other."""
-        self._used.extend(uses)
+        self._used += uses
 
     def forget(self, number: int, num_pages: int) -> None:
         """So many of its pages are not known any more: nobody would see their next use."""
-        self._gone.extend((number, num_pages))
-        if len(self._gone) >= CAPACITY:
+        self._gone += (number, num_pages)
+        if len(self._gone) >= min(CAPACITY, WAITING):
             self._drop_pages()
 
     def forget_all(self) -> None:
@@ -78,47 +79,47 @@ class Segments:
         born = self._born[: self._rows]
         high = np.maximum(np.searchsorted(born, clock - EDGES[1:], side="right"), low)
         counts = high - low
-        bucket = np.repeat(_BUCKETS, counts)
-        row = np.arange(len(bucket))
+        cell = np.repeat(_BUCKETS, counts)
+        row = np.arange(len(cell))
         row -= np.repeat(np.cumsum(counts) - counts - low, counts)
-        bucket += np.take(self._cell, row)
-        self._add(self._tables.exposed, bucket, np.take(self._left, row) / np.take(self._pages, row))
-        self._add(self._tables.started, bucket, None)
+        cell += np.take(self._cell, row)
+        self._add(cell, np.take(self._left, row) / np.take(self._pages, row), self._tables.exposed)
+        self._add(cell, None, self._tables.started)
         self._passed = high + self._base
 
     def _count_uses(self, low: Ints) -> None:
         if not self._used:
             return
         number, age, pages = _columns(self._used, 3)
-        self._used = array("q")
+        self._used.clear()
         row = number - self._base
         known = row >= 0
         row, age, pages = row[known], age[known], pages[known]
         bucket = np.minimum(np.searchsorted(EDGES, age, side="right") - 1, BUCKETS - 1)
         votes = pages / self._pages[row]
         cell = np.take(self._cell, row)
-        self._add(self._tables.used, cell + bucket, votes)
-        self._add(self._tables.exposed, cell + bucket, votes)
+        self._add(cell + bucket, votes, self._tables.used, self._tables.exposed)
         # Buckets a page has lived through that are not counted yet: it will be missing when they are.
         late = np.maximum(bucket - np.searchsorted(-low, -row), 0)  # of buckets, `low` falls
         which = np.repeat(np.arange(len(row)), late)
         through = np.arange(len(which)) - np.repeat(np.cumsum(late) - bucket, late)
-        self._add(self._tables.exposed, np.take(cell, which) + through, np.take(votes, which))
+        self._add(np.take(cell, which) + through, np.take(votes, which), self._tables.exposed)
         np.subtract.at(self._left, row, pages)
 
     def _drop_pages(self) -> None:
         self._settle()
         if self._gone:
             number, pages = _columns(self._gone, 2)
-            self._gone = array("q")
+            self._gone.clear()
             row = number - self._base
             np.subtract.at(self._left, row[row >= 0], pages[row >= 0])
 
     @staticmethod
-    def _add(table: Floats, cell: Ints, votes: Floats | None) -> None:
+    def _add(cell: Ints, votes: Floats | None, *tables: Floats) -> None:
         if len(cell):
             found = np.bincount(cell, votes)
-            table.reshape(-1)[: len(found)] += found
+            for table in tables:
+                table.reshape(-1)[: len(found)] += found
 
     def _settle(self) -> None:
         """Put new segments, at most half of `CAPACITY`, into rows."""
@@ -131,7 +132,7 @@ class Segments:
         self._born[at], of_class, pages = _columns(self._new, 3)
         self._cell[at] = of_class * BUCKETS
         self._pages[at] = self._left[at] = pages
-        self._new = array("q")
+        self._new.clear()
         self._rows += count
 
     def _make_room(self) -> None:
@@ -142,6 +143,6 @@ class Segments:
         self._base += half
 
 
-def _columns(events: array[int], width: int) -> Ints:
-    """Events of `width` numbers each, laid end to end: int64 [width, events]. A view."""
-    return np.frombuffer(events, np.int64).reshape(-1, width).T
+def _columns(events: list[int], width: int) -> Ints:
+    """Events of `width` numbers each, laid end to end: int64 [width, events]."""
+    return np.frombuffer(array("q", events), np.int64).reshape(-1, width).T

@@ -72,6 +72,8 @@ class UseLog:
 
     # -- what subclasses say ----------------------------------------------------------------
 
+    shared_from = 0  # visits from which on `class_of` is asked; what fewer came by is in the request's own
+
     def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
         """The class of what a request uses alone. num_known: its leading pages that are cached or ghosts."""
         return 0
@@ -80,11 +82,9 @@ class UseLog:
         """The class of data used `gap` tokens after its last use (None: never before). own: `own_class`."""
         return own
 
-    def were_used(self, uses: list[int]) -> None:
-        """Data is used again: the segment, how many tokens ago, and pages of one after the other."""
-
-    def was_noted(self, notes: list[Note]) -> None:
-        """A request's new notes."""
+    def was_noted(self, used: list[int], notes: list[Note]) -> None:
+        """A request's new notes; and what it used again: the segment, how many tokens ago, and pages of one
+        after the other."""
 
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
@@ -98,13 +98,17 @@ class UseLog:
     def finished(self, tree: RadixTree, node: Node, key: RadixKey, request: Finished) -> None:
         """A request whose path ends at `node`, still locked, has ended. Once per request.
 
-        O(nodes of the path) + about 3 us per 512 tokens that were not on it. May split nodes.
+        O(nodes of the path) + about 2 us per 512 tokens that were not on it. May split nodes.
         """
-        self.clock += request.prompt_tokens + request.output_tokens
+        prompt_tokens, output_tokens, _ = request
+        self.clock += prompt_tokens + output_tokens
         nodes, stretches = _known(tree, node)
-        ghosts, trail = self._ghosts(node, key, stretches)
-        stretches += ghosts
-        num_known, turn, step = 0, 0, 1
+        num_known, turn, step, trail = 0, 0, 1, EMPTY
+        if stretches:
+            num_known, owner = stretches[-1]
+            trail = owner.use.trail  # type: ignore[union-attr]
+        trail = self._extended(trail, num_known, node.end, key)
+        has_ghosts = bool(self.ghosts) and self._revive(trail, num_known, stretches)
         if stretches:
             num_known, owner = stretches[-1]
             assert owner is not None, "what is known has a note"
@@ -116,60 +120,59 @@ class UseLog:
             own = self.own_class(turn, num_known, request, key)
         elif any(old.visits + step < 2 for _, old in stretches if old is not None):
             own = self.own_class(turn, num_known, request, key)  # a class that nothing is in is not made
-        use = Use(turn, -(-request.prompt_tokens // self.page_tokens), trail)
+        use = Use(turn, -(-prompt_tokens // self.page_tokens), trail)
         noted = self._noted(use, stretches, own, step)
-        if ghosts:
+        if has_ghosts:
             nodes = _cut(tree, nodes, noted)
         _write(nodes, noted)
 
-    def _ghosts(self, node: Node, key: RadixKey, known: list[Stretch]) -> tuple[list[Stretch], Trail]:
-        """What follows of the path of `node` that is a ghost; and its trail."""
+    def _extended(self, trail: Trail, num_known: int, end: int, key: RadixKey) -> Trail:
+        """The trail of `key` up to page `end`, from one that names the first `num_known` pages at least."""
         size = self.pages_per_block
-        first, last, trail = 0, node.end // size, EMPTY
-        if known and (note := known[-1][1]) is not None:
-            first, trail = known[-1][0] // size, note.use.trail
-            if first < trail.num_blocks:
-                trail = trail.head(first)
-        if last > trail.num_blocks:
-            trail = extend(trail, key, last, self.page_size, size)
-        ghosts: list[Stretch] = []
-        if not len(self.ghosts):
-            return ghosts, trail
-        for block, name in enumerate(trail.names(first, last), first + 1):
+        known, wanted = num_known // size, end // size
+        if known < trail.num_blocks:
+            trail = trail.head(known)
+        return extend(trail, key, wanted, self.page_size, size) if wanted > trail.num_blocks else trail
+
+    def _revive(self, trail: Trail, num_known: int, stretches: list[Stretch]) -> bool:
+        """Add to `stretches` what of a path follows its first `num_known` pages and is a ghost, one no more;
+        whether there is any."""
+        size = self.pages_per_block
+        before = len(stretches)
+        for block, name in enumerate(trail.names(num_known // size, trail.num_blocks), num_known // size + 1):
             note = self.ghosts.pop(name)
             if note is None:
                 break
-            if ghosts and ghosts[-1][1] is note:
-                ghosts.pop()
-            ghosts.append((block * size, note))
-        return ghosts, trail
+            if len(stretches) > before and stretches[-1][1] is note:
+                stretches.pop()
+            stretches.append((block * size, note))
+        return len(stretches) > before
 
     def _noted(self, use: Use, stretches: list[Stretch], own: int, step: int) -> list[tuple[int, Note]]:
         """The path's new notes, counting the uses of the old; alike neighbours are one. step: of visits."""
-        clock, class_of = self.clock, self.class_of
+        clock, shared_from = self.clock, self.shared_from
         used: list[int] = []
         made: list[Note] = []
         noted: list[tuple[int, Note]] = []
         start, last = 0, None
         for end, old in stretches:
-            visits, gap, count = step, None, end - start
+            visits, gap = step, None
             if old is not None:
                 visits, gap = old.visits + step, clock - old.clock
-                used += (old.segment, gap, count)
-            class_id = class_of(own, visits, gap)
+                used += (old.segment, gap, end - start)
+            class_id = own if visits < shared_from else self.class_of(own, visits, gap)
             for note in made:
                 if note.visits == visits and note.class_id == class_id:
                     break
             else:
                 note = Note(use, clock, class_id, visits)
                 made.append(note)
-            note.num_pages += count
+            note.num_pages += end - start
             if note is last:
                 noted.pop()
             noted.append((end, note))
             start, last = end, note
-        self.were_used(used)
-        self.was_noted(made)
+        self.was_noted(used, made)
         return noted
 
     # -- data leaves ------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from hiradix.policy import ghd
 from hiradix.policy.ghd_order import LaneOrder
-from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassTables
+from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassRanks, ClassTables
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import INFINITE, ClassRanks, Lane, Place
+from hiradix.policy.lanes import INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
 from hiradix.policy.uses import Note, Use
 from hiradix.replay.generate import generate
@@ -45,7 +45,7 @@ class Life:
     def new_index(self) -> None:
         """Few values, so that ages are often equal."""
         self.tables.index[CLASS] = [self.rng.randint(1, 6) for _ in range(BUCKETS)]
-        self.ranks = ClassRanks(self.tables, CLASS)
+        self.ranks = ClassRanks(self.tables.index[CLASS].tolist())
 
     def add(self) -> None:
         used = max(0, self.clock - int(self.rng.choice([0, 0, 10 ** self.rng.uniform(0, 11)])))
