@@ -75,7 +75,7 @@ class RadixCache(NoLowerTiers, Figures):
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`, from page `start` on. A fresh tensor."""
-        return self._slots.of(self.tree.pages(node, DEVICE, start=start))
+        return self._slots.of(self.tree.pages(node, DEVICE, start))
 
     # -- locks --------------------------------------------------------------------------
 

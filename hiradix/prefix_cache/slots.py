@@ -50,7 +50,7 @@ class Slots:
 
     def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
         self._page_size = page_size
-        self._device = device
+        self._device = None if str(getattr(device, "type", device)) == "cpu" else device
         self._spread: npt.NDArray[np.int64] | None = None
         if page_size > 1 and not ids.IS_BUILT:
             self._spread = ids.slots_of(np.arange(num_pages + 1, dtype=np.int32), page_size)
@@ -58,12 +58,16 @@ class Slots:
 
     def of(self, pages: Pages) -> torch.Tensor:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
-        if self._spread is not None:
-            try:
-                return on_device(self._spread.take(pages, 0).reshape(-1), self._device)
-            except IndexError:  # an allocator that did not say how many pages it has
-                pass
-        return slots_of(pages, self._page_size, self._device)
+        wide = ids.slots_of(pages, self._page_size) if self._spread is None else self._looked_up(pages)
+        slots = torch.from_numpy(wide)
+        return slots if self._device is None else _moved(slots, self._device)
+
+    def _looked_up(self, pages: Pages) -> npt.NDArray[np.int64]:
+        assert self._spread is not None
+        try:
+            return self._spread.take(pages, 0).reshape(-1)
+        except IndexError:  # an allocator that did not say how many pages it has
+            return ids.slots_of(pages, self._page_size)
 
 
 class SlotPages:

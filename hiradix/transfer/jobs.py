@@ -140,7 +140,7 @@ class Job(NamedTuple):
     parts: tuple[Part, ...]
     payload: Payload
     epoch: int
-    after: object = None
+    after: Any = None
 
 
 class Result(NamedTuple):

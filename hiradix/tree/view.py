@@ -130,7 +130,8 @@ class TreeView:
         parts = []
         at: Node | None = self._in_tree(node)
         while at is not None and at.end > start:
-            pages = at.residency(component, tier).pages
+            entry = at.residency(component, tier) if component else at.host if tier else at.device
+            pages = entry.pages
             assert pages is not None, f"component {component} of {at} is not in {tier.name}"
             parts.append(pages if at.start >= start else pages[start - at.start :])
             at = at.parent

@@ -54,10 +54,10 @@ def test_an_eviction_that_copies_nothing_waits_for_nothing() -> None:
     assert world.cache.evict(4) == 4
     serve(world, key(4))
     assert world.cache.counters.loaded == 4
-    polls, poll = [], world.controller.poll
-    world.controller.poll = lambda: polls.append(1) or poll()  # type: ignore[func-returns-value, method-assign]
+    ticket = world.controller.write([], [])
+    world.driver.run()
     assert world.cache.evict(4) == 4 and world.cache.counters.written == 4
-    assert not polls
+    assert [result.ticket for result in world.controller.poll()] == [ticket], "nobody looked for it"
     world.assert_drained()
 
 
@@ -101,10 +101,10 @@ def test_a_write_back_that_does_not_end_keeps_what_it_copies() -> None:
     world = World(Setup(write_policy="write_back", device_pages=8, host_pages=20), 1)
     prompt = key(3, tail=1)
     serve(world, prompt)
-    wait, world.cache.controller.wait = world.cache.controller.wait, lambda tickets, timeout_s: False
+    world.driver.held.add("write")
     assert world.cache.evict(3) == 0, "the copies read these pages"
     assert world.cache.tree.protected_pages(Tier.DEVICE) == 3
-    world.cache.controller.wait = wait
+    world.driver.held.clear()
     assert world.cache.drain(1.0) and world.cache.tree.protected_pages(Tier.DEVICE) == 0
     assert world.cache.evict(3) == 3 and world.cache.match(prompt).loadable_node.end == 3
     world.assert_drained()
