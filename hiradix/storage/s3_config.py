@@ -7,14 +7,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from hiradix.errors import ConfigError
 from hiradix.storage.options import Options, flag
+from hiradix.storage.s3_wire import Waits, Wire, reaches
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+SIGNED_FOR = timedelta(minutes=15)
+"""As long as S3 lets clocks differ."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class S3Config:
 
     settings: obstore's own settings of the store. max_bytes: cap on this fingerprint's objects, 0 for none.
     timeout_s: of one request; a failed one is sent `retries` times more, all within `retry_timeout_s`.
+    zero_copy: without TLS, payloads pass between socket and page, not through obstore.
     """
 
     url: str
@@ -33,6 +38,7 @@ class S3Config:
     retries: int = 1
     retry_timeout_s: float = 5.0
     num_connections: int = 16
+    zero_copy: bool = True
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> S3Config:
@@ -51,6 +57,7 @@ class S3Config:
             retries=options.integer("request_retries", S3Config.retries),
             retry_timeout_s=options.number("retry_timeout_s", S3Config.retry_timeout_s),
             num_connections=options.integer("num_connections", S3Config.num_connections, 1),
+            zero_copy=options.boolean("zero_copy", S3Config.zero_copy),
         )
         options.finish("s3")
         return config
@@ -61,7 +68,7 @@ class S3Config:
         try:
             return from_url(
                 self.url,
-                config=dict(self.settings),
+                config=self._unsigned() | dict(self.settings),
                 client_options={
                     "timeout": timedelta(seconds=self.timeout_s),
                     "connect_timeout": timedelta(seconds=self.connect_timeout_s),
@@ -76,6 +83,26 @@ class S3Config:
             )  # fmt: skip
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{flag('url')}: {error}") from error
+
+    def wire(self, client: Any) -> Wire | None:
+        """Sockets for the requests of `client`; None where they cannot be sent without it."""
+        endpoint = str(self.settings.get("endpoint", ""))
+        unsigned = any("skip_signature" in name for name in self.settings)
+        if not self.zero_copy or unsigned or not self.url.startswith("s3://") or not reaches(endpoint):
+            return None
+
+        def sign(method: str, path: str) -> str:
+            return str(obstore.sign(client, method, path, SIGNED_FOR))
+
+        try:
+            sign("GET", "page")
+        except BaseError:  # no credentials
+            return None
+        return Wire(sign, Waits(self.connect_timeout_s, self.timeout_s))
+
+    def _unsigned(self) -> dict[str, Any]:
+        """No hash of the payload in a request's signature: pages are checked when they are read."""
+        return {"unsigned_payload": True} if self.url.startswith("s3://") else {}
 
 
 def _settings(options: Options, more: object) -> dict[str, Any]:
