@@ -148,6 +148,7 @@ def make_case(shape_name: str, layout: str, page_size: int, args: argparse.Names
 
 def check(case: Case, transport: Transport, reference: torch.Tensor) -> None:
     """Load, wipe and write back with `transport`; the host must be what it was. reference: torch's load."""
+    case.host.buffer.copy_(case.before)  # one that was tried and measured has written to both pools
     seen = contents(case, transport)
     case.host.buffer.zero_()
     case.copy(transport, to_device=False)

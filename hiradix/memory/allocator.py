@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from hiradix.errors import ConfigError
+from hiradix.memory.upload import upload
 from hiradix.tree import ids
 
 Pages = npt.NDArray[np.int32]
@@ -112,7 +113,7 @@ class SlotAllocator:
         if pages is None:
             return None
         found = torch.from_numpy(ids.slots_of(pages, self.page_size))
-        return found if self._is_cpu else found.to(self.device)
+        return found if self._is_cpu else upload(found, self.device)
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free every page that has a slot among these, once."""

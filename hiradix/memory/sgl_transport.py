@@ -18,6 +18,7 @@ import torch
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import KVShape, MLAShape
 from hiradix.memory.transport import PageIds, Transport, checked_copy
+from hiradix.memory.upload import upload
 
 Indices = tuple[torch.Tensor, torch.Tensor]  # int64 slots: sources, targets
 _ALIGNMENT = 8  # bytes a row must be a multiple of
@@ -125,7 +126,7 @@ def _is_served(device: DevicePool, host: HostPool) -> bool:
 def _slots(pages: PageIds, page_size: int, device: torch.device) -> torch.Tensor:
     """int64: one index per token."""
     first = np.asarray(pages, np.int64)[:, None] * page_size
-    return torch.from_numpy((first + np.arange(page_size)).reshape(-1)).to(device)
+    return upload(torch.from_numpy((first + np.arange(page_size)).reshape(-1)), device)
 
 
 def _options(device: DevicePool, indices: Indices) -> dict[str, Any]:

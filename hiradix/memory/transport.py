@@ -16,6 +16,7 @@ import torch
 
 from hiradix.memory.pools import Pool
 from hiradix.memory.shape import WORDS
+from hiradix.memory.upload import upload
 
 PageIds = npt.NDArray[np.integer[Any]]
 T = TypeVar("T")
@@ -152,7 +153,7 @@ def _copy_runs(source: torch.Tensor, target: torch.Tensor, runs: Sequence[Run]) 
 
 
 def _indices(pages: PageIds, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(pages.astype(np.int64)).to(device)
+    return upload(torch.from_numpy(pages.astype(np.int64)), device)
 
 
 def _copy_indexed(

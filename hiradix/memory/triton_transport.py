@@ -12,6 +12,7 @@ from hiradix.errors import ConfigError
 from hiradix.memory.copy_plan import plan_by_arrays
 from hiradix.memory.pools import Pool
 from hiradix.memory.transport import PageIds, PerPair, TorchTransport, checked_copy
+from hiradix.memory.upload import upload
 from hiradix.triton_kernels.page_copy import INTERPRETED, Tables, launch, make_tables
 from hiradix.triton_kernels.sides import VECTOR_BYTES, Tile, pick_tile
 
@@ -60,7 +61,7 @@ class TritonTransport:
         if pair.tables:
             device = pair.device
             ids = np.stack([np.asarray(dst_pages, np.int64), np.asarray(src_pages, np.int64)])
-            on_device = _upload(ids, device)
+            on_device = upload(torch.from_numpy(ids), device)
             num_programs = self._num_programs or _default_programs(dst, device)
             with torch.cuda.device(device if device.type == "cuda" else -1):
                 for table in pair.tables:
@@ -106,9 +107,3 @@ def _default_programs(dst: Pool, device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return _TO_DEVICE_PROGRAMS if dst.device.type == "cuda" else _TO_HOST_PROGRAMS
-
-
-def _upload(ids: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> torch.Tensor:
-    """The ids on `device`, in stream order. Torch reuses the pinned staging memory only after the copy."""
-    host = torch.from_numpy(ids)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from hiradix.memory.upload import upload
 from hiradix.prefix_cache.records import SlotAllocatorLike
 from hiradix.tree import ids
 
@@ -29,12 +31,8 @@ def on_device(wide: npt.NDArray[np.int64], device: object) -> torch.Tensor:
 
 
 def _moved(slots: torch.Tensor, device: object) -> torch.Tensor:
-    kind = str(getattr(device, "type", device))
-    if kind == "cpu":
-        return slots
-    if kind.startswith("cuda"):
-        slots = slots.pin_memory()  # from memory that is not, a copy waits for the stream's work before it
-    return slots.to(device, non_blocking=True)  # type: ignore[call-overload,no-any-return]
+    is_cpu = getattr(device, "type", device) == "cpu"
+    return slots if is_cpu else upload(slots, cast(torch.device, device))
 
 
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
@@ -53,8 +51,8 @@ class Slots:
         self._device = None if str(getattr(device, "type", device)) == "cpu" else device
         self._spread: npt.NDArray[np.int64] | None = None
         if page_size > 1 and not ids.IS_BUILT:
-            self._spread = ids.slots_of(np.arange(num_pages + 1, dtype=np.int32), page_size)
-            self._spread.shape = (num_pages + 1, page_size)
+            slots = ids.slots_of(np.arange(num_pages + 1, dtype=np.int32), page_size)
+            self._spread = slots.reshape(num_pages + 1, page_size)
 
     def of(self, pages: Pages) -> torch.Tensor:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from hiradix.prefix_cache.records import HybridAllocatorLike
-from hiradix.prefix_cache.slots import Pages, SlotPages, pages_of, slots_of
+from hiradix.prefix_cache.slots import Pages, SlotPages, on_device, pages_of, slots_of
 
 
 class FullPages(SlotPages):
@@ -58,7 +57,7 @@ class WindowPages:
     def beside(self, full: Pages) -> Pages:
         """int32 [P]: the window pages beside full pages, 0 for none. What is to enter the tree comes from
         here or from `alloc`."""
-        first = torch.from_numpy(full.astype(np.int64) * self._page_size).to(self._map.device)
+        first = on_device(full.astype(np.int64) * self._page_size, self._map.device)
         window = pages_of(self._map[first], 1) // self._page_size
         self._full[window] = full
         return window

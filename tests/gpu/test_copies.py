@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.memory import LAYOUTS, KVShape, TorchTransport, Transport, host_memory, make_transport
+from hiradix.memory import (
+    LAYOUTS,
+    DevicePool,
+    HostPool,
+    KVShape,
+    TorchTransport,
+    Transport,
+    host_memory,
+    make_transport,
+)
 from hiradix.memory.dma_transport import CudaPieces, DmaTransport, cuda_pieces, memmove_pieces
 from hiradix.memory.packing_transport import PackingTransport
 from hiradix.memory.prove import fault_of, own_stream
@@ -95,9 +104,7 @@ def test_real_sizes(name: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ("dma", "triton"))
 def test_addresses_beyond_4_gib(name: str, cuda: torch.device) -> None:
-    """One layer of 5 GiB: offsets that 32 bits do not hold, on both sides."""
-    from hiradix.memory import DevicePool, HostPool
-
+    """One layer of 2.6 GB each of keys and values: offsets that 32 bits do not hold, on both sides."""
     shape, num_pages = KVShape(1, 8, 128, 128, torch.bfloat16), 20_000
     pool = DevicePool(shape, num_pages, 64, cuda)
     host = HostPool(shape, num_pages, 64, layout="layer_first", device=cuda)
