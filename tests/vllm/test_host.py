@@ -74,3 +74,25 @@ def test_two_hundred_requests_in_little_memory(start: Start, plain: Player, mode
     state = ours.state()
     assert state["preemptions"] > 0 and state["loaded_pages"] > 0
     assert state["waiting"] == 0
+
+
+def test_write_back_saves_what_vllm_evicts(start: Start, plain: Player) -> None:
+    """Nothing while vLLM's prefix cache has room; then what it evicts, before it is written over."""
+    ours = start(
+        {"hicache_size": 0.1, "hicache_write_policy": "write_back"},
+        enable_prefix_caching=True, num_gpu_blocks_override=40, max_model_len=1024,
+    )  # fmt: skip
+    prompts = [conversation(80 + seed, 300) for seed in range(6)]
+    expected = plain.generate(prompts)
+    assert_same(expected[:3], ours.generate(prompts[:3]))
+    assert ours.state()["saved_pages"] == 0
+    for prompt, want in zip(prompts[3:], expected[3:], strict=True):
+        assert_same([want], ours.generate([prompt]))
+    state = ours.state()
+    assert state["saved_pages"] >= 9 and state["fences"] > 0 and state["hit_tokens"] == 0
+    for prompt, want in zip(prompts, expected, strict=True):
+        (got,) = ours.generate([prompt])
+        assert_same([want], [got])
+        assert got["cached"] == 288
+    assert ours.state()["loaded_pages"] > 0
+    assert_same(expected, ours.generate(prompts))

@@ -20,7 +20,7 @@ from hiradix.adapters.vllm.layout import (
     pool_of,
     shape_of,
 )
-from hiradix.adapters.vllm.settings import parse_settings
+from hiradix.adapters.vllm.settings import check_write_policy, parse_settings
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool, MLAShape, TorchTransport
 from hiradix.tree import UNBOUNDED
@@ -187,7 +187,6 @@ def test_settings_have_the_flags_names_and_defaults() -> None:
     ("values", "words"),
     [
         ({"hicache_sizes": 1}, "unknown key 'hicache_sizes'"),
-        ({"hicache_write_policy": "write_back"}, "write_back"),
         ({"load_mode": "later"}, "load_mode"),
         ({"admin_port": 70_000}, "admin_port"),
         ({"hicache_storage_backend_extra_config": "{}"}, "must be an object"),
@@ -196,3 +195,11 @@ def test_settings_have_the_flags_names_and_defaults() -> None:
 def test_bad_settings_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_settings(values, 32)
+
+
+def test_write_back_needs_vllms_prefix_cache() -> None:
+    settings = parse_settings({"hicache_write_policy": "write_back"}, 32)
+    check_write_policy(settings, True)
+    with pytest.raises(ConfigError, match="write_back.*prefix"):
+        check_write_policy(settings, False)
+    check_write_policy(parse_settings({}, 32), False)

@@ -7,6 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hiradix.adapters.vllm.left import LeftBook
+from hiradix.adapters.vllm.requests import track
+from hiradix.adapters.vllm.saves import NULL_BLOCK, Pending
 from hiradix.tree import Tier
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
@@ -338,6 +341,48 @@ def test_a_worker_that_ends_waits_for_storage_up_to_its_deadline(hangs: bool) ->
     assert len(store[0]) == (0 if hangs else 4)
     assert (5.0 <= rank.driver.now() - begin_s < 10.0) is hangs
     rank.role.close(5.0)
+
+
+WRITE_BACK = World(write_policy="write_back", num_blocks=8, budget=40)
+
+
+def test_write_back_saves_a_prompt_whole_when_its_first_block_is_taken() -> None:
+    vllm = MiniVLLM(WRITE_BACK)
+    vllm.add(request("a", 4, max_tokens=1))
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == 0, "vLLM has it all"
+    vllm.free.sort(key=lambda block: block == 4)  # a's last whole page is taken, and no other of its blocks
+    vllm.add(request("b", 1, max_tokens=1, first=50))
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == 4 and vllm.role.figures.fences == 1
+    vllm.add(request("c", 4, max_tokens=1))
+    vllm.drain()
+    assert vllm.hit_tokens == 4 * S
+
+
+def test_blocks_of_two_requests_are_saved_for_both_as_far_as_they_are_still_there() -> None:
+    """As vLLM's prefix cache has it: the second request uses the first two blocks of the first."""
+    book, first, second = LeftBook(), *(track(request(name, 4), S) for name in "ab")
+    assert first is not None and second is not None
+    book.leave(Pending(first, 4, ((1, 2, 3, 4),)))
+    book.leave(Pending(second, 3, ((1, 2, 7),)))
+    assert book.taken([8]) == []
+    assert book.taken([2, 7]) == [Pending(second, 3, ((1, 2, 7),))], "the step has not written to them yet"
+    assert book.taken([4]) == [Pending(first, 4, ((1, NULL_BLOCK, 3, 4),))]
+    assert book.taken([1, 2, 3, 4, 7]) == []
+
+
+def test_write_back_of_a_whole_life_then_a_reset() -> None:
+    vllm = MiniVLLM(WRITE_BACK)
+    for name, first in (("a", 1), ("b", 50), ("a2", 1), ("b2", 50)):
+        vllm.add(request(name, 4, first=first))
+        vllm.drain()
+    assert vllm.hit_tokens == 2 * 4 * S
+    vllm.role.reset()
+    saved = vllm.role.figures.saved_pages
+    vllm.add(request("c", 4, first=90))
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == saved, "what was on the device before a reset is nobody's"
 
 
 def test_selective_writes_save_what_is_used_again() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hiradix.adapters.vllm import index, saves, scheduler, worker
+from hiradix.adapters.vllm.orders import Orders
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
 PREFIXES = 3
@@ -29,6 +31,7 @@ def drawn_world(rng: random.Random) -> World:
         load_async=bool(window) or rng.random() < 0.5,
         budget=rng.choice([3, 9, 40]),
         max_running=rng.choice([1, 3, 6]),
+        write_policy=rng.choice(["write_through", "write_through", "write_back"]),
         prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]),
         seed=rng.randrange(1 << 30),
     )
@@ -154,7 +157,18 @@ def what_happens_ends_no_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler.SchedulerRole, "_happened", lambda self: None)
 
 
+def blocks_are_taken_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = worker.WorkerRole.before_forward
+
+    def before_forward(self: worker.WorkerRole, orders: Orders) -> None:
+        own = {save.ticket for save in orders.saves if save.before_forward}
+        whole(self, replace(orders, fences=tuple(set(orders.fences) - own)))
+
+    monkeypatch.setattr(worker.WorkerRole, "before_forward", before_forward)
+
+
 FAULTS = (
+    blocks_are_taken_without_waiting,
     no_fences,
     promised_before_it_is_there,
     failed_saves_are_served,

@@ -30,7 +30,7 @@ from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import NO_ORDERS, SchedulerRole
-from hiradix.adapters.vllm.settings import Settings, parse_settings, with_served_name
+from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.errors import ConfigError
@@ -86,6 +86,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         settings = parse_settings(
             vllm_config.kv_transfer_config.kv_connector_extra_config, self._grouping.page_size
         )
+        check_write_policy(settings, bool(vllm_config.cache_config.enable_prefix_caching))
         self._settings: Settings = with_served_name(settings, _model_name(vllm_config))
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None

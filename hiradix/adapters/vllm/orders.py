@@ -87,8 +87,9 @@ class StorageOrder:
 class Orders:
     """One step's orders.
 
-    fences: saves whose blocks this step writes to: they end first. cancels: queries and reads nobody waits
-    for. computes: the step runs a forward. is_awaited: requests wait for outcomes and nothing else happens.
+    fences: saves whose blocks this step writes to, its own among them: they end first. cancels: queries and
+    reads nobody waits for. computes: the step runs a forward. is_awaited: requests wait for outcomes and
+    nothing else happens.
     """
 
     fences: tuple[Ticket, ...] = ()

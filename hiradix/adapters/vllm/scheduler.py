@@ -17,11 +17,12 @@ from itertools import count
 from typing import Any
 
 from hiradix.adapters.vllm.fetches import FetchBook
+from hiradix.adapters.vllm.left import LeftBook
 from hiradix.adapters.vllm.loads import LoadBook
 from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, StorageOrder, Ticket
 from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest, StorageAsks
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
-from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable, Pending, SaveBook
+from hiradix.adapters.vllm.saves import BlockTable, Pending, SaveBook
 from hiradix.adapters.vllm.tally import Tally
 from hiradix.tree import BACKBONE, Pages
 
@@ -50,7 +51,9 @@ class SchedulerRole:
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
         self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
         self._late: list[Pending] = []  # what requests left behind that ended since the last step
+        self._left = LeftBook()
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
+        self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._told: tuple[float, ...] = ()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
@@ -134,9 +137,12 @@ class SchedulerRole:
         self._give_up(tracked)
         self.fetches.abandon(tracked)
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
-        if self._saves_new and not tracked.loads and known > tracked.num_saved:
-            frozen = tuple(tuple(blocks) for blocks in table)
-            self._late.append(Pending(tracked, known, frozen))
+        if not tracked.loads and known > tracked.num_saved:
+            pending = Pending(tracked, known, tuple(tuple(blocks) for blocks in table))
+            if self._saves_lost:
+                self._left.leave(pending)
+            elif self._saves_new:
+                self._late.append(pending)
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted."""
@@ -160,7 +166,7 @@ class SchedulerRole:
         if self._quiet is None or self.storage.is_asked:
             return None
         size, requests = self.index.page_size, self.requests
-        for request_id, end in computed:
+        for request_id, end in () if self._saves_lost else computed:
             tracked = requests.get(request_id)
             if tracked is not None and end // size > tracked.num_saved:
                 return None
@@ -174,9 +180,9 @@ class SchedulerRole:
         written = {block for load in loads for move in load.moves for block in move.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
+        saves = self._save_late([*(one.without(written) for one in late), *self._left.taken(written)])
         fences = self.saves.fences(written)
         self.figures.fences += len(fences)
-        saves = [save for left in late if (save := self._save_late(left, written)) is not None]
         for one in scheduled:
             if (save := self._save(one, table)) is not None:
                 saves.append(save)
@@ -193,7 +199,7 @@ class SchedulerRole:
 
     def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> Save | None:
         tracked = self.requests.get(one.request_id)
-        if tracked is None or not self.index.is_open:
+        if tracked is None or not self.index.is_open or self._saves_lost:
             return None
         size = self.index.page_size
         end = tracked.request.num_computed_tokens + one.num_tokens
@@ -204,11 +210,10 @@ class SchedulerRole:
             return None
         return self._planned(self._ticket(), tracked, table(one.request_id), known)
 
-    def _save_late(self, late: Pending, written: set[int]) -> Save | None:
-        """What an ended request left behind, as far as this step does not write over it."""
-        table = [[NULL_BLOCK if block in written else block for block in blocks] for blocks in late.table]
-        save = self._planned(self._ticket(), late.tracked, table, late.num_pages)
-        return None if save is None else Save(save.ticket, save.moves, save.rows, True)
+    def _save_late(self, left: Iterable[Pending]) -> list[Save]:
+        """What ended requests left behind."""
+        planned = [self._planned(self._ticket(), one.tracked, one.table, one.num_pages) for one in left]
+        return [Save(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
 
     def _planned(self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int) -> Save | None:
         save = self.saves.plan(tracked, table, num_pages, ticket)
@@ -316,6 +321,7 @@ class SchedulerRole:
             self._give_up(tracked)
         self.fetches.forget_all()
         self.index.lose_all()
+        self._left.forget_all()
 
     @property
     def is_idle(self) -> bool:

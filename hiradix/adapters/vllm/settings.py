@@ -19,7 +19,7 @@ CONFIG_KEYS = (
     "radix_eviction_policy_config", "served_model_name",
 )  # fmt: skip
 WRITE_BACK = (
-    "vLLM does not say which blocks it is about to evict; use write_through or write_through_selective"
+    "saves what vLLM's own prefix cache evicts, and that is off; use --enable-prefix-caching or write_through"
 )
 
 
@@ -48,8 +48,6 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
-    if cache.hicache_write_policy == "write_back":
-        raise ConfigError(f"hicache_write_policy write_back: {WRITE_BACK}")
     port = values.get("admin_port")
     if port is not None and (require_int("admin_port", port) > 65535):
         raise ConfigError(f"admin_port must be at most 65535, got {port}")
@@ -60,6 +58,12 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         port,
         values.get("admin_api_key"),
     )
+
+
+def check_write_policy(settings: Settings, has_prefix_cache: bool) -> None:
+    """Refuse write_back without vLLM's prefix cache: what it computed would be found by nobody until then."""
+    if settings.cache.hicache_write_policy == "write_back" and not has_prefix_cache:
+        raise ConfigError(f"hicache_write_policy write_back: {WRITE_BACK}")
 
 
 def _extra(values: Any) -> ExtraConfig:

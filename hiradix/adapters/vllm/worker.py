@@ -1,6 +1,6 @@
 """The worker role: orders in, outcomes out. Copies, storage and threads are the transfer controller's.
 
-    before_forward(orders)   waits for the saves a fence names; late saves
+    before_forward(orders)   saves that do not wait for the step; waits for those a fence names
     start_loads(orders)      host to device, layer by layer
     wait_layer(layer)        until the forward may read the layer
     after_forward(orders)    saves, queries and reads are handed over; nothing is waited for but this step's
@@ -161,12 +161,12 @@ class WorkerRole:
         if not (orders.fences or orders.saves or orders.storage):
             return
         with self._changed:
-            fenced = set(orders.fences)
-            if fenced & self._saving:
-                self._wait_for(lambda: not fenced & self._saving)
             for save in orders.saves:
                 if save.before_forward:
                     self._save(save)
+            fenced = set(orders.fences)
+            if fenced & self._saving:
+                self._wait_for(lambda: not fenced & self._saving)
         for order in orders.storage:
             self._follow(order)
 

@@ -1,0 +1,71 @@
+"""Device to host under write_back, the scheduler's half: what is saved only when vLLM takes its block.
+
+vLLM tells no connector what it evicts. But it evicts a block when it hands it out again, and a step's
+requests say which blocks they are the first to write to. What an ended request left in one of those is saved
+then, and the step waits for that copy: with it goes all that is before it and still there, as a page on the
+host is found only behind those before it. vLLM takes a prompt's last blocks first: one copy saves it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hiradix.adapters.vllm.saves import NULL_BLOCK, Pending
+
+Blocks = tuple[tuple[int, ...], ...]  # of each KV cache group
+
+
+@dataclass(eq=False)
+class Left:
+    """Blocks of an ended request as it left them. turns: how often each had been written to before."""
+
+    pending: Pending
+    turns: Blocks
+    is_saved: bool = False
+
+
+@dataclass
+class LeftBook:
+    """What ended requests left on the device. Holds as many requests as the device has blocks, at most."""
+
+    _turns: dict[int, int] = field(default_factory=dict)
+    _latest: dict[int, Left] = field(default_factory=dict)
+
+    def leave(self, pending: Pending) -> None:
+        """A request has ended; its blocks stay as they are until somebody writes to them."""
+        turns = tuple(tuple(self._turns.get(block, 0) for block in blocks) for blocks in pending.table)
+        left = Left(pending, turns)
+        for blocks in pending.table:
+            self._latest.update((block, left) for block in blocks if block != NULL_BLOCK)
+
+    def taken(self, written: Iterable[int]) -> list[Pending]:
+        """What a step that writes to these blocks takes away: each request's once, less what is gone."""
+        if not self._latest:
+            return []
+        found: list[Left] = []
+        blocks = sorted(written)
+        for block in blocks:
+            left = self._latest.pop(block, None)
+            if left is not None and not left.is_saved:
+                left.is_saved = True
+                found.append(left)
+        pending = [Pending(one.pending.tracked, one.pending.num_pages, self._there(one)) for one in found]
+        for block in blocks:
+            self._turns[block] = self._turns.get(block, 0) + 1
+        return pending
+
+    def _there(self, left: Left) -> Blocks:
+        """The table with NULL_BLOCK for what has been written to since."""
+        rows = zip(left.pending.table, left.turns, strict=True)
+        return tuple(
+            tuple(
+                block if self._turns.get(block, 0) == turn else NULL_BLOCK
+                for block, turn in zip(blocks, turns, strict=True)
+            )
+            for blocks, turns in rows
+        )
+
+    def forget_all(self) -> None:
+        """What is on the device is nobody's any more."""
+        self._latest.clear()
