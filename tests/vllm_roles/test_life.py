@@ -364,9 +364,9 @@ def test_blocks_of_two_requests_are_saved_for_both_as_far_as_they_are_still_ther
     """As vLLM's prefix cache has it: the second request uses the first two blocks of the first."""
     book, first, second = LeftBook(), *(track(request(name, 4), S) for name in "ab")
     assert first is not None and second is not None
-    book.leave(Pending(first, 4, ((1, 2, 3, 4),)))
+    book.leave(Pending(first, 4, ((1, 2, 3, 4, 9),)))
     book.leave(Pending(second, 3, ((1, 2, 7),)))
-    assert book.taken([8]) == []
+    assert book.taken([8, 9]) == [], "block 9 had no whole page"
     assert book.taken([2, 7]) == [Pending(second, 3, ((1, 2, 7),))], "the step has not written to them yet"
     assert book.taken([4]) == [Pending(first, 4, ((1, NULL_BLOCK, 3, 4),))]
     assert book.taken([1, 2, 3, 4, 7]) == []

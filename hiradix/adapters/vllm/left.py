@@ -33,7 +33,12 @@ class LeftBook:
     _latest: dict[int, Left] = field(default_factory=dict)
 
     def leave(self, pending: Pending) -> None:
-        """A request has ended; its blocks stay as they are until somebody writes to them."""
+        """A request has ended; its blocks stay as they are until somebody writes to them.
+
+        Those behind its last whole page matter to nobody, and vLLM takes them first.
+        """
+        table = tuple(blocks[: pending.num_pages] for blocks in pending.table)
+        pending = Pending(pending.tracked, pending.num_pages, table)
         turns = tuple(tuple(self._turns.get(block, 0) for block in blocks) for blocks in pending.table)
         left = Left(pending, turns)
         for blocks in pending.table:
