@@ -12,7 +12,7 @@ from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
 from tests.vllm.test_server import Serving, cached_tokens, token_ids
-from tests.vllm.test_storage import with_storage
+from tests.vllm.test_storage import reference_engine, with_storage
 
 Start = Callable[..., Player]
 SIZES: dict[str, Any] = {
@@ -42,14 +42,14 @@ def both(start: Start, path: Path, extra: dict[str, Any], **engine: Any) -> tupl
 def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
     """Two KV cache groups under vLLM's hybrid allocator; a window's host pages cover what a hit reads.
 
-    Then another process, which has only what the first one stored.
+    Then our own engine and another process, which have only what the first one stored.
     """
     path = checkpoint(
         tmp_path / "gemma", "Gemma3", query_pre_attn_scalar=32, sliding_window=64,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     prompts = [conversation(seed, 200 + 70 * seed) for seed in range(4)]
-    extra = with_storage("disk", disk_storage_path=str(tmp_path / "pages"), max_size="64MiB")
+    extra = with_storage("file", file_storage_path=str(tmp_path / "pages"))
     engine = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": False}
     plain, ours = both(start, path, extra, **engine)
     expected = plain.generate(prompts, max_tokens=40)
@@ -63,8 +63,13 @@ def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
     assert len(state["groups"]) == 2 and state["load_async"] and state["load_failed"] == 0
     ours.stop()
     restarted = start(extra, path, **engine)
+    hits, answers = reference_engine(
+        path, tmp_path, prompts, name="tiny", page_size=32, swa_full_tokens_ratio=0.5
+    )
+    assert hits == [(len(prompt) - 1) // 32 * 32 for prompt in prompts]
+    assert answers == [answer["tokens"][:8] for answer in expected]
     again = restarted.generate(prompts, max_tokens=40)
-    assert cached(again) == sum((len(prompt) - 1) // 32 * 32 for prompt in prompts)
+    assert cached(again) == sum(hits)
     assert_same(expected, again)
     assert_same(plain.generate(longer), restarted.generate(longer))
     state = restarted.state()

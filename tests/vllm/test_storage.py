@@ -182,7 +182,7 @@ def test_one_store_for_two_engines(
 
 
 def reference_engine(
-    model: Path, folder: Path, prompts: list[list[int]], *, name: str, page_size: int
+    model: Path, folder: Path, prompts: list[list[int]], *, name: str, page_size: int, **fields: Any
 ) -> tuple[list[int], list[list[int]]]:
     """Cached tokens and answers of our own engine over the same store, empty pools."""
     extra = ExtraConfig.from_mapping({"file_storage_path": str(folder / "pages"), "prefetch_threshold": 32})
@@ -191,7 +191,7 @@ def reference_engine(
         hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",
         hicache_storage_backend_extra_config=extra,
     )  # fmt: skip
-    engine = Engine(EngineConfig(str(model), model_name=name, max_total_tokens=4096, cache=cache))
+    engine = Engine(EngineConfig(str(model), model_name=name, max_total_tokens=4096, cache=cache, **fields))
     params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
     try:
         answers = serve(engine, prompts, params)

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hiradix.adapters.vllm.left import LeftBook
 from hiradix.adapters.vllm.requests import track
@@ -245,6 +247,33 @@ def test_windows_come_back_behind_the_deepest_boundary_that_has_them(
     assert vllm.hit_tokens == hits * S
     held = [vllm.index.tree.resident_pages(1, component) for component in (0, 1)]
     assert held[0] == 6 and held[1] >= min(2, hits), "the rest was computed and saved"
+
+
+@settings(max_examples=60)
+@given(full=st.sets(st.integers(0, 7)), window=st.sets(st.integers(0, 7)), on_host=st.integers(0, 8))
+def test_whatever_storage_has_lost_the_hit_ends_where_all_is_there(
+    full: set[int], window: set[int], on_host: int
+) -> None:
+    """on_host: leading pages that another request has brought to the host, with the windows they end in."""
+    store, pages = stored(8), names(request("a", 8))
+    vllm = MiniVLLM(WINDOW, store)
+    if on_host:
+        vllm.add(request("b", on_host, max_tokens=1))
+        vllm.drain()
+    before = vllm.hit_tokens
+    lost = [pages[page] for page in full] + [pages[page] + "@1" for page in window]
+    for name in lost:
+        del store[0][name]
+    held = [{page for page in range(on_host)}, {page for page in range(on_host - 2, on_host)}]
+    there = [({*range(8)} - full) | held[0], ({*range(8)} - window) | held[1]]
+    ends = [
+        end
+        for end in range(9)
+        if {*range(end)} <= there[0] and {*range(max(0, end - 2), end)} <= there[1]
+    ]
+    vllm.add(request("c", 8, max_tokens=1))
+    vllm.drain()
+    assert vllm.hit_tokens - before == max(ends) * S
 
 
 def test_only_the_windows_are_fetched_that_the_hit_needs() -> None:
