@@ -126,7 +126,8 @@ def parse() -> argparse.Namespace:
     if args.device != "cpu" and not args.list and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
     if find_spec("hiradix") is None or find_spec("hiradix.triton_kernels") is None:
-        parser.error("install hiradix first: python -m pip install --no-deps --no-build-isolation -e .")
+        how = "python -m pip install --no-deps --no-build-isolation -e ."
+        parser.error(f"install hiradix first: {how}; or: ln -s ../triton_kernels hiradix/triton_kernels")
     return args
 
 

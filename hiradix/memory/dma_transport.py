@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +63,15 @@ class DmaTransport:
         if not span:
             return
         cuts = (*src.cuts, *dst.cuts)
-        for plan in self._plans.of(src, dst, _collapsed_plans):
-            self._copy_pieces(cut(plan, src_pages, dst_pages, span).merged(cuts))
+        with device_of(src, dst):
+            for plan in self._plans.of(src, dst, _collapsed_plans):
+                self._copy_pieces(cut(plan, src_pages, dst_pages, span).merged(cuts))
+
+
+def device_of(src: Pool, dst: Pool) -> AbstractContextManager[object]:
+    """The pools' CUDA device made current, whose current stream is meant; nothing on a CPU."""
+    found = [pool.device for pool in (src, dst) if pool.device.type == "cuda"]
+    return torch.cuda.device(found[0]) if found else nullcontext()
 
 
 def _collapsed_plans(src: Pool, dst: Pool) -> tuple[PlannedCopy, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from hiradix.memory.cuda_runtime import Addresses
-from hiradix.memory.dma_transport import CopyPieces, Pieces
+from hiradix.memory.dma_transport import CopyPieces, Pieces, device_of
 from hiradix.memory.layout import Piece, make_layout
 from hiradix.memory.pools import HostPool, LaidOutPool, Pool
 from hiradix.memory.transport import PageIds, Transport, checked_copy
@@ -53,7 +53,8 @@ class PackingTransport:
             some = slice(begin, begin + staging.num_pages)
             packed = np.arange(len(src_pages[some]))
             self._kernel.copy_pages(src, staging, src_pages[some], packed, None)
-            self._copy_pieces(whole_pieces(staging, dst, packed, dst_pages[some]))
+            with device_of(src, dst):
+                self._copy_pieces(whole_pieces(staging, dst, packed, dst_pages[some]))
 
     def _staging_for(self, src: Pool, dst: HostPool) -> LaidOutPool:
         if dst not in self._staging:

@@ -11,6 +11,7 @@ import torch
 
 from hiradix.adapters.sglang.build import streams_for
 from hiradix.adapters.sglang.ports import ControllerView, FencedStreams
+from hiradix.memory.dma_transport import device_of
 from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.transfer.streams import CudaStreams, HostStreams, make_streams
 from tests.transfer.fake_cuda import FakeCuda
@@ -133,6 +134,18 @@ def test_an_older_sglang_sets_no_fence_and_gets_one(cuda: FakeCuda) -> None:
     assert streams is not None and streams.fence is forward
     assert streams_for(torch.device("cuda"), SimpleNamespace()) is not None
     assert streams_for(torch.device("cpu"), SimpleNamespace()) is None
+
+
+def test_pieces_go_to_the_stream_of_the_pools_device(cuda: FakeCuda) -> None:
+    """Found: called from a thread on another device, the engines were given that one's stream."""
+    cuda.set_device(0)
+    host, pool = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=torch.device("cuda", 3))
+    for pair in ((host, pool), (pool, host)):
+        with device_of(*pair):  # type: ignore[arg-type]
+            assert cuda.current_stream().device == 3
+        assert cuda.current_device() == 0
+    with device_of(host, host):  # type: ignore[arg-type]
+        assert cuda.current_device() == 0
 
 
 def test_the_pool_decides(cuda: FakeCuda) -> None:
