@@ -46,7 +46,7 @@ class _WorkerThread:
     """One daemon thread. It holds its worker weakly, so a forgotten controller ends its threads."""
 
     def __init__(self, worker: Steppable):
-        self._worker = weakref.ref(worker)
+        self.worker = weakref.ref(worker)
         self._work: SimpleQueue[None] = SimpleQueue()  # holds something: there may be work
         self._stopping = False
         self.num_loop_errors = 0
@@ -68,7 +68,7 @@ class _WorkerThread:
         while not self._stopping:
             with suppress(Empty):
                 self._work.get(timeout=IDLE_CHECK_S)
-            worker = self._worker()
+            worker = self.worker()
             if worker is None:
                 return
             while self._step(worker):  # also when stopping: what is left was told to end
@@ -87,7 +87,7 @@ class ThreadDriver:
     """One daemon thread per worker, started with its first job."""
 
     def __init__(self) -> None:
-        self._threads: weakref.WeakKeyDictionary[Steppable, _WorkerThread] = weakref.WeakKeyDictionary()
+        self._threads: dict[int, _WorkerThread] = {}  # by the worker's id(), which another may get after it
         self._changed = threading.Condition()
         self._num_waiting = 0
         self._asked_s = 0.0
@@ -99,14 +99,21 @@ class ThreadDriver:
 
     def wake(self, worker: Steppable) -> None:
         """There may be work for `worker`. Scheduler thread only."""
-        thread = self._threads.get(worker)
+        thread = self._thread_of(worker)
         if thread is None:
-            self._threads[worker] = thread = _WorkerThread(worker)
+            gone = [number for number, thread in self._threads.items() if thread.worker() is None]
+            for number in gone:
+                del self._threads[number]
+            self._threads[id(worker)] = thread = _WorkerThread(worker)
         thread.wake()
+
+    def _thread_of(self, worker: Steppable) -> _WorkerThread | None:
+        thread = self._threads.get(id(worker))
+        return thread if thread is not None and thread.worker() is worker else None
 
     def stop(self, worker: Steppable, timeout_s: float) -> bool:
         """End the worker's thread; False if it is still inside a step at the deadline."""
-        thread = self._threads.get(worker)
+        thread = self._thread_of(worker)
         return thread is None or thread.stop(timeout_s)
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:

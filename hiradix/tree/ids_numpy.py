@@ -33,14 +33,23 @@ def joined(parts: Sequence[Pages]) -> Pages:
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
     """See `hiradix.tree.ids`."""
     assert _are_in(pages, len(marks)), f"pages {pages[:16]} are not all in 0..{len(marks) - 1}"
-    marks.put(pages, value)
+    _put(marks, pages, value)
+
+
+def _put(marks: Marks, pages: Ids, value: bool) -> None:
+    if len(pages) > FEW_PAGES:
+        marks.put(pages, value)
+        return
+    flags = marks.data
+    for page in pages.tolist():
+        flags[page] = value
 
 
 def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
     """See `hiradix.tree.ids`."""
     assert 0 <= count <= num_free <= len(stack), f"{count} pages of {num_free} of {len(stack)}"
     pages = stack[num_free - count : num_free][::-1].copy()
-    marks.put(pages, True)
+    _put(marks, pages, True)
     return pages
 
 

@@ -6,6 +6,7 @@ A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as ro
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -51,15 +52,35 @@ class Namespace:
 
 
 PLAIN = Namespace()
+
+
+def namespace(extra_key: str | None, cache_salt: str | None, is_bigram: bool) -> Namespace:
+    """The namespace of these; `PLAIN` itself where they are nothing."""
+    if extra_key is None and cache_salt is None and not is_bigram:
+        return PLAIN
+    return Namespace(extra_key, cache_salt, is_bigram)
+
+
 NARROW, WIDE = 4, 8  # bytes per packed token
 FIRST_WINDOW = 4096  # tokens of a key packed at once, so that it is not packed beyond what is looked at
 WINDOW_TOKENS = 16384  # and at once further on
+FEW_TOKENS = 1536  # up to here array('q') is packed without numpy, whose code is slow with cold caches
+_WITHOUT_NUMPY = sys.byteorder == "little" and not ids.IS_BUILT
 
 
 def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
     """Tokens [start, stop) as bytes, and the bytes per token: 4 (int32) if all are in [0, 2**31), else 8."""
     run = ids.narrow(tokens, start, stop)
     return (tokens[start:stop].tobytes(), WIDE) if run is None else (run, NARROW)
+
+
+def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
+    """As `packed`, of `array('q')`. Takes its halves of four bytes, the lower first."""
+    part = memoryview(tokens)[start:stop]
+    halves = part.cast("B").cast("I")
+    low, high = halves[::2].tobytes(), halves[1::2].tobytes()
+    is_narrow = high.count(0) == len(high) and low[3::NARROW].isascii()  # the top bit of none is set
+    return (low, NARROW) if is_narrow else (part.tobytes(), WIDE)
 
 
 def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:
@@ -100,7 +121,10 @@ class RadixKey:
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
     """
 
-    __slots__ = ("tokens", "space", "extras", "bookmark", "_len", "run", "run_start", "run_end", "run_width")
+    __slots__ = (
+        "_array", "_tokens", "num_tokens", "space", "extras", "bookmark", "_len",
+        "run", "run_start", "run_end", "run_width",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -111,19 +135,47 @@ class RadixKey:
         cache_salt: str | None = None,
         page_extras: Sequence[bytes | None] | None = None,
     ):
-        plain = extra_key is None and cache_salt is None and not is_bigram
-        self.space = PLAIN if plain else Namespace(extra_key, cache_salt, is_bigram)
-        self.tokens = as_tokens(token_ids)
+        self._array: array[int] | None = None
+        self._tokens: Tokens | None = None
+        if isinstance(token_ids, array) and token_ids.typecode == "q":
+            self._array = token_ids
+        else:
+            self._tokens = as_tokens(token_ids)
         self.bookmark = Bookmark()
         self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
-        self._len = max(len(self.tokens) - 1, 0) if is_bigram else len(self.tokens)
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
+        num_tokens = len(token_ids) if self._tokens is None else len(self._tokens)
+        self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)
+
+    def _set(self, space: Namespace, num_tokens: int) -> None:
+        self.space, self.num_tokens = space, num_tokens
+        self._len = max(num_tokens - 1, 0) if space.is_bigram else num_tokens
+
+    @staticmethod
+    def first(token_ids: Any, num_tokens: int, space: Namespace) -> RadixKey:
+        """The key of the first `num_tokens` tokens, or of all if there are fewer. Looks at none.
+
+        An `array('q')` may grow while the key lives, until `tokens` is asked for; they may not change.
+        """
+        key = RadixKey(token_ids)
+        if num_tokens < key.num_tokens and key._tokens is not None:
+            key._tokens = key._tokens[:num_tokens]
+        key._set(space, min(num_tokens, key.num_tokens))
+        return key
+
+    @property
+    def tokens(self) -> Tokens:
+        """int64 [num_tokens]: a view."""
+        found = self._tokens
+        if found is None:
+            assert self._array is not None
+            self._tokens = found = as_tokens(self._array)[: self.num_tokens]
+        return found
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
         key = RadixKey(tokens)
-        key.space, key.extras = space, self.extras
-        if space.is_bigram:
-            key._len = max(len(tokens) - 1, 0)
+        key.extras = self.extras
+        key._set(space, len(tokens))
         return key
 
     # -- what a caller knows it by --------------------------------------------------------
@@ -194,8 +246,8 @@ class RadixKey:
         """
         window = WINDOW_TOKENS if self.run else FIRST_WINDOW
         self.run_start = start
-        self.run_end = min(len(self.tokens), start + max(num_tokens, window))
-        self.run, self.run_width = packed(self.tokens, start, self.run_end)
+        self.run_end = min(self.num_tokens, start + max(num_tokens, window))
+        self.run, self.run_width = self._packed(start, self.run_end)
 
     def packed(self, start: int, end: int) -> tuple[bytes, int]:
         """Tokens [start, end) as bytes, and the bytes per token: 4 if they fit, else 8."""
@@ -204,6 +256,12 @@ class RadixKey:
                 return self.run, NARROW  # no second copy of a prompt that is one node
             first = (start - self.run_start) * NARROW
             return self.run[first : first + (end - start) * NARROW], NARROW
+        return self._packed(start, end)
+
+    def _packed(self, start: int, end: int) -> tuple[bytes, int]:
+        if self._array is not None and _WITHOUT_NUMPY and end - start <= FEW_TOKENS:
+            assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
+            return _packed_array(self._array, start, end)
         return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:

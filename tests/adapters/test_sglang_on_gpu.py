@@ -114,10 +114,18 @@ def test_slots_go_to_a_gpu_without_waiting_for_it(
     assert slots[:65].tolist() == [*range(pages[0] * 64, pages[0] * 64 + 64), pages[1] * 64]
 
 
-def test_freed_pages_go_to_a_gpu_without_waiting_for_it(uploads: list[tuple[bool, str, bool]]) -> None:
+def test_freed_pages_go_to_a_gpu_without_waiting_for_it(
+    uploads: list[tuple[bool, str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that follow on each other are there already."""
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda end, device: arange(end))
     freed: list[int] = []
     allocator = SimpleNamespace(
         device="cuda", size=64, free_page_ids=lambda page_ids: freed.extend(page_ids.tolist())
     )
-    AllocatorPort(allocator, 4).free_pages(np.array([3, 1], np.int32))
-    assert freed == [3, 1] and uploads == [(True, "cuda", True)]
+    port = AllocatorPort(allocator, 4)
+    port.free_pages(np.array([4, 5, 6], np.int32))
+    assert freed == [4, 5, 6] and uploads == []
+    port.free_pages(np.array([3, 1], np.int32))
+    assert freed == [4, 5, 6, 3, 1] and uploads == [(True, "cuda", True)]

@@ -47,12 +47,12 @@ class PageFree(SegmentFree):
 
 
 def on_cpu(pool: RowPool) -> Rows:
-    return Rows(pool, SIZE)
+    return Rows(pool, SIZE, 30)
 
 
 def as_on_gpu(pool: RowPool) -> Rows:
-    rows = Rows(pool, SIZE)
-    rows._table = pool.req_to_token
+    rows = Rows(pool, SIZE, 30)
+    rows._table, rows._flat = pool.req_to_token, None
     return rows
 
 

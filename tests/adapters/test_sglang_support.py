@@ -105,6 +105,39 @@ def test_pages_of_a_foreign_allocator() -> None:
     assert port.available_size() == 24 and allocator.free_pages.tolist() == [4, 3, 1]
 
 
+class PagedTokenToKVPoolAllocator(FreeList):
+    """The same by the name of SGLang's: freed pages wait in `staged` until they are asked for."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        super().__init__(num_pages, page_size)
+        self.staged: list[torch.Tensor] = []
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        raise AssertionError("slots were made of pages for nothing")
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        self.staged.append(page_ids)
+
+    def merge_and_sort_free(self) -> None:
+        self.free_pages, _ = torch.sort(torch.cat([self.free_pages, *self.staged]))
+        self.staged = []
+
+
+def test_pages_of_sglangs_paged_allocator_are_its_own() -> None:
+    allocator = PagedTokenToKVPoolAllocator(5, 8)
+    port = AllocatorPort(allocator, 8)
+    first = port.alloc_pages(4)
+    assert first is not None and first.tolist() == [1, 2, 3, 4] and first.dtype == np.int32
+    port.free_pages(np.array([3, 2], np.int32))
+    assert port.alloc_pages(4) is None and port.available_size() == 24
+    again = port.alloc_pages(3)
+    assert again is not None and again.tolist() == [2, 3, 5] and port.available_size() == 0
+    port.free_pages(first[:2])
+    port.free_pages(np.array([5], np.int32))
+    first[:] = 0
+    assert port.alloc_pages(3) is not None, "what the allocator was given is read only once"
+
+
 class StrictHybrid(HybridSlotAllocator):
     """As SGLang's: `free_full` and `free_swa` refuse slots that are not what they say."""
 

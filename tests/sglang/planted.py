@@ -70,8 +70,8 @@ FAULTS = [
     Fault(
         "checkpoint: the extra key is left out",
         CACHE,
-        "RadixKey(tokens, req.extra_key,",
-        "RadixKey(tokens, None,",
+        "namespace(req.extra_key,",
+        "namespace(None,",
     ),
     Fault(
         "checkpoint: the last bigram's second token is left out",
@@ -79,8 +79,10 @@ FAULTS = [
         "num_pages * self.page_size + self._lookahead if",
         "num_pages * self.page_size if",
     ),
-    Fault("match: the salt is left out", FRONT, "cache_salt=salt)", "cache_salt=None)"),
-    Fault("match: the limit is not looked at", FRONT, "if key.limit is not None:", "if False:"),
+    Fault("match: the salt is left out", FRONT, "key.extra_key, salt,", "key.extra_key, None,"),
+    Fault(
+        "match: the limit is not looked at", FRONT, "if key.limit is None else key.limit", "if True else 0"
+    ),
     Fault(
         "load back: a host hit that was not loaded is counted",
         TIERS,
@@ -136,14 +138,14 @@ FAULTS = [
     Fault(
         "free: evicted pages twice",
         PORTS,
-        "            self._free_ids(on_device(",
-        "            self.free(slots_of(pages, self.page_size))\n            self._free_ids(on_device(",
+        "            self._free_ids(self._numbers.of(pages))\n",
+        "            self._free_ids(self._numbers.of(pages))\n" * 2,
     ),
     Fault(
         "free: a page that is begun stays",
         PORTS,
-        "ids.pages_of(self._table[index], self._page_size, start, end)",
-        "ids.pages_of(self._table[index], self._page_size, start, end // self._page_size * self._page_size)",
+        "        if 0 < end - start <= size:\n",
+        "        end -= end % size\n        if 0 < end - start <= size:\n",
     ),
     Fault("free: parts of a row are taken for one", CACHE, "if len(ranges) > 1 or", "if"),
     Fault(
@@ -156,7 +158,7 @@ FAULTS = [
     Fault(
         "touch: a waiting prefix is no hotter",
         CACHE,
-        "            tree.unlock(tree.lock(tree.match(own).device_node, Tier.DEVICE))",
+        "            tree.unlock(tree.lock(tree.match(own).device_node, DEVICE))",
         "            tree.match(own)",
     ),
     Fault(

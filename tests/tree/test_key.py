@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.tree import PageRows, RadixKey, RadixTree, Tier, hash_pages, namespace_seed
-from hiradix.tree.key import packed
+from hiradix.tree.key import FEW_TOKENS, Namespace, packed
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -50,6 +50,38 @@ def test_tokens_are_equal_from_every_kind_of_buffer(kind: str) -> None:
     tree = RadixTree(2)
     insert(tree, RadixKey(values))
     assert depth(tree, key) == 2
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 5, 2**31 - 1, 2**31, 2**32, -1, -(2**40), 2**62]), max_size=40),
+    st.sampled_from([0, FEW_TOKENS - 30, FEW_TOKENS]),
+    st.data(),
+)
+def test_an_array_is_packed_as_numpy_packs_it(some: list[int], zeros: int, data: st.DataObject) -> None:
+    values = [0] * zeros + some
+    start = data.draw(st.integers(0, len(values)))
+    end = data.draw(st.integers(start, len(values)))
+    assert RadixKey(array("q", values)).packed(start, end) == packed(np.array(values, np.int64), start, end)
+
+
+@pytest.mark.parametrize("is_bigram", [False, True])
+def test_the_first_tokens_of_a_buffer_that_grows(is_bigram: bool) -> None:
+    """As an engine's array of a running request does: the key stays what it was, the array may grow."""
+    space = Namespace("adapter", "salt", is_bigram)
+    tokens = array("q", range(10))
+    for source in (tokens, np.array(tokens)):
+        key = RadixKey.first(source, 7, space)
+        assert (len(key), key.space, key.num_tokens) == (7 - is_bigram, space, 7)
+        assert key.packed(4, 7) == packed(np.arange(10), 4, 7)
+        assert len(RadixKey.first(source, 99, space)) == 10 - is_bigram
+    key = RadixKey.first(tokens, 8, space)
+    tree = RadixTree(2)
+    insert(tree, key)
+    tokens.extend([0] * 100)
+    assert depth(tree, key) == (8 - is_bigram) // 2
+    assert key.tokens.tolist() == list(range(8)) and len(key[:5]) == 5
+    same = RadixKey(list(range(8)), "adapter", is_bigram, cache_salt="salt")
+    assert depth(tree, same) == depth(tree, key)
 
 
 @pytest.mark.parametrize("kind", ["array", "int64", "tensor"])

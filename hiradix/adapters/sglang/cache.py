@@ -29,8 +29,8 @@ from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.prefix_cache.records import WINDOW, LockReceipt
-from hiradix.tree import Lock, Node, Tier
-from hiradix.tree.key import as_tokens
+from hiradix.tree import DEVICE, HOST, Lock, Node
+from hiradix.tree.key import namespace
 
 
 @dataclass
@@ -58,8 +58,9 @@ class HiRadixPrefixCache(Front):
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
-        self._tree = inner.tree
-        self._rows = Rows(params.req_to_token_pool, self.page_size)
+        self._learns = inner.cache.learner is not None
+        num_pages = params.token_to_kv_pool_allocator.size // self.page_size
+        self._rows = Rows(params.req_to_token_pool, self.page_size, num_pages)
         self._lookahead = int(self.is_eagle)
         self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
@@ -92,7 +93,7 @@ class HiRadixPrefixCache(Front):
 
     def _window_tokens_on_host(self, node: Node) -> int:
         """Tokens of sliding windows that a load back of `node` brings."""
-        missing = self.inner.tree.missing(node, Tier.HOST, Tier.DEVICE)
+        missing = self.inner.tree.missing(node, HOST, DEVICE)
         pages = [segment.end - segment.start for segment in missing if segment.component == WINDOW]
         return sum(pages) * int(self.page_size)
 
@@ -101,7 +102,7 @@ class HiRadixPrefixCache(Front):
         tree = self.inner.tree
         own = self._key(key)
         if len(own) >= self.page_size:
-            tree.unlock(tree.lock(tree.match(own).device_node, Tier.DEVICE))
+            tree.unlock(tree.lock(tree.match(own).device_node, DEVICE))
 
     def path_device_indices(self, node: Node) -> torch.Tensor:
         """int64 [tokens]: the device slots of the path to `node`. A fresh tensor."""
@@ -117,14 +118,14 @@ class HiRadixPrefixCache(Front):
     def _request_key(self, req: Any, num_pages: int) -> RadixKey:
         """The first pages of what `req` has computed."""
         num_tokens = num_pages * self.page_size + self._lookahead if num_pages else 0
-        tokens = as_tokens(req.full_untruncated_fill_ids)[:num_tokens]
-        return RadixKey(tokens, req.extra_key, self.is_eagle, cache_salt=req.cache_salt or None)
+        space = namespace(req.extra_key, req.cache_salt or None, self.is_eagle)
+        return RadixKey.first(req.full_untruncated_fill_ids, num_tokens, space)
 
     # -- locks --------------------------------------------------------------------------
 
     def lock(self, node: Node) -> TreeLock:
         """Pin the path to `node` on the device until `unlock`."""
-        return TreeLock(node, self._tree.lock(node, Tier.DEVICE))
+        return TreeLock(node, self._tree.lock(node, DEVICE))
 
     def unlock(self, lock: TreeLock | None) -> None:
         if lock is not None:
@@ -158,9 +159,9 @@ class HiRadixPrefixCache(Front):
         self.inner.count_use(req)
         num_tokens = min(up_to, len(req.full_untruncated_fill_ids))
         start, end = held.node.end, max(num_tokens - self._lookahead, 0) // size
-        ended = _ended(req)
+        ended = _ended(req) if self._learns else None
         if end <= start:
-            if ended is not None and self.inner.cache.learner is not None:
+            if ended is not None:
                 self.inner.cache.finished(self._request_key(req, end), held.node, ended)
             return
         given = self._rows.pages(kv.req_pool_idx, start, end)
@@ -168,7 +169,7 @@ class HiRadixPrefixCache(Front):
         node = taken.node
         if req.priority:
             self._tree.prioritise(taken, req.priority)
-        own = self._tree.pages(node, Tier.DEVICE, start=start)
+        own = self._tree.pages(node, DEVICE, start=start)
         if own.tobytes() != given.tobytes():
             self._rows.write(kv.req_pool_idx, start, own)
         self._tree.unlock(held)

@@ -8,8 +8,8 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from hiradix.prefix_cache import RadixCache, RadixKey
-from hiradix.tree import Node, Tier
-from hiradix.tree.key import as_tokens
+from hiradix.tree import DEVICE, Node
+from hiradix.tree.key import namespace
 
 
 class Front(BasePrefixCache):  # type: ignore[misc]
@@ -22,6 +22,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
 
     def __init__(self, params: Any, inner: RadixCache):
         self.inner = inner
+        self._tree = inner.tree
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
         self._has_windows = inner.supports_swa()
@@ -35,11 +36,9 @@ class Front(BasePrefixCache):  # type: ignore[misc]
 
     def _key(self, key: Any) -> RadixKey:
         """SGLang's key as ours; its tokens are looked at, not copied."""
-        tokens = as_tokens(key.token_ids)
-        if key.limit is not None:
-            tokens = tokens[: key.limit]
-        salt = getattr(key, "cache_salt", None)  # in 0.5.15 a part of the extra key
-        return RadixKey(tokens, key.extra_key, key.is_bigram or self.is_eagle, cache_salt=salt)
+        tokens, salt = key.token_ids, getattr(key, "cache_salt", None)  # in 0.5.15 a part of the extra key
+        space = namespace(key.extra_key, salt, key.is_bigram or self.is_eagle)
+        return RadixKey.first(tokens, len(tokens) if key.limit is None else key.limit, space)
 
     def reset(self) -> None:
         """Empty device and host. Storage keeps what it has."""
@@ -48,7 +47,8 @@ class Front(BasePrefixCache):  # type: ignore[misc]
     # -- sizes and texts ----------------------------------------------------------------
 
     def evictable_size(self) -> int:
-        return self.inner.tree.evictable_pages(Tier.DEVICE) * int(self.page_size)
+        num_tokens: int = self._tree.evictable_pages(DEVICE) * self.page_size
+        return num_tokens
 
     def full_evictable_size(self) -> int:
         return self.inner.full_evictable_size()

@@ -16,6 +16,30 @@ from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
 from hiradix.tree import ids
 
+_PAGED = "PagedTokenToKVPoolAllocator"  # exactly that class: one that inherits from it may allocate otherwise
+FEW_PAGES = 32  # so many are read and compared by Python sooner than by numpy, by far with cold caches
+
+
+class PageNumbers:
+    """Page ids 0 .. num_pages as tensors for SGLang's allocator, which reads them and no more."""
+
+    def __init__(self, num_pages: int, device: Any = "cpu"):
+        self._device = device
+        self._all = torch.arange(num_pages + 1, device=device)
+
+    def one(self, page: int) -> torch.Tensor:
+        """int64 [1]: a view."""
+        return self._all[page : page + 1]
+
+    def of(self, pages: Pages) -> torch.Tensor:
+        """int64 [len(pages)]: a view where each page follows on the one before, else a copy."""
+        if 0 < len(pages) <= FEW_PAGES:
+            found = pages.tolist()
+            first, end = found[0], found[0] + len(found)
+            if found == list(range(first, end)):
+                return self._all[first:end]
+        return on_device(pages.astype(np.int64), self._device)
+
 
 class AllocatorPort:
     """SGLang's paged allocator as the slot allocator of our classes. Its own method calls stay SGLang's.
@@ -29,6 +53,8 @@ class AllocatorPort:
         self.size = allocator.size // page_size * page_size
         self._allocator = allocator
         self._free_ids = getattr(allocator, "free_page_ids", None)
+        self._is_paged = type(allocator).__name__ == _PAGED and page_size > 1
+        self._numbers = PageNumbers(self.size // page_size, self.device)
 
     def available_size(self) -> int:
         return int(self._allocator.available_size())
@@ -44,14 +70,29 @@ class AllocatorPort:
         return self._allocator.get_kvcache()
 
     def alloc_pages(self, num_pages: int) -> Pages | None:
-        """int32 [num_pages], or None if there are too few."""
+        """int32 [num_pages], or None if there are too few.
+
+        SGLang's paged allocator gives slots; pages are taken off its list as it takes them, and not spread.
+        """
+        if self._is_paged:
+            return self._take(num_pages)
         slots = self.alloc(num_pages * self.page_size)
         return None if slots is None else pages_of(slots, self.page_size)
+
+    def _take(self, num_pages: int) -> Pages | None:
+        allocator = self._allocator
+        if num_pages > len(allocator.free_pages):
+            allocator.merge_and_sort_free()
+            if num_pages > len(allocator.free_pages):
+                return None
+        taken, allocator.free_pages = allocator.free_pages[:num_pages], allocator.free_pages[num_pages:]
+        found: Pages = taken.cpu().numpy().astype(np.int32)
+        return found
 
     def free_pages(self, pages: Pages) -> None:
         """Give back whole pages, each named once."""
         if self._free_ids is not None:
-            self._free_ids(on_device(pages.astype(np.int64), self.device))
+            self._free_ids(self._numbers.of(pages))
         else:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 
@@ -84,32 +125,45 @@ class HybridPort(AllocatorPort):
 
 
 class Rows:
-    """The rows of SGLang's ReqToTokenPool as pages. On a CPU read through one array of all of them."""
+    """The rows of SGLang's ReqToTokenPool as pages 1 .. num_pages. On a CPU read through one array of all."""
 
-    def __init__(self, pool: Any, page_size: int):
+    def __init__(self, pool: Any, page_size: int, num_pages: int):
         self._pool = pool
         self._page_size = page_size
         table: torch.Tensor = pool.req_to_token
-        self._table: Any = table.numpy() if table.is_cpu else table
+        self._width = table.shape[1]
+        self._table: Any = table
+        self._flat: Any = None  # on a CPU: the slots of all rows, one row after another
+        if table.is_cpu:
+            self._table = table.numpy()
+            self._flat = memoryview(self._table.reshape(-1))
+        self._numbers = PageNumbers(num_pages)
 
     def pages(self, index: int, start: int, end: int) -> Pages:
         """int32 [end - start]: what a row names at pages [start, end). Waits for a GPU."""
-        row, size = self._table[index], self._page_size
-        find = ids.pages_of if isinstance(row, np.ndarray) else pages_of
-        return find(row, size, start * size, end * size)
+        size = self._page_size
+        if self._flat is None:
+            return pages_of(self._table[index], size, start * size, end * size)
+        if ids.IS_BUILT or end - start > FEW_PAGES:
+            return ids.pages_of(self._table[index], size, start * size, end * size)
+        row = index * self._width
+        slots = self._flat[row + start * size : row + end * size : size].tolist()
+        return np.array([slot // size for slot in slots], np.int32)
 
     def free(self, index: int, start: int, end: int, allocator: Any) -> None:
         """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
 
         Never waits for the device.
         """
-        free_ids = getattr(allocator, "free_page_ids", None)
-        if free_ids is None or not isinstance(self._table, np.ndarray):
+        free_ids, size = getattr(allocator, "free_page_ids", None), self._page_size
+        if free_ids is None or self._flat is None:
             allocator.free_segment(self._pool.req_to_token[index, start:end], start_pos=start)
             return
-        assert start % self._page_size == 0, f"position {start} is inside a page of {self._page_size}"
-        pages = ids.pages_of(self._table[index], self._page_size, start, end)
-        free_ids(torch.from_numpy(pages.astype(np.int64)))
+        assert start % size == 0, f"position {start} is inside a page of {size}"
+        if 0 < end - start <= size:
+            free_ids(self._numbers.one(self._flat[index * self._width + start] // size))
+        else:
+            free_ids(self._numbers.of(self.pages(index, start // size, -(-end // size))))
 
     def write(self, index: int, start: int, pages: Pages) -> None:
         """Have a row name these pages from page `start` on."""
