@@ -13,6 +13,7 @@ from typing import Any
 from hiradix.cache import least
 from hiradix.transfer import JobKind
 from hiradix.tree import RadixKey, Tier
+from tests.cache.component_storage import StoredPlayer, StoredWorld
 from tests.cache.component_world import Admitted, ComponentWorld, Draw, Setup
 from tests.cache.test_components import CONFIGS, Player
 from tests.ranks.world import Ranks
@@ -26,6 +27,9 @@ class RanksSetup:
 
 class ComponentRank(ComponentWorld):
     """One rank."""
+
+    player: type[Player] = Player
+    moves: dict[Any, int] = Player.MOVES
 
     def __init__(self, number: int, seed: int, setup: Setup, agree: Any):
         self.number, self.story, self.agree = number, random.Random(seed), agree
@@ -60,9 +64,9 @@ class ComponentRank(ComponentWorld):
         return running
 
     def live(self, num_moves: int) -> None:
-        player = Player.__new__(Player)
+        player = self.player.__new__(self.player)
         player.world = self
-        moves = [move for move, weight in Player.MOVES.items() for _ in range(weight)]
+        moves = [move for move, weight in self.moves.items() for _ in range(weight)]
         for _ in range(num_moves):
             for _ in range(self.own.randint(0, 2 * self.speed)):
                 self.driver.step()
@@ -92,6 +96,19 @@ class ComponentRank(ComponentWorld):
                 (gate.num_refused, gate.num_probes)]  # fmt: skip
 
 
+class StoredRank(ComponentRank, StoredWorld):
+    """One rank with a store of its own: what it has, loses and fails is not what the others' do."""
+
+    player = StoredPlayer
+    moves = StoredPlayer.MOVES | {
+        StoredPlayer.peace: 0, StoredPlayer.ask: 40, StoredPlayer.restart: 7, StoredPlayer.lose: 1,
+    }  # fmt: skip
+
+    def dump(self) -> list[Any]:
+        nodes, *others = super().dump()
+        return [[*nodes, *((n.stored, n.boundary_stored) for n in self.tree.nodes())], *others]
+
+
 def _held(residency: Any) -> tuple[int, int]:
     return residency.lock_ref, -1 if residency.pages is None else len(residency.pages)
 
@@ -99,11 +116,19 @@ def _held(residency: Any) -> tuple[int, int]:
 class ComponentRanks(Ranks):
     """All ranks of one seed."""
 
+    rank: type[ComponentRank] = ComponentRank
+
     def _makers(self, seed: int, setup: RanksSetup) -> list[Callable[[], Any]]:
         return [
-            lambda number=number: ComponentRank(number, seed, setup.each, self.agree_of(number))
+            lambda number=number: self.rank(number, seed, setup.each, self.agree_of(number))
             for number in range(setup.num_ranks)
         ]
+
+
+class StoredRanks(ComponentRanks):
+    """The same with storage."""
+
+    rank = StoredRank
 
 
 def setup_of(seed: int) -> RanksSetup:
