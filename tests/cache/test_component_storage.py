@@ -145,6 +145,24 @@ def test_a_boundary_whose_window_was_not_taken_is_none_and_is_offered_again() ->
     world.assert_drained()
 
 
+def test_a_boundary_that_is_being_stored_is_not_stored_twice() -> None:
+    world = roomy()
+    world.driver.held.add("store")
+    for _ in range(3):
+        admitted = world.admit(RadixKey(TOKENS))
+        assert admitted is not None
+        world.hashes(RadixKey(TOKENS))
+        (running,) = world.run_pass([admitted], lambda n: 0)
+        world.tree.unlock(running.lock)
+        world.driver.run()
+        world.cache.tick()
+    assert len(world.cache.flights.tickets(JobKind.STORE)) == 2, "the backbone's and the boundary's"
+    world.driver.held.clear()
+    world.settle()
+    assert sorted(world.puts) == [(0, 12), (1, 3)]
+    world.assert_drained()
+
+
 def test_a_split_leaves_the_boundary_with_the_end() -> None:
     world = roomy()
     serve_key(world, TOKENS)

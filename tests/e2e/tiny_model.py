@@ -40,6 +40,35 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
+def write_window_model(folder: Path) -> Path:
+    """The same with four layers of Gemma 3, every other one with a window of 64 tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    write_tiny_tokenizer(folder)
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=CONTEXT_LENGTH,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    Gemma3ForCausalLM(config).to(torch.float32).eval().save_pretrained(folder)
+    return folder
+
+
 def write_tiny_tokenizer(folder: Path) -> None:
     """Its tokenizer's files alone."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

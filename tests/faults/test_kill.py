@@ -13,6 +13,7 @@ from hiradix.bench_client import BenchError, ChatRequest, ChatServer, Limits, re
 from hiradix.bench_report import compare, tokens_by_source
 from hiradix.demo.process import ServerProcess
 from tests.e2e.load import MODEL_NAME, ask_all, prompts, reference_answers, three_tiers
+from tests.e2e.tiny_model import write_window_model
 
 NUM_PROMPTS = 4
 NUM_CHARS = 1600
@@ -50,18 +51,30 @@ async def kill_while_writing(
 def test_killed_while_writing_it_restarts_and_answers_the_same(
     tiny_model: Path, tmp_path: Path, num_runs: int
 ) -> None:
-    storage, log = tmp_path / "storage", tmp_path / "server.log"
+    assert_survives(tiny_model, tmp_path, num_runs)
+
+
+@pytest.mark.timeout(1800)
+def test_killed_while_writing_windows_it_restarts_and_answers_the_same(tmp_path: Path, num_runs: int) -> None:
+    """Storage has full pages without their window then, and the other way round."""
+    model = write_window_model(tmp_path / "model")
+    assert_survives(model, tmp_path, num_runs, "--swa-full-tokens-ratio", "0.5")
+
+
+def assert_survives(model: Path, folder: Path, num_runs: int, *more: str) -> None:
+    """Lives of a server over one storage, all but the last ended by kill -9 while they write."""
+    storage, log = folder / "storage", folder / "server.log"
     storage.mkdir()
     rng = random.Random(20)
     rounds = [prompts(NUM_PROMPTS, NUM_CHARS, seed=run) for run in range(num_runs)]
     everything = [request for requests in rounds for request in requests]
     reference = dict(
-        zip(everything, reference_answers(tiny_model, everything, tmp_path / "off.log"), strict=True)
+        zip(everything, reference_answers(model, everything, folder / "off.log"), strict=True)
     )
     num_restored = 0
     known: list[ChatRequest] = []
     for requests in rounds:
-        with ServerProcess(three_tiers(tiny_model, storage), log) as server:
+        with ServerProcess(three_tiers(model, storage, *more), log) as server:
             answers = ask_all(server.url, known[-NUM_PROMPTS:])
             identity = compare(answers, [reference[request] for request in known[-NUM_PROMPTS:]])
             assert identity.holds or not answers, (identity, log.read_text()[-2000:])
@@ -70,18 +83,19 @@ def test_killed_while_writing_it_restarts_and_answers_the_same(
             assert server.exit_code() == -9
         known += requests
     assert num_restored > 0, "no page survived any crash"
-    assert_all_is_served(tiny_model, storage, log, [(r, reference[r]) for r in known[-8:]])
+    command = three_tiers(model, storage, *more)
+    assert_all_is_served(command, log, [(r, reference[r]) for r in known[-8:]])
+    leftovers = [p.name for p in storage.rglob("*") if p.is_file() and "tmp" in p.name]
+    assert leftovers == []
 
 
-def assert_all_is_served(model: Path, storage: Path, log: Path, pairs: list) -> None:  # type: ignore[type-arg]
+def assert_all_is_served(command: list[str], log: Path, pairs: list) -> None:  # type: ignore[type-arg]
     """A last life, stopped properly, answers from storage and leaves only whole pages behind."""
     requests, reference = zip(*pairs, strict=True)
-    with ServerProcess(three_tiers(model, storage), log) as server:
+    with ServerProcess(command, log) as server:
         assert compare(ask_all(server.url, requests), reference).holds
-    with ServerProcess(three_tiers(model, storage), log) as server:
+    with ServerProcess(command, log) as server:
         answers = ask_all(server.url, requests)
         assert compare(answers, reference).holds
         tokens = tokens_by_source(answers)
         assert tokens["storage"] > tokens["computed"], tokens
-    leftovers = [p.name for p in storage.rglob("*") if p.is_file() and "tmp" in p.name]
-    assert leftovers == []

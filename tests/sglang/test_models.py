@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, WHOLE
+from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.models import write_latent_model, write_window_model
 from tests.sglang.prompts import families, prompts, tokens
 from tests.sglang.server import Server, assert_right_at_once
@@ -72,10 +73,29 @@ def test_long_answers_slide_their_windows(windows: Server) -> None:
     assert continued.tokens == alone.tokens
 
 
-def test_windows_refuse_storage_with_the_reason(windows: Server, tmp_path: Path) -> None:
-    body = {"hicache_storage_backend": "file"}
+@pytest.mark.parametrize("backend", ["file", "disk"])
+def test_full_and_window_pages_come_back_from_storage(windows: Server, backend: str, tmp_path: Path) -> None:
+    """After a flush, and after a restart of the backend: all of a prompt, and the answers are the same."""
+    keys = {f"{backend}_storage_path": str(tmp_path), "max_size": "16MiB", "prefetch_threshold": PAGE_SIZE}
+    policy = {"hicache_storage_prefetch_policy": "wait_complete"}
+    asked = prompts(3, LENGTH, ("stored windows", backend))
+    windows.attach(backend, json.dumps(keys), **policy)
+    first = [windows.ask(p) for p in asked]
+    for _ in range(2):
+        windows.detach()
+        windows.flush()
+        windows.attach(backend, json.dumps(keys), **policy)
+        again = [windows.ask(p) for p in asked]
+        assert [a.tier("storage") for a in again] == [WHOLE] * len(asked), [a.details for a in again]
+        assert [a.tokens for a in again] == [a.tokens for a in first]
+    windows.detach()
+
+
+def test_storage_that_holds_full_attention_only_is_refused(windows: Server, tmp_path: Path) -> None:
+    keys = json.dumps({"file_storage_path": str(tmp_path), "naming": "sglang"})
+    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": keys}
     reply = windows.admin("PUT", "/hicache/storage-backend", **body)
-    assert reply.status_code == 400 and "sliding windows" in reply.text
+    assert reply.status_code == 400 and "naming" in reply.text and "full attention only" in reply.text
 
 
 def test_latent_rows_come_back_from_the_host_as_they_were(servers_of_kinds: dict[str, Server]) -> None:
