@@ -196,10 +196,11 @@ class Reads:
             self._tree.watch.backed_up(done.lock.node, start, start + count)
         if p.lock is not None:
             self._tree.unlock(p.lock)
-        p.anchor, p.lock = done.lock.node, done.lock
+        before, p.anchor, p.lock = p.anchor, done.lock.node, done.lock
         gained = count - len(done.duplicates[BACKBONE])
         if self._others:
-            p.anchor.boundary_stored = True
+            is_all_new = not start or all(kind.reach <= count for _, kind in self._others)
+            p.anchor.boundary_stored = is_all_new or before.boundary_stored
             gained = count  # what the tree had of these pages ended in no match without the rest
         p.loaded_pages += gained
         p.loaded_end = start + count

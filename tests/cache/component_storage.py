@@ -29,6 +29,7 @@ class Depot:
         self.pages: list[dict[str, np.ndarray]] = [{} for _ in range(num_components)]
         self.rng = rng
         self.faults = 0.0
+        self.has_lost = False
         self.puts: list[tuple[int, int]] = []  # component, pages
         self.gets: list[tuple[int, int]] = []
         self.on_put: Callable[[Part, Sequence[str]], list[bool] | None] = lambda part, keys: None
@@ -39,9 +40,13 @@ class Depot:
 
     def lose(self, share: float) -> None:
         """What a store with other users forgets: any page of any component."""
-        for shelf in self.pages:
+        for component, shelf in enumerate(self.pages):
             for name in [name for name in shelf if self.rng.random() < share]:
-                del shelf[name]
+                self.lose_page(component, name)
+
+    def lose_page(self, component: int, name: str) -> None:
+        self.has_lost = True
+        del self.pages[component][name]
 
 
 class Part:
@@ -168,6 +173,7 @@ class StoredWorld(ComponentWorld):
         cache, prefetcher = self.cache, self.cache.prefetcher
         assert prefetcher is not None
         self.settle()
+        self.check_hints()
         start = cache.match(key).loadable_node.end
         is_attached = self.controller.storage_attached
         want = self.stored_end(key, start, cache.supply.host_room()) if is_attached else start
@@ -183,6 +189,18 @@ class StoredWorld(ComponentWorld):
             assert end == want, (start, end, want)
             assert prefetcher.pop_loaded_pages(handle) == end - start
             self.num_ends += end - start
+
+    def check_hints(self) -> None:
+        """What the tree believes storage to have is there, unless it was lost."""
+        if self.depot.has_lost:
+            return
+        for node in self.tree.nodes():
+            names = self.hashes(self.tree.path_key(node))
+            if node.stored:
+                assert all(name in self.depot.pages[0] for name in names[node.start :]), node
+            if node.boundary_stored:
+                for kind, shelf in zip(self.components[1:], self.depot.pages[1:]):
+                    assert all(name in shelf for name in names[max(0, node.end - kind.reach) :]), node
 
     def settle_but(self, handle: int) -> None:
         """Let everything end, a prefetch with it that stays wanted."""

@@ -91,6 +91,10 @@ def test_what_was_served_comes_back_after_a_restart(has_state: bool, policy: str
     assert fetched(world, TOKENS) == 12
     assert serve_key(world, TOKENS) == 0
     assert world.cache.counters.prefetched == 12
+    if policy == "write_through":
+        world.puts.clear()
+        serve_key(world, TOKENS)
+        assert world.puts == [], "storage has it: it came from there"
     world.assert_drained()
 
 
@@ -103,6 +107,16 @@ def test_a_later_boundary_stores_what_the_earlier_one_has_not() -> None:
     assert stored(world, [*TOKENS, 12])[1] == [9, 10, 11, 12]
     world.restart()
     assert fetched(world, [*TOKENS, 12]) == 13
+
+
+def test_a_boundary_beside_another_prompt_is_stored_from_where_its_window_begins() -> None:
+    world = roomy()
+    serve_key(world, TOKENS)
+    parted = [*TOKENS[:7], 50]
+    serve_key(world, parted)
+    assert stored(world, parted)[1] == [5, 6, 7]
+    world.restart()
+    assert fetched(world, parted) == 8
 
 
 def test_hits_end_at_the_last_boundary_when_the_prompt_parts_in_between() -> None:
@@ -122,9 +136,24 @@ def test_what_is_read_begins_where_the_tree_ends() -> None:
     world.restart()
     assert fetched(world, TOKENS[:11]) == 0
     serve_key(world, TOKENS[:11])
-    world.depot.pages[1].pop(world.hashes(RadixKey(TOKENS))[9])
+    world.depot.lose_page(1, world.hashes(RadixKey(TOKENS))[9])
     assert fetched(world, TOKENS) == 12
     assert serve_key(world, TOKENS) == 0
+
+
+def test_a_boundary_fetched_onto_one_that_is_not_stored_is_stored_whole() -> None:
+    """Its window reaches back over pages that storage was not asked for."""
+    world = roomy()
+    serve_key(world, TOKENS)
+    world.restart()
+    world.depot.on_put = lambda part, keys: [False] * len(keys) if part.component else None
+    serve_key(world, TOKENS[:10])
+    world.depot.on_put = lambda part, keys: None
+    world.depot.lose_page(1, world.hashes(RadixKey(TOKENS))[9])
+    assert fetched(world, TOKENS) == 12
+    serve_key(world, TOKENS)
+    world.restart()
+    assert fetched(world, TOKENS) == 12
 
 
 def test_a_boundary_whose_window_was_not_taken_is_none_and_is_offered_again() -> None:
