@@ -51,35 +51,35 @@ async def kill_while_writing(
 def test_killed_while_writing_it_restarts_and_answers_the_same(
     tiny_model: Path, tmp_path: Path, num_runs: int
 ) -> None:
-    assert_survives(tiny_model, tmp_path, num_runs)
+    assert_survives(tiny_model, tmp_path, [random.Random(20 + run).randint(1, 40) for run in range(num_runs)])
 
 
 @pytest.mark.timeout(1800)
 def test_killed_while_writing_windows_it_restarts_and_answers_the_same(tmp_path: Path, num_runs: int) -> None:
-    """Storage has full pages without their window then, and the other way round."""
+    """Storage has full pages without their window then; a prompt's window follows its 50 or so full pages."""
     model = write_window_model(tmp_path / "model")
-    assert_survives(model, tmp_path, num_runs, "--swa-full-tokens-ratio", "0.5")
+    when = [random.Random(20 + run).randint(20, 200) for run in range(num_runs)]
+    assert_survives(model, tmp_path, when, "--swa-full-tokens-ratio", "0.5")
 
 
-def assert_survives(model: Path, folder: Path, num_runs: int, *more: str) -> None:
-    """Lives of a server over one storage, all but the last ended by kill -9 while they write."""
+def assert_survives(model: Path, folder: Path, when: list[int], *more: str) -> None:
+    """Lives of a server over one storage, all but the last ended by kill -9 when so many files are new."""
     storage, log = folder / "storage", folder / "server.log"
     storage.mkdir()
-    rng = random.Random(20)
-    rounds = [prompts(NUM_PROMPTS, NUM_CHARS, seed=run) for run in range(num_runs)]
+    rounds = [prompts(NUM_PROMPTS, NUM_CHARS, seed=run) for run in range(len(when))]
     everything = [request for requests in rounds for request in requests]
     reference = dict(
         zip(everything, reference_answers(model, everything, folder / "off.log"), strict=True)
     )
     num_restored = 0
     known: list[ChatRequest] = []
-    for requests in rounds:
+    for requests, num_new in zip(rounds, when, strict=True):
         with ServerProcess(three_tiers(model, storage, *more), log) as server:
             answers = ask_all(server.url, known[-NUM_PROMPTS:])
             identity = compare(answers, [reference[request] for request in known[-NUM_PROMPTS:]])
             assert identity.holds or not answers, (identity, log.read_text()[-2000:])
             num_restored += tokens_by_source(answers)["storage"]
-            asyncio.run(kill_while_writing(server, storage, requests, rng.randint(1, 40)))
+            asyncio.run(kill_while_writing(server, storage, requests, num_new))
             assert server.exit_code() == -9
         known += requests
     assert num_restored > 0, "no page survived any crash"

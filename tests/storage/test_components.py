@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.cli import main
 from hiradix.errors import ConfigError
 from hiradix.storage import (
     BreakerState,
@@ -271,3 +272,36 @@ def test_one_component_is_opened_as_it_always_was(vaults: list[Vault]) -> None:
     assert stores.parts == (stores,)
     assert inner_keys(vaults) == [{}]
     stores.close()
+
+
+def test_tools_see_each_component(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two fingerprints of pages of two lengths: listed, checked, copied and cleared one by one."""
+    keys = places(tmp_path)
+    stores = open_stores("file", keys["file"], BOTH)
+    fill(stores)
+    stores.close()
+    file, disk = f"file://{tmp_path}/file", f"disk://{tmp_path}/disk"
+    assert main(["storage", "verify", file, "--set", "min_free_space=0"]) == 0
+    assert "16 pages are whole, 0 are not" in capsys.readouterr().out
+    room = ["--set-to", "min_free_space=0", "--set-to", "max_size=16MiB"]
+    assert main(["storage", "copy", file, disk, "--set", "min_free_space=0", *room]) == 0
+    copied = open_stores("disk", keys["disk"], BOTH)
+    check(copied)
+    copied.close()
+    name = WINDOW_PAGES.fingerprint.digest()[:32]
+    assert main(["storage", "clear", file, "--fingerprint", name, "--set", "min_free_space=0"]) == 0
+    assert "removed 8 pages" in capsys.readouterr().out
+    left = open_stores("file", keys["file"], BOTH)
+    assert [part.exists(KEYS) for part in left.parts] == [8, 0]
+    left.close()
+
+
+def test_pages_of_all_components_are_encrypted(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    keys = {**places(tmp_path)["file"], "encryption_key_file": str(tmp_path / "key")}
+    stores = open_stores("file", keys, BOTH)
+    fill(stores)
+    check(stores)
+    stores.close()
+    assert not any(bytes(64 * [100]) in path.read_bytes() for path in tmp_path.rglob("*.page"))
