@@ -112,7 +112,7 @@ test-sglang: $(READY)
 # vLLM too.
 test-vllm: $(READY)
 	$(PY) -m tests.vllm.install
-	build/vllm-venv/bin/python -m pytest -q --timeout 600 tests/vllm $(PYTEST_FLAGS)
+	build/vllm-venv/bin/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/vllm $(PYTEST_FLAGS)
 
 bench-vllm: $(READY)
 	$(PY) -m tests.vllm.install
