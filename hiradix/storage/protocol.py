@@ -39,7 +39,8 @@ def check_key(key: object) -> str:
 def check_keys(keys: Sequence[str]) -> None:
     """`check_key` of each; page hashes are looked at together, in about 10 us for 128."""
     try:
-        if set(map(len, keys)) == {PAGE_HASH_CHARS} and "".join(keys).encode("ascii").isalnum():
+        alike = list(map(len, keys)).count(PAGE_HASH_CHARS) == len(keys) > 0
+        if alike and "".join(keys).encode("ascii").isalnum():
             return
     except (TypeError, UnicodeEncodeError):
         pass  # one of them is no key: the loop says which

@@ -63,11 +63,11 @@ class DiskBackend(StorageBackend):
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check_open()
-        pages = self._store.shelf.pages
-        for index, key in enumerate(keys):
-            if key not in pages:
-                return index + self._exists_by_name(keys[index:])
-        return len(keys)
+        known = self._store.shelf.pages.__contains__
+        if all(map(known, keys)):
+            return len(keys)
+        index = next((index for index, key in enumerate(keys) if not known(key)), len(keys))
+        return index + self._exists_by_name(keys[index:])
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check_open()
