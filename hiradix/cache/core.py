@@ -312,8 +312,7 @@ class HierarchicalCache:
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
         if self.controller is not None:
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
-            if len(self.flights):
-                self.settle()
+            self.settle()
         self.flights.orphan_all()
         for drop in self.tree.clear():
             if drop.tier is HOST:

@@ -145,19 +145,16 @@ def place_in(group: Any) -> tuple[int, int]:
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
-def least_over(*groups: Any) -> Callable[[Vector], Vector]:
-    """The elementwise minimum of int64 vectors over an engine's own process groups, on CPU.
+def least_over(group: Any) -> Callable[[Vector], Vector]:
+    """The elementwise minimum of int64 vectors over an engine's own process group, on CPU.
 
-    Of several groups: one after the other, such as the ranks of a pipeline stage, then the stages; so over
-    all ranks if each group of the second kind has one member of every group of the first. Raises RankLost
-    when a group does; from then on they are of no more use.
+    Raises RankLost when the group does; from then on it is of no more use.
     """
 
     def least(vector: Vector) -> Vector:
         shared = torch.from_numpy(vector.copy())
         try:
-            for group in groups:
-                dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
+            dist.all_reduce(shared, op=dist.ReduceOp.MIN, group=group)
         except RuntimeError as error:
             raise RankLost(f"an agreement with the other ranks failed: {str(error):.200}") from error
         agreed: Vector = shared.numpy()

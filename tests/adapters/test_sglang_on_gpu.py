@@ -71,15 +71,17 @@ def test_pages_of_another_order_of_bytes_have_another_name() -> None:
     assert identity("hnd").revision == "r:torch.float32:hnd"
 
 
-@pytest.mark.parametrize("flag", ["--attn-cp-size", "--dcp-size"])
-def test_ranks_with_parts_of_a_page_are_refused(flag: str) -> None:
+@pytest.mark.parametrize("flag", ["--pp-size", "--attn-cp-size", "--dcp-size"])
+def test_ranks_that_cannot_agree_are_refused_over_a_host_tier(flag: str) -> None:
     def refuse(hierarchical: bool) -> None:
-        sizes = {"--attn-cp-size": (2, 1), "--dcp-size": (1, 2)}[flag]
-        params = SimpleNamespace(attn_cp_size=sizes[0], pp_size=2)
+        asked = {"--pp-size": 1, "--attn-cp-size": 1, "--dcp-size": 1, flag: 2}
         context = SimpleNamespace(
-            params=params, is_hybrid_ssm=False, is_hybrid_swa=False, enable_hierarchical_cache=hierarchical
+            params=SimpleNamespace(pp_size=asked["--pp-size"], attn_cp_size=asked["--attn-cp-size"]),
+            is_hybrid_ssm=False,
+            is_hybrid_swa=False,
+            enable_hierarchical_cache=hierarchical,
         )
-        build._refuse_models(context, SimpleNamespace(dcp_size=sizes[1]))
+        build._refuse_models(context, SimpleNamespace(dcp_size=asked["--dcp-size"]))
 
     refuse(False)
     with pytest.raises(ConfigError, match=f"^{flag} 2 with --enable-hierarchical-cache is not supported"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from hiradix.errors import CacheError, ConfigError
-from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost, least_over, place_in
+from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
 SIZE = 3
 
@@ -48,27 +47,6 @@ def test_all_calls_give_every_rank_the_same(tmp_path: Path) -> None:
     same = [3, 0, -14, 1 << 60]
     told = [long, ["step"], "y" * 1016]
     assert on_all(tmp_path, body) == [(same, same, [[6.0] * 3] * 2, told)] * SIZE
-
-
-def test_the_least_over_stages_of_ranks_is_the_least_of_all(tmp_path: Path) -> None:
-    """An engine's own groups: ranks 0, 1 and 2, 3 are stages, and 0, 2 and 1, 3 stand at the same place."""
-    store = str(tmp_path / "meet")
-    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
-        found = list(pool.map(_least_of_stages, [(rank, store) for rank in range(4)]))
-    assert found == [[0, -3, 7]] * 4
-
-
-def _least_of_stages(place: tuple[int, str]) -> list[int]:
-    rank, store = place
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    try:
-        made = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        stage, across = made[rank // 2], made[2 + rank % 2]
-        assert place_in(stage) == (rank % 2, 2) and place_in(across) == (rank // 2, 2)
-        found: list[int] = least_over(stage, across)(np.array([rank, -rank, 7], np.int64)).tolist()
-        return found
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_a_rank_that_left_is_lost_to_the_others_for_good(tmp_path: Path) -> None:

@@ -71,10 +71,14 @@ def _refuse_models(context: Any, flags: Any) -> None:
         _refuse_windows(context)
     if not context.enable_hierarchical_cache:
         return
-    sizes = {"--attn-cp-size": params.attn_cp_size, "--dcp-size": getattr(flags, "dcp_size", 1)}
-    for flag, size in sizes.items():
+    sharing = "its ranks share the tokens of a page"
+    steps = "the stages are at different steps, and agree on transfers at none"
+    for flag, size, reason in (
+        ("--pp-size", params.pp_size, steps),
+        ("--attn-cp-size", params.attn_cp_size, sharing),
+        ("--dcp-size", getattr(flags, "dcp_size", 1), sharing),
+    ):
         if size > 1:
-            reason = "its ranks share the tokens of a page"
             raise refusal(f"{flag} {size} with --enable-hierarchical-cache", reason)
     if getattr(flags, "disaggregation_decode_enable_offload_kvcache", False):
         raise refusal("--disaggregation-decode-enable-offload-kvcache", "it needs SGLang's own host pool")
@@ -229,8 +233,8 @@ def _weights(model_path: str) -> str:
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
     """SGLang's CacheInitParams as ours, its allocator behind `port`."""
-    groups = [params.attn_tp_cache_group or params.tp_cache_group, getattr(params, "pp_cache_group", None)]
-    shared = [group for group in groups if place_in(group)[1] > 1]
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    _, num_ranks = place_in(group)
     return CacheInitParams(
         disable=False,
         req_to_token_pool=params.req_to_token_pool,
@@ -240,7 +244,7 @@ def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheI
         eviction_policy=params.eviction_policy,
         eviction_policy_config=_policy_config(params),
         sliding_window_size=getattr(params, "swa_retain_window", None),
-        agree=least_over(*shared) if shared else None,
+        agree=least_over(group) if num_ranks > 1 else None,
     )
 
 

@@ -34,7 +34,6 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._meters = Meters(self, params.enable_metrics)
         self._checks = os.environ.get("HIRADIX_CHECK") == "1"
         self._has_unclaimed_load = False
-        self._num_stages = int(getattr(params, "pp_size", 1))
         assert inner.cache.prefetcher is not None
         self._prefetcher = inner.cache.prefetcher
         self.show_storage()
@@ -158,8 +157,6 @@ class HiRadixHostCache(HiRadixPrefixCache):
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
         """Attach a backend by name, ours or one of SGLang's; (ok, message) in SGLang's words."""
-        if self._num_stages > 1:
-            return False, self._only_at_start()
         answer = self.inner.attach_storage_backend(
             storage_backend,
             storage_backend_extra_config_json,
@@ -172,24 +169,13 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Detach and close the backend; idempotent."""
-        if self._num_stages > 1:
-            return False, self._only_at_start()
         answer = self.inner.detach_storage_backend()
         self.show_storage()
         return answer
 
     def clear_storage_backend(self) -> bool:
-        """Delete this model's pages from storage. False when there is none or it failed, here at least."""
-        if self._num_stages == 1 or self.inner.storage is None:
-            return self.inner.clear_storage_backend()
-        ok = self.inner.storage.clear()
-        self._tree.forget_stored()
-        return ok
-
-    def _only_at_start(self) -> str:
-        """SGLang hands a request on to the next pipeline stage when it has been answered here: no stage can
-        wait for the others' answers in between."""
-        return f"--pp-size {self._num_stages}: storage is chosen at the start, by --hicache-storage-backend."
+        """Delete this model's pages from storage. False when there is none or it failed."""
+        return self.inner.clear_storage_backend()
 
     def storage_name(self) -> str | None:
         return self.inner.storage_name
