@@ -4,7 +4,7 @@
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
-# make test-compiled the tests of tree and cache on the compiled form of the tree
+# make test-compiled the tests of tree, cache and transfers on the compiled form
 # make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers)
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
@@ -12,7 +12,8 @@
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
 # make test-gpu      copies, order, pinning and the engine on a CUDA device, skipped where there is none
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
-# make compiled      the tree and what a policy does at each turn compiled with mypyc, as a package under build/compiled (needs a C compiler)
+# make compiled      the tree, and what policies, cache and transfers do at each turn, compiled with mypyc: a package under
+#                    build/compiled (needs a C compiler)
 # make bench-gpu     all that a GPU has still to show, in pieces of ten minutes: GPU_FLAGS="--piece copies"
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
@@ -126,7 +127,7 @@ compiled: $(READY)
 
 test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
-	  tests/tree tests/cache tests/prefix_cache tests/policy/test_ghd.py $(PYTEST_FLAGS)
+	  tests/tree tests/cache tests/transfer tests/prefix_cache tests/policy/test_ghd.py $(PYTEST_FLAGS)
 
 bench-gpu: $(READY)
 	$(PY) benchmarks/gpu_session.py $(GPU_FLAGS)

@@ -1,5 +1,5 @@
-"""HIRADIX_COMPILE=1 compiles hiradix/tree and what a policy does at each turn: with mypyc, the same source,
-and the tree's `_ids.c`. Faster. The rest: pyproject.toml."""
+"""HIRADIX_COMPILE=1 compiles hiradix/tree and what policies, cache and transfers do at each turn: with mypyc,
+the same source, and the tree's `_ids.c`. Faster. The rest: pyproject.toml."""
 
 import os
 import sys
@@ -9,12 +9,16 @@ from setuptools import Extension, setup
 
 COMPILE = os.environ.get("HIRADIX_COMPILE") == "1"
 ASKED_ONLY = "egg_info" in sys.argv  # pip asks what the build needs, before that is there
-POLICY = ("ghd_learner", "ghd_order", "ghosts", "lanes", "leaves", "segments", "uses")
+AT_EACH_TURN = {
+    "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret segments uses write",
+    "cache": "backup core flights load_back pages",
+    "transfer": "counters desk gate jobs",
+}
 NEEDED = ["mypy>=1.11", "numpy>=1.26"]  # numpy for its types and headers
 
 
 def extensions() -> list:
-    """One C extension for each module of the tree and of `POLICY`, and `_ids.c`; or none."""
+    """One C extension for each module of the tree and `AT_EACH_TURN`, and `_ids.c`; or none."""
     if not COMPILE or ASKED_ONLY:
         return []
     try:
@@ -23,8 +27,10 @@ def extensions() -> list:
     except ImportError:
         raise SystemExit("HIRADIX_COMPILE=1 needs mypy and numpy: pip install mypy numpy") from None
     modules = sorted(str(path) for path in Path("hiradix/tree").glob("*.py") if path.name != "__init__.py")
-    modules += [f"hiradix/policy/{name}.py" for name in POLICY]
-    options = ["--config-file=", "--strict", "--python-version=3.11"]
+    modules += [
+        f"hiradix/{folder}/{name}.py" for folder, names in AT_EACH_TURN.items() for name in names.split()
+    ]
+    options = ["--config-file=", "--strict", "--follow-imports=silent", "--python-version=3.11"]
     compiled = mypycify(
         [*options, *modules],
         opt_level="3",
