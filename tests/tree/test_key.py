@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.tree import PageRows, RadixKey, RadixTree, Tier, hash_pages, namespace_seed
-from hiradix.tree.key import FEW_TOKENS, Namespace, packed
+from hiradix.tree.key import FEW_TOKENS, FIRST_WINDOW, WINDOW_TOKENS, Namespace, packed
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -322,3 +322,17 @@ def test_packed_tokens_are_narrow_if_all_fit_and_never_cut(
     fits = all(0 <= token < 2**31 for token in tokens.tolist())
     assert width == (4 if fits else 8)
     assert np.frombuffer(run, np.int32 if fits else np.int64).tolist() == tokens.tolist()
+
+
+def test_a_long_key_is_packed_in_windows_and_matched_over_their_ends() -> None:
+    tree, tokens = RadixTree(4), np.arange(3 * WINDOW_TOKENS)
+    tree.unlock(tree.insert(RadixKey(tokens), Tier.DEVICE, [np.arange(len(tokens) // 4)]).lock)
+    for end in range(len(tokens) - 1000, 0, -1000):
+        tree.match(RadixKey(tokens[:end]))
+    whole = RadixKey(tokens)
+    assert tree.match(whole).device_node.end == len(tokens) // 4
+    assert whole.run_end - whole.run_start <= WINDOW_TOKENS, "all of it was packed"
+    for at in (FIRST_WINDOW - 1, FIRST_WINDOW, FIRST_WINDOW + WINDOW_TOKENS, len(tokens) - 1):
+        changed = tokens.copy()
+        changed[at] += 2**32
+        assert tree.match(RadixKey(changed)).device_node.end == at // 4
