@@ -41,7 +41,7 @@ def _found() -> Any:
 
 
 _form = _found()
-IS_BUILT = _form is not ids_numpy
+IS_BUILT: bool = _form is not ids_numpy
 copied: Callable[..., Pages] = _form.copied
 joined: Callable[[list[Pages]], Pages] = _form.joined
 mark: Callable[[Marks, Ids, bool], None] = _form.mark
