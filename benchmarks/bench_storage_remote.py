@@ -155,7 +155,7 @@ def redis_py(port: int, pages: Pages) -> tuple[Way, Way]:
             for value, view in zip(client.mget(keys), views):
                 view[:] = value
 
-    return Way(put, client.flushall), Way(get)
+    return Way(put, lambda: client.delete(*pages.keys)), Way(get)
 
 
 def boto3_way(port: int, store: Any, pages: Pages) -> tuple[Way, Way]:
