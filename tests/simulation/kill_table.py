@@ -92,7 +92,7 @@ BUGS = [
         "                    kept = req.cache_protected_len\n"),
     bug("12 h17", "the hash chain restarts in mid-path after an attach", "tree/rows.py",
         '    return 0, b""', '    return start, b""'),
-    bug("14", "bytes are not checked after the copy", "storage/guard.py",
+    bug("14", "bytes are not checked after the copy", "storage/staged.py",
         "if verdict is Verdict.GOOD:", "if True:", "tests/storage/test_guard.py"),
     bug("15", "a page less is freed than was owned", RADIX,
         "            self._pages.free(tail)", "            self._pages.free(tail[1:])"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage, open_stores
 from hiradix.storage.sglang_base import MODULE, base_module, make_config
 from hiradix.storage.sglang_host import DynamicBackend
 from hiradix.storage.sglang_known import KNOWN
@@ -26,6 +26,7 @@ from tests.contracts.storage import (
     page_of,
     put,
 )
+from tests.storage import test_components as components
 
 CLASSES = "tests.storage.sglang_classes"
 
@@ -55,6 +56,16 @@ class TestTensorClass(StorageContract):
 class TestZeroCopyClass(StorageContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> DynamicBackend:
         return DynamicBackend(context(place, "ZeroCopyStore", fingerprint, interface_v1=1, **config))
+
+
+@pytest.mark.parametrize("cls, more", [("TensorStore", {}), ("ZeroCopyStore", {"interface_v1": True})])
+def test_components_of_two_lengths_live_in_one_class(tmp_path: Path, cls: str, more: dict[str, Any]) -> None:
+    keys = context(tmp_path, cls, **more).extra_config
+    for _ in range(2):
+        stores = open_stores("dynamic", {"deadline_s": 30.0, **keys}, components.BOTH)
+        components.fill(stores)
+        components.check(stores)
+        stores.close()
 
 
 class OwnClear(NamespaceContract):
