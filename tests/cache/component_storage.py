@@ -30,6 +30,7 @@ class Depot:
         self.rng = rng
         self.faults = 0.0
         self.has_lost = False
+        self.damaged: set[tuple[int, str]] = set()  # component, name: there, and not to be read
         self.puts: list[tuple[int, int]] = []  # component, pages
         self.gets: list[tuple[int, int]] = []
         self.on_put: Callable[[Part, Sequence[str]], list[bool] | None] = lambda part, keys: None
@@ -66,7 +67,8 @@ class Part:
         self.depot.gets.append((self.component, len(keys)))
         self.depot.on_get(self, keys)
         for key, (view,) in zip(keys, into, strict=True):
-            data = None if gone() else self.shelf.get(key)
+            is_lost = gone() or (self.component, key) in self.depot.damaged
+            data = None if is_lost else self.shelf.get(key)
             view[:] = b"\x7f" * len(view) if data is None else data.tobytes()
             ok.append(data is not None)
         return ok

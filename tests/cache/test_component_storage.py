@@ -203,11 +203,14 @@ def test_a_split_leaves_the_boundary_with_the_end() -> None:
     assert not node.stored and not node.boundary_stored
 
 
-def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_one() -> None:
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_one(start: int) -> None:
     world = roomy()
     for end in (4, 8, 12):
         serve_key(world, TOKENS[:end])
     world.restart()
+    if start:
+        serve_key(world, TOKENS[:start])
     names = world.hashes(RadixKey(TOKENS))
 
     def lose_late(part: Part, keys: Sequence[str]) -> None:
@@ -221,7 +224,31 @@ def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_on
     assert world.cache.match(key).loadable_node.end == 8
     prefetcher = world.cache.prefetcher
     assert prefetcher is not None and prefetcher.progress(handle)
-    assert prefetcher.pop_loaded_span(handle) == (0, 8)
+    assert prefetcher.pop_loaded_span(handle) == (start, 8 - start)
+    world.assert_drained()
+
+
+def test_a_boundary_of_which_a_page_is_damaged_is_given_up_for_an_earlier_one() -> None:
+    """Storage goes on saying that it has the page."""
+    world = roomy()
+    for end in (4, 8, 12):
+        serve_key(world, TOKENS[:end])
+    world.restart()
+    world.depot.damaged.add((1, world.hashes(RadixKey(TOKENS))[10]))
+    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 8
+    world.assert_drained()
+
+
+def test_a_host_too_small_for_the_prompt_gets_what_it_has_room_for() -> None:
+    world = roomy()
+    for end in (4, 8, 12):
+        serve_key(world, TOKENS[:end])
+    world.restart()
+    blocked = world.host[0].alloc(51)
+    world.fetch_in_peace(RadixKey(TOKENS))
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 8, "nine pages are free"
+    world.host[0].free(blocked)
     world.assert_drained()
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.transfer import runners
+from hiradix.transfer import storage_runner
 from tests.simulation.run import MOVES, first_failure, play
 
 NUM_SHARDS = 2
@@ -94,7 +94,7 @@ def test_a_planted_fault_is_seen_and_its_seed_replays(monkeypatch: pytest.Monkey
         task.num_pages += num_pages
         return True
 
-    monkeypatch.setattr(runners, "add_leading", all_good)
+    monkeypatch.setattr(storage_runner, "add_leading", all_good)
     message = first_failure(range(200))
     assert "python -m tests.simulation.run" in message, "200 seeds did not see it"
     seed, moves = (int(word) for word in message.split("[")[1].split("]")[0].split()[-2:])
