@@ -127,12 +127,12 @@ class SimLane:
 
     def __init__(self, pool: SimLanes):
         self._pool = pool
-        self._memory = memoryview(bytearray())
+        self._memory = [memoryview(bytearray())] * 2
 
-    def staging(self, num_bytes: int) -> memoryview:
-        if len(self._memory) < num_bytes:
-            self._memory = memoryview(bytearray(num_bytes))
-        return self._memory[:num_bytes]
+    def staging(self, num_bytes: int, which: int = 0) -> memoryview:
+        if len(self._memory[which]) < num_bytes:
+            self._memory[which] = memoryview(bytearray(num_bytes))
+        return self._memory[which][:num_bytes]
 
     def run(self, work: Callable[[], Any], timeout_s: float) -> Any:
         pool = self._pool
@@ -144,6 +144,12 @@ class SimLane:
         if fault == "slow":
             pool.driver.advance(timeout_s * pool.weather.rng.random())
         return work()
+
+    def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """Nothing runs beside its caller: it is done when it is waited for."""
+        return work
+
+    finish = run
 
 
 class SimLanes:
