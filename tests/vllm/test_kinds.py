@@ -78,6 +78,37 @@ def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
     assert not judge(expected, restarted.generate(prompts, max_tokens=40)).holds
 
 
+def test_windows_in_several_groups(start: Start, tmp_path: Path) -> None:
+    """More window layers than full ones: vLLM makes several groups of them, each with its pages in storage.
+
+    A prompt that ends inside a stored one has full attention's pages on the host, and windows in storage.
+    """
+    path = checkpoint(
+        tmp_path / "gemma", "Gemma3", query_pre_attn_scalar=32, sliding_window=64, num_hidden_layers=7,
+        layer_types=(["sliding_attention"] * 2 + ["full_attention"]) * 2 + ["sliding_attention"],
+    )  # fmt: skip
+    prompts = [conversation(seed, 200 + 70 * seed) for seed in range(3)]
+    extra = with_storage("disk", disk_storage_path=str(tmp_path / "pages"), max_size="64MiB")
+    engine = {"skip_tokenizer_init": True, "disable_hybrid_kv_cache_manager": False}
+    plain, ours = both(start, path, extra, **engine)
+    expected = plain.generate(prompts)
+    assert_same(expected, ours.generate(prompts))
+    assert len(ours.state()["groups"]) > 2
+    ours.stop()
+    restarted = start(extra, path, **engine)
+    again = restarted.generate(prompts)
+    assert cached(again) == sum((len(prompt) - 1) // 32 * 32 for prompt in prompts)
+    assert_same(expected, again)
+    before = restarted.state()
+    short = [prompt[:140] for prompt in prompts]
+    got = restarted.generate(short)
+    assert cached(got) == 3 * 128
+    assert_same(plain.generate(short), got)
+    after = restarted.state()
+    assert after["fetch_found"] - before["fetch_found"] == 3 * 4
+    assert after["fetch_read"] == before["fetch_read"], "of full attention nothing"
+
+
 def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
     """Two tensor parallel ranks: each saves, stores and loads its own half."""
     keys = {
