@@ -11,7 +11,7 @@ COMPILE = os.environ.get("HIRADIX_COMPILE") == "1"
 ASKED_ONLY = "egg_info" in sys.argv  # pip asks what the build needs, before that is there
 AT_EACH_TURN = {
     "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret segments uses write",
-    "cache": "backup core flights load_back pages storing",
+    "cache": "backup core flights load_back pages",
     "transfer": "counters desk gate jobs",
 }
 NEEDED = ["mypy>=1.11", "numpy>=1.26"]  # numpy for its types and headers
