@@ -3,9 +3,9 @@
     build/sglang-venv/bin/python benchmarks/sglang_turns/replay.py device|host [--hot]
 
 Makes the calls of SGLang's scheduler in this process, in their order, for the turns that `bench_sglang.py`
-plays, and prints CPU time of the calling thread per turn, the median of four rounds. Where a forward pass would
-be, it does other work: calls then find their code and data out of the processor's caches, as in an engine.
---hot: it does nothing there.
+plays, and prints CPU time of the calling thread per turn, the median of four rounds. Where a forward pass
+would be, it does other work: calls then find their code and data out of the processor's caches, as in an
+engine. --hot: it does nothing there.
 """
 
 from __future__ import annotations
