@@ -259,10 +259,12 @@ class RadixKey:
         return self._packed(start, end)
 
     def _packed(self, start: int, end: int) -> tuple[bytes, int]:
-        if self._array is not None and _WITHOUT_NUMPY and end - start <= FEW_TOKENS:
-            assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
+        if self._array is None:
+            return packed(self.tokens, start, end)
+        assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
+        if _WITHOUT_NUMPY and end - start <= FEW_TOKENS:
             return _packed_array(self._array, start, end)
-        return packed(self.tokens, start, end)
+        return packed(as_tokens(self._array), start, end)  # its own view, gone at once: the array may grow
 
     def row(self, page: int, page_size: int) -> Hashable:
         """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""
