@@ -30,10 +30,8 @@ from hiradix.storage.protocol import (
     page_bytes,
 )
 from hiradix.storage.s3_config import S3Config
-from hiradix.storage.s3_wire import Unanswered, Wire
 
 T = TypeVar("T")
-FAULTS = (BaseError, TimeoutError)
 _SLACK_SHARE = 64
 
 
@@ -47,7 +45,6 @@ class S3Backend(StorageBackend):
             raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
         self._folder = context.fingerprint.digest()[:32]
         self._client = config.client()
-        self._wire = config.wire(self._client)
         self._threads = ThreadPoolExecutor(config.num_connections, thread_name_prefix="hiradix-s3")
         self._index = LruIndex()
         self._lock = threading.Lock()
@@ -113,8 +110,6 @@ class S3Backend(StorageBackend):
         if not self._closed:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
-            if self._wire is not None:
-                self._wire.close()
 
     def ping(self) -> None:
         self._check(())
@@ -138,7 +133,7 @@ class S3Backend(StorageBackend):
     def _ask(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except (*FAULTS, RuntimeError) as error:  # RuntimeError: closed under our feet
+        except (BaseError, RuntimeError) as error:  # RuntimeError: closed under our feet
             raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
 
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
@@ -175,14 +170,14 @@ class S3Backend(StorageBackend):
 
     def _all(
         self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]
-    ) -> tuple[list[bool], dict[int, Exception]]:
+    ) -> tuple[list[bool], dict[int, BaseError]]:
         futures = self._ask(lambda: [self._threads.submit(work, *item) for item in items])
         answers: list[bool] = []
-        faults: dict[int, Exception] = {}
+        faults: dict[int, BaseError] = {}
         for index, future in enumerate(futures):
             try:
                 answers.append(future.result())
-            except FAULTS as error:
+            except BaseError as error:
                 faults[index] = error
                 answers.append(False)
         if faults:
@@ -196,39 +191,12 @@ class S3Backend(StorageBackend):
         return [self._ask(future.result) for future in futures]
 
     def _size(self, key: str) -> int | None:
-        return self._quickly(lambda wire: wire.size(self._path(key)), lambda: self._library_size(key))
-
-    def _read(self, key: str, page: Page) -> bool:
-        return self._quickly(
-            lambda wire: wire.get(self._path(key), page, self._ragged), lambda: self._library_read(key, page)
-        )
-
-    def _write(self, key: str, page: Page) -> bool:
-        self._quickly(lambda wire: wire.put(self._path(key), page), lambda: self._library_write(key, page))
-        return True
-
-    def _quickly(self, ask: Callable[[Wire], T], otherwise: Callable[[], T]) -> T:
-        """Over our own sockets where the server can be asked so, and the library where that is no use."""
-        wire = self._wire
-        if wire is None:
-            return otherwise()
-        try:
-            return ask(wire)
-        except Unanswered as error:
-            if error.is_refusal:
-                self._wire = None
-                wire.close()
-            with self._lock:
-                self._counts["wire_unanswered"] += 1
-            return otherwise()
-
-    def _library_size(self, key: str) -> int | None:
         try:
             return int(obstore.head(self._client, self._path(key))["size"])
         except FileNotFoundError:
             return None
 
-    def _library_read(self, key: str, page: Page) -> bool:
+    def _read(self, key: str, page: Page) -> bool:
         try:
             found = obstore.get(self._client, self._path(key))
         except FileNotFoundError:
@@ -241,9 +209,10 @@ class S3Backend(StorageBackend):
         fill_head(data, page)
         return True
 
-    def _library_write(self, key: str, page: Page) -> None:
+    def _write(self, key: str, page: Page) -> bool:
         data = page[0] if len(page) == 1 else memoryview(b"".join(page))
         obstore.put(self._client, self._path(key), data, use_multipart=False)
+        return True
 
     def _list(self) -> list[Any]:
         return [entry for part in obstore.list(self._client, self._folder + "/") for entry in part]

@@ -7,18 +7,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from hiradix.errors import ConfigError
 from hiradix.storage.options import Options, flag
-from hiradix.storage.s3_wire import Waits, Wire, reaches
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
-SIGNED_FOR = timedelta(minutes=15)
-"""As long as S3 lets clocks differ."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,6 @@ class S3Config:
 
     settings: obstore's own settings of the store. max_bytes: cap on this fingerprint's objects, 0 for none.
     timeout_s: of one request; a failed one is sent `retries` times more, all within `retry_timeout_s`.
-    zero_copy: without TLS, payloads pass between socket and page, not through obstore.
     """
 
     url: str
@@ -38,7 +33,6 @@ class S3Config:
     retries: int = 1
     retry_timeout_s: float = 5.0
     num_connections: int = 16
-    zero_copy: bool = True
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> S3Config:
@@ -57,7 +51,6 @@ class S3Config:
             retries=options.integer("request_retries", S3Config.retries),
             retry_timeout_s=options.number("retry_timeout_s", S3Config.retry_timeout_s),
             num_connections=options.integer("num_connections", S3Config.num_connections, 1),
-            zero_copy=options.boolean("zero_copy", S3Config.zero_copy),
         )
         options.finish("s3")
         return config
@@ -83,22 +76,6 @@ class S3Config:
             )  # fmt: skip
         except (BaseError, ValueError) as error:
             raise ConfigError(f"{flag('url')}: {error}") from error
-
-    def wire(self, client: Any) -> Wire | None:
-        """Sockets for the requests of `client`; None where they cannot be sent without it."""
-        endpoint = str(self.settings.get("endpoint", ""))
-        unsigned = any("skip_signature" in name for name in self.settings)
-        if not self.zero_copy or unsigned or not self.url.startswith("s3://") or not reaches(endpoint):
-            return None
-
-        def sign(method: str, path: str) -> str:
-            return str(obstore.sign(client, method, path, SIGNED_FOR))
-
-        try:
-            sign("GET", "page")
-        except BaseError:  # no credentials
-            return None
-        return Wire(sign, Waits(self.connect_timeout_s, self.timeout_s))
 
     def _unsigned(self) -> dict[str, Any]:
         """No hash of the payload in a request's signature: pages are checked when they are read."""

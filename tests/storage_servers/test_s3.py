@@ -13,8 +13,6 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import S3Backend
-from hiradix.storage.s3_config import S3Config
-from hiradix.storage.s3_wire import Unanswered
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -95,10 +93,8 @@ class TestS3(OnServer, StorageContract, PersistentContract, NamespaceContract, S
 
 
 class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContract):
-    """And all bytes through the library, as they go where there is TLS."""
-
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
-        return super().open(place, fingerprint, **{"max_size": "1GiB", "zero_copy": False} | config)
+        return super().open(place, fingerprint, **{"max_size": "1GiB"} | config)
 
     def bounded(self, make: Make, pages: int) -> Any:
         return make(max_size=pages * PAGE_BYTES)
@@ -172,42 +168,6 @@ def test_what_is_evicted_does_not_make_the_next_pages_wait_for_their_first(
     assert store.stats()["evicted"] >= 10 and [count for count in calls if count] == [1, 19, 20]
     assert all(put(store, keys_of(30, start=100))) and calls[-2:] == [1, 29], "all the others had to leave"
     store.close()
-
-
-def test_servers_take_requests_on_our_own_sockets(s3_server: Server, tmp_path: Path) -> None:
-    store = S3Backend(context(s3_server, prefix_of(tmp_path)))
-    assert all(put(store, keys_of(20))) and all(hits(store, keys_of(20))) and store.exists(keys_of(20)) == 20
-    assert hits(store, ["absent"]) == [False]
-    assert store._wire is not None and "wire_unanswered" not in store.stats()
-    assert len(store._wire._idle) <= store.config.num_connections
-    store.close()
-
-
-@pytest.mark.parametrize(("is_refusal", "goes_on"), [(True, False), (False, True)])
-def test_what_our_own_sockets_do_not_get_the_library_asks_for(
-    backend: S3Backend, monkeypatch: pytest.MonkeyPatch, is_refusal: bool, goes_on: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise Unanswered("no", is_refusal)
-
-    for name in ("get", "put", "size"):
-        monkeypatch.setattr(backend._wire, name, refuse)
-    assert all(put(backend, keys_of(3))) and all(hits(backend, keys_of(3)))
-    assert backend.exists(keys_of(3)) == 3
-    assert (backend._wire is not None) is goes_on and backend.stats()["wire_unanswered"] >= 1
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"zero_copy": False},
-        {"endpoint": "https://127.0.0.1:1"},
-        {"store_options": {"aws_skip_signature": True}},
-    ],
-)
-def test_when_the_library_does_it_all(own_s3: Server, keys: dict[str, Any]) -> None:
-    config = S3Config.from_mapping({**s3_keys(own_s3, "x"), **keys})
-    assert config.wire(config.client()) is None
 
 
 def test_large_pages_go_in_one_request(own_s3: Server, backend: S3Backend) -> None:
