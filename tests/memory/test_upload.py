@@ -33,6 +33,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         made.append(("to", str(device), options))
         return tensor
 
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda *args, device=None, **options: arange(*args, **options))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", to)
     return made
