@@ -278,4 +278,3 @@ class StoredPlayer(Player):
     MOVES = {
         **Player.MOVES, ask: 14, answer: 10, peace: 9, lose: 2, storage_fault: 3, detach: 1, restart: 3,
     }  # fmt: skip
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -189,6 +190,26 @@ def test_a_boundary_that_is_being_stored_is_not_stored_twice() -> None:
     world.driver.held.clear()
     world.settle()
     assert sorted(world.puts) == [(0, 12), (1, 3)]
+    world.assert_drained()
+
+
+def test_a_reset_forgets_a_boundary_whose_store_hangs() -> None:
+    world = roomy()
+    admitted = world.admit(RadixKey(TOKENS))
+    assert admitted is not None and world.cache.backup is not None and world.cache.controller is not None
+    world.hashes(RadixKey(TOKENS))
+    (running,) = world.run_pass([admitted], lambda n: 0)
+    world.tree.unlock(running.lock)
+    storing, stats = world.cache.backup._storing, world.cache.controller.stats
+    stores = partial(world.cache.flights.tickets, JobKind.STORE)
+    while not storing._ending or len(stores()) > 1 or JobKind.STORE not in stats().running_s:
+        world.driver.step()
+        world.cache.tick()
+    world.driver.held.add("store")
+    world.cache.reset()
+    assert not storing._ending, "nodes of the old tree are kept"
+    world.driver.held.clear()
+    world.settle()
     world.assert_drained()
 
 

@@ -232,4 +232,3 @@ def test_a_copy_that_fails_in_the_window_leaves_nothing_behind() -> None:
     world.transport.before = lambda *_: None
     world.run_pass([], lambda n: 0)
     assert serve(world, list(range(8))) == 0
-
