@@ -6,9 +6,9 @@
 One process for each store, all over the same number of bytes; the stores take turns, and each row is the
 median of its rounds; rows named `best` have each one's best round, which is nearest to an idle machine. GB/s
 is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. raw: the
-same segment files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page cache by
-one thread. memcpy: one thread. `per processor second`: by the time the calling thread was on a processor, the
-kernel's part included, which other work on the machine does not lengthen. `spin`: a thread of
+same bytes of our files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page
+cache, by one thread. memcpy: one thread. `per processor second`: by the time the calling thread was on a
+processor, the kernel's part included, which other work on the machine does not lengthen. `spin`: a thread of
 pure Python runs in the store's process and wants the interpreter lock. hiradix is the backend behind its
 guard, LRU and log on. Writes build/bench/storage.json.
 """
@@ -95,13 +95,13 @@ class Bench:
         for name, store in self.stores.items():
             own = options if name == "hiradix" else {}
             store.do("open", folder=str(store.folder), options=own, **how)
-        source = {"source": str(self.ours.folder)}
-        self.physical.do("open", folder=str(self.physical.folder), options=source, **how)
+        self.physical.do("open", folder=str(self.physical.folder), **how)
 
     def rates(self, before: Callable[[Worker], None], limit: int, **how: Any) -> dict[str, list[float]]:
         """GB/s of each in rounds in which all take turns."""
         found: dict[str, list[float]] = {name: [] for name in (*self.stores, "raw", "memcpy")}
         limit = min(limit, self.num_pages)
+        self._find_pages()
         for _ in range(self.rounds):
             for name, store in self.stores.items():
                 before(store)
@@ -112,9 +112,14 @@ class Bench:
                         found[limit_name].append(self.total_bytes / seconds / 1e9)
         return found
 
+    def _find_pages(self) -> None:
+        """Have the disk's own speed measured where our pages are."""
+        self.physical.do("read where", spans=self.ours.do("spans"))
+
     def warm_costs(self) -> dict[str, list[float]]:
         """Warm reads and copies, in GB of each second that the calling thread was on a processor."""
         found: dict[str, list[float]] = {"hiradix": [], "pread": [], "memcpy": []}
+        self._find_pages()
         for _ in range(self.rounds):
             warm(self.ours)
             for name, times in found.items():

@@ -68,6 +68,10 @@ def main() -> None:
                 system.choose(order["scattered"], order["limit"])  # type: ignore[union-attr]
             elif order["do"] == "files":
                 answer = [str(path) for path in system.files()]  # type: ignore[union-attr]
+            elif order["do"] == "spans":
+                answer = system.spans()  # type: ignore[union-attr]
+            elif order["do"] == "read where":
+                system.lie = order["spans"]  # type: ignore[union-attr]
             else:
                 answer = measured(system, order)  # type: ignore[arg-type]
             reply = {"answer": answer}
