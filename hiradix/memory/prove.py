@@ -7,7 +7,7 @@ what compiles kernels, so that no request waits for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -17,7 +17,7 @@ from hiradix.memory.pools import HostPool, Pool
 from hiradix.memory.transport import PageIds, TorchTransport, Transport
 
 _MAX_PAGES = 3
-_Copy = Callable[[Transport], None]
+_Pages = tuple[PageIds, PageIds]  # of the device and of the host
 
 
 def fault_of(transport: Transport, device: Pool, host: HostPool) -> str | None:
@@ -26,39 +26,37 @@ def fault_of(transport: Transport, device: Pool, host: HostPool) -> str | None:
     Overwrites pages of both, with zeros at last. Compared with the torch transport, a few pages, loads layer
     by layer and writes at once, as they are used.
     """
+    num_pages = min(_MAX_PAGES, device.page_limit - 1, host.page_limit)
+    pages = np.arange(num_pages, 0, -1), np.arange(num_pages)
     with own_stream(device.device):
         try:
-            return _fault(transport, device, host)
+            fault = _fault(transport, device, host, pages)
         except Exception as error:  # whatever compilers, drivers and other people's kernels raise
             settle(device.device)  # raises, and ends the start, where nothing works after that error
-            return f"{type(error).__name__}: {error}"
+            fault = f"{type(error).__name__}: {error}"
+        _clear(host, pages[1])
+        _load(TorchTransport(), device, host, pages)
+    return fault
 
 
-def _fault(transport: Transport, device: Pool, host: HostPool) -> str | None:
-    num_pages = min(_MAX_PAGES, device.page_limit - 1, host.page_limit)
-    at, of_host = np.arange(num_pages, 0, -1), np.arange(num_pages)
-
-    def load(with_: Transport) -> None:
-        for layer in range(device.shape.num_layers):
-            with_.copy_pages(host, device, of_host, at, range(layer, layer + 1))
-
-    def write(with_: Transport) -> None:
-        with_.copy_pages(device, host, at, of_host, None)
-
+def _fault(transport: Transport, device: Pool, host: HostPool, pages: _Pages) -> str | None:
     reference, fault = TorchTransport(), None
     for what, loads, writes in (("loads", transport, reference), ("writes", reference, transport)):
-        want = _fill(host, of_host)
-        load(loads)
+        want = _fill(host, pages[1])
+        _load(loads, device, host, pages)
+        _clear(host, pages[1])
+        writes.copy_pages(device, host, *pages, None)
         settle(device.device)
-        _clear(host, of_host)
-        write(writes)
-        settle(device.device)
-        if _bytes(host, of_host) != want:
+        if _bytes(host, pages[1]) != want:
             fault = f"it {what} other bytes than torch"
-    _clear(host, of_host)
-    load(reference)
-    settle(device.device)
     return fault
+
+
+def _load(transport: Transport, device: Pool, host: HostPool, pages: _Pages) -> None:
+    """Layer by layer, to its end."""
+    for layer in range(device.shape.num_layers):
+        transport.copy_pages(host, device, pages[1], pages[0], range(layer, layer + 1))
+    settle(device.device)
 
 
 def _fill(host: HostPool, pages: PageIds) -> bytes:

@@ -88,6 +88,27 @@ def test_a_fault_is_said(fault: Fault, said: str) -> None:
     assert said in (fault_of(Faulty(fault=fault), device, host) or "none")
 
 
+def raises_halfway(
+    own: Faulty, src: Pool, dst: Pool, froms: PageIds, intos: PageIds
+) -> tuple[PageIds, PageIds]:
+    """After the first layer of a load, as a kernel that runs out of memory."""
+    if len(own.copies) > 1:
+        raise RuntimeError("out of memory")
+    return froms, intos
+
+
+@pytest.mark.parametrize("fault", [raises, raises_halfway, in_another_order])
+def test_a_fault_leaves_zeros_too(fault: Fault) -> None:
+    """Found: what raised left random bytes in both pools, NaN among them for whoever reads a page's rest."""
+    device, host = device_pool(SHAPES["mha"], 5, 1), host_pool(SHAPES["mha"], 4, "page_first", 2)
+    before = contents(device)
+    assert fault_of(Faulty(fault=fault), device, host) is not None
+    for seen, was in zip(contents(device), before, strict=True):
+        assert not seen[:, 1:4].any(), "pages 1, 2 and 3 were used"
+        assert seen[:, [0, 4, 5]].equal(was[:, [0, 4, 5]])
+    assert not any(bytes(view).strip(b"\0") for page in range(3) for view in host.page_views(page))
+
+
 def test_the_smallest_pools_can_be_asked() -> None:
     device, host = device_pool(SHAPES["mha"], 1, 1), host_pool(SHAPES["mha"], 1, "page_first", 2)
     assert fault_of(TorchTransport(), device, host) is None
