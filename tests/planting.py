@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -51,6 +55,30 @@ def copied(to: Path) -> Path:
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", to)
     return to
+
+
+def run_in(copy: Path, *command: str, timeout_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of the copy to its end; `env` comes on top of this process's."""
+    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", **env}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=copy, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def failing_test(copy: Path, tests: Sequence[str], timeout_s: float, **env: str) -> str | None:
+    """The first of these tests that fails on the copy, as `tests/...::name`; None if none does."""
+    command = ("pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *tests)
+    try:
+        done = run_in(copy, *command, timeout_s=timeout_s, **env)
+    except subprocess.TimeoutExpired:
+        return "never ends"
+    if done.returncode == 0:
+        return None
+    if done.returncode < 0:
+        return f"signal {-done.returncode}"
+    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
+    assert found is not None, f"no test ran to see it:\n{done.stdout}{done.stderr}"
+    return found.group(1)
 
 
 def survey(head: Sequence[str], plantings: Sequence[Planting]) -> int:

@@ -8,13 +8,10 @@ Run on demand, not by `make test`: some seconds per fault. A fault that survives
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.planting import Fault, Planting, refuse_stale, survey
+from tests.planting import Fault, Planting, failing_test, refuse_stale, survey
 
 TESTS = [
     "tests/storage/test_components.py",
@@ -128,20 +125,8 @@ FAULTS = [
 
 def killer(copy: Path) -> str | None:
     """The test that sees what is planted in the copy, None if none does."""
-    env = {**os.environ, "PYTHONPATH": str(copy), "HIRADIX_COMPONENT_RUNS": RUNS}
-    env |= {"PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider"]
-    try:
-        done = subprocess.run(
-            [*command, *TESTS], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return "hangs"
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
-    assert found is not None, f"no test ran to see it:\n{done.stdout}{done.stderr}"
-    return f"`{found.group(1).removeprefix('tests/')}`"
+    seen = failing_test(copy, TESTS, TIMEOUT_S, HIRADIX_COMPONENT_RUNS=RUNS)
+    return seen and f"`{seen.removeprefix('tests/')}`"
 
 
 def main(words: list[str]) -> int:

@@ -9,15 +9,13 @@ demand: a few seconds each. A bug that survives is a hole in the tests.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.planting import Fault, Planting, refuse_stale, survey
+from tests.planting import Fault, Planting, failing_test, refuse_stale, run_in, survey
 
 FEW_SEEDS, SEEDS = 20, 200
 TIMEOUT_S = 900
@@ -206,39 +204,23 @@ BUGS = [
 ]  # fmt: skip
 
 
-def run(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-
-
 def killer(bug: Bug, copy: Path) -> str | None:
     """What sees the bug planted in the copy: a seed of the simulation or a test; None if nothing does."""
     is_simulated = bug.fault.file not in NOT_SIMULATED
     if is_simulated and (seen := failing_seed(copy, FEW_SEEDS)):
         return seen
-    if bug.tests and (seen := failing_test(copy, bug)):
-        return seen
+    if bug.tests and (seen := failing_test(copy, bug.tests, TIMEOUT_S)):
+        return f"`{seen}`"
     return failing_seed(copy, SEEDS) if is_simulated else None
 
 
 def failing_seed(copy: Path, num_seeds: int) -> str | None:
-    done = run(copy, "tests.simulation.run", "hunt", str(num_seeds))
+    done = run_in(copy, "tests.simulation.run", "hunt", str(num_seeds), timeout_s=TIMEOUT_S)
     if not done.returncode:
         return None
     found = re.search(r"(.*) of \[python -m tests\.simulation\.run (\d+) \d+\]: (.*)", done.stdout)
     assert found is not None, done.stdout + done.stderr
     return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
-
-
-def failing_test(copy: Path, bug: Bug) -> str | None:
-    done = run(copy, "pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *bug.tests)
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^FAILED (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
-    assert found is not None, f"no test ran to see it:\n{done.stdout}{done.stderr}"
-    return f"`{found.group(1)}`"
 
 
 def main(rows: list[str]) -> int:

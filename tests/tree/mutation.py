@@ -8,13 +8,10 @@ Run on demand, not by `make test`: a few seconds per fault. A fault that survive
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.planting import Fault, Planting, refuse_stale, survey
+from tests.planting import Fault, Planting, failing_test, refuse_stale, survey
 
 TESTS = [
     *(
@@ -432,16 +429,8 @@ FAULTS = [
 
 def killer(copy: Path) -> str | None:
     """The first test that fails on the copy, None if none does."""
-    env = {**os.environ, "HIRADIX_TREE_RUNS": RUNS, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *TESTS]
-    try:
-        done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        return "never ends"
-    if done.returncode == 0:
-        return None
-    found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py(?:::\w+)?)", done.stdout, re.MULTILINE)
-    return found.group(1) if found else f"exit status {done.returncode}"
+    seen = failing_test(copy, TESTS, TIMEOUT_S, HIRADIX_TREE_RUNS=RUNS)
+    return seen and seen.rpartition("/")[2]
 
 
 def main(words: list[str]) -> int:
