@@ -7,9 +7,9 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm.left import LeftBook
+from hiradix.adapters.vllm.left import LeftBook, Pending
 from hiradix.adapters.vllm.requests import Tracked, track
-from hiradix.adapters.vllm.saves import NULL_BLOCK, Pending
+from hiradix.adapters.vllm.saves import NULL_BLOCK
 from tests.vllm_roles.mini_vllm import FakeRequest, S
 
 BLOCKS = 12

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm.left import LeftBook
+from hiradix.adapters.vllm.left import LeftBook, Pending
+from hiradix.adapters.vllm.plan import StepRequest
 from hiradix.adapters.vllm.requests import track
-from hiradix.adapters.vllm.saves import NULL_BLOCK, Pending
+from hiradix.adapters.vllm.saves import NULL_BLOCK
 from hiradix.tree import Tier
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
@@ -352,6 +353,20 @@ def test_a_reset_forgets_everything_at_once_and_frees_what_is_in_use_later() -> 
         vllm.role.finished(probe, [[]])
     vllm.ranks[0].driver.held.clear()
     vllm.drain()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_a_request_left_before_a_reset_is_not_saved_after_it(policy: str) -> None:
+    """As after a change of weights: it ends, the cache is reset, and only then is there a step again."""
+    vllm = MiniVLLM(World(write_policy=policy))
+    one = request("a", 3)
+    vllm.role.arrived(one)
+    vllm.role.allocated(one, lambda: [[1, 2, 3]], 0)
+    one.num_computed_tokens = 3 * S
+    vllm.role.finished(one, [[1, 2, 3]])
+    vllm.role.reset()
+    orders = vllm.role.step([StepRequest("b", 1, [3])], lambda request_id: [[3]])
+    assert orders.saves == ()
 
 
 @pytest.mark.parametrize("hangs", [False, True])

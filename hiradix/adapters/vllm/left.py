@@ -1,9 +1,11 @@
-"""Device to host under write_back, the scheduler's half: what is saved only when vLLM takes its block.
+"""What requests that have ended left on the device, the scheduler's half: what of it is saved, and when.
 
-vLLM tells no connector what it evicts. But it evicts a block when it hands it out again, and a step's
-requests say which blocks they are the first to write to. What an ended request left in one of those is saved
-then, and the step waits for that copy: with it goes all that is before it and still there, as a page on the
-host is found only behind those before it. vLLM takes a prompt's last blocks first: one copy saves it whole.
+With the next step (`LateBook`), or under write_back when vLLM takes the blocks (`LeftBook`). vLLM tells no
+connector what it evicts. But it evicts a block when it hands it out again, and a step's requests say which
+blocks they are the first to write to. What an ended request left in one of those is saved then, and the step
+waits for that copy: with it goes all else of the request that is still there, up to the first page that is
+not, as a page on the host is found only behind those before it. vLLM takes a prompt's last blocks first: one
+copy saves it whole.
 """
 
 from __future__ import annotations
@@ -11,9 +13,47 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hiradix.adapters.vllm.saves import NULL_BLOCK, Pending
+from hiradix.adapters.vllm.requests import Tracked
+from hiradix.adapters.vllm.saves import NULL_BLOCK
 
 Blocks = tuple[tuple[int, ...], ...]  # of each KV cache group
+
+
+@dataclass
+class Pending:
+    """Blocks of a request that has ended, to be saved: its first pages, the blocks of each KV cache group."""
+
+    tracked: Tracked
+    num_pages: int
+    table: Blocks
+
+    def without(self, written: set[int]) -> Pending:
+        """What is left of it when these blocks are written to."""
+        gone = [tuple(NULL_BLOCK if b in written else b for b in blocks) for blocks in self.table]
+        return Pending(self.tracked, self.num_pages, tuple(gone))
+
+
+@dataclass
+class LateBook:
+    """What requests left that ended since the last step. No step waits for it."""
+
+    _late: list[Pending] = field(default_factory=list)
+
+    def leave(self, pending: Pending) -> None:
+        """A request has ended."""
+        self._late.append(pending)
+
+    def taken(self, written: Iterable[int]) -> list[Pending]:
+        """All of it, once, less the blocks that this step writes to."""
+        if not self._late:
+            return []
+        late, self._late = self._late, []
+        blocks = set(written)
+        return [one.without(blocks) for one in late]
+
+    def forget_all(self) -> None:
+        """What is on the device is nobody's any more."""
+        self._late.clear()
 
 
 @dataclass(eq=False)

@@ -38,20 +38,6 @@ class SaveFlight:
 
 
 @dataclass
-class Pending:
-    """Blocks of a request that has ended, to be saved: its first pages, the blocks of each KV cache group."""
-
-    tracked: Tracked
-    num_pages: int
-    table: tuple[tuple[int, ...], ...]
-
-    def without(self, written: set[int]) -> Pending:
-        """What is left of it when these blocks are written to."""
-        gone = [tuple(NULL_BLOCK if b in written else b for b in blocks) for blocks in self.table]
-        return Pending(self.tracked, self.num_pages, tuple(gone))
-
-
-@dataclass
 class SaveBook:
     """All saves under way, and the device blocks they read."""
 

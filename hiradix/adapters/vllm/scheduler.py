@@ -17,12 +17,12 @@ from itertools import count
 from typing import Any
 
 from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.left import LeftBook
+from hiradix.adapters.vllm.left import LateBook, LeftBook, Pending
 from hiradix.adapters.vllm.loads import LoadBook
 from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, StorageOrder, Ticket
 from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest, StorageAsks
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
-from hiradix.adapters.vllm.saves import BlockTable, Pending, SaveBook
+from hiradix.adapters.vllm.saves import BlockTable, SaveBook
 from hiradix.adapters.vllm.tally import Tally
 from hiradix.tree import BACKBONE, Pages
 
@@ -50,10 +50,9 @@ class SchedulerRole:
         self.saves = SaveBook(plan.index, plan.groups)
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
         self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
-        self._late: list[Pending] = []  # what requests left behind that ended since the last step
-        self._left = LeftBook()
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
+        self._left: LateBook | LeftBook = LeftBook() if self._saves_lost else LateBook()
         self._told: tuple[float, ...] = ()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
@@ -137,12 +136,9 @@ class SchedulerRole:
         self._give_up(tracked)
         self.fetches.abandon(tracked)
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
-        if not tracked.loads and known > tracked.num_saved:
-            pending = Pending(tracked, known, tuple(tuple(blocks) for blocks in table))
-            if self._saves_lost:
-                self._left.leave(pending)
-            elif self._saves_new:
-                self._late.append(pending)
+        is_kept = self._saves_new or self._saves_lost
+        if is_kept and not tracked.loads and known > tracked.num_saved:
+            self._left.leave(Pending(tracked, known, tuple(tuple(blocks) for blocks in table)))
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted."""
@@ -175,12 +171,11 @@ class SchedulerRole:
     def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
-        late, self._late = self._late, []
         loads = self.loads.take()
         written = {block for load in loads for move in load.moves for block in move.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
-        saves = self._save_late([*(one.without(written) for one in late), *self._left.taken(written)])
+        saves = self._save_late(self._left.taken(written))
         fences = self.saves.fences(written)
         self.figures.fences += len(fences)
         for one in scheduled:
