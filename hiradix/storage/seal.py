@@ -20,7 +20,6 @@ from hiradix.storage.protocol import Page, page_bytes
 _FORMAT = struct.Struct("<4sHBBQ16s16sQI")
 _CRC = struct.Struct("<I")
 SEAL_BYTES = _FORMAT.size + _CRC.size
-_ALGORITHM_AT = 6
 _MAGIC, VERSION = b"HRXP", 1
 assert SEAL_BYTES == 64
 
@@ -105,13 +104,6 @@ class Sealer:
 
     def check(self, seal: bytes | bytearray | memoryview, key: str, page: Page) -> Verdict:
         """Whether `page` is what was sealed under `key`; only GOOD may be used."""
-        if self._verify and len(seal) == SEAL_BYTES and seal[_ALGORITHM_AT] == self._algorithm:
-            if self.seal(key, page) == seal:
-                return Verdict.GOOD
-        return self._judge(seal, key, page)
-
-    def _judge(self, seal: bytes | bytearray | memoryview, key: str, page: Page) -> Verdict:
-        """What is wrong with a page, if anything is."""
         if len(seal) != SEAL_BYTES or _CRC.unpack_from(seal, _FORMAT.size)[0] != zlib.crc32(
             seal[: _FORMAT.size]
         ):
