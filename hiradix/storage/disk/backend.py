@@ -84,7 +84,7 @@ class DiskBackend(StorageBackend):
             damaged.append(entry)
             return False
 
-        checked = self._must_check_some(reads.entries)
+        checked = any(self._must_check(entry) for entry in reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
         ok = [False] * len(keys)
         with self._store.mutex:
@@ -193,11 +193,12 @@ class DiskBackend(StorageBackend):
 
     def _plan(self, names: Sequence[Name], into: Sequence[Page]) -> _Reads:
         """What to read for the names that are there; they count as used."""
-        reads, num_bytes = _Reads(), self._page_bytes
+        num_bytes = self._page_bytes
         with self._store.mutex:
             pages = self._store.shelf.pages
             if any([name not in pages for name in names]):
                 self._store.refresh()
+            reads = _Reads(self._store.state)
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
                 self._use([])
@@ -215,7 +216,6 @@ class DiskBackend(StorageBackend):
                     reads.indices.append(index)
                     reads.entries.append(entry)
                     reads.moves.append(Move(segment, slot * slot_size, into[index]))
-            reads.state = self._store.state
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)
         return reads
@@ -272,11 +272,6 @@ class DiskBackend(StorageBackend):
     def _must_check(self, entry: Entry) -> bool:
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not entry.verified)
-
-    def _must_check_some(self, entries: Sequence[Entry]) -> bool:
-        if self.config.verify != "recovered":
-            return self.config.verify == "always"
-        return not all([entry.verified for entry in entries])
 
     def _is_intact(self, entry: Entry, page: Page) -> bool:
         if not self._must_check(entry):
@@ -340,8 +335,8 @@ class _Reads:
 
     __slots__ = ("entries", "indices", "moves", "state")
 
-    def __init__(self) -> None:
+    def __init__(self, state: tuple[int, int]) -> None:
         self.indices: list[int] = []
         self.entries: list[Entry] = []
         self.moves: list[Move] = []
-        self.state = (0, 0)
+        self.state = state

@@ -234,9 +234,6 @@ class _Batch:
 
     def runs(self) -> Iterator[_Run]:
         """The batch's pages, those that follow each other together."""
-        if self._is_one_run():
-            yield _Run(list(range(len(self.moves))), [move[2] for move in self.moves])
-            return
         run = _Run([], [])
         segment, end, num_views = None, -1, 0
         for index, (at, offset, page) in enumerate(self.moves):
@@ -249,18 +246,6 @@ class _Batch:
             segment, end = at, offset + self.num_bytes
         if run.indices:
             yield run
-
-    def _is_one_run(self) -> bool:
-        """Whether all pages follow each other, of one buffer each."""
-        if not 0 < len(self.moves) <= IOV_MAX:
-            return False
-        segments, offsets, pages = zip(*self.moves)
-        first, step, count = offsets[0], self.num_bytes, len(offsets)
-        return (
-            offsets == tuple(range(first, first + count * step, step))
-            and segments.count(segments[0]) == count
-            and set(map(len, pages)) == {1}
-        )
 
     def operation(self, run: _Run) -> Operation:
         """A run as one operation."""
@@ -282,9 +267,6 @@ class _Batch:
     def landed(self, run: _Run, num_bytes: int) -> None:
         """A run has ended with so many bytes; pages that are not whole are tried again."""
         if self.check is None and num_bytes == len(run.indices) * self.num_bytes:
-            if len(run.indices) == len(self.ok):
-                self.ok = [True] * len(self.ok)
-                return
             for index in run.indices:
                 self.ok[index] = True
             return
