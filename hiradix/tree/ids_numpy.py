@@ -101,7 +101,11 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
     """See `hiradix.tree.ids`."""
     assert 0 <= start <= stop <= len(slots) and page_size > 0, f"slots {start}..{stop} of {len(slots)}"
     first = slots[start:stop:page_size]
-    return first.astype(np.int32) if page_size == 1 else (first // page_size).astype(np.int32)
+    if page_size == 1:
+        return first.astype(np.int32)
+    if len(first) > FEW_PAGES:
+        return (first // page_size).astype(np.int32)
+    return np.array([slot // page_size for slot in first.tolist()], np.int32)
 
 
 def narrow(tokens: Tokens, start: int, stop: int) -> bytes | None:

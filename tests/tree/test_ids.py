@@ -115,6 +115,15 @@ def test_pages_of(
 
 
 @over_forms
+@pytest.mark.parametrize("count", [0, 1, ids_numpy.FEW_PAGES, ids_numpy.FEW_PAGES + 1])
+@pytest.mark.parametrize("size", [1, 7])
+def test_pages_of_few_and_of_many_slots(form: ModuleType, size: int, count: int) -> None:
+    slots = np.arange(-3 * size, (count + 2) * size)
+    found = form.pages_of(slots, size, size, (count + 1) * size)
+    assert found.dtype == np.int32 and found.tolist() == list(range(-2, count - 2))
+
+
+@over_forms
 @pytest.mark.parametrize("start,stop,size", [(-1, 1, 1), (2, 1, 1), (0, 4, 1), (0, 3, 0), (0, 3, -1)])
 def test_pages_of_refuses_what_is_no_part(form: ModuleType, start: int, stop: int, size: int) -> None:
     with pytest.raises(AssertionError):
