@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.ports import Rows
+from hiradix.adapters.sglang.ports import AllocatorPort, Rows
 from tests.planting import Fault, is_current
 from tests.sglang.planted import FAULTS
 
@@ -30,6 +30,8 @@ class RowPool:
 class SegmentFree:
     """An allocator that frees parts of rows."""
 
+    device, size = "cpu", 30 * SIZE
+
     def __init__(self) -> None:
         self.freed: list[int] = []
 
@@ -46,25 +48,28 @@ class PageFree(SegmentFree):
         self.freed += page_ids.tolist()
 
 
-def on_cpu(pool: RowPool) -> Rows:
-    return Rows(pool, SIZE, 30)
+def on_cpu(pool: RowPool, allocator: SegmentFree) -> Rows:
+    return Rows(pool, AllocatorPort(allocator, SIZE))
 
 
-def as_on_gpu(pool: RowPool) -> Rows:
-    rows = Rows(pool, SIZE, 30)
-    rows._table, rows._flat = pool.req_to_token, None
+def as_on_gpu(pool: RowPool, allocator: SegmentFree) -> Rows:
+    rows = on_cpu(pool, allocator)
+    rows._array = None
     return rows
 
 
+Make = Callable[[RowPool, SegmentFree], Rows]
+
+
 @pytest.fixture(params=[on_cpu, as_on_gpu])
-def make(request: pytest.FixtureRequest) -> Callable[[RowPool], Rows]:
-    found: Callable[[RowPool], Rows] = request.param
+def make(request: pytest.FixtureRequest) -> Make:
+    found: Make = request.param
     return found
 
 
-def test_pages_are_read_and_written_where_they_are(make: Callable[[RowPool], Rows]) -> None:
+def test_pages_are_read_and_written_where_they_are(make: Make) -> None:
     pool = RowPool()
-    rows = make(pool)
+    rows = make(pool, PageFree())
     pages = rows.pages(1, 2, 6)
     assert pages.dtype == np.int32 and pages.tolist() == [9, 1, 4, 8]
     assert rows.pages(1, 3, 3).tolist() == []
@@ -77,16 +82,16 @@ def test_pages_are_read_and_written_where_they_are(make: Callable[[RowPool], Row
 @pytest.mark.parametrize(("start", "end", "pages"), [(8, 9, [9]), (8, 16, [9, 1]), (8, 18, [9, 1, 4])])
 @pytest.mark.parametrize("kind", [SegmentFree, PageFree])
 def test_a_page_that_is_begun_is_freed_once(
-    make: Callable[[RowPool], Rows], kind: type[SegmentFree], start: int, end: int, pages: list[int]
+    make: Make, kind: type[SegmentFree], start: int, end: int, pages: list[int]
 ) -> None:
     allocator = kind()
-    make(RowPool()).free(1, start, end, allocator)
+    make(RowPool(), allocator).free(1, start, end)
     assert allocator.freed == pages
 
 
-def test_freeing_from_inside_a_page_is_our_bug(make: Callable[[RowPool], Rows]) -> None:
+def test_freeing_from_inside_a_page_is_our_bug(make: Make) -> None:
     with pytest.raises(AssertionError):
-        make(RowPool()).free(1, 9, 12, PageFree())
+        make(RowPool(), PageFree()).free(1, 9, 12)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

@@ -59,8 +59,8 @@ class HiRadixPrefixCache(Front):
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
         self._learns = inner.cache.learner is not None
-        num_pages = params.token_to_kv_pool_allocator.size // self.page_size
-        self._rows = Rows(params.req_to_token_pool, self.page_size, num_pages)
+        port: Any = inner.token_to_kv_pool_allocator
+        self._rows = Rows(params.req_to_token_pool, port)
         self._lookahead = int(self.is_eagle)
         self._events = watch(params, inner.tree, self.storage_name)
         if params.enable_metrics:
@@ -184,7 +184,7 @@ class HiRadixPrefixCache(Front):
             return
         for start, end in ranges:
             if start < end:
-                self._rows.free(kv.req_pool_idx, start, end, self.token_to_kv_pool_allocator)
+                self._rows.free(kv.req_pool_idx, start, end)
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         self.inner.forget_request(req)

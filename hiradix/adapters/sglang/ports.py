@@ -15,15 +15,15 @@ from hiradix.storage import Stores
 from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
 from hiradix.tree import ids
+from hiradix.tree.ids_numpy import FEW_PAGES
 
 _PAGED = "PagedTokenToKVPoolAllocator"  # exactly that class: one that inherits from it may allocate otherwise
-FEW_PAGES = 32  # so many are read and compared by Python sooner than by numpy, by far with cold caches
 
 
 class PageNumbers:
     """Page ids 0 .. num_pages as tensors for SGLang's allocator, which reads them and no more."""
 
-    def __init__(self, num_pages: int, device: Any = "cpu"):
+    def __init__(self, num_pages: int, device: Any):
         self._device = device
         self._all = torch.arange(num_pages + 1, device=device)
 
@@ -54,7 +54,12 @@ class AllocatorPort:
         self._allocator = allocator
         self._free_ids = getattr(allocator, "free_page_ids", None)
         self._is_paged = type(allocator).__name__ == _PAGED and page_size > 1
-        self._numbers = PageNumbers(self.size // page_size, self.device)
+        self._numbers = PageNumbers(self.size // page_size if self.takes_page_ids else 0, self.device)
+
+    @property
+    def takes_page_ids(self) -> bool:
+        """Whether SGLang's frees pages by their ids, not by their slots alone."""
+        return self._free_ids is not None
 
     def available_size(self) -> int:
         return int(self._allocator.available_size())
@@ -96,6 +101,15 @@ class AllocatorPort:
         else:
             self._allocator.free(slots_of(pages, self.page_size, self.device))
 
+    def free_page(self, page: int) -> None:
+        """Give back one page, to an allocator that takes page ids."""
+        assert self._free_ids is not None, f"page {page}: {type(self._allocator).__name__} takes no page ids"
+        self._free_ids(self._numbers.one(page))
+
+    def free_segment(self, free_index: torch.Tensor, start_pos: int) -> None:
+        """Free a row's slots from position `start_pos` on, a page boundary; the last page whole."""
+        self._allocator.free_segment(free_index, start_pos=start_pos)
+
 
 class HybridPort(AllocatorPort):
     """SGLang's allocator of full slots with window slots beside them, likewise."""
@@ -125,45 +139,36 @@ class HybridPort(AllocatorPort):
 
 
 class Rows:
-    """The rows of SGLang's ReqToTokenPool as pages 1 .. num_pages. On a CPU read through one array of all."""
+    """The rows of SGLang's ReqToTokenPool as pages of `port`. On a CPU read through one array of them all."""
 
-    def __init__(self, pool: Any, page_size: int, num_pages: int):
+    def __init__(self, pool: Any, port: AllocatorPort):
         self._pool = pool
-        self._page_size = page_size
+        self._port = port
+        self._page_size = port.page_size
         table: torch.Tensor = pool.req_to_token
-        self._width = table.shape[1]
-        self._table: Any = table
-        self._flat: Any = None  # on a CPU: the slots of all rows, one row after another
-        if table.is_cpu:
-            self._table = table.numpy()
-            self._flat = memoryview(self._table.reshape(-1))
-        self._numbers = PageNumbers(num_pages)
+        self._array: Any = table.numpy() if table.is_cpu else None
 
     def pages(self, index: int, start: int, end: int) -> Pages:
         """int32 [end - start]: what a row names at pages [start, end). Waits for a GPU."""
         size = self._page_size
-        if self._flat is None:
-            return pages_of(self._table[index], size, start * size, end * size)
-        if ids.IS_BUILT or end - start > FEW_PAGES:
-            return ids.pages_of(self._table[index], size, start * size, end * size)
-        row = index * self._width
-        slots = self._flat[row + start * size : row + end * size : size].tolist()
-        return np.array([slot // size for slot in slots], np.int32)
+        if self._array is None:
+            return pages_of(self._pool.req_to_token[index], size, start * size, end * size)
+        return ids.pages_of(self._array[index], size, start * size, end * size)
 
-    def free(self, index: int, start: int, end: int, allocator: Any) -> None:
+    def free(self, index: int, start: int, end: int) -> None:
         """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
 
         Never waits for the device.
         """
-        free_ids, size = getattr(allocator, "free_page_ids", None), self._page_size
-        if free_ids is None or self._flat is None:
-            allocator.free_segment(self._pool.req_to_token[index, start:end], start_pos=start)
+        size, port = self._page_size, self._port
+        if self._array is None or not port.takes_page_ids:
+            port.free_segment(self._pool.req_to_token[index, start:end], start)
             return
         assert start % size == 0, f"position {start} is inside a page of {size}"
         if 0 < end - start <= size:
-            free_ids(self._numbers.one(self._flat[index * self._width + start] // size))
+            port.free_page(self._array.item(index, start) // size)
         else:
-            free_ids(self._numbers.of(self.pages(index, start // size, -(-end // size))))
+            port.free_pages(self.pages(index, start // size, -(-end // size)))
 
     def write(self, index: int, start: int, pages: Pages) -> None:
         """Have a row name these pages from page `start` on."""
