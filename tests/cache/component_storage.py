@@ -204,10 +204,6 @@ class StoredWorld(ComponentWorld):
                 for kind, shelf in zip(self.components[1:], self.depot.pages[1:]):
                     assert all(name in shelf for name in names[max(0, node.end - kind.reach) :]), node
 
-    def settle_but(self, handle: int) -> None:
-        """Let everything end, a prefetch with it that stays wanted."""
-        super().settle()
-
     def settle(self) -> None:
         self.depot.faults = 0.0
         super().settle()

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hiradix.cache.reads import MAX_TRIES
 from hiradix.errors import StorageError
@@ -18,33 +14,20 @@ from hiradix.transfer import JobKind
 from hiradix.tree import RadixKey
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
 from tests.cache.component_world import HOST, Setup
-from tests.cache.test_components import CONFIGS, serve
-
-NUM_RUNS = int(os.environ.get("HIRADIX_COMPONENT_RUNS", "240"))
-NUM_MOVES = 80
-NUM_CHUNKS = 8
+from tests.cache.test_components import NUM_CHUNKS, lives, serve, shrinking_lives
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_random_lives_are_exact_and_bring_what_can_be_had(chunk: int) -> None:
     hits = ends = prefetched = 0
-    for seed in range(chunk, NUM_RUNS, NUM_CHUNKS):
-        setup = CONFIGS[seed % len(CONFIGS)]
-        try:
-            world = StoredPlayer(setup, seed).play(random.Random(seed).randrange, NUM_MOVES, 4)
-        except BaseException as error:
-            error.add_note(f"seed {seed}, {setup}")
-            raise
+    for world in lives(StoredPlayer, chunk):
         assert isinstance(world, StoredWorld)
         hits, ends = hits + world.num_hits, ends + world.num_ends
         prefetched += world.cache.counters.prefetched
     assert min(hits, ends, prefetched) > 20, (hits, ends, prefetched)
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(CONFIGS), st.data())
-def test_lives_that_shrink(setup: Setup, data: st.DataObject) -> None:
-    StoredPlayer(setup, 1).play(lambda n: data.draw(st.integers(0, n - 1)), 25)
+test_lives_that_shrink = shrinking_lives(StoredPlayer)
 
 
 # -- one thing at a time ------------------------------------------------------------------
@@ -57,6 +40,15 @@ def roomy(**changes: object) -> StoredWorld:
     sizes = {"device_pages": (60, 60, 20), "host_pages": (60, 60, 20)}
     world = StoredWorld(Setup(**{**sizes, **changes}), 1)  # type: ignore[arg-type]
     world.cache.no_regret = world.cache.prefetcher.no_regret = NoRegret(False)  # type: ignore[union-attr]
+    return world
+
+
+def restarted(*ends: int, **changes: object) -> StoredWorld:
+    """A world that has served `TOKENS` up to each of `ends`, and begins anew with what storage has of it."""
+    world = roomy(**changes)
+    for end in ends:
+        serve_key(world, TOKENS[:end])
+    world.restart()
     return world
 
 
@@ -120,10 +112,7 @@ def test_a_boundary_beside_another_prompt_is_stored_from_where_its_window_begins
 
 
 def test_hits_end_at_the_last_boundary_when_the_prompt_parts_in_between() -> None:
-    world = roomy()
-    serve_key(world, TOKENS[:6])
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(6, 12)
     assert fetched(world, [*TOKENS[:9], 77, 78]) == 6
     world.restart()
     assert fetched(world, TOKENS) == 12
@@ -131,9 +120,7 @@ def test_hits_end_at_the_last_boundary_when_the_prompt_parts_in_between() -> Non
 
 def test_what_is_read_begins_where_the_tree_ends() -> None:
     """A window that reaches back over what the tree has is read from there on only."""
-    world = roomy()
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(12)
     assert fetched(world, TOKENS[:11]) == 0
     serve_key(world, TOKENS[:11])
     world.depot.lose_page(1, world.hashes(RadixKey(TOKENS))[9])
@@ -143,9 +130,7 @@ def test_what_is_read_begins_where_the_tree_ends() -> None:
 
 def test_a_boundary_fetched_onto_one_that_is_not_stored_is_stored_whole() -> None:
     """Its window reaches back over pages that storage was not asked for."""
-    world = roomy()
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(12)
     world.depot.on_put = lambda part, keys: [False] * len(keys) if part.component else None
     serve_key(world, TOKENS[:10])
     world.depot.on_put = lambda part, keys: None
@@ -226,10 +211,7 @@ def test_a_split_leaves_the_boundary_with_the_end() -> None:
 
 @pytest.mark.parametrize("start", [0, 4])
 def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_one(start: int) -> None:
-    world = roomy()
-    for end in (4, 8, 12):
-        serve_key(world, TOKENS[:end])
-    world.restart()
+    world = restarted(4, 8, 12)
     if start:
         serve_key(world, TOKENS[:start])
     names = world.hashes(RadixKey(TOKENS))
@@ -241,7 +223,7 @@ def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_on
     key = RadixKey(TOKENS)
     world.set_policy("wait_complete")
     handle = world.prefetch(key)
-    world.settle_but(handle)
+    world.settle()
     assert world.cache.match(key).loadable_node.end == 8
     prefetcher = world.cache.prefetcher
     assert prefetcher is not None and prefetcher.progress(handle)
@@ -251,21 +233,16 @@ def test_a_boundary_of_which_a_page_is_gone_by_now_is_given_up_for_an_earlier_on
 
 def test_a_boundary_of_which_a_page_is_damaged_is_given_up_for_an_earlier_one() -> None:
     """Storage goes on saying that it has the page."""
-    world = roomy()
-    for end in (4, 8, 12):
-        serve_key(world, TOKENS[:end])
-    world.restart()
+    world = restarted(4, 8, 12)
     world.depot.damaged.add((1, world.hashes(RadixKey(TOKENS))[10]))
-    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    world.prefetch(RadixKey(TOKENS))
+    world.settle()
     assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 8
     world.assert_drained()
 
 
 def test_a_host_too_small_for_the_prompt_gets_what_it_has_room_for() -> None:
-    world = roomy()
-    for end in (4, 8, 12):
-        serve_key(world, TOKENS[:end])
-    world.restart()
+    world = restarted(4, 8, 12)
     blocked = world.host[0].alloc(51)
     world.fetch_in_peace(RadixKey(TOKENS))
     assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 8, "nine pages are free"
@@ -274,10 +251,7 @@ def test_a_host_too_small_for_the_prompt_gets_what_it_has_room_for() -> None:
 
 
 def test_a_boundary_that_keeps_vanishing_is_not_asked_for_for_ever() -> None:
-    world = roomy()
-    for end in range(1, 13):
-        serve_key(world, TOKENS[:end])
-    world.restart()
+    world = restarted(*range(1, 13))
     gets = []
 
     def lose_all(part: Part, keys: Sequence[str]) -> None:
@@ -285,19 +259,19 @@ def test_a_boundary_that_keeps_vanishing_is_not_asked_for_for_ever() -> None:
         part.shelf.pop(keys[-1], None)
 
     world.depot.on_get = lose_all
-    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    world.prefetch(RadixKey(TOKENS))
+    world.settle()
     assert gets == [0] * MAX_TRIES
     world.assert_drained()
 
 
 @pytest.mark.parametrize("component", [0, 1])
 def test_without_room_for_all_of_it_nothing_is_read(component: int) -> None:
-    world = roomy()
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(12)
     blocked = world.host[component].alloc(58 if component else 50)
     gets = len(world.gets)
-    world.settle_but(world.prefetch(RadixKey(TOKENS)))
+    world.prefetch(RadixKey(TOKENS))
+    world.settle()
     assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 0
     assert len(world.gets) == gets and world.tree.resident_pages(HOST) == 0
     world.host[component].free(blocked)
@@ -307,9 +281,7 @@ def test_without_room_for_all_of_it_nothing_is_read(component: int) -> None:
 
 @pytest.mark.parametrize("steps", range(9))
 def test_stopped_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
-    world = roomy(has_state=True)
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(12, has_state=True)
     handle = world.prefetch(RadixKey(TOKENS))
     for _ in range(steps):
         world.driver.step()
@@ -325,9 +297,7 @@ def test_stopped_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
 
 @pytest.mark.parametrize("steps", range(9))
 def test_detached_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
-    world = roomy(has_state=True)
-    serve_key(world, TOKENS)
-    world.restart()
+    world = restarted(12, has_state=True)
     world.prefetch(RadixKey(TOKENS))
     for _ in range(steps):
         world.driver.step()

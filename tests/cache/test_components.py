@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from collections import Counter
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -114,25 +115,39 @@ class Player:
 MAX_LENGTH = 10
 
 
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
-def test_random_lives_are_exact_in_every_component_and_tier(chunk: int) -> None:
-    hits = computed = loaded = written = 0
+def lives(player: type[Player], chunk: int) -> Iterator[ComponentWorld]:
+    """Play one chunk's seeds; the world that each leaves."""
     for seed in range(chunk, NUM_RUNS, NUM_CHUNKS):
         setup = CONFIGS[seed % len(CONFIGS)]
         try:
-            world = Player(setup, seed).play(random.Random(seed).randrange, NUM_MOVES, 4)
+            world = player(setup, seed).play(random.Random(seed).randrange, NUM_MOVES, 4)
         except BaseException as error:
             error.add_note(f"seed {seed}, {setup}")
             raise
+        yield world
+
+
+def shrinking_lives(player: type[Player]) -> Callable[[], None]:
+    """A test that plays lives which hypothesis draws, and makes one that fails small."""
+
+    @settings(max_examples=8, deadline=None)
+    @given(st.sampled_from(CONFIGS), st.data())
+    def life(setup: Setup, data: st.DataObject) -> None:
+        player(setup, 1).play(lambda n: data.draw(st.integers(0, n - 1)), 25)
+
+    return life
+
+
+@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+def test_random_lives_are_exact_in_every_component_and_tier(chunk: int) -> None:
+    hits = computed = loaded = written = 0
+    for world in lives(Player, chunk):
         hits, computed = hits + world.num_hits, computed + world.num_computed
         loaded, written = loaded + world.cache.counters.loaded, written + world.cache.counters.written
     assert min(hits, computed, loaded, written) > 20, (hits, computed, loaded, written)
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from(CONFIGS), st.data())
-def test_lives_that_shrink(setup: Setup, data: st.DataObject) -> None:
-    Player(setup, 1).play(lambda n: data.draw(st.integers(0, n - 1)), 25)
+test_lives_that_shrink = shrinking_lives(Player)
 
 
 def test_each_value_is_drawn_often() -> None:
