@@ -66,12 +66,12 @@ class StorageRunner:
         """
         query = task.job.payload
         assert isinstance(query, Query)
-        keys = self._hash(task, query.rows)[len(query.rows) - query.num_pages :]
+        self._hash(task, query.rows)
         yield
         found = 0
-        while found < len(keys):
+        while found < query.num_pages:
             task.check()
-            batch = range(found, min(found + self._batch_pages, len(keys)))
+            batch = range(found, min(found + self._batch_pages, query.num_pages))
             found += self._count(task, query, BACKBONE_PAIR, batch)
             if not query.trails:
                 task.num_pages = found
@@ -90,7 +90,7 @@ class StorageRunner:
             storage = self._part(tail.pair)
             for start in range(0, len(hashes), self._batch_pages):
                 task.check()
-                batch = [digest.hex() for digest in hashes[start : start + self._batch_pages]]
+                batch = _names(hashes[start : start + self._batch_pages])
                 views = self._views(tail, start)
                 before = self._before_read(read, hashes[start])
                 answer = storage.get(batch, views) if before is None else storage.get(batch, views, before)
@@ -102,7 +102,8 @@ class StorageRunner:
         """Hash the rows, then put the pages; stops at the first page the backend does not take."""
         store = task.job.payload
         assert isinstance(store, Store)
-        keys = self._hash(task, store.rows)
+        self._hash(task, store.rows)
+        keys = _names(task.hashes)
         yield
         for tail in store.tails:
             first = len(keys) - len(tail.pages)
@@ -154,7 +155,7 @@ class StorageRunner:
     def _count(self, task: Task, query: Query, pair: int, batch: range) -> int:
         """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
         first = len(query.rows) - query.num_pages
-        keys = [digest.hex() for digest in task.hashes[first + batch.start : first + batch.stop]]
+        keys = _names(task.hashes[first + batch.start : first + batch.stop])
         storage, before = self._part(pair), self._keys_before(task, query.rows, first + batch.start)
         answer = storage.exists(keys) if before is None else storage.exists(keys, before)
         return checked_count(answer, len(keys))
@@ -172,29 +173,33 @@ class StorageRunner:
         """The chain before a page of `rows`, for storage that asked and rows that begin it."""
         if rows.start or not self.wants_prefix_keys:
             return None
-        return [digest.hex() for digest in task.hashes[:page]]
+        return _names(task.hashes[:page])
 
     def _before_read(self, read: Read, digest: bytes) -> list[str] | None:
         """The same before a page of a read."""
         if read.chain is None or not self.wants_prefix_keys:
             return None
-        return [before.hex() for before in read.chain[: read.chain.index(digest)]]
+        return _names(read.chain[: read.chain.index(digest)])
 
     def _part(self, pair: int) -> StorageLike:
         assert self.parts, "a storage job is running with no storage attached"
         return self.parts[pair]
 
-    def _hash(self, task: Task, rows: PageRows) -> list[str]:
-        """Keys of `rows`; the digests go into the task."""
+    def _hash(self, task: Task, rows: PageRows) -> None:
+        """The digests of `rows` go into the task."""
         hashes = tuple(self._hash_pages(rows))
         assert len(hashes) == len(rows), f"{len(hashes)} digests for {len(rows)} rows"
         task.hashes = hashes
-        return [digest.hex() for digest in hashes]
 
     def _views(self, tail: Tail, start: int) -> list[list[memoryview]]:
         """Of one batch of a tail's pages, from `start` on."""
         page_views = self._hosts[tail.pair].page_views
         return [page_views(page) for page in tail.pages[start : start + self._batch_pages].tolist()]
+
+
+def _names(hashes: Sequence[bytes]) -> list[str]:
+    """Storage's names of pages."""
+    return [digest.hex() for digest in hashes]
 
 
 def checked_count(answer: object, limit: int) -> int:
