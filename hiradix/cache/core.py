@@ -107,7 +107,7 @@ class HierarchicalCache:
         self.prefetcher = Prefetcher(
             self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
         )
-        self._load_back.no_regret = self.prefetcher.no_regret = self.no_regret
+        self._load_back.no_regret = self.prefetcher.reads.no_regret = self.no_regret
         self._apply(True)
 
     # -- one request's life -------------------------------------------------------------

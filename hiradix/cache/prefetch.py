@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import PageSupply
 from hiradix.cache.reads import Found, Phase, Prefetch, Reads
-from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, TransferController
 from hiradix.transfer.jobs import Chain
@@ -38,22 +37,13 @@ class Prefetcher:
         self._controller = controller
         self._flights = flights
         self._clock = clock
-        self._reads = Reads(supply, controller, flights, self._finish, self._ask_again)
+        self.reads = Reads(supply, controller, flights, self._finish, self._ask_again)
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
 
     def __len__(self) -> int:
         return len(self._running)
-
-    @property
-    def no_regret(self) -> NoRegret:
-        """Which transfers are worth their time."""
-        return self._reads.no_regret
-
-    @no_regret.setter
-    def no_regret(self, gate: NoRegret) -> None:
-        self._reads.no_regret = gate
 
     def clear(self) -> None:
         """Forget everything (after a reset; the flights are orphans now)."""
@@ -68,7 +58,7 @@ class Prefetcher:
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
         """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
         self.abort(handle)
-        asked = self._reads.most(key.num_pages(self._tree.page_size) - node.end)
+        asked = self.reads.most(key.num_pages(self._tree.page_size) - node.end)
         if asked <= 0 or not self._controller.storage_attached or not self.policy.worth_asking(asked):
             return False
         if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
@@ -177,20 +167,17 @@ class Prefetcher:
             chain = None if rows.start else result.hashes
             self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)
 
-        ticket = self._controller.query(rows, p.asked_pages, self._reads.trails())
+        ticket = self._controller.query(rows, p.asked_pages, self.reads.trails())
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.QUERY, answered))
 
     def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], chain: Chain) -> None:
-        """Submit reads for the hits, if they are worth it; as many as the host can take."""
+        """Submit reads for the hits, if somebody still wants them."""
         if p.stopped or not self.policy.worth_reading(len(hashes)):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
             return self._finish(p)
-        if not self.no_regret.takes(Move.FETCH, len(hashes)):
-            self._supply.counters.miss("slower_than_compute", len(hashes))
-            return self._finish(p)
         p.phase = Phase.READ
-        if not self._reads.submit(p, Found(start, hashes, chain)):
+        if not self.reads.submit(p, Found(start, hashes, chain)):
             self._finish(p)
 
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:

@@ -72,7 +72,7 @@ class Reads:
     """Submits reads and adopts what they bring.
 
     finish(p): nothing more will arrive for `p`. again(p, num_pages): what had been found for it was gone,
-    and so are all boundaries behind `num_pages`.
+    and so are all boundaries behind `num_pages`. no_regret: which reads are worth their time.
     """
 
     def __init__(
@@ -101,7 +101,11 @@ class Reads:
         return min(num_pages, self._supply.host_room()) if self._others else num_pages
 
     def submit(self, p: Prefetch, found: Found) -> bool:
-        """Submit reads for what was found, as far as the host can take it; False if it can take nothing."""
+        """Submit reads for what was found, as far as the host can take it; False if there are none: it can
+        take nothing, or they are not worth their time."""
+        if not self.no_regret.takes(Move.FETCH, len(found.hashes)):
+            self._supply.counters.miss("slower_than_compute", len(found.hashes))
+            return False
         return self._submit_whole(p, found) if self._others else self._submit_batches(p, found)
 
     # -- full attention alone -------------------------------------------------------------

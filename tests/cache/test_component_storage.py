@@ -39,7 +39,7 @@ TOKENS = list(range(12))
 def roomy(**changes: object) -> StoredWorld:
     sizes = {"device_pages": (60, 60, 20), "host_pages": (60, 60, 20)}
     world = StoredWorld(Setup(**{**sizes, **changes}), 1)  # type: ignore[arg-type]
-    world.cache.no_regret = world.cache.prefetcher.no_regret = NoRegret(False)  # type: ignore[union-attr]
+    world.cache.no_regret = world.cache.prefetcher.reads.no_regret = NoRegret(False)  # type: ignore[union-attr]
     return world
 
 
