@@ -71,7 +71,7 @@ class Backup:
         self._counters: Counters = supply.counters
         self._controller = controller
         self._flights = flights
-        self._storing = Storing(supply, controller, flights)
+        self.storing = Storing(supply, controller, flights)
         self._is_plain = len(supply.device_pools) == 1
         # by component: device pages that are being copied down
         self._writing = [np.zeros(pool.num_pages + 1, np.bool_) for pool in supply.device_pools]
@@ -80,11 +80,7 @@ class Backup:
         """Forget what is being copied (after a reset)."""
         for writing in self._writing:
             writing[:] = False
-        self._storing.clear()
-
-    def on_use(self, node: Node) -> None:
-        """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
-        self._storing.doubt(node)
+        self.storing.clear()
 
     def on_insert(self, node: Node) -> None:
         """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
@@ -93,7 +89,7 @@ class Backup:
                 self._submit(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
-        self._storing.store(node)
+        self.storing.store(node)
 
     # -- device to host -----------------------------------------------------------------
 
@@ -231,9 +227,9 @@ class Backup:
                 self._supply.free_all_host(down.host)
             self._unlock(locks)
             if ok:
-                self._storing.store(node)
+                self.storing.store(node)
                 if self.policy.writes_on_evict:
-                    self._storing.store_below(node)
+                    self.storing.store_below(node)
 
         self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=down.host))
         return ticket

@@ -207,7 +207,7 @@ class HierarchicalCache:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
         self.tree.hit(node)
         if self.backup is not None:
-            self.backup.on_use(node)
+            self.backup.storing.doubt(node)
 
     def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""

@@ -185,7 +185,7 @@ def test_a_reset_forgets_a_boundary_whose_store_hangs() -> None:
     world.hashes(RadixKey(TOKENS))
     (running,) = world.run_pass([admitted], lambda n: 0)
     world.tree.unlock(running.lock)
-    storing, stats = world.cache.backup._storing, world.cache.controller.stats
+    storing, stats = world.cache.backup.storing, world.cache.controller.stats
     stores = partial(world.cache.flights.tickets, JobKind.STORE)
     while not storing._ending or len(stores()) > 1 or JobKind.STORE not in stats().running_s:
         world.driver.step()
