@@ -17,6 +17,7 @@ from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
 from hiradix.transfer import JobKind, Result, Tail, TransferController
 from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
+from hiradix.tree.view import extended
 
 OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
 
@@ -107,8 +108,7 @@ class Storing:
         found, known, runs = [], 0, [UNBOUNDED] * len(self._others)
         for n in path:
             for i, (component, _) in enumerate(self._others):
-                run = min(runs[i] + n.num_pages, UNBOUNDED)
-                runs[i] = run if n.resident(HOST, component) else 0
+                runs[i] = extended(runs[i], n, n.resident(HOST, component))
             if n.boundary_stored:
                 known = n.end
             elif n not in self._ending and all(r >= kind.reach for r, (_, kind) in zip(runs, self._others)):

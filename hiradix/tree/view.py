@@ -110,8 +110,8 @@ class TreeView:
         for node in reversed(list(self.path(deepest))):
             for c in range(len(reaches)):
                 on_device, on_host = node.resident(DEVICE, c), node.resident(HOST, c)
-                device_run[c] = _extended(device_run[c], node, on_device)
-                loadable_run[c] = _extended(loadable_run[c], node, on_device or on_host)
+                device_run[c] = extended(device_run[c], node, on_device)
+                loadable_run[c] = extended(loadable_run[c], node, on_device or on_host)
             if all(run >= reach for run, reach in zip(device_run, reaches)):
                 device_node = node
             if all(run >= reach for run, reach in zip(loadable_run, reaches)):
@@ -218,5 +218,6 @@ class TreeView:
         return render_tree(self.root, self.components)
 
 
-def _extended(run: int, node: Node, present: bool) -> int:
+def extended(run: int, node: Node, present: bool) -> int:
+    """A run of unbroken pages on the way down, counted up to UNBOUNDED, behind `node`, present or not."""
     return min(run + node.num_pages, UNBOUNDED) if present else 0

@@ -35,7 +35,8 @@ TREE, GUARD, PARTS, MARK = (
 
 FAULTS = [
     Fault("store: a boundary of which the host lacks a part", STORING, "r >= kind.reach for", "r > 0 for"),
-    Fault("store: a gap does not end a run", STORING, "run if n.resident(HOST, component) else 0", "run"),
+    Fault("store: a gap does not end a run", STORING, "extended(runs[i], n, n.resident(HOST, component))",
+          "extended(runs[i], n, True)"),
     Fault("store: a boundary again with each use", STORING, "if n.boundary_stored:", "if False:"),
     Fault("store: a boundary again while it is stored", STORING, "elif n not in self._ending and", "elif"),
     Fault("store: a boundary that was not taken counts", STORING,
