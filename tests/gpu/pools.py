@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hiradix.memory import CacheShape, DevicePool, HostPool, TorchTransport, Transport
-from tests.memory.pool_cases import contents, fill
+from tests.memory.pool_cases import contents, device_pool, host_pool
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,13 @@ def make_pair(
     shape: CacheShape, num_pages: int, device: torch.device, layout: str = "page_first", page_size: int = 4
 ) -> Pair:
     """Pools of random bytes, `num_pages` pages each."""
-    twin = DevicePool(shape, num_pages, page_size)
+    twin = device_pool(shape, num_pages, 1, page_size)
+    host_twin = host_pool(shape, num_pages, layout, 9, page_size)
     pool = DevicePool(shape, num_pages, page_size, device)
     for array in range(len(shape.arrays)):
-        fill(twin.layer_views(array), 1 + array)
         for own, other in zip(pool.layer_views(array), twin.layer_views(array), strict=True):
             own.view(torch.uint8).copy_(other.view(torch.uint8))
     host = HostPool(shape, num_pages, page_size, layout=layout, device=device)
-    host_twin = HostPool(shape, num_pages, page_size, layout=layout)
-    fill([host_twin.buffer], 9)
     host.buffer.copy_(host_twin.buffer)
     settle(device)
     return Pair(pool, host, twin, host_twin)
