@@ -31,8 +31,12 @@ def on_device(wide: npt.NDArray[np.int64], device: object) -> torch.Tensor:
 
 
 def _moved(slots: torch.Tensor, device: object) -> torch.Tensor:
-    is_cpu = getattr(device, "type", device) == "cpu"
-    return slots if is_cpu else upload(slots, cast(torch.device, device))
+    return slots if _is_cpu(device) else upload(slots, cast(torch.device, device))
+
+
+def _is_cpu(device: object) -> bool:
+    """Asked for each answer, so without making a torch.device of a name."""
+    return getattr(device, "type", device) == "cpu"
 
 
 def pages_of(slots: torch.Tensor, page_size: int, start: int = 0, stop: int | None = None) -> Pages:
@@ -48,7 +52,7 @@ class Slots:
 
     def __init__(self, num_pages: int, page_size: int, device: object = "cpu"):
         self._page_size = page_size
-        self._device = None if str(getattr(device, "type", device)) == "cpu" else device
+        self._device = None if _is_cpu(device) else cast(torch.device, device)
         self._spread: npt.NDArray[np.int64] | None = None
         if page_size > 1 and not ids.IS_BUILT:
             slots = ids.slots_of(np.arange(num_pages + 1, dtype=np.int32), page_size)
@@ -58,7 +62,7 @@ class Slots:
         """int64 [len(pages) * page_size] on the device: the slots of `pages` in order. A fresh tensor."""
         wide = ids.slots_of(pages, self._page_size) if self._spread is None else self._looked_up(pages)
         slots = torch.from_numpy(wide)
-        return slots if self._device is None else _moved(slots, self._device)
+        return slots if self._device is None else upload(slots, self._device)
 
     def _looked_up(self, pages: Pages) -> npt.NDArray[np.int64]:
         assert self._spread is not None
