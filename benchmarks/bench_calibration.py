@@ -10,7 +10,6 @@ Without a GPU the candidates are torch and memmove, which shows the method and n
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import write_raw
 from copy_bandwidth import LAYOUTS, SHAPES, Clock, machine
 
 from hiradix.memory import DevicePool, HostPool, TorchTransport, make_transport, page_bytes
@@ -57,10 +57,8 @@ def main() -> None:
             found += list(regrets(case, pools, made, args))
             told(case, times[case], [row for row in found if row.case == case])
             if args.out is not None:
-                rows: dict[str, Any] = {"machine": about, "calibration_s": times}
-                rows["rows"] = [asdict(row) for row in found]
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+                rows = [asdict(row) for row in found]
+                write_raw(args.out, {"machine": about, "calibration_s": times, "rows": rows})
 
 
 def parse() -> argparse.Namespace:

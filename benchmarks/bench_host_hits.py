@@ -14,7 +14,6 @@ the transfer worker counts it, that a hit on the host did not take longer than o
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -22,10 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from common import interval, write_raw
 from copy_bandwidth import machine
 
 from hiradix.config import HiCacheConfig
@@ -73,9 +72,7 @@ def main() -> None:
     for num_tokens in args.tokens:
         told([one for one in rounds if one.num_tokens == num_tokens])
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        found: dict[str, Any] = {"machine": about, "rounds": [asdict(one) for one in rounds]}
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_raw(args.out, {"machine": about, "rounds": [asdict(one) for one in rounds]})
 
 
 def parse() -> argparse.Namespace:
@@ -188,8 +185,7 @@ def load_seconds(engine: Engine) -> float:
 def told(rounds: list[Round]) -> None:
     """A line for one length: medians, and the ratio of pairs with the middle 95 % of resampled medians."""
     ratios = [one.host_s / one.computed_s for one in rounds]
-    random = np.random.default_rng(0)
-    low, high = np.quantile(np.median(random.choice(ratios, (2000, len(ratios))), axis=1), (0.025, 0.975))
+    low, high = interval(ratios, np.random.default_rng(0))
     hidden = [1 - max(0.0, one.host_s - one.device_s) / one.load_s for one in rounds if one.load_s > 0]
     times = [
         statistics.median(getattr(one, name) for one in rounds)

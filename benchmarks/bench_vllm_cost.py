@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import machine
+from benchmarks.common import interval, machine
 from hiradix.engine.smollm2 import smollm2_path
 from tests.vllm.play import FIRST, Play
 
@@ -144,13 +144,6 @@ def measured(play: Switch, case: str, num_pairs: int) -> Costs:
             if number >= 0:
                 costs.trials[name].append(seconds)
     return costs
-
-
-def interval(values: Sequence[float], rng: np.random.Generator) -> tuple[float, float]:
-    """Where 95 % of the medians lie of as many values drawn from these."""
-    drawn = rng.choice(np.array(values), (4000, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(low), float(high)
 
 
 def report(every: dict[str, Costs]) -> str:

@@ -1,4 +1,4 @@
-"""What benchmarks share: what machine this is, one table, one JSON file."""
+"""What benchmarks share: what machine this is, how sure a median is, one table, one JSON file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,13 @@ def median_and_best(case: str, unit: str, found: Mapping[str, Sequence[float]]) 
         ours = rates.pop("hiradix")
         made.append(Row(f"{case}{what}", "rate", unit, ours, rates))
     return made
+
+
+def interval(values: Sequence[float], random: np.random.Generator) -> tuple[float, float]:
+    """Where 95 % of the medians lie of as many values drawn from these."""
+    drawn = random.choice(np.array(values), (4000, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def machine() -> dict[str, object]:
@@ -56,9 +66,13 @@ def _processor() -> str:
 
 def write_json(path: Path, rows: Sequence[Row], about: dict[str, object]) -> None:
     """{"machine": ..., "rows": [...]} at `path`, whose folder is made."""
+    write_raw(path, {"machine": about, "rows": [asdict(row) for row in rows]})
+
+
+def write_raw(path: Path, found: Mapping[str, Any]) -> None:
+    """`found` as JSON at `path`, whose folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"machine": about, "rows": [asdict(row) for row in rows]}, indent=1)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def shown(value: float) -> str:

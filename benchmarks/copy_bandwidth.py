@@ -13,7 +13,6 @@ file, which is written anew after every case.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -370,8 +369,7 @@ def sweep(args: argparse.Namespace, clock: Clock, found: dict[str, Any]) -> list
 
 def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        common.write_raw(args.out, found)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

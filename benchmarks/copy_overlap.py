@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import interval
 
 from hiradix.memory import DevicePool, HostPool, KVShape, TorchTransport, Transport, make_transport
 from hiradix.transfer import TransferController
@@ -127,11 +128,8 @@ def paired(once: Once, sides: torch.Tensor, copies: Callable[[], None], copy_s: 
 
 
 def slowdown(name: str, direction: str, ratios: list[float]) -> Slowdown:
-    """The median, and the middle 95 % of medians of resampled ratios."""
-    random = np.random.default_rng(0)
-    medians = np.median(random.choice(ratios, (2000, len(ratios))), axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return Slowdown(name, direction, statistics.median(ratios), float(low), float(high))
+    low, high = interval(ratios, np.random.default_rng(0))
+    return Slowdown(name, direction, statistics.median(ratios), low, high)
 
 
 # -- a load back under a forward pass ---------------------------------------------------
