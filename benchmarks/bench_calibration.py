@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import write_raw
+from common import need_device, write_raw
 from copy_bandwidth import LAYOUTS, SHAPES, Clock, machine
 
 from hiradix.memory import DevicePool, HostPool, TorchTransport, make_transport, page_bytes
@@ -72,8 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
     args = parser.parse_args()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+    need_device(parser, args.device)
     return args
 
 

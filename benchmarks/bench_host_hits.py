@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import interval, write_raw
+from common import interval, need_device, write_raw
 from copy_bandwidth import machine
 
 from hiradix.config import HiCacheConfig
@@ -87,8 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
     args = parser.parse_args()
-    if args.device.startswith("cuda") and not is_cuda:
-        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+    need_device(parser, args.device)
     return args
 
 

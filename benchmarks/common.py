@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -40,6 +41,14 @@ def interval(values: Sequence[float], random: np.random.Generator) -> tuple[floa
     drawn = random.choice(np.array(values), (4000, len(values)))
     low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
     return float(low), float(high)
+
+
+def need_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """End the program with its usage where `device` is not the CPU and torch sees no CUDA device."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {device}: torch {torch.__version__} sees no CUDA device here")
 
 
 def machine() -> dict[str, object]:

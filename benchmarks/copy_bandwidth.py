@@ -56,6 +56,7 @@ PAGE_SIZES = (64, 16, 1)
 PROGRAMS = (2, 4, 8, 16, 32)
 STAGES = (1, 3)
 NOISE_BYTES = 16_000_057  # a prime
+PARTS = "sweep: the transports alone; beside: the slow-downs and the overlap alone"
 SLOW_S = 0.5  # a copy that takes longer is timed once
 
 
@@ -308,12 +309,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layout", action="append", choices=LAYOUTS)
     parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES)
     parser.add_argument("--budget-s", type=float, default=480.0, help="no new row is begun after so long")
-    parser.add_argument("--part", choices=("all", "sweep", "beside"), default="all", help="sweep: transports")
+    parser.add_argument("--part", choices=("all", "sweep", "beside"), default="all", help=PARTS)
     parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
     args = parser.parse_args()
     args.cuda = args.device.startswith("cuda")
-    if args.cuda and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+    common.need_device(parser, args.device)
     args.megabytes = args.megabytes or (256 if args.cuda else 64)
     args.deadline = time.monotonic() + args.budget_s
     return args

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
+from common import need_device
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000
@@ -123,8 +123,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     args = parser.parse_args()
-    if args.device != "cpu" and not args.list and not torch.cuda.is_available():
-        parser.error(f"--device {args.device}: torch {torch.__version__} sees no CUDA device here")
+    if not args.list:
+        need_device(parser, args.device)
     if find_spec("hiradix") is None or find_spec("hiradix.triton_kernels") is None:
         how = "python -m pip install --no-deps --no-build-isolation -e ."
         parser.error(f"install hiradix first: {how}; or: ln -s ../triton_kernels hiradix/triton_kernels")
