@@ -435,3 +435,28 @@ def test_selective_writes_save_what_is_used_again() -> None:
     vllm.add(request("a", 3))
     vllm.drain()
     assert vllm.role.figures.saved_pages == 0
+    again = request("b", 3)
+    vllm.role.arrived(again)
+    assert vllm.role.lookup(again, 2 * S) == 0
+    vllm.role.allocated(again, lambda: [[1, 2, 3, 4]], 0)
+    again.num_computed_tokens = 2 * S
+    (save,) = vllm.role.step([StepRequest("b", S, [3])], lambda request_id: [[1, 2, 3]]).saves
+    assert [move.device.tolist() for move in save.moves] == [[1, 2]]
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_steps_of_an_answer_that_fill_no_page_are_quiet(policy: str) -> None:
+    vllm = MiniVLLM(World(write_policy=policy))
+    vllm.add(request("a", 2, max_tokens=5 * S))
+    vllm.drain()
+    assert vllm.num_quiet >= 5, "at least one of the four steps of each page"
+
+
+def test_storage_that_is_asked_for_ends_the_quiet() -> None:
+    vllm = MiniVLLM(World())
+    vllm.add(request("a", 2, max_tokens=5 * S))
+    vllm.run(lambda: vllm.num_quiet > 2)
+    vllm.role.storage.ask("fake", {})
+    assert vllm.role.quiet_step([]) is None
+    assert [order.name for order in vllm.step().storage] == ["fake"]
+    vllm.drain()

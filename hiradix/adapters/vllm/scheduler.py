@@ -156,15 +156,17 @@ class SchedulerRole:
     def quiet_step(self, computed: Iterable[tuple[str, int]]) -> Orders | None:
         """The orders of a step in which no request gets a block, or None if `step` must see it.
 
-        computed: request ids with the tokens computed when the step ends. None when one of them fills a page
-        that is not saved, or something has happened since `step`. Costs a look at each request.
+        computed: request ids with the tokens computed when the step ends. None when one of them has a page
+        that is to be saved, or something has happened since `step`. Costs a look at each request.
         """
         if self._quiet is None or self.storage.is_asked:
             return None
         size, requests = self.index.page_size, self.requests
         for request_id, end in () if self._saves_lost else computed:
             tracked = requests.get(request_id)
-            if tracked is not None and end // size > tracked.num_saved:
+            if tracked is None or end // size <= tracked.num_saved:
+                continue
+            if self._due(tracked, end) > tracked.num_saved:
                 return None
         return self._quiet
 
@@ -196,14 +198,17 @@ class SchedulerRole:
         tracked = self.requests.get(one.request_id)
         if tracked is None or not self.index.is_open or self._saves_lost:
             return None
-        size = self.index.page_size
-        end = tracked.request.num_computed_tokens + one.num_tokens
-        known = min(end, tracked.request.num_tokens) // size
-        if not self._saves_new:
-            known = min(known, tracked.local_tokens // size)
-        if known <= tracked.num_saved:
+        due = self._due(tracked, tracked.request.num_computed_tokens + one.num_tokens)
+        if due <= tracked.num_saved:
             return None
-        return self._planned(self._ticket(), tracked, table(one.request_id), known)
+        return self._planned(self._ticket(), tracked, table(one.request_id), due)
+
+    def _due(self, tracked: Tracked, end: int) -> int:
+        """Leading pages of a request to be on the host when a step has computed its tokens up to `end`."""
+        known = min(end, tracked.request.num_tokens)
+        if not self._saves_new:
+            known = min(known, tracked.local_tokens)
+        return known // self.index.page_size
 
     def _save_late(self, left: Iterable[Pending]) -> list[Save]:
         """What ended requests left behind."""
