@@ -83,7 +83,7 @@ class FetchBook:
         """Ask storage for what the host lacks of a request's first `num_pages` pages, if that is worth it."""
         index = self.index
         key = tracked.key(num_pages, index.page_size)
-        boundary, node = index.boundary(key), index.resident_end(key)
+        boundary, node = index.ends(key)
         floor, start = boundary.end, node.end
         asked = num_pages - floor
         if asked <= 0 or not self.policy.worth_asking(asked):

@@ -107,15 +107,15 @@ class HostIndex:
 
     def resident_end(self, key: RadixKey) -> Node:
         """The deepest node on `key` that has backbone pages on the host, ready or not."""
-        return self.tree.match(key).loadable_node if len(self.tree.components) == 1 else self._deepest(key)
+        return self.ends(key)[1]
 
-    def boundary(self, key: RadixKey) -> Node:
-        """The deepest node on `key` of which the host, with what is arriving, has all that a load needs."""
-        return self.tree.match(key).loadable_node
+    def ends(self, key: RadixKey) -> tuple[Node, Node]:
+        """The deepest boundary on `key`, and `resident_end`.
 
-    def _deepest(self, key: RadixKey) -> Node:
-        self.tree.match(key)  # splits where the key leaves the tree
-        return self.tree.find(key)
+        A boundary: the host, with what is arriving, has all that a load up to there needs.
+        """
+        boundary = self.tree.match(key).loadable_node  # splits where the key leaves the tree
+        return boundary, boundary if len(self.tree.components) == 1 else self.tree.find(key)
 
     # -- entering ---------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class HostIndex:
                 self._lost.append((key, start))
 
     def _drop(self, key: RadixKey, start: int) -> bool:
-        deepest = self._deepest(key)
+        deepest = self.resident_end(key)
         if deepest.end <= start:
             return True
         self.tree.cut(deepest, start)
