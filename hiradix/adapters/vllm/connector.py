@@ -29,7 +29,7 @@ from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
-from hiradix.adapters.vllm.scheduler import NO_ORDERS, SchedulerRole
+from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.worker import NOTHING
@@ -44,13 +44,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once per step. is_quiet: it orders nothing, and nobody waits for outcomes."""
+    """Scheduler to workers, once per step."""
 
     orders: Orders
-    is_quiet: bool = False
 
 
-QUIET = StepMetadata(NO_ORDERS[True, False], is_quiet=True)
 NO_RESULTS = KVConnectorTransferResults(frozenset(), frozenset(), frozenset())
 
 
@@ -92,7 +90,6 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: BuiltWorker | None = None
         self._failed_blocks: set[int] = set()
         self._orders = Orders()  # of the step under way
-        self._is_quiet = False  # it has none
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -155,7 +152,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             rows = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
             orders = planner.quiet_step([(one, computed + counts[one]) for one, computed in rows])
             if orders is not None:
-                return QUIET if orders is NO_ORDERS[True, False] else StepMetadata(orders)
+                return StepMetadata(orders)
         state = scheduler_output.kv_connector_block_state
         scheduled = list(_scheduled(scheduler_output, self._grouping.page_size))
         return StepMetadata(planner.step(scheduled, state.resolve_block_ids))
@@ -206,7 +203,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata), connector_metadata
-        self._orders, self._is_quiet = connector_metadata.orders, connector_metadata.is_quiet
+        self._orders = connector_metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.worker = build_worker(worker_plan(self), kv_caches)
@@ -216,16 +213,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, StepMetadata), kv_connector_metadata
-        if not kv_connector_metadata.is_quiet:
-            self._built.role.before_forward(kv_connector_metadata.orders)
+        self._built.role.before_forward(kv_connector_metadata.orders)
 
     def has_connector_metadata(self) -> bool:
         """What attention layers ask before they call this role: only loads for the step concern them."""
         return self._is_gated
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        if not self._is_quiet:
-            self._is_gated = self._built.role.start_loads(self._orders)
+        self._is_gated = self._built.role.start_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._built.role.wait_layer(self._built.layer_numbers[layer_name])
@@ -237,8 +232,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         self._is_gated = False
-        if not self._is_quiet:
-            self._built.role.after_forward(self._orders)
+        self._built.role.after_forward(self._orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         collected = self._built.role.collect(self._orders)
