@@ -291,9 +291,7 @@ def start(names: Sequence[str], folder: Path, log: Any) -> dict[str, Worker]:
     for name in ("hiradix", "physical", *names):
         worker = Worker(name, folder, log)
         try:
-            options = {"source": str(folder)} if name == "physical" else {}
-            where = {"folder": str(worker.folder), "num_pages": 1, "page_bytes": 1 << 16, "options": options}
-            worker.do("open", **where)
+            worker.do("open", folder=str(worker.folder), num_pages=1, page_bytes=1 << 16)
             workers[name] = worker
         except RuntimeError as error:
             if name in ("hiradix", "physical"):

@@ -7,7 +7,6 @@ into the same places. Keys are page hashes; a batch is 128 of them, as the trans
 from __future__ import annotations
 
 import asyncio
-import mmap
 import os
 import random
 import shutil
@@ -25,26 +24,24 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 BATCH = 128
 RAW_PIECE = 2 << 20
-
-
 Span = tuple[str, int, int]  # of a file: path, first byte, number of bytes
 
 
-def huge_pages(num_bytes: int) -> mmap.mmap:
-    """Memory as host pools have it: with pages of 4 KiB a disk reads half as fast, and unevenly."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+def host_memory(num_bytes: int) -> Any:
+    """uint8 [num_bytes], as host pools are: into pages of 4 KiB a disk reads half as fast, and unevenly."""
+    from hiradix.memory.host_memory import allocate
+
+    return allocate(num_bytes, pin=False, unit=1)[0].numpy()
 
 
 class Pool:
-    """Page-aligned host memory that was touched, with random bytes in it."""
+    """A host pool's memory, with random bytes in it."""
 
     def __init__(self, num_pages: int, page_bytes: int):
         self.num_bytes = num_pages * page_bytes
         self.page_bytes = page_bytes
-        self.memory = memoryview(huge_pages(self.num_bytes))
-        self.cells = np.frombuffer(self.memory, np.uint8)
+        self.cells = host_memory(self.num_bytes)
+        self.memory = memoryview(self.cells)
         self.cells[:] = np.random.default_rng(1).integers(0, 256, self.num_bytes, dtype=np.uint8)
         self.pages = [self.memory[at : at + page_bytes] for at in range(0, self.num_bytes, page_bytes)]
         rng = random.Random(2)
@@ -144,15 +141,18 @@ class Hiradix(System):
 
     def spans(self) -> list[Span]:
         """Where the pages are, in the order of slots."""
-        backend: Any = self.storage.backend
-        while (inside := getattr(backend, "inner", None)) is not None:
-            backend = inside
-        store, found = backend._store, []
-        for place in sorted(store.index.by_place):
-            path, offset = store._segments.path(place[0]), store.offset(place)
-            if found and (path, offset) == (found[-1][0], found[-1][1] + found[-1][2]):
-                path, offset = found.pop()[:2]
-            found.append((path, offset, store.offset(place) + store.slot_size - offset))
+        from hiradix.storage.disk.config import slot_bytes
+        from hiradix.storage.disk.log import pages_in
+        from hiradix.storage.disk.segments import SegmentFolder
+
+        size, folder = slot_bytes(self.pool.page_bytes), SegmentFolder(self.folder, False)
+        found: list[Span] = []
+        for segment, slot in sorted(entry.place for entry in pages_in(self.folder)):
+            path, begin, num_bytes = folder.path(segment), slot * size, size
+            if found and (path, begin) == (found[-1][0], found[-1][1] + found[-1][2]):
+                _, begin, before = found.pop()
+                num_bytes += before
+            found.append((path, begin, num_bytes))
         return found
 
     def clear(self) -> None:
@@ -170,9 +170,9 @@ class Physical(System):
     """
 
     def _open(self) -> None:
-        self.lie: list[Span] = []
+        self.to_read: list[Span] = []
         self.executor = ThreadPoolExecutor(4)
-        self.other = np.frombuffer(huge_pages(self.pool.num_bytes), np.uint8)
+        self.other = host_memory(self.pool.num_bytes)
         self.other.fill(1)
 
     def raw(self) -> None:
@@ -185,8 +185,8 @@ class Physical(System):
 
     def _read(self, flags: int, run: Callable[..., Iterable[bool]]) -> None:
         jobs, start, memory = [], 0, self.pool.memory
-        files = {path: os.open(path, os.O_RDONLY | flags) for path, _, _ in self.lie}
-        for path, begin, num_bytes in self.lie:
+        files = {path: os.open(path, os.O_RDONLY | flags) for path, _, _ in self.to_read}
+        for path, begin, num_bytes in self.to_read:
             for offset in range(begin, begin + num_bytes, RAW_PIECE):
                 length = min(RAW_PIECE, begin + num_bytes - offset)
                 jobs.append((files[path], memory[start : start + length], offset))

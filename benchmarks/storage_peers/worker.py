@@ -71,7 +71,7 @@ def main() -> None:
             elif order["do"] == "spans":
                 answer = system.spans()  # type: ignore[union-attr]
             elif order["do"] == "read where":
-                system.lie = order["spans"]  # type: ignore[union-attr]
+                system.to_read = order["spans"]  # type: ignore[union-attr]
             else:
                 answer = measured(system, order)  # type: ignore[arg-type]
             reply = {"answer": answer}
