@@ -84,9 +84,8 @@ class LaneSession(Session):
             self.afterwards()
             return value
 
-        timeout_s = self.left_s()
         call = self.lane.start(work_and_more)
-        return lambda: cast(T, self.lane.finish(call, timeout_s))
+        return lambda: cast(T, self.lane.finish(call, self.left_s()))
 
     def stage(self, batch: Batch, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
         """Staging memory for each page of the chunk, `extra_bytes` longer than the page.

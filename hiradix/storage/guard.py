@@ -280,8 +280,7 @@ class GuardedStorage:
                 raise CallTimeout(f"ended {-left_s():.3f} s late")
 
     def _refresh_stats(self) -> None:
-        """On a worker, after a call: so that `stats` never waits for a backend. A direct one is asked there.
-        """
+        """Take the backend's figures: after a call, on its worker; a direct one's when they are asked for."""
         try:
             self._backend_stats = dict(self._stats())
         except Exception:  # figures are not worth a page

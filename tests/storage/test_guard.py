@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +18,7 @@ from hiradix.storage import (
     PageFingerprint,
     Traits,
 )
+from hiradix.storage.calls import LaneSession
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -233,6 +234,24 @@ def test_pages_are_checked_while_the_next_are_being_read(
     monkeypatch.setattr(world.memory, "get", second)
     monkeypatch.setattr(Sealer, "check", checked)
     assert hits(world.storage, keys_of(4)) == [True] * 4
+
+
+def test_what_checking_took_is_not_waited_for_once_more() -> None:
+    """Found: a read that hung beside a check was waited for as long as if the check had taken no time."""
+    left, waits = [2.0], []
+
+    class Waiting:
+        def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
+            return work
+
+        def finish(self, call: Callable[[], Any], timeout_s: float) -> Any:
+            waits.append(timeout_s)
+            return call()
+
+    session = LaneSession(lambda: left[0], lambda: None, cast(Any, Waiting()))
+    ended = session.start(lambda: "read")
+    left[0] = 0.5
+    assert ended() == "read" and waits == [0.5]
 
 
 def test_a_lane_is_not_given_back_while_it_reads(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
