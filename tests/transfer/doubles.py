@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from hiradix.transfer import JobKind, LayerDoneCounter, LoadFailed
+from hiradix.transfer import JobKind, LayerDoneCounter, LoadFailed, Runtime, TransferLimits
 from hiradix.tree.hashing import PageRows
 
 NUM_LAYERS = 4
@@ -174,3 +175,18 @@ def loads_came(gate: LayerDoneCounter, slots: Sequence[int]) -> bool:
 def rows_of(first: int, num_pages: int, prior: bytes = b"") -> PageRows:
     """Pages of one token each: first, first + 1, ..."""
     return PageRows(prior, np.arange(first, first + num_pages, dtype=np.int64).reshape(-1, 1))
+
+
+TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
+
+
+def task_of(payload: Any, check: Callable[[], None] = lambda: None) -> Any:
+    """A task as a runner sees it. check: what it calls between batches."""
+    return SimpleNamespace(job=SimpleNamespace(payload=payload), check=check, num_pages=0, hashes=())
+
+
+def run(steps: Callable[[Any], Iterator[None]], task: Any) -> Any:
+    """Take all steps of a task; itself."""
+    for _ in steps(task):
+        pass
+    return task

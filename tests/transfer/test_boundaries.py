@@ -17,6 +17,7 @@ from hiradix.transfer.runtime import Runtime, TransferLimits
 from hiradix.transfer.storage_runner import MAX_LOOKS, StorageRunner
 from hiradix.transfer.worker import Stopped
 from hiradix.tree.hashing import PageRows, hash_pages
+from tests.transfer.doubles import run, task_of
 
 MANY = 40
 ROWS = PageRows(b"", np.arange(4 * MANY, dtype=np.int64).reshape(MANY, 4))
@@ -62,16 +63,6 @@ def runner_of(shelves: Sequence[Any], batch_pages: int = 3) -> StorageRunner:
     )
     runner.use(cast(Any, SimpleNamespace(parts=shelves)))
     return runner
-
-
-def run(steps: Any, task: Any) -> Any:
-    for _ in steps(task):
-        pass
-    return task
-
-
-def task_of(payload: Any, check: Any = lambda: None) -> Any:
-    return SimpleNamespace(job=SimpleNamespace(payload=payload), check=check, num_pages=0, hashes=())
 
 
 def expected(full: set[int], trails: Sequence[tuple[set[int], int]], count: int, first: int) -> int:

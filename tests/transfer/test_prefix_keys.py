@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from hiradix.transfer.jobs import Query, Read, Store, Tail
-from hiradix.transfer.runtime import Runtime, TransferLimits
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
-
-TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
+from tests.transfer.doubles import TWO_PAGES, run, task_of
 
 
 class Asked:
@@ -38,20 +36,14 @@ class Asked:
 def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
     runner = StorageRunner([cast(Any, None)], TWO_PAGES)
     runner.use(cast(Any, storage))
-    task = SimpleNamespace(job=SimpleNamespace(payload=Query(rows, num_pages)), check=lambda: None,
-                           num_pages=0, hashes=())  # fmt: skip
-    for _ in runner.query(cast(Any, task)):
-        pass
-    return task.num_pages
+    return run(runner.query, task_of(Query(rows, num_pages))).num_pages
 
 
 def moved(storage: Asked, payload: Any, move: str) -> list[tuple[list[str], list[str]]]:
     host = SimpleNamespace(page_views=lambda page: [])
     runner = StorageRunner([cast(Any, host)], TWO_PAGES)
     runner.use(cast(Any, storage))
-    task = SimpleNamespace(job=SimpleNamespace(payload=payload), check=lambda: None, num_pages=0, hashes=())
-    for _ in getattr(runner, move)(cast(Any, task)):
-        pass
+    run(getattr(runner, move), task_of(payload))
     return storage.calls
 
 

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from hiradix.transfer.jobs import Store, Tail
-from hiradix.transfer.runtime import Runtime, TransferLimits
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows
-
-TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
+from tests.transfer.doubles import TWO_PAGES, run, task_of
 
 
 class Asked:
@@ -35,8 +33,5 @@ def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ..
     runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))], TWO_PAGES)
     runner.use(cast(Any, storage))
     rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    job = SimpleNamespace(payload=Store(rows, (Tail(np.arange(3)),)))
-    task = SimpleNamespace(job=job, check=lambda: None, num_pages=0, hashes=())
-    for _ in runner.store(cast(Any, task)):
-        pass
+    task = run(runner.store, task_of(Store(rows, (Tail(np.arange(3)),))))
     assert task.num_pages == 3 and storage.calls == [said, said]
