@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hiradix.demo.workload import long_text
+from tests.seeded_model import seeded_model
 
 VOCAB_SIZE = 512
 CONTEXT_LENGTH = 4096
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.2,  # wide enough that the most likely token is never nearly a tie
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -16,56 +24,21 @@ CHAT_TEMPLATE = (
 
 def write_tiny_model(folder: Path) -> Path:
     """A transformers checkpoint of about half a million parameters in `folder`."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    write_tiny_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT_LENGTH,
-        initializer_range=0.2,  # wide enough that the most likely token is never nearly a tie
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.float32).eval().save_pretrained(folder)
-    return folder
+    return _write(folder, "Llama", num_hidden_layers=2)
 
 
 def write_window_model(folder: Path) -> Path:
     """The same with four layers of Gemma 3, every other one with a window of 64 tokens."""
-    import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    write_tiny_tokenizer(folder)
-    config = Gemma3TextConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+    layer_types = ["sliding_attention", "full_attention"] * 2
+    return _write(
+        folder, "Gemma3", num_hidden_layers=4, layer_types=layer_types, sliding_window=64,
         query_pre_attn_scalar=32,
-        sliding_window=64,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=CONTEXT_LENGTH,
-        initializer_range=0.2,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    Gemma3ForCausalLM(config).to(torch.float32).eval().save_pretrained(folder)
+    )  # fmt: skip
+
+
+def _write(folder: Path, kind: str, **fields: Any) -> Path:
+    write_tiny_tokenizer(folder)
+    seeded_model(kind, 0, **SIZES, **fields).save_pretrained(folder)
     return folder
 
 

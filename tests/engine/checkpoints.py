@@ -13,6 +13,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.identity import Identity
+from tests.seeded_model import seeded_model
 
 VOCAB = 384
 CONTEXT = 2048
@@ -60,11 +61,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def write_checkpoint(family: str, folder: Path) -> None:
     """A seeded model of `family` in `folder`, in transformers' own format."""
-    prefix, extra = FAMILIES[family]
-    name = f"{prefix}TextConfig" if hasattr(transformers, f"{prefix}TextConfig") else f"{prefix}Config"
-    config = getattr(transformers, name)(**{**_SIZES, **extra})
-    torch.manual_seed(7)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).eval()
+    kind, fields = FAMILIES[family]
+    model = seeded_model(kind, 7, **{**_SIZES, **fields})
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from tests.engine.checkpoints import CONTEXT, VOCAB, Reference
 from tests.identity import Identity
 from tests.ranks.scenario import NUM_NEW, Plan, start
+from tests.seeded_model import seeded_model
 
 DEADLINE_S = 170.0
 FULL = pytest.mark.skipif(os.environ.get("HIRADIX_RANKS_FULL") != "1", reason="HIRADIX_RANKS_FULL=1 runs it")
@@ -27,13 +26,11 @@ FULL = pytest.mark.skipif(os.environ.get("HIRADIX_RANKS_FULL") != "1", reason="H
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "llama"
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+    made = seeded_model(
+        "Llama", 8, vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=CONTEXT,
         bos_token_id=None, eos_token_id=None, initializer_range=0.3,
     )  # fmt: skip
-    torch.manual_seed(8)
-    made = transformers.LlamaForCausalLM(config).eval()
     made.generation_config.pad_token_id = 0
     made.save_pretrained(folder)
     return folder

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.seeded_model import seeded_model
 from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
@@ -24,13 +23,7 @@ SIZES: dict[str, Any] = {
 
 def checkpoint(folder: Path, kind: str, **fields: Any) -> Path:
     """A seeded model of transformers' class `kind`."""
-    import transformers
-
-    text = f"{kind}TextConfig"
-    name = text if hasattr(transformers, text) else f"{kind}Config"
-    torch.manual_seed(3)
-    config = getattr(transformers, name)(**SIZES | fields)
-    getattr(transformers, f"{kind}ForCausalLM")(config).float().eval().save_pretrained(folder)
+    seeded_model(kind, 3, **SIZES | fields).save_pretrained(folder)
     return folder
 
 
