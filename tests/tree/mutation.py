@@ -82,6 +82,8 @@ FAULTS = [
         "if False:",
     ),
     Fault("key: tokens of 32 bits are cut to 31 and a sign", IDS, "reduce(part) >> 31", "reduce(part) >> 32"),
+    Fault("key: an array's wide tokens are cut to 32 bits", KEY, "high.count(0) == len(high)", "True"),
+    Fault("key: of an array's tokens the sign bit is not looked at", KEY, "low[3::NARROW].isascii()", "True"),
     Fault(
         "key: a slice loses the bigram's last token",
         KEY,

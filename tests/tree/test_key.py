@@ -64,6 +64,14 @@ def test_an_array_is_packed_as_numpy_packs_it(some: list[int], zeros: int, data:
     assert RadixKey(array("q", values)).packed(start, end) == packed(np.array(values, np.int64), start, end)
 
 
+@pytest.mark.parametrize("token", [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -1, -(2**31), -(2**63)])
+def test_one_token_in_an_array_that_may_be_wide(token: int) -> None:
+    values = [1, 2, token, 3]
+    run, width = RadixKey(array("q", values)).packed(0, 4)
+    assert width == (4 if 0 <= token < 2**31 else 8)
+    assert np.frombuffer(run, np.int32 if width == 4 else np.int64).tolist() == values
+
+
 @pytest.mark.parametrize("is_bigram", [False, True])
 def test_the_first_tokens_of_a_buffer_that_grows(is_bigram: bool) -> None:
     """As an engine's array of a running request does: the key stays what it was, the array may grow."""
