@@ -9,6 +9,7 @@ from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.segments import Segments
 from hiradix.policy.uses import HINTS, Finished, Note, UseLog
 from hiradix.tree import Node, RadixKey, Tier
+from hiradix.tree.key import Namespace
 
 SENDERS = 16  # namespaces are told apart in so many groups where they give hints
 _HINT_CLASS = 8  # conversation classes from here on: hint, then sender
@@ -45,7 +46,7 @@ class GhdLearner(UseLog):
     def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
         prompt_tokens, output_tokens, hint = request
         if hint is not None:
-            return self._hinted(hint, key)
+            return self._hinted(hint, key.space)
         if turn:
             fresh = prompt_tokens - num_known * self.page_tokens
             size = _FRESH[fresh.bit_length()] if fresh > 0 else 0
@@ -58,9 +59,9 @@ class GhdLearner(UseLog):
             found = self._own[kind] = self.tables.class_of(key_of)
         return found
 
-    def _hinted(self, hint: str, key: RadixKey) -> int:
+    def _hinted(self, hint: str, space: Namespace) -> int:
         """A class of the sender's own below the family: a false hint is priced by what its sender's were."""
-        seed = key.space.seed
+        seed = space.seed
         sender = seed[0] % SENDERS if seed else SENDERS
         return self.tables.class_of((CONVERSATION, _HINT_CLASS + HINTS.index(hint) * 32 + sender))
 
@@ -112,15 +113,12 @@ class GhdLearner(UseLog):
                 continue
             note = made.get(id(old))
             if note is None:
-                note = made[id(old)] = Note(old.use, self.clock, self._hinted_node(node, hint), old.visits)
+                note = made[id(old)] = Note(old.use, self.clock, self._hinted(hint, node.space), old.visits)
                 note.segment = self.segments.start(note.class_id, old_pages(node, old), self.clock)
             self.segments.forget(old.segment, node.num_pages)
             node.note = note
             for order in self.orders:
                 order.renoted(node)
-
-    def _hinted_node(self, node: Node, hint: str) -> int:
-        return self._hinted(hint, RadixKey([], node.space.extra_key, cache_salt=node.space.cache_salt))
 
     def forget(self) -> None:
         super().forget()

@@ -75,7 +75,7 @@ def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_p
     known = trail.num_blocks
     if known >= num_blocks:
         return trail
-    size, lookahead = page_size * pages_per_block, int(key.space.is_bigram)
+    size, lookahead = page_size * pages_per_block, key.space.lookahead
     tokens, name = key.tokens, trail.last or key.space.seed
     names: list[bytes] = []
     for at in range(known * size, num_blocks * size, size):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens
+from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens, namespace
 
 
 class TokenLog:
@@ -33,7 +33,7 @@ class TokenLog:
     ):
         self._buffer: Tokens = np.empty(0, np.int64)
         self._length = 0
-        self._space = RadixKey(self._buffer, extra_key, is_bigram, cache_salt=cache_salt).space
+        self._space = namespace(extra_key, cache_salt, is_bigram)
         self._bookmark = Bookmark()
         self.extend(token_ids)
 
@@ -55,7 +55,6 @@ class TokenLog:
         """The key of the first `num_tokens` tokens, or of all. O(1)."""
         tokens = self._buffer[: self._length if num_tokens is None else min(num_tokens, self._length)]
         tokens.flags.writeable = False
-        space = self._space
-        key = RadixKey(tokens, space.extra_key, space.is_bigram, cache_salt=space.cache_salt)
+        key = RadixKey.first(tokens, len(tokens), self._space)
         key.bookmark = self._bookmark
         return key
