@@ -73,7 +73,7 @@ class GhdLearner(UseLog):
     def was_noted(self, used: list[int], notes: list[Note]) -> None:
         """Of a request's pages all that are in a class have one vote."""
         segments = self.segments
-        segments.use_all(used)
+        segments.use(used)
         for note in notes:
             if note.segment < 0:
                 class_id, num_pages = note.class_id, 0

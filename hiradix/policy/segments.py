@@ -52,12 +52,8 @@ class Segments:
         self._next = number = self._next + 1
         return number - 1
 
-    def use(self, number: int, age: int, num_pages: int) -> None:
-        """So many of its pages were used again, `age` tokens after the last time."""
-        self._used += (number, age, num_pages)
-
-    def use_all(self, uses: list[int]) -> None:
-        """The same of several: number, age and pages of one after the other."""
+    def use(self, uses: list[int]) -> None:
+        """Segments were used again: number, tokens since the last time, and pages of one after the other."""
         self._used += uses
 
     def forget(self, number: int, num_pages: int) -> None:

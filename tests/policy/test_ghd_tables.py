@@ -47,7 +47,7 @@ def taught() -> ClassTables:
         clock += 5000
         number = segments.start(often, 4, clock)
         segments.start(never, 4, clock)
-        segments.use(number, 3000, 4)
+        segments.use([number, 3000, 4])
     segments.count(clock)
     tables.recompute()
     return tables
@@ -63,7 +63,7 @@ def test_a_segment_is_one_vote_per_bucket_whatever_its_pages() -> None:
     tables = ClassTables()
     segments = Segments(tables)
     for pages in (1, 7, 1000):
-        segments.use(segments.start(SHARED, pages, 0), 100, pages)
+        segments.use([segments.start(SHARED, pages, 0), 100, pages])
     segments.count(50_000)
     assert tables.used[SHARED, 0] == pytest.approx(3)
     assert tables.exposed[SHARED, 0] == pytest.approx(3)
@@ -80,7 +80,7 @@ def test_votes_do_not_depend_on_when_they_are_counted(counted_between: bool) -> 
         if counted_between:
             segments.count(clock)
         if clock == 9000:
-            segments.use(number, 9000, 1)
+            segments.use([number, 9000, 1])
     segments.count(20_000)
     bucket = int(np.searchsorted(EDGES, 9000, side="right")) - 1
     passed = int(np.searchsorted(EDGES, 20_000, side="right")) - 1
@@ -100,7 +100,7 @@ def test_segments_are_bounded_though_nobody_counts(monkeypatch: pytest.MonkeyPat
         waiting.append(len(segments._new) // 3 + len(segments._gone) // 2)
         assert len(segments) <= 64 + 32
     assert max(waiting) <= 64
-    segments.use(last, 100, 1)
+    segments.use([last, 100, 1])
     segments.count(2000)
     assert tables.used[SHARED, 0] == 1
 
