@@ -53,17 +53,11 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.update(entries)
-        if not self._is_plain:
-            for entry in entries:
-                if not is_blocked(self._context, entry):
-                    self._seat(entry)
-            self.num_pages += _num_pages(entries)
-        elif entries:  # a path without gaps, deepest first: what follows has a child
-            first, last = entries[0].node, entries[-1].node
-            assert first is not None and last is not None
-            if not first.num_device_children:
-                self._seat(entries[0])
-            self.num_pages += first.end - last.start
+        # A plain order's are a path, deepest first: what follows has a child.
+        for entry in entries[:1] if self._is_plain else entries:
+            if not is_blocked(self._context, entry):
+                self._seat(entry)
+        self.num_pages += self._pages_of(entries)
         if self.num_pages > self._most_pages:
             self._most_pages = self.num_pages
             self._log.grow(self.num_pages)
@@ -75,12 +69,18 @@ class LaneOrder:
         for entry in entries:
             if entry.rank is not None:
                 self._unseat(entry)
-        if self._is_plain and entries:  # a path without gaps, in either order
+        self.num_pages -= self._pages_of(entries)
+
+    def _pages_of(self, entries: list[Residency]) -> int:
+        """Pages of what is pushed or removed at once; in a plain order a path without gaps, either way up."""
+        if self._is_plain and entries:
             first, last = entries[0].node, entries[-1].node
             assert first is not None and last is not None
-            self.num_pages -= first.end - last.start if first.end > last.start else last.end - first.start
-        else:
-            self.num_pages -= _num_pages(entries)
+            return first.end - last.start if first.end > last.start else last.end - first.start
+        count = 0
+        for entry in entries:
+            count += len(entry.pages)  # type: ignore[arg-type]
+        return count
 
     def touched(self, entries: Iterable[Residency]) -> None:
         """As `remove` and `push` of them, but that a place stands for as long as its note does."""
@@ -245,10 +245,3 @@ class LaneOrder:
     def expose(self, entry: Residency) -> None:
         if entry.rank is None and entry in self._live:
             self._seat(entry)
-
-
-def _num_pages(entries: list[Residency]) -> int:
-    count = 0
-    for entry in entries:
-        count += len(entry.pages)  # type: ignore[arg-type]
-    return count
