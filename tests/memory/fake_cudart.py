@@ -40,12 +40,15 @@ ATTRIBUTES = (POINTER(MemcpyAttributes), POINTER(c_size_t), c_size_t)
 
 class FakeCudart:
     """calls: ("each" or "batch", stream) of every copy. max_register: bytes of one registration at most.
-    refuse_batches: a code, as a driver gives that has no batches."""
+    refuse_batches: a code, as a driver gives that has no batches. device: what `pinned_pool` made current;
+    registered_on: what was at each registration."""
 
     def __init__(self, runtime: int = 12080, driver: int = 13000) -> None:
         self.calls: list[tuple[str, int | None]] = []
         self.pieces: list[tuple[int, int, int]] = []
         self.registered: dict[int, int] = {}
+        self.device: object = None
+        self.registered_on: list[object] = []
         self.max_register = 1 << 62
         self.refuse_batches = self.last_error = 0
         self._callbacks: list[Any] = []
@@ -92,6 +95,7 @@ class FakeCudart:
         if num_bytes > self.max_register or flags:
             return self._failed(OUT_OF_MEMORY)
         self.registered[address] = num_bytes
+        self.registered_on.append(self.device)
         return 0
 
     def _unregister(self, address: int) -> int:
@@ -146,7 +150,9 @@ def pinned_pool(
 
     @contextmanager
     def device(index: object) -> Iterator[None]:
+        library.device = index
         yield
+        library.device = None
 
     runtime = CudaRuntime(library)
     monkeypatch.setattr(torch.cuda, "device", device)

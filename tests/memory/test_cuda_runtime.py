@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -100,6 +102,16 @@ def test_memory_that_cannot_be_registered_leaves_no_error() -> None:
     assert library.registered == {} and library.last_error == 0
 
 
+def test_memory_is_pinned_for_its_device_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeCudart()
+    host = pinned_pool(monkeypatch, library, 4 * PAGE, SHAPE, NUM_PAGES, 16)
+    assert sum(library.registered.values()) == host.layout.num_bytes
+    assert set(library.registered_on) == {torch.device("cuda", 3)}
+    del host
+    gc.collect()
+    assert library.registered == {} and library.last_error == 0
+
+
 # -- one copy, one registration --------------------------------------------------------------------------
 
 NUM_PAGES = 24
@@ -152,11 +164,18 @@ def test_torchs_runs_end_at_the_edge_of_a_registration(layout: str, monkeypatch:
     host = pinned_pool(monkeypatch, FakeCudart(), 5 * PAGE, SHAPE, NUM_PAGES, 16, layout=layout)
     assert host.cut_pages, "no page of it begins a registration"
     seen: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(transport, "_copy_runs", lambda source, target, runs: seen.extend(runs))
+    dims: set[int] = set()
+
+    def copy_runs(source: torch.Tensor, target: torch.Tensor, runs: list[tuple[int, int, int]]) -> None:
+        seen.extend(runs)
+        dims.update((source.dim(), target.dim()))
+
+    monkeypatch.setattr(transport, "_copy_runs", copy_runs)
     monkeypatch.setattr(transport, "_RUN_BYTES", 0)
     device, pages = device_pool(SHAPE, NUM_PAGES, 1, 16), np.arange(NUM_PAGES)
     TorchTransport().copy_pages(device, host, pages + 1, pages, None)
     TorchTransport().copy_pages(host, device, pages, pages + 1, None)
+    assert dims == {4}, "runs of several layers at once: their layers may be in several registrations"
     to_host, to_device = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     for runs, side in ((to_host, 1), (to_device, 0)):
         for run in runs:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
 
-from hiradix.memory import LAYOUTS, KVShape, TorchTransport, choose
+from hiradix.memory import LAYOUTS, KVShape, TorchTransport, choose, dma_transport, packing_transport
 from hiradix.memory.copy_plan import plan_copies
 from hiradix.memory.dma_transport import DmaTransport, Pieces, cut, memmove_pieces
+from hiradix.memory.packing_transport import PackingTransport
+from hiradix.memory.pools import Pool
 from tests.memory.pool_cases import SHAPES, contents, device_pool, host_pool
 
 NUM_PAGES = 5
@@ -46,6 +51,32 @@ def test_only_what_continues_on_both_sides_is_merged() -> None:
     pieces = Pieces(np.array([0, 16, 32, 64]), np.array([100, 116, 200, 216]), np.full(4, 16)).merged()
     assert pieces.dst.tolist() == [0, 32, 64] and pieces.src.tolist() == [100, 200, 216]
     assert pieces.sizes.tolist() == [32, 16, 16]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_engines_are_called_with_the_pools_device_current(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, pages = SHAPES["mha"], np.array([1, 2])
+    device, host = device_pool(shape, NUM_PAGES, 1), host_pool(shape, NUM_PAGES, "page_first", 2)
+    inside: list[tuple[Pool, Pool]] = []
+    seen: list[list[tuple[Pool, Pool]]] = []
+
+    @contextmanager
+    def device_of(src: Pool, dst: Pool) -> Iterator[None]:
+        inside.append((src, dst))
+        yield
+        inside.pop()
+
+    for module in (dma_transport, packing_transport):
+        monkeypatch.setattr(module, "device_of", device_of)
+
+    def engines(pieces: Pieces) -> None:
+        seen.append([*inside])
+
+    transport = PackingTransport(TorchTransport(), engines) if packed else DmaTransport(engines)
+    transport.copy_pages(device, host, pages, pages, None)
+    assert seen and all(pools == [(device, host)] for pools in seen)
 
 
 class Recorder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from hiradix.memory import LAYOUTS, TorchTransport, choose
@@ -177,6 +178,18 @@ def test_all_of_auto_are_tried_before_one_is_timed(monkeypatch: pytest.MonkeyPat
     found = Faulty("kernel"), Faulty("direct")
     assert isinstance(chosen("auto", found, monkeypatch), CalibratedTransport)
     assert all(each.copies for each in found)
+
+
+def test_pools_that_were_not_measured_get_none_that_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind auto is a transport for other pools: not the one that packs, where that does not work here."""
+    found, refused = (Faulty("kernel"), Faulty("direct")), Faulty("pack", raises)
+    monkeypatch.setattr(choose, "_packing", lambda kernel, pieces: refused)
+    made = chosen("auto", found, monkeypatch)
+    refused.copies.clear()
+    device, host = device_pool(SHAPES["mha"], 5, 1), host_pool(SHAPES["mha"], 4, "page_first", 2)
+    made.copy_pages(device, host, np.array([1, 2]), np.array([0, 1]), None)
+    assert isinstance(made, CalibratedTransport) and refused not in made.candidates
+    assert refused.copies == []
 
 
 def test_without_pools_nothing_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,9 @@ class FakeStream:
             self._num_run += 1
             self._work[self._num_run - 1]()
 
+    def synchronize(self) -> None:
+        self.run()
+
     @property
     def mark(self) -> tuple[FakeStream, int]:
         return self, len(self._work)
@@ -58,7 +61,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._num_streams = 0
+        self._streams: list[FakeStream] = []
 
     # -- of the calling thread ----------------------------------------------------------
 
@@ -82,7 +85,7 @@ class FakeCuda:
         streams: dict[int, FakeStream] = self._of_thread("streams", dict)
         index = self._index(device)
         if index not in streams:
-            streams[index] = FakeStream(index, 0)
+            streams[index] = self._made(index, 0)
         return streams[index]
 
     def set_stream(self, stream: FakeStream) -> None:
@@ -109,8 +112,17 @@ class FakeCuda:
         self.set_stream(before)
 
     def Stream(self, device: Any = None) -> FakeStream:
-        self._num_streams += 1
-        return FakeStream(self._index(device), self._num_streams)
+        return self._made(self._index(device), 1 + len(self._streams))
+
+    def _made(self, device: int, cuda_stream: int) -> FakeStream:
+        self._streams.append(FakeStream(device, cuda_stream))
+        return self._streams[-1]
+
+    def synchronize(self, device: Any = None) -> None:
+        """All that any thread has launched on the device is run."""
+        for stream in self._streams:
+            if stream.device == self._index(device):
+                stream.run()
 
     def _index(self, device: Any) -> int:
         if isinstance(device, int):

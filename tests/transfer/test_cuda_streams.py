@@ -12,6 +12,7 @@ import torch
 from hiradix.adapters.sglang.build import streams_for
 from hiradix.adapters.sglang.ports import ControllerView, FencedStreams
 from hiradix.memory.dma_transport import device_of
+from hiradix.memory.prove import own_stream, settle
 from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.transfer.streams import CudaStreams, HostStreams, make_streams
 from tests.transfer.fake_cuda import FakeCuda
@@ -146,6 +147,21 @@ def test_pieces_go_to_the_stream_of_the_pools_device(cuda: FakeCuda) -> None:
         assert cuda.current_device() == 0
     with device_of(host, host):  # type: ignore[arg-type]
         assert cuda.current_device() == 0
+
+
+def test_what_is_tried_at_start_comes_after_all_that_is_under_way(cuda: FakeCuda) -> None:
+    """The zeros of a pool just made are still being written, on the default stream."""
+    device, done = torch.device("cuda", 3), list[str]()
+    cuda.current_stream().launch(lambda: done.append("zeros"))
+    cuda.Stream().launch(lambda: done.append("another stream"))
+    with own_stream(device):
+        assert done == ["zeros", "another stream"]
+        assert cuda.current_stream().cuda_stream != 0, "batched copies take no default stream"
+        cuda.current_stream().launch(lambda: done.append("copy"))
+        assert len(done) == 2
+        settle(device)
+        assert done[2:] == ["copy"]
+    assert cuda.current_stream().cuda_stream == 0
 
 
 def test_the_pool_decides(cuda: FakeCuda) -> None:
