@@ -1,7 +1,7 @@
 """Drop-in prefix-cache classes for engines.
 
 `RadixCache` (device only) and `HiRadixCache` (all tiers); for models that mix full attention and sliding
-windows `SWARadixCache` and `SWAHiRadixCache` (device and host).
+windows `SWARadixCache` and `SWAHiRadixCache`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from hiradix.prefix_cache.build import build_hybrid_cache, build_prefix_cache
 from hiradix.prefix_cache.hiradix import HiRadixCache, OpenedStorage
 from hiradix.prefix_cache.identity import (
     ModelIdentity,
+    component_name,
     model_identity,
     page_fingerprint,
+    stored_pages,
     weights_digest,
 )
 from hiradix.prefix_cache.radix import RadixCache
@@ -48,7 +50,9 @@ __all__ = [
     "SWARadixCache",
     "build_hybrid_cache",
     "build_prefix_cache",
+    "component_name",
     "model_identity",
     "page_fingerprint",
+    "stored_pages",
     "weights_digest",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
@@ -12,7 +11,6 @@ from hiradix.memory import (
     DevicePool,
     HostPool,
     HybridPools,
-    MLAShape,
     PageAllocator,
     make_transport,
     page_bytes,
@@ -22,7 +20,7 @@ from hiradix.memory import (
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
-from hiradix.prefix_cache.identity import ModelIdentity, page_fingerprint
+from hiradix.prefix_cache.identity import ModelIdentity, component_name, is_replicated, stored_pages
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
@@ -50,10 +48,10 @@ def build_prefix_cache(
         return RadixCache(params)
     host_pool = _host_pool(config, device_pool, model.tp_size * model.pp_size)
     host = _host_tier(config, device_pool, host_pool, runtime)
-    if _is_replicated(host_pool):
+    if is_replicated(host_pool):  # one of the ranks stores for all
         host.controller.backs_up = model.tp_rank == 0
-        model = replace(model, tp_rank=0, tp_size=1)
-    cache = HiRadixCache(params, host, _storage_factory([_stored(config, host_pool, model)]))
+    stored = stored_pages(model, host_pool, config.hicache_mem_layout)
+    cache = HiRadixCache(params, host, _storage_factory([stored]))
     _attach(cache, config)
     return cache
 
@@ -83,8 +81,9 @@ def build_hybrid_cache(
     ]
     sources = tuple(PageAllocator(host.num_pages) for host in hosts)
     tier = _tier(config, sources, TransferController.over(pairs, runtime))
-    names = ("", f"window-{params.sliding_window_size}")
-    stored = [_stored(config, host, model, name) for host, name in zip(hosts, names, strict=True)]
+    names = (component_name(None), component_name(params.sliding_window_size))
+    layout = config.hicache_mem_layout
+    stored = [stored_pages(model, host, layout, name) for host, name in zip(hosts, names, strict=True)]
     cache = SWAHiRadixCache(params, tier, _storage_factory(stored))
     _attach(cache, config)
     return cache
@@ -117,11 +116,6 @@ def _host_pool(config: HiCacheConfig, device_pool: DevicePool, num_ranks: int) -
     return HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device_pool.device)
 
 
-def _is_replicated(pool: HostPool) -> bool:
-    """Whether tensor parallel ranks have the same pages: one of them stores for all."""
-    return isinstance(pool.shape, MLAShape)
-
-
 def _host_tier(
     config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool, runtime: Runtime | None
 ) -> HostTier:
@@ -145,14 +139,6 @@ def _tier(
         PrefetchPolicy.from_name(config.hicache_storage_prefetch_policy, limits),
         no_regret=config.hicache_no_regret,
     )
-
-
-def _stored(
-    config: HiCacheConfig, pool: HostPool, model: ModelIdentity, component: str = ""
-) -> ComponentPages:
-    """What storage is told of a host pool's pages."""
-    mark = page_fingerprint(model, pool.shape, config.page_size, config.hicache_mem_layout, component)
-    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages)
 
 
 def _storage_factory(stored: Sequence[ComponentPages]) -> StorageFactory:

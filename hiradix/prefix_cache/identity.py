@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hiradix.memory import CacheShape
-from hiradix.storage import PageFingerprint
+from hiradix.memory import CacheShape, HostPool, MLAShape
+from hiradix.storage import ComponentPages, PageFingerprint
 
 _DIGEST_BYTES = 1 << 20
 
@@ -63,3 +63,24 @@ def page_fingerprint(
         shape=shape.numbers(),
         component=component,
     )
+
+
+def stored_pages(model: ModelIdentity, pool: HostPool, layout: str, component: str = "") -> ComponentPages:
+    """What storage is told of a host pool's pages, as `page_fingerprint`.
+
+    Pages that all tensor parallel ranks have alike are no rank's.
+    """
+    if is_replicated(pool):
+        model = replace(model, tp_rank=0, tp_size=1)
+    mark = page_fingerprint(model, pool.shape, pool.page_size, layout, component)
+    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages)
+
+
+def is_replicated(pool: HostPool) -> bool:
+    """Whether tensor parallel ranks have the same pages."""
+    return isinstance(pool.shape, MLAShape)
+
+
+def component_name(window_tokens: int | None) -> str:
+    """What storage calls the pages of a sliding window of so many tokens; None: of full attention."""
+    return "" if window_tokens is None else f"window-{window_tokens}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.worker import OpenStorage, WorkerRole
 from hiradix.config import ExtraConfig
-from hiradix.memory import HostPool, MLAShape, make_transport, size_host_pools, token_bytes
-from hiradix.prefix_cache import ModelIdentity, model_identity, page_fingerprint
-from hiradix.storage import ComponentPages, Stores, open_stores
+from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
+from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, stored_pages
+from hiradix.storage import Stores, open_stores
 from hiradix.transfer import PoolPair
 
 
@@ -76,14 +76,16 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     size = plan.grouping.page_size
     page_bytes = [size * token_bytes(shape) for shape in shapes]
     counts = size_host_pools(page_bytes, [plan.num_blocks] * len(parts), config, plan.num_ranks)
-    pairs = []
+    pairs, hosts = [], []
     for part, shape, num_pages in zip(parts, shapes, counts, strict=True):
         own = [caches[name] for name in layer_order(part.layers)]
         device = pool_of(shape, Blocks(size, plan.num_blocks, plan.interior), own)
         host = HostPool(shape, num_pages, size, layout=config.hicache_mem_layout, device=device.device)
         transport = make_transport(config.hicache_io_backend, device.device, (device, host))
+        hosts.append(host)
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
-    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, pairs))
+    names = _stored_as(plan, [pair.model_layers for pair in pairs])
+    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names))
     if config.hicache_storage_backend is not None:
         try:
             role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
@@ -95,37 +97,27 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
 
 
 def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str]:
-    """What storage calls each component: "" for full attention, "window-4096" for windows of so many tokens.
+    """What storage calls each component: by its kind, as in every engine, where there is one group of it.
 
     vLLM cuts layers of one kind into groups as it sees fit: where there are several, their layers say which.
     """
     others = [plan.groups[number].spec for number in plan.grouping.groups[1:]]
     windows = [None, *(getattr(spec, "sliding_window", None) for spec in others)]
-    kinds = ["" if window is None else f"window-{window}" for window in windows]
+    kinds = [component_name(window) for window in windows]
     return [
         kind if kinds.count(kind) == 1 else f"{kind or 'full'}-layers-{'-'.join(map(str, layers))}"
         for kind, layers in zip(kinds, layers_of, strict=True)
     ]
 
 
-def _storage_opener(plan: WorkerPlan, pairs: Sequence[PoolPair]) -> OpenStorage:
+def _storage_opener(plan: WorkerPlan, hosts: Sequence[HostPool], names: Sequence[str]) -> OpenStorage:
     """Opens a store for the pages of all components, as the host pools have them."""
-    names = _stored_as(plan, [pair.model_layers for pair in pairs])
-    pages = [_pages_of(plan, pair.host, name) for pair, name in zip(pairs, names, strict=True)]
+    layout = plan.settings.cache.hicache_mem_layout
+    if plan.interior is Interior.OWN:
+        layout += "+kernel"  # pages that only the same kernel understands
+    pages = [stored_pages(plan.model, host, layout, name) for host, name in zip(hosts, names, strict=True)]
 
     def open_it(name: str, keys: Mapping[str, Any]) -> Stores:
         return open_stores(name, ExtraConfig.from_mapping(keys).backend, pages)
 
     return open_it
-
-
-def _pages_of(plan: WorkerPlan, pool: Any, component: str) -> ComponentPages:
-    model = plan.model
-    if isinstance(pool.shape, MLAShape):
-        model = replace(model, tp_rank=0, tp_size=1)  # every rank has the same rows
-    layout = plan.settings.cache.hicache_mem_layout
-    if plan.interior is Interior.OWN:
-        layout += "+kernel"  # pages that only the same kernel understands
-    fingerprint = page_fingerprint(model, pool.shape, plan.grouping.page_size, layout)
-    weight = pool.num_pages * pool.page_bytes
-    return ComponentPages(replace(fingerprint, component=component), pool.page_bytes, weight)
