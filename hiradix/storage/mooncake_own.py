@@ -3,6 +3,7 @@
 The library copies a whole batch before it answers, so that its pages are out of the processor's caches again
 when they are checked. Read here, each is checked right after its copy: 1.2 to 1.4 times as fast, altogether.
 The memory stays ours until the library is shut down; that its object may leave meanwhile, the seal tells.
+Addresses are the master's word, so only those in that memory's mapping are read.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mooncake.store import ReplicateConfig
@@ -26,6 +28,7 @@ class OwnMemory:
 
     def __init__(self) -> None:
         self._endpoint = ""
+        self._mapped = range(0)  # addresses around the lent memory that are this process's
         self._num_skipped = _MANY_CALLS
 
     def learn(self, store: Any, name: str) -> None:
@@ -39,6 +42,7 @@ class OwnMemory:
         if store.put(name, probe, how) == 0:
             for buffer in _buffers(store.batch_get_replica_desc([name]).get(name, ())):
                 if _bytes_at(buffer.buffer_address) == probe:
+                    self._mapped = _mapping_of(buffer.buffer_address)
                     self._endpoint = buffer.transport_endpoint
         store.remove(name, True)
 
@@ -56,11 +60,16 @@ class OwnMemory:
         own: dict[int, int] = {}
         for index, (name, length) in enumerate(zip(names, num_bytes, strict=True)):
             for buffer in _buffers(found.get(name, ())):
-                if buffer.transport_endpoint == self._endpoint and buffer.size == length:
+                if buffer.size == length and self._is_own(buffer):
                     own[index] = buffer.buffer_address
         if 2 * len(own) < len(names):
             self._num_skipped = 0
         return own
+
+    def _is_own(self, buffer: Any) -> bool:
+        begin, end = buffer.buffer_address, buffer.buffer_address + buffer.size
+        inside = self._mapped.start <= begin and end <= self._mapped.stop
+        return inside and bool(buffer.transport_endpoint == self._endpoint)
 
 
 def copy_out(address: int, spans: Sequence[Span]) -> None:
@@ -77,6 +86,20 @@ def _buffers(replicas: Sequence[Any]) -> list[Any]:
         for replica in replicas
         if replica.is_memory_replica()
     ]
+
+
+def _mapping_of(address: int) -> range:
+    """The addresses that this process has in one piece with `address`; none where it cannot be asked."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return range(0)
+    for line in lines:
+        first, _, last = line.split(" ", 1)[0].partition("-")
+        found = range(int(first, 16), int(last, 16))
+        if address in found:
+            return found
+    return range(0)
 
 
 def _bytes_at(address: int) -> bytes:

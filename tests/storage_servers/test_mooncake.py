@@ -7,6 +7,7 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +211,28 @@ def test_objects_of_another_length_in_own_memory_are_not_copied(owner: MooncakeB
     put(owner, keys_of(2))
     lengths = [PAGE_BYTES + SEAL_BYTES, 64]
     assert owner._own.find(owner._store, owner._names(keys_of(2)), lengths).keys() == {0}
+
+
+@pytest.mark.parametrize("moved", [-(1 << 40), 1 << 40])
+def test_addresses_outside_of_the_lent_memory_are_not_read(owner: MooncakeBackend, moved: int) -> None:
+    """Whatever the master says: what an earlier life of this process had lent is not mapped any more."""
+
+    def replica(of: Any) -> Any:
+        there = of.get_memory_descriptor().buffer_descriptor
+        buffer = SimpleNamespace(
+            transport_endpoint=there.transport_endpoint,
+            size=there.size,
+            buffer_address=there.buffer_address + moved,
+        )
+        descriptor = SimpleNamespace(buffer_descriptor=buffer)
+        return SimpleNamespace(is_memory_replica=lambda: True, get_memory_descriptor=lambda: descriptor)
+
+    put(owner, keys_of(2))
+    names, lengths = owner._names(keys_of(2)), [PAGE_BYTES + SEAL_BYTES] * 2
+    found = owner._store.batch_get_replica_desc(names)
+    says = {name: [replica(one) for one in replicas] for name, replicas in found.items()}
+    master = SimpleNamespace(batch_get_replica_desc=lambda _: says)
+    assert len(says) == 2 and owner._own.find(master, names, lengths) == {}
 
 
 def test_memory_of_others_is_never_taken_for_own(master: Server, tmp_path: Path) -> None:
