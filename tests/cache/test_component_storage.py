@@ -9,7 +9,7 @@ import pytest
 
 from hiradix.cache.reads import MAX_TRIES
 from hiradix.errors import StorageError
-from hiradix.policy.no_regret import NoRegret
+from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.tree import RadixKey
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
@@ -262,6 +262,23 @@ def test_a_boundary_that_keeps_vanishing_is_not_asked_for_for_ever() -> None:
     world.prefetch(RadixKey(TOKENS))
     world.settle()
     assert gets == [0] * MAX_TRIES
+    world.assert_drained()
+
+
+def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
+    world = restarted(12)
+    gate, moved = world.cache.no_regret, []
+    gate.moved = lambda move, num_pages, seconds: moved.append((move, num_pages))  # type: ignore[method-assign]
+    assert fetched(world, TOKENS) == 12
+    assert moved == [(Move.FETCH, 12)], "the window's pages are no further tokens"
+    del gate.moved
+    world.restart()
+    gate.enabled = True
+    gate.computed(1000, 1.0)
+    gate.moved(Move.FETCH, 1, 10.0)
+    gets = len(world.gets)
+    assert fetched(world, TOKENS) == 0 and len(world.gets) == gets
+    assert world.cache.counters.unfulfilled == {"slower_than_compute": 12}
     world.assert_drained()
 
 

@@ -21,6 +21,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     SWARadixCache,
 )
+from hiradix.prefix_cache.swa import SWAHiRadixCache
 from hiradix.tree import AS_INSERTED
 from tests.prefix_cache.bench_engine import Request, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
@@ -317,13 +318,18 @@ def test_storage_attached_cleared_and_detached_while_serving(make: Make, tmp_pat
     assert ok and "already enabled" in message
 
 
-def test_storage_for_full_attention_only_is_refused_by_its_key(make: Make, tmp_path: object) -> None:
+def test_storage_for_full_attention_only_is_refused_by_its_key(
+    make: Make, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = make(config=host_tier("write_through"), window=6)
     extra = f'{{"file_storage_path": "{tmp_path}", "naming": "sglang"}}'
     ok, message = bench.cache.attach_storage_backend("file", extra)
     assert not ok and "naming: SGLang's files are full attention only, not window-6" in message
+    closed, close = [], SWAHiRadixCache.close
+    monkeypatch.setattr(SWAHiRadixCache, "close", lambda cache, *by: (closed.append(1), close(cache, *by)))
     with pytest.raises(ConfigError, match="naming"):
         make(config={**stored(tmp_path), "hicache_storage_backend_extra_config": parse_extra_config(extra)})
+    assert len(closed) == 1, "a cache that nobody gets leaves no threads"
 
 
 @pytest.mark.parametrize("page_size, window", [(1, 3), (4, 3), (4, 10), (16, 24)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -88,3 +90,28 @@ def test_only_a_poll_that_waits_for_jobs_lets_workers_run(rig: Rig, monkeypatch:
     assert rig.controller.poll() == [] and len(asked) == 1
     assert rig.controller.cancel_load(ticket)
     assert rig.controller.poll() == [] and len(asked) == 1
+
+
+class OneStep:
+    """A worker that has one step to do."""
+
+    name, has_work = "one step", True
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def step(self) -> bool:
+        self.done.set()
+        return False
+
+
+@pytest.mark.parametrize("is_same_id", [False, True])
+def test_threads_of_workers_that_are_gone_are_forgotten(is_same_id: bool) -> None:
+    """Also that of one whose id() the next worker got: it has ended, or is about to."""
+    driver, worker = ThreadDriver(), OneStep()
+    gone = cast(Any, SimpleNamespace(worker=lambda: None, wake=lambda: None))
+    driver._threads[id(worker) if is_same_id else 0] = gone
+    driver.wake(worker)
+    assert worker.done.wait(30.0)
+    assert gone not in driver._threads.values() and len(driver._threads) == 1
+    assert driver.stop(worker, 30.0)

@@ -35,3 +35,13 @@ def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ..
     rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
     task = run(runner.store, task_of(Store(rows, (Tail(np.arange(3)),))))
     assert task.num_pages == 3 and storage.calls == [said, said]
+
+
+def test_pages_of_every_component_are_the_tenants() -> None:
+    stores = [Asked(True), Asked(True)]
+    runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))] * 2, TWO_PAGES)
+    runner.use(cast(Any, SimpleNamespace(parts=stores)))
+    rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
+    tails = (Tail(np.arange(2)), Tail(np.arange(2), 1))
+    assert run(runner.store, task_of(Store(rows, tails))).num_pages == 4
+    assert [store.calls for store in stores] == [[(None, "salt:alice")]] * 2
