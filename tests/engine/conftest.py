@@ -67,6 +67,10 @@ def make_engine(llama: Reference) -> Iterator[MakeEngine]:
 
 @pytest.fixture
 def host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
+    return recorded_host_pools(monkeypatch)
+
+
+def recorded_host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
     """The host pools of the engines made from here on, in order: the backbone's before the windows'."""
     pools: list[HostPool] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.engine import Engine, EngineConfig, Output, SamplingParams
@@ -123,6 +125,25 @@ def test_storage_serves_windows_after_a_flush_and_in_another_engine(
         assert [answer.usage.cached_storage for answer in answers if answer.usage] == [96, 128, 72]
         settle(served)
         assert_empty(served)
+
+
+def test_storage_serves_no_windows_to_other_weights(
+    gemma: Reference, make_hybrid: MakeEngine, tmp_path: Path
+) -> None:
+    """Same name, shapes and folder of pages: only the weights say that the pages are not theirs."""
+    other = tmp_path / gemma.path.name
+    shutil.copytree(gemma.path, other)
+    file = other / "model.safetensors"
+    save_file({name: own * 1.25 for name, own in load_file(file).items()}, file, {"format": "pt"})
+    asked, config = prompts([100, 130], seed=4), with_storage(tmp_path, "file")
+    first = make_hybrid(cache=config)
+    serve(first, asked, GREEDY)
+    settle(first)
+    second = make_hybrid(model_path=str(other), cache=config)
+    assert second.model_name == first.model_name
+    answers = serve(second, asked, GREEDY)
+    Reference.load(other).judge(asked, tokens(answers)).assert_holds()
+    assert [answer.usage.cached_storage for answer in answers if answer.usage] == [0, 0]
 
 
 @pytest.mark.parametrize("component", [0, WINDOW])

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 from hiradix.config import HiCacheConfig
 from hiradix.engine import Engine, EngineConfig
-from hiradix.memory import HostPool
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.checkpoints import Reference, write_checkpoint
+from tests.engine.conftest import recorded_host_pools
 from tests.engine.driving import assert_empty
 from tests.engine.test_tiers import converse, served_from
 
@@ -61,14 +61,7 @@ def test_a_damaged_page_is_seen(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: with host pages overwritten the same comparison must fail."""
-    pools: list[HostPool] = []
-
-    class Recorded(HostPool):
-        def __init__(self, *args: object, **kwargs: object):
-            super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-            pools.append(self)
-
-    monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
+    pools = recorded_host_pools(monkeypatch)
     write_checkpoint("llama", tmp_path)
     engine = engine_on(device, tmp_path, "auto", "page_first")
     try:

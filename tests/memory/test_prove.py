@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
-from hiradix.memory import LAYOUTS, TorchTransport, choose
+from hiradix.memory import LAYOUTS, TorchTransport, choose, prove
 from hiradix.memory.calibrate import CalibratedTransport
 from hiradix.memory.dma_transport import DmaTransport, memmove_pieces
 from hiradix.memory.packing_transport import PackingTransport
@@ -114,6 +115,32 @@ def test_the_smallest_pools_can_be_asked() -> None:
     device, host = device_pool(SHAPES["mha"], 1, 1), host_pool(SHAPES["mha"], 1, "page_first", 2)
     assert fault_of(TorchTransport(), device, host) is None
     assert fault_of(Faulty(fault=writes_nothing), device, host) is not None
+
+
+class UnderWay(TorchTransport):
+    """Its copies are done when the stream has come to them, and not when its call returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched: list[Callable[[], None]] = []
+
+    def copy_pages(
+        self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
+    ) -> None:
+        self.launched.append(partial(super().copy_pages, src, dst, src_pages, dst_pages, layers))
+
+    def settle(self, device: object) -> None:
+        for copy in self.launched:
+            copy()
+        self.launched.clear()
+
+
+def test_copies_are_looked_at_when_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = UnderWay()
+    monkeypatch.setattr(prove, "settle", transport.settle)
+    device, host = device_pool(SHAPES["mha"], 5, 1), host_pool(SHAPES["mha"], 4, "page_first", 2)
+    assert fault_of(transport, device, host) is None
+    assert transport.launched == []
 
 
 def test_loads_are_tried_layer_by_layer_and_writes_at_once() -> None:
