@@ -19,6 +19,7 @@ import torch
 
 from hiradix.errors import CacheError
 from hiradix.memory.cuda_runtime import find_runtime
+from hiradix.os_memory import advise, map_private
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,9 @@ def allocate(
     Raises CacheError if the memory cannot be had or pinned. Costs about 1 s per GB and core.
     """
     try:
-        # private: shared anonymous memory gets huge pages only where the administrator allows them for shmem
-        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = map_private(max(num_bytes, 1))
     except OSError as error:
         raise CacheError(f"host pool: cannot map {num_bytes} bytes: {error}") from error
-    _advise(memory, "MADV_DONTFORK")  # a child would have private memory copied, pinned memory at once
     cells = np.frombuffer(memory, np.uint8)
     prefault(memory, cells, cpus)
     buffer = torch.from_numpy(cells)[:num_bytes]
@@ -74,7 +73,7 @@ def prefault(
     The first chunk tells what they cost: a system that has to move memory about for them (compaction) can
     take minutes for what small pages take seconds, so then the rest is in small ones.
     """
-    if not _advise(memory, "MADV_HUGEPAGE"):
+    if not advise(memory, "MADV_HUGEPAGE"):
         touch(cells, cpus)
         return False
     first = cells[:_TOUCH_CHUNK]
@@ -85,20 +84,9 @@ def prefault(
     if slow:
         what = "host pool: huge pages took %.2f s for %d bytes; the rest is in small ones"
         logger.info(what, seconds, len(first))
-        _advise(memory, "MADV_NOHUGEPAGE")
+        advise(memory, "MADV_NOHUGEPAGE")
     touch(cells[len(first) :], cpus)
     return not slow
-
-
-def _advise(memory: mmap.mmap, name: str) -> bool:
-    """Whether the system took the advice called `name`."""
-    if not hasattr(mmap, name):
-        return False
-    try:
-        memory.madvise(getattr(mmap, name))
-    except OSError:
-        return False
-    return True
 
 
 def touch(cells: npt.NDArray[np.uint8], cpus: Collection[int] = ()) -> None:

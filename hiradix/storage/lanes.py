@@ -7,7 +7,6 @@ is what the copy between staging and pages buys; it runs at memory speed and out
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from hiradix.errors import StorageError
+from hiradix.os_memory import staging_memory
 from hiradix.storage.protocol import Page
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Lane:
         """`num_bytes` of page-aligned memory that is the lane's, which has two of them; contents are what was
         there."""
         if len(self._memory[which]) < num_bytes:
-            self._memory[which] = memoryview(mmap.mmap(-1, num_bytes))
+            self._memory[which] = staging_memory(num_bytes)
         return self._memory[which][:num_bytes]
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:

@@ -6,12 +6,11 @@ what such libraries take. Beside each page goes its seal.
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from hiradix.storage.disk.kernel import address_of
+from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.lanes import chunks, gather, scatter
 from hiradix.storage.protocol import Page, page_bytes
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
@@ -85,7 +84,7 @@ class RegisteredMemory:
             if found is not None:
                 self._idle = [block for block in self._idle if block is not found]
         if found is None:
-            found = memoryview(mmap.mmap(-1, max(self._block_bytes, num_bytes)))
+            found = staging_memory(max(self._block_bytes, num_bytes))
             self.add(found)
         try:
             yield found

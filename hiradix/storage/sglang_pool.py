@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hiradix.os_memory import staging_memory
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.protocol import Page, page_bytes
 
@@ -36,7 +36,7 @@ class ArenaPool:
         self.store_dtype = torch.uint8
         self._stride = -(-slot_bytes // _ALIGN) * _ALIGN
         self._slot_bytes = slot_bytes
-        self._memory = memoryview(mmap.mmap(-1, num_slots * self._stride))
+        self._memory = staging_memory(num_slots * self._stride)
         self.kv_buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._lengths = [slot_bytes] * num_slots
         self._free = list(range(num_slots))

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
+from hiradix.os_memory import address_of
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.disk.log import Log
@@ -190,7 +191,7 @@ def reads(fd: int, into: memoryview, numbers: list[int]) -> Any:
     operations = np.zeros(len(numbers), OPERATION)
     operations["opcode"], operations["fd"], operations["length"] = READ, fd, PAGE
     operations["offset"] = [number * PAGE for number in numbers]
-    operations["address"] = [kernel.address_of(into[i * PAGE :]) for i in range(len(numbers))]
+    operations["address"] = [address_of(into[i * PAGE :]) for i in range(len(numbers))]
     return operations
 
 
@@ -235,7 +236,7 @@ def test_engines_tell_errors_and_short_reads(pages: Path, make: Any) -> None:
     engine: Engine = make()
     fd, into = os.open(pages, os.O_RDONLY), memory(3)
     operations = [
-        Operation(where, offset, [into[at : at + PAGE]], [(kernel.address_of(into[at:]), PAGE)])
+        Operation(where, offset, [into[at : at + PAGE]], [(address_of(into[at:]), PAGE)])
         for at, where, offset in ((0, fd, 0), (PAGE, fd, 100 * PAGE - 10), (2 * PAGE, 10_000, 0))
     ]
     found = dict(pair for landing in engine.run(operations, False, 3) for pair in zip(*landing))

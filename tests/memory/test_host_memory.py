@@ -220,7 +220,7 @@ def test_huge_pages_are_given_up_where_they_are_slow(
 ) -> None:
     monkeypatch.setattr(host_memory, "_TOUCH_CHUNK", 4 * MIB)
     asked: list[str] = []
-    monkeypatch.setattr(host_memory, "_advise", lambda memory, name: asked.append(name) is None)
+    monkeypatch.setattr(host_memory, "advise", lambda memory, name: asked.append(name) is None)
     memory = mmap.mmap(-1, 10 * MIB)
     cells = np.frombuffer(memory, np.uint8)
     assert host_memory.prefault(memory, cells, clock=Steps(seconds)) == want

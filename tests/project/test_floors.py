@@ -12,6 +12,7 @@ from tests.project.repo import Module, imports, modules
 FLOORS = {
     "errors": -1,
     "config": 0,
+    "os_memory": 0,
     "tree": 1,
     "triton_kernels": 1,
     "events": 2,
@@ -37,6 +38,7 @@ HEAVY = {"torch", "triton", "transformers"}
 TORCH_FREE_FLOORS = {
     "errors",
     "config",
+    "os_memory",
     "tree",
     "events",
     "storage",

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
-from hiradix.storage.disk.kernel import address_of
+from hiradix.os_memory import address_of
 from hiradix.storage.protocol import Page, page_bytes
 from hiradix.storage.registered import MAX_SPANS, LaidOut, RegisteredMemory, Span
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict

@@ -10,13 +10,13 @@ Pages that lie one behind the other in a file are one operation: a system call's
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
+from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.engines import Engine, Operation
 from hiradix.storage.disk.segments import Segment
@@ -149,7 +149,7 @@ class PageIO:
             move = batch.moves[index]
             if batch.write:
                 gather(move.page, view[:num_bytes])
-            spans = [(kernel.address_of(view), len(view))]
+            spans = [(address_of(view), len(view))]
             operations.append(Operation(move.segment.direct_fd, move.offset, [view], spans))
         with closing(self._engine.run(operations, batch.write, len(operations))) as landings:
             for i, result in ((i, result) for landing in landings for i, result in zip(*landing)):
@@ -165,7 +165,7 @@ class PageIO:
         with self._lock:
             if self._bounce and len(self._bounce[-1]) >= num_bytes:
                 return self._bounce.pop()
-        return memoryview(mmap.mmap(-1, max(BOUNCE_BYTES, num_bytes)))
+        return staging_memory(max(BOUNCE_BYTES, num_bytes))
 
     def _count(self, batch: _Batch, direct: list[_Run], cached: list[_Run], num_bounced: int) -> None:
         verb = "written" if batch.write else "read"
@@ -194,7 +194,7 @@ class _Run:
         """Addresses and lengths of each page. Looked up when first asked for: 0.7 us a page."""
         if self._spans is None:
             self._spans = [
-                [(kernel.address_of(view), view.nbytes) for view in page if view.nbytes]
+                [(address_of(view), view.nbytes) for view in page if view.nbytes]
                 for page in self.pages
             ]
         return self._spans

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from hiradix.errors import ConfigError
+from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.config import DiskConfig
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
@@ -75,8 +75,8 @@ def _direct_works(engine: Engine, path: Path) -> bool:
 def _reads(engine: Engine, path: Path, flags: int) -> bool:
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
-        memory = memoryview(mmap.mmap(-1, ALIGNMENT))
-        spans = [(kernel.address_of(memory), ALIGNMENT)]
+        memory = staging_memory(ALIGNMENT)
+        spans = [(address_of(memory), ALIGNMENT)]
         ((_, results),) = engine.run([Operation(fd, ALIGNMENT, [memory], spans)], False, 1)
         return results == [ALIGNMENT]
     finally:
