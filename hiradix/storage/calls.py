@@ -47,7 +47,7 @@ class Batch:
         self.ok[chunk.start : chunk.stop] = checked_flags(answer, len(chunk))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Session:
     """One call: how long it may take, and where it runs. This one runs on the caller's thread."""
 
@@ -66,7 +66,7 @@ class Session:
             self.afterwards()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class LaneSession(Session):
     """Runs on a lane, which can be left behind."""
 

@@ -31,4 +31,4 @@ class DirectCalls:
 
     def overdue(self, now: float) -> bool:
         """Whether a call should have ended before `now`."""
-        return any(deadline < now for deadline in list(self._deadlines.values()))
+        return bool(self._deadlines) and min(list(self._deadlines.values()), default=now) < now

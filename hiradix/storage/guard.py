@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hiradix.errors import StorageError
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
 from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
-from hiradix.storage.protocol import Page, StorageBackend, Traits, check_keys, page_bytes
+from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, page_bytes
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.staged import Staged, Work
 
@@ -97,16 +96,17 @@ class GuardedStorage:
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         """How many leading keys are there: a hint. 0 on any fault."""
-        found = [0]
+        found = 0
 
         def ask(session: Session) -> None:
-            answer = session.run(lambda: self.backend.exists(self._names(keys), self._names(prefix_keys)))
-            found[0] = checked_count(answer, len(keys))
+            nonlocal found
+            names, before = self._names(keys), self._names(prefix_keys)
+            found = checked_count(session.run(lambda: self.backend.exists(names, before)), len(keys))
 
-        reason = self._call(Op.EXISTS, 0, ask) if self._keys_ok(Op.EXISTS, keys) else MissReason.BAD_KEY
-        self._meters.done(Op.EXISTS, found[0])
-        self._meters.missed(Op.EXISTS, reason or MissReason.ABSENT, len(keys) - found[0])
-        return found[0]
+        reason = self._call(Op.EXISTS, keys, 0, ask)
+        missed = (reason or MissReason.ABSENT, len(keys) - found)
+        self._meters.pages(Op.EXISTS, found, 0, (missed,))
+        return found
 
     def get(
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
@@ -204,14 +204,6 @@ class GuardedStorage:
     def _before(self, prefix_keys: Sequence[str] | None) -> list[str] | None:
         return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
 
-    def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
-        try:
-            check_keys(keys)
-        except StorageError as error:
-            logger.warning("storage %s: %s", op.value, error)
-            return False
-        return True
-
     def _move(self, op: Op, batch: Batch) -> list[bool]:
         keys, sizes = batch.keys, [page_bytes(page) for page in batch.pages]
         assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
@@ -221,11 +213,11 @@ class GuardedStorage:
             runs = chunks(staged, self._piece_bytes(max(staged, default=0)))
             self._move_chunks(op, session, batch, runs)
 
-        reason = self._call(op, sum(sizes), move) if self._keys_ok(op, keys) else MissReason.BAD_KEY
-        self._meters.done(op, sum(batch.ok), sum(size for size, ok in zip(sizes, batch.ok) if ok))
+        reason = self._call(op, keys, sum(sizes), move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
-        for why, num_pages in (*batch.refused.items(), (reason or MissReason.ABSENT, lost)):
-            self._meters.missed(op, why, num_pages)
+        missed = (*batch.refused.items(), (reason or MissReason.ABSENT, lost))
+        num_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
+        self._meters.pages(op, batch.ok.count(True), num_bytes, missed)
         return batch.ok
 
     def _piece_bytes(self, longest_bytes: int) -> int:
@@ -234,25 +226,37 @@ class GuardedStorage:
             return DIRECT_PIECE_BYTES
         return max(self.limits.staging_bytes, min(self._traits.width * longest_bytes, WIDE_PIECE_BYTES))
 
-    def _call(self, op: Op, num_bytes: int, body: Callable[[Session], None]) -> MissReason | None:
+    def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
+        try:
+            check_keys(keys)
+        except BadKey as error:
+            logger.warning("storage %s: %s", op.value, error)
+            return False
+        return True
+
+    def _call(
+        self, op: Op, keys: Sequence[str], num_bytes: int, body: Callable[[Session], None]
+    ) -> MissReason | None:
         """Run `body` behind breaker and deadline; the reason why it did not come to its end."""
+        if not (self._traits.checks_keys or self._keys_ok(op, keys)):
+            return MissReason.BAD_KEY
+        start_s = self._clock()
         if self._closed:
             return MissReason.CLOSED
-        if self._direct is not None and self._direct.overdue(self._clock()):
+        if self._direct is not None and self._direct.overdue(start_s):
             return MissReason.BUSY
         admission = self._breaker.admit()
         if admission is None:
             return MissReason.BREAKER_OPEN
-        start_s = self._clock()
         reason, why = None, ""
         try:
             self._within(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
-        except (CallTimeout, NoLane, BadAnswer) as error:
+        except (CallTimeout, NoLane, BadAnswer, BadKey) as error:
             reason, why = _FAULTS[type(error)], str(error)
         except Exception as error:  # a backend may raise anything; none of it may reach a request
             reason, why = MissReason.ERROR, f"{type(error).__name__}: {error}"
         self._meters.call(op, self._clock() - start_s)
-        if self._breaker.record(admission, reason is None):
+        if self._breaker.record(admission, reason is None or reason is MissReason.BAD_KEY):
             logger.warning("storage breaker is now %s %s", self._breaker.state.value, why)
         elif reason is not None:
             logger.info("storage %s failed: %s", op.value, why)
@@ -262,22 +266,23 @@ class GuardedStorage:
         def left_s() -> float:
             return deadline - self._clock()
 
-        def begin(session: Session) -> None:
-            if self._breaker.state is BreakerState.HALF_OPEN:
-                session.run(self._ping)
-            body(session)
-
         if self._direct is None:
             with self._lanes.lane(left_s()) as lane:
-                begin(LaneSession(left_s, self._refresh_stats, lane))
-        else:
-            number = self._direct.begin(deadline)
-            try:
-                begin(Session(left_s, _nothing))
-            finally:
-                self._direct.end(number)
-            if left_s() < 0:
-                raise CallTimeout(f"ended {-left_s():.3f} s late")
+                self._begin(LaneSession(left_s, self._refresh_stats, lane), body)
+            return
+        number = self._direct.begin(deadline)
+        try:
+            self._begin(Session(left_s, _nothing), body)
+        finally:
+            self._direct.end(number)
+        if left_s() < 0:
+            raise CallTimeout(f"ended {-left_s():.3f} s late")
+
+    def _begin(self, session: Session, body: Callable[[Session], None]) -> None:
+        """Run `body`, after a ping where it is the breaker's probe."""
+        if self._breaker.state is BreakerState.HALF_OPEN:
+            session.run(self._ping)
+        body(session)
 
     def _refresh_stats(self) -> None:
         """Take the backend's figures: after a call, on its worker; a direct one's when they are asked for."""
@@ -328,4 +333,5 @@ _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     NoLane: MissReason.BUSY,
     BadAnswer: MissReason.BAD_ANSWER,
+    BadKey: MissReason.BAD_KEY,
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -21,6 +21,9 @@ class Op(Enum):
     EXISTS = "exists"
     GET = "get"
     PUT = "put"
+
+
+_DONE = {op: (f"{op.value}_pages", f"{op.value}_bytes") for op in Op}
 
 
 class MissReason(Enum):
@@ -68,21 +71,22 @@ class Meters:
 
     def call(self, op: Op, duration_s: float) -> None:
         """One call that reached the backend's workers."""
+        bucket = bisect.bisect_left(LATENCY_BOUNDS_S, duration_s)
         with self._lock:
-            self._buckets[op][bisect.bisect_left(LATENCY_BOUNDS_S, duration_s)] += 1
+            self._buckets[op][bucket] += 1
             self._seconds[op] += duration_s
 
-    def done(self, op: Op, num_pages: int, num_bytes: int = 0) -> None:
-        """Pages that were found, read or stored."""
+    def pages(
+        self, op: Op, num_done: int, num_bytes: int, missed: Iterable[tuple[MissReason, int]]
+    ) -> None:
+        """A call's pages: those that were found, read or stored, their bytes, and why others were not."""
+        pages, of_bytes = _DONE[op]
         with self._lock:
-            self._counts[f"{op.value}_pages"] += num_pages
-            self._counts[f"{op.value}_bytes"] += num_bytes
-
-    def missed(self, op: Op, reason: MissReason, num_pages: int) -> None:
-        """Pages that were not."""
-        if num_pages:
-            with self._lock:
-                self._counts[f"{op.value}_missed_{reason.value}"] += num_pages
+            self._counts[pages] += num_done
+            self._counts[of_bytes] += num_bytes
+            for reason, num_pages in missed:
+                if num_pages:
+                    self._counts[f"{op.value}_missed_{reason.value}"] += num_pages
 
     def count(self, name: str, number: int = 1) -> None:
         """Anything else worth a counter."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -127,3 +128,43 @@ def test_keys_of_any_legal_form_pass() -> None:
     check_keys([])
     check_keys([*keys_of(4), "a.b-c_d", "0"])
     check_keys(["A" * 64, "a" * 32 + "-" * 32])
+
+
+class Checking(DirectMemory):
+    """Looks at its keys itself, as the disk backend does."""
+
+    traits = dataclasses.replace(DirectMemory.traits, checks_keys=True)
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
+        check_keys(keys)
+        return super()._names(keys)
+
+
+def checking(clock: FakeClock) -> GuardedStorage:
+    return GuardedStorage(Checking(memory_context(FINGERPRINT, PAGE_BYTES)), FINGERPRINT, LIMITS, clock)
+
+
+@pytest.mark.parametrize("key", HOSTILE_KEYS)
+def test_bad_keys_a_backend_refuses_are_no_fault_of_the_store(key: str) -> None:
+    storage = checking(FakeClock())
+    for _ in range(LIMITS.breaker.failures_to_open + 1):
+        assert storage.exists([*keys_of(2), key]) == 0
+        assert not any(put(storage, [key])) and not any(hits(storage, [key]))
+    assert storage.state is BreakerState.CLOSED and all(put(storage, keys_of(2)))
+    stats = storage.stats()
+    assert [stats[f"{name}_missed_bad_key"] for name in ("exists", "put", "get")] == [9, 3, 3]
+    assert "exists_missed_error" not in stats
+
+
+def test_a_probe_with_a_bad_key_ends() -> None:
+    clock = FakeClock()
+    storage = checking(clock)
+    good, storage.backend = storage.backend, FaultyBackend(storage.backend)
+    storage.backend.faults["exists"] = raise_error
+    for _ in range(LIMITS.breaker.failures_to_open):
+        storage.exists(keys_of(1))
+    assert storage.state is BreakerState.OPEN
+    storage.backend = good
+    clock.now_s += LIMITS.breaker.retry_after_s
+    assert storage.exists(["../x"]) == 0
+    assert all(put(storage, keys_of(2))) and storage.state is BreakerState.CLOSED

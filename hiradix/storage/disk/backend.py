@@ -34,7 +34,7 @@ MAX_UNLOGGED_USES = 4096
 class DiskBackend(StorageBackend):
     """See the module's docstring. Raises ConfigError naming the key when the directory cannot be used."""
 
-    traits = Traits(verifies=True, namespaced=True, direct=True)
+    traits = Traits(verifies=True, namespaced=True, direct=True, checks_keys=True)
 
     def __init__(self, context: StorageContext, time_ns: Callable[[], int] = time.time_ns):
         self.config = config = DiskConfig.from_mapping(context.extra_config)
