@@ -1,25 +1,21 @@
 """HIRADIX_COMPILE=1 compiles hiradix/tree and what policies, cache and transfers do at each turn: with mypyc,
-the same source, and the tree's `_ids.c`. Faster. The rest: pyproject.toml."""
+the same source, and the tree's `_ids.c`. Faster. Who sets it: build_backend.py. The rest: pyproject.toml."""
 
 import os
-import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-COMPILE = os.environ.get("HIRADIX_COMPILE") == "1"
-ASKED_ONLY = "egg_info" in sys.argv  # pip asks what the build needs, before that is there
 AT_EACH_TURN = {
     "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret segments uses write",
     "cache": "backup core flights load_back pages",
     "transfer": "counters desk gate jobs",
 }
-NEEDED = ["mypy>=1.11", "numpy>=1.26"]  # numpy for its types and headers
 
 
 def extensions() -> list:
     """One C extension for each module of the tree and `AT_EACH_TURN`, and `_ids.c`; or none."""
-    if not COMPILE or ASKED_ONLY:
+    if os.environ.get("HIRADIX_COMPILE") != "1":
         return []
     try:
         import numpy
@@ -47,4 +43,4 @@ def extensions() -> list:
     return [*compiled, ids]
 
 
-setup(ext_modules=extensions(), setup_requires=NEEDED if COMPILE and ASKED_ONLY else [])
+setup(ext_modules=extensions())
