@@ -24,6 +24,7 @@ import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.backup import Backup
+from hiradix.cache.boundaries import BoundaryReads
 from hiradix.cache.flights import Flights
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import (
@@ -107,7 +108,10 @@ class HierarchicalCache:
         self.prefetcher = Prefetcher(
             self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
         )
-        self._load_back.no_regret = self.prefetcher.reads.no_regret = self.no_regret
+        reads = self.prefetcher.reads
+        self._load_back.no_regret = reads.no_regret = self.no_regret
+        if agree is not None and isinstance(reads, BoundaryReads):
+            reads.step_pages = -least(agree, -reads.step_pages)[0]
         self._apply(True)
 
     # -- one request's life -------------------------------------------------------------

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from hiradix.cache.boundaries import BoundaryReads, Ends, pages_of_a_step
 from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.found import Arrivals, Found, Phase, Prefetch
 from hiradix.cache.pages import PageSupply
-from hiradix.cache.reads import Found, Phase, Prefetch, Reads
+from hiradix.cache.reads import Reads
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, TransferController
-from hiradix.transfer.jobs import Chain
 from hiradix.tree import Node, RadixKey, RadixTree, Tier
 
 
@@ -37,10 +38,20 @@ class Prefetcher:
         self._controller = controller
         self._flights = flights
         self._clock = clock
-        self.reads = Reads(supply, controller, flights, self._finish, self._ask_again)
+        self.reads = self._make_reads()
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
+
+    def _make_reads(self) -> Reads | BoundaryReads:
+        arrivals, controller = Arrivals(self._supply), self._controller
+        if not arrivals.others:
+            return Reads(arrivals, controller, self._flights, self._finish)
+        step_pages = pages_of_a_step(
+            self._tree.components, controller.page_bytes, controller.runtime.limits.batch_pages
+        )
+        ends = Ends(self._finish, self._ask_again)
+        return BoundaryReads(arrivals, controller, self._flights, ends, step_pages)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -48,7 +59,7 @@ class Prefetcher:
     def clear(self) -> None:
         """Forget everything (after a reset; the flights are orphans now)."""
         for p in self._running:
-            p.phase, p.lock = Phase.DONE, None
+            p.phase, p.lock, p.beside = Phase.DONE, None, None
         self._active.clear()
         self._running.clear()
         self._loaded.clear()
@@ -58,13 +69,16 @@ class Prefetcher:
     def start(self, handle: Hashable, key: RadixKey, node: Node) -> bool:
         """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
         self.abort(handle)
-        asked = self.reads.most(key.num_pages(self._tree.page_size) - node.end)
+        asked = key.num_pages(self._tree.page_size) - node.end
         if asked <= 0 or not self._controller.storage_attached or not self.policy.worth_asking(asked):
+            return False
+        asked = self.reads.most(key, node)
+        if not self.policy.worth_asking(asked):
             return False
         if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
             self._supply.counters.miss("host_capacity", asked)
             return False
-        p = Prefetch(key, asked, node.end, self._clock(), node, None)
+        p = Prefetch(key, asked, node.end, self._clock(), self.policy.wait_limit_s(asked), node)
         self._active[handle] = p
         self._running.append(p)
         primary = self._same_pages(p)
@@ -156,6 +170,7 @@ class Prefetcher:
         end = start + p.asked_pages
         rows = self._tree.rows(p.key, p.anchor, start, end)
         skip = start - rows.start  # pages the rows reach back because their hashes are not known yet
+        known = self.reads.hold(p)
 
         def answered(result: Result) -> None:
             p.tickets.discard(ticket)
@@ -165,19 +180,20 @@ class Prefetcher:
                 self._supply.counters.miss("storage_transfer", p.asked_pages)
             p.nothing_there = result.error is None and result.num_pages == 0
             chain = None if rows.start else result.hashes
-            self._read(p, start, result.hashes[skip : skip + result.num_pages], chain)
+            self._read(p, Found(start, result.hashes[skip : skip + result.num_pages], chain, known))
 
-        ticket = self._controller.query(rows, p.asked_pages, self.reads.trails())
+        ticket = self._controller.query(rows, p.asked_pages, self.reads.trails(), known)
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.QUERY, answered))
 
-    def _read(self, p: Prefetch, start: int, hashes: tuple[bytes, ...], chain: Chain) -> None:
+    def _read(self, p: Prefetch, found: Found) -> None:
         """Submit reads for the hits, if somebody still wants them."""
-        if p.stopped or not self.policy.worth_reading(len(hashes)):
-            self._supply.counters.miss("dropped" if p.stopped else "below_threshold", len(hashes))
+        count = len(found.hashes)
+        if p.stopped or not self.policy.worth_reading(count):
+            self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
             return self._finish(p)
         p.phase = Phase.READ
-        if not self.reads.submit(p, Found(start, hashes, chain)):
+        if not self.reads.submit(p, found):
             self._finish(p)
 
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:
@@ -193,9 +209,10 @@ class Prefetcher:
         assert not p.tickets and p.unread_pages == 0, (p.tickets, p.unread_pages)
         p.phase = Phase.DONE
         self._running.remove(p)
-        if p.lock is not None:
-            self._tree.unlock(p.lock)
-            p.lock = None
+        for lock in (p.lock, p.beside):
+            if lock is not None:
+                self._tree.unlock(lock)
+        p.lock = p.beside = None
         for joined in [q for q in self._running if q.primary is p]:
             self._retry(joined, p)
 

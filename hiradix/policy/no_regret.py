@@ -121,7 +121,7 @@ class NoRegret:
         if not self.enabled or speed <= 0 or self._speed[move]() <= 0:
             return True
         computing_s = num_pages / speed
-        moving_s = sum(self._seconds(m, num_pages) for m in {move, Move.LOAD})
+        moving_s = sum(self.predicted_s(m, num_pages) for m in {move, Move.LOAD})
         if moving_s <= computing_s:
             return True
         self._allowance_s += PROBE_SHARE * computing_s
@@ -132,8 +132,8 @@ class NoRegret:
         self.num_refused[move] += num_pages
         return False
 
-    def _seconds(self, move: Move, num_pages: int) -> float:
-        """What the transfer is predicted to take; 0 if nothing is known."""
+    def predicted_s(self, move: Move, num_pages: int) -> float:
+        """What a transfer is predicted to take, of agreed numbers; 0 if nothing is known."""
         speed = self._speed[move]()
         return num_pages / speed - self._lead[move]() if speed > 0 else 0.0
 

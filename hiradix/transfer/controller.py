@@ -100,7 +100,7 @@ class TransferController:
         for pair in pairs:
             counter = gate if pair.layers is None else gate.view(pair.layers)
             pair.device.register_layer_transfer_counter(counter)
-        self._page_bytes = tuple(pair.host.page_bytes for pair in pairs)
+        self.page_bytes = tuple(pair.host.page_bytes for pair in pairs)
         self._copies = CopyRunner(pairs, self._streams, gate, limits.copy_pages)
         self._storage_jobs = StorageRunner([pair.host for pair in pairs], runtime)
         self._detaching = False
@@ -154,14 +154,17 @@ class TransferController:
         self._desk.withdraw(ticket, JobKind.LOAD)
         return True
 
-    def query(self, rows: PageRows, num_pages: int | None = None, trails: Sequence[Trail] = ()) -> Ticket:
+    def query(
+        self, rows: PageRows, num_pages: int | None = None, trails: Sequence[Trail] = (), known: int = 0
+    ) -> Ticket:
         """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count.
 
         trails: what must end the hits in further components; of those the most that do end so count.
+        known: with trails, so many of the pages asked for need not be there in the backbone.
         """
         asked = len(rows) if num_pages is None else num_pages
-        assert 0 <= asked <= len(rows), f"{asked} pages of {len(rows)} rows"
-        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails)))
+        assert known <= asked <= len(rows), f"{asked} pages of {len(rows)} rows, {known} known"
+        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails), known))
 
     def read(
         self, hashes: Sequence[bytes], host_pages: PageIds, chain: Chain = None, others: Iterable[Tail] = ()
@@ -326,7 +329,7 @@ class TransferController:
         return ticket
 
     def _size(self, moved: Copies | Tails) -> Size:
-        num_bytes = sum([len(one[0]) * self._page_bytes[one.pair] for one in moved])
+        num_bytes = sum([len(one[0]) * self.page_bytes[one.pair] for one in moved])
         return sum([len(one[0]) for one in moved]), num_bytes
 
     def _refusal(self, kind: JobKind) -> FailReason | None:

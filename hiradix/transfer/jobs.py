@@ -81,11 +81,15 @@ class Trail(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """Ask which of the last `num_pages` pages of `rows` storage has: leading ones that end in `trails`."""
+    """Ask which of the last `num_pages` pages of `rows` storage has: leading ones that end in `trails`.
+
+    known: so many of them are not asked for in the backbone; they count as there.
+    """
 
     rows: PageRows
     num_pages: int
     trails: tuple[Trail, ...] = ()
+    known: int = 0
 
 
 class Tail(NamedTuple):

@@ -68,7 +68,7 @@ class StorageRunner:
         assert isinstance(query, Query)
         self._hash(task, query.rows)
         yield
-        found = 0
+        found = query.known
         while found < query.num_pages:
             task.check()
             batch = range(found, min(found + self._batch_pages, query.num_pages))

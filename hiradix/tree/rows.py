@@ -75,10 +75,15 @@ def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -
     start, end = span
     assert start <= node.end or node.parent is None, f"pages from {start} on, known up to {node.end}"
     first, prior = _known_prior(node, start)
-    tokens = key.tokens[first * page_size : end * page_size + key.space.lookahead]
-    rows = _shape(tokens, end - first, page_size, key.space)
-    extras, tenant = key.extras_of(first, end), key.space.tenant
-    return PageRows(prior or key.space.seed, rows, extras, key.is_bigram, first, tenant)
+    return rows_behind(key, prior or key.space.seed, (first, end), page_size)
+
+
+def rows_behind(key: RadixKey, prior: bytes, span: tuple[int, int], page_size: int) -> PageRows:
+    """See `RadixTree.rows_behind`; span: pages [start, end)."""
+    start, end = span
+    tokens = key.tokens[start * page_size : end * page_size + key.space.lookahead]
+    rows = _shape(tokens, end - start, page_size, key.space)
+    return PageRows(prior, rows, key.extras_of(start, end), key.is_bigram, start, key.space.tenant)
 
 
 def set_hashes(node: Node, start: int, digests: Sequence[bytes]) -> None:

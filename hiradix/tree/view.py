@@ -203,6 +203,10 @@ class TreeView:
         """
         return rows.key_rows(key, self._in_tree(node), (start, end), self.page_size)
 
+    def rows_behind(self, key: RadixKey, prior: bytes, start: int, end: int) -> PageRows:
+        """Copied rows of `key`'s pages [start, end); `prior` is the digest of the page before them."""
+        return rows.rows_behind(key, prior, (start, end), self.page_size)
+
     def hashes(self, node: Node) -> list[bytes] | None:
         """The node's own page hashes, or None if they are not all known."""
         return rows.hashes(self._in_tree(node))

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from hiradix.cache.agreement import Agree
+from hiradix.cache.boundaries import BoundaryReads
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.transfer import JobKind
-from hiradix.tree import RadixKey, hash_pages
-from tests.cache.component_world import ComponentWorld, Draw, Setup
+from hiradix.tree import RadixKey, Tier, hash_pages
+from tests.cache.component_world import HOST, ComponentWorld, Draw, Setup
 from tests.cache.test_components import MAX_LENGTH, Player
 
 Check = Callable[[int, str, np.ndarray], None]
@@ -114,7 +115,7 @@ class StoredWorld(ComponentWorld):
         self.depot = Depot(len(self.components), random.Random(self.rng.random()))
         self.name_of: dict[str, int] = {}
         self.waiting: list[int] = []
-        self.num_asked = self.num_ends = 0
+        self.num_asked = self.num_ends = self.num_beside = 0
         self.puts, self.gets = self.depot.puts, self.depot.gets
         self.attach()
 
@@ -149,6 +150,12 @@ class StoredWorld(ComponentWorld):
         limits = PrefetchLimits(self.size, threshold_tokens=1, capacity_share=1.0)
         self.cache.prefetcher.policy = PrefetchPolicy.from_name(name, limits)
 
+    def set_step(self, num_pages: int) -> None:
+        """How far apart boundaries on the way are."""
+        assert self.cache.prefetcher is not None
+        assert isinstance(self.cache.prefetcher.reads, BoundaryReads)
+        self.cache.prefetcher.reads.step_pages = num_pages
+
     def prefetch(self, key: RadixKey) -> int:
         """Ask for what no tier has of `key`; the handle."""
         prefetcher = self.cache.prefetcher
@@ -157,10 +164,14 @@ class StoredWorld(ComponentWorld):
         prefetcher.start(self.num_asked, key, self.cache.match(key).loadable_node)
         return self.num_asked
 
-    def stored_end(self, key: RadixKey, start: int, most: int) -> int:
-        """Where the longest prefix ends, of `most` pages from `start` on, that storage has all of."""
-        names, shelves = self.hashes(key)[: start + most], self.depot.pages
-        hits = next((n for n in range(start, len(names)) if names[n] not in shelves[0]), len(names))
+    def stored_end(self, key: RadixKey, start: int) -> int:
+        """Where the longest prefix ends, of what the host has room for, that storage has the windows of; and,
+        where no tier has them, the pages."""
+        there = self.tree.find(key)
+        lock = self.tree.lock(there, HOST)
+        names, shelves = self.hashes(key)[: there.end + self.cache.supply.host_room()], self.depot.pages
+        self.tree.unlock(lock)
+        hits = next((n for n in range(there.end, len(names)) if names[n] not in shelves[0]), len(names))
         for end in range(hits, start, -1):
             if all(
                 names[page] in shelf
@@ -178,8 +189,8 @@ class StoredWorld(ComponentWorld):
         self.check_hints()
         start = cache.match(key).loadable_node.end
         is_attached = self.controller.storage_attached
-        want = self.stored_end(key, start, cache.supply.host_room()) if is_attached else start
-        refused = dict(cache.counters.unfulfilled)
+        want = self.stored_end(key, start) if is_attached else start
+        refused, gets = dict(cache.counters.unfulfilled), len(self.gets)
         self.set_policy("wait_complete")
         handle = self.prefetch(key)
         while not prefetcher.progress(handle):
@@ -191,6 +202,8 @@ class StoredWorld(ComponentWorld):
             assert end == want, (start, end, want)
             assert prefetcher.pop_loaded_pages(handle) == end - start
             self.num_ends += end - start
+            read = sum(count for component, count in self.gets[gets:] if component == 0)
+            self.num_beside += read < end - start
 
     def check_hints(self) -> None:
         """What the tree believes storage to have is there, unless it was lost."""
@@ -225,6 +238,7 @@ class StoredPlayer(Player):
         world = self.world
         world.cache.tick()
         world.set_policy(("best_effort", "wait_complete", "timeout")[draw(3)])
+        world.set_step((1, 2, 4, 64)[draw(4)])
         world.waiting.append(world.prefetch(world.key(draw, limit=MAX_LENGTH)))
 
     def answer(self, draw: Draw) -> None:
@@ -240,10 +254,19 @@ class StoredPlayer(Player):
         elif not prefetcher.progress(handle):
             world.waiting.append(handle)
 
+    def thin(self, draw: Draw) -> None:
+        """Windows and records leave a tier."""
+        for component in range(1, len(self.world.components)):
+            self.world.cache.supply.evict(Tier(draw(2)), 1 + draw(20), component)
+
     def peace(self, draw: Draw) -> None:
         self.world.faults = 0.0
         if draw(3):
             self.restart(draw)
+        if draw(2):
+            self.world.fetch_in_peace(self.world.key(draw, limit=MAX_LENGTH))
+            for _ in range(3):
+                self.thin(draw)
         if draw(4) and not self.world.controller.storage_attached:
             self.world.attach()
         self.world.fetch_in_peace(self.world.key(draw, limit=MAX_LENGTH))
@@ -273,4 +296,5 @@ class StoredPlayer(Player):
 
     MOVES = {
         **Player.MOVES, ask: 14, answer: 10, peace: 9, lose: 2, storage_fault: 3, detach: 1, restart: 3,
+        thin: 4,
     }  # fmt: skip

@@ -7,24 +7,24 @@ from functools import partial
 
 import pytest
 
-from hiradix.cache.reads import MAX_TRIES
+from hiradix.cache.boundaries import MAX_TRIES, pages_of_a_step
 from hiradix.errors import StorageError
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import JobKind
-from hiradix.tree import RadixKey
+from hiradix.tree import FULL, Component, RadixKey, Tier
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
-from tests.cache.component_world import HOST, Setup
+from tests.cache.component_world import DEVICE, HOST, Setup
 from tests.cache.test_components import NUM_CHUNKS, lives, serve, shrinking_lives
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_random_lives_are_exact_and_bring_what_can_be_had(chunk: int) -> None:
-    hits = ends = prefetched = 0
+    hits = ends = beside = prefetched = 0
     for world in lives(StoredPlayer, chunk):
         assert isinstance(world, StoredWorld)
         hits, ends = hits + world.num_hits, ends + world.num_ends
-        prefetched += world.cache.counters.prefetched
-    assert min(hits, ends, prefetched) > 20, (hits, ends, prefetched)
+        prefetched, beside = prefetched + world.cache.counters.prefetched, beside + world.num_beside
+    assert min(hits, ends, prefetched) > 20 and beside, (hits, ends, prefetched, beside)
 
 
 test_lives_that_shrink = shrinking_lives(StoredPlayer)
@@ -126,6 +126,95 @@ def test_what_is_read_begins_where_the_tree_ends() -> None:
     world.depot.lose_page(1, world.hashes(RadixKey(TOKENS))[9])
     assert fetched(world, TOKENS) == 12
     assert serve_key(world, TOKENS) == 0
+
+
+def without_windows(world: StoredWorld, end: int, *tiers: Tier) -> None:
+    """`TOKENS[:end]` are on the host, without a window or record anywhere; `tiers`: their pages in those."""
+    assert fetched(world, TOKENS[:end]) == end
+    if DEVICE in tiers:
+        serve_key(world, TOKENS[:end])
+    supply = world.cache.supply
+    for component in range(1, len(world.components)):
+        for tier in Tier:
+            supply.evict(tier, 100, component)
+    if HOST not in tiers:
+        supply.evict(HOST, 100)
+    world.gets.clear()
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 0
+    node = world.tree.find(RadixKey(TOKENS[:end]))
+    assert [t for t in Tier if node.resident(t)] == list(tiers) and node.end == end
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("tiers", [[HOST], [DEVICE, HOST]])
+def test_a_window_that_was_lost_comes_back_beside_the_pages_that_are_there(
+    has_state: bool, tiers: list[Tier]
+) -> None:
+    world = restarted(12, has_state=has_state, dead_leaf="keep")
+    without_windows(world, 12, *tiers)
+    names = world.hashes(RadixKey(TOKENS))
+    world.depot.lose_page(0, names[5])
+    host, moved = world.host[0].available, []
+    world.cache.no_regret.moved = lambda *move: moved.append(move)  # type: ignore[method-assign]
+    assert fetched(world, TOKENS) == 12
+    assert world.gets == [(1, 3), (2, 1)][: 1 + has_state], "none of full attention, asked for or read"
+    assert world.host[0].available == host and not moved, "nothing is learned of what twelve pages cost"
+    assert serve_key(world, TOKENS) == 0
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_window_is_read_with_the_pages_it_must_lie_beside(has_state: bool) -> None:
+    """Which only the device has: on the host nothing lies beside nothing."""
+    world = restarted(12, has_state=has_state, dead_leaf="keep")
+    without_windows(world, 12, DEVICE)
+    assert fetched(world, TOKENS) == 12
+    assert world.gets == [(0, 3), (1, 3), (2, 1)][: 2 + has_state]
+    assert serve_key(world, TOKENS) == 0
+    world.assert_drained()
+
+
+def test_a_boundary_above_the_end_of_what_is_there_needs_its_own_window() -> None:
+    """What goes on from it has parted from the path that the host has."""
+    world = restarted(8, 12)
+    assert fetched(world, TOKENS) == 12
+    world.gets.clear()
+    assert fetched(world, [*TOKENS[:8], 77, 78]) == 8
+    assert world.gets == [(1, 3)]
+    world.assert_drained()
+
+
+def test_of_a_window_what_is_there_is_not_read() -> None:
+    world = restarted(11, 12)
+    assert fetched(world, TOKENS[:11]) == 11
+    world.gets.clear()
+    assert fetched(world, TOKENS) == 12
+    assert world.gets == [(0, 1), (1, 1)]
+    world.assert_drained()
+
+
+def test_what_the_tiers_have_takes_no_room_of_what_is_asked_for() -> None:
+    """And is not evicted for it: ten of twelve pages are there, and two are free."""
+    world = restarted(10, 12, dead_leaf="keep")
+    without_windows(world, 10, HOST)
+    blocked = world.host[0].alloc(48)
+    world.fetch_in_peace(RadixKey(TOKENS))
+    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 12
+    assert world.gets == [(0, 2), (1, 3)]
+    world.host[0].free(blocked)
+    world.assert_drained()
+
+
+def test_what_storage_was_not_asked_for_is_not_taken_for_stored() -> None:
+    world = restarted(8, 12, dead_leaf="keep")
+    without_windows(world, 8, HOST)
+    world.tree.forget_stored()
+    world.depot.lose_page(0, world.hashes(RadixKey(TOKENS))[5])
+    assert fetched(world, TOKENS) == 12 and world.gets == [(0, 4), (1, 3)]
+    assert stored(world, TOKENS)[0] == [*TOKENS[:5], *TOKENS[6:]]
+    serve_key(world, TOKENS)
+    assert stored(world, TOKENS)[0] == TOKENS
+    world.assert_drained()
 
 
 def test_a_boundary_fetched_onto_one_that_is_not_stored_is_stored_whole() -> None:
@@ -280,6 +369,137 @@ def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
     assert fetched(world, TOKENS) == 0 and len(world.gets) == gets
     assert world.cache.counters.unfulfilled == {"slower_than_compute": 12}
     world.assert_drained()
+
+
+# -- boundaries on the way ----------------------------------------------------------------
+
+
+WHOLE = [(0, 12), (1, 3)]
+
+
+def on_the_way(world: StoredWorld, policy: str = "best_effort") -> int:
+    """Begin to prefetch `TOKENS`, with a boundary every four pages."""
+    world.set_policy(policy)
+    world.set_step(4)
+    world.gets.clear()
+    return world.prefetch(RadixKey(TOKENS))
+
+
+def loadable(world: StoredWorld) -> int:
+    return world.cache.match(RadixKey(TOKENS)).loadable_node.end
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+def test_a_request_that_is_let_go_has_the_boundaries_that_came(has_state: bool) -> None:
+    world = restarted(4, 8, 12, has_state=has_state)
+    seen = set()
+    for steps in range(60):
+        handle = on_the_way(world)
+        for _ in range(steps):
+            world.driver.step()
+            world.cache.tick()
+        end, prefetcher = loadable(world), world.cache.prefetcher
+        assert prefetcher is not None and prefetcher.progress(handle)
+        assert prefetcher.pop_loaded_span(handle) == (0, end)
+        seen.add(end)
+        world.settle()
+        world.check()
+        after = loadable(world)
+        assert serve_key(world, TOKENS) == 12 - after
+        if end == 12:
+            break
+        world.restart()
+    assert seen == {0, 4, 8, 12}
+    assert world.gets == [(0, 4), (1, 3), (2, 1)][: 2 + has_state] * 3
+    world.assert_drained()
+
+
+def test_boundaries_on_the_way_are_where_storage_has_them() -> None:
+    world = restarted(2, 7, 12)
+    on_the_way(world)
+    world.settle()
+    assert world.gets == [(0, 2), (1, 2), (0, 5), (1, 3), (0, 5), (1, 3)] and loadable(world) == 12
+
+
+def test_what_is_there_is_no_step_on_the_way() -> None:
+    world = restarted(4, 8, 12, dead_leaf="keep")
+    without_windows(world, 8, HOST)
+    on_the_way(world)
+    world.settle()
+    assert world.gets == [(0, 4), (1, 3)] and loadable(world) == 12
+
+
+def test_who_waits_for_all_of_it_pays_for_no_boundary_on_the_way() -> None:
+    world = restarted(4, 8, 12)
+    on_the_way(world, "wait_complete")
+    world.settle()
+    assert world.gets == WHOLE and loadable(world) == 12
+
+
+@pytest.mark.parametrize(("page_s", "is_whole"), [(0.01, True), (0.2, False)])
+def test_time_that_surely_suffices_pays_for_no_boundary_on_the_way(page_s: float, is_whole: bool) -> None:
+    """Twelve pages may take a second and a little."""
+    world = restarted(4, 8, 12)
+    gate = world.cache.no_regret
+    gate.moved(Move.FETCH, 10, 10 * page_s)
+    on_the_way(world, "timeout")
+    world.settle()
+    assert (world.gets == WHOLE) is is_whole and loadable(world) == 12
+
+
+def test_a_host_without_room_for_windows_on_the_way_gets_the_last_one() -> None:
+    world = restarted(4, 8, 12)
+    blocked = world.host[1].alloc(56)
+    on_the_way(world)
+    world.settle()
+    assert world.gets == WHOLE and loadable(world) == 12
+    world.host[1].free(blocked)
+    world.assert_drained()
+
+
+@pytest.mark.parametrize(("page", "before"), [(3, 0), (7, 4)])
+def test_a_boundary_on_the_way_that_does_not_come_costs_no_later_one(page: int, before: int) -> None:
+    world = restarted(4, 8, 12)
+    world.depot.damaged.add((1, world.hashes(RadixKey(TOKENS))[page]))
+    on_the_way(world)
+    world.settle()
+    assert loadable(world) == 12 and world.gets[-2:] == [(0, 12 - before), (1, 3)]
+    world.assert_drained()
+
+
+@pytest.mark.parametrize(("component", "page", "want"), [(0, 6, 4), (1, 10, 8), (0, 2, 0)])
+def test_a_gap_leaves_the_boundaries_before_it(component: int, page: int, want: int) -> None:
+    world = restarted(4, 8, 12)
+    world.depot.damaged.add((component, world.hashes(RadixKey(TOKENS))[page]))
+    handle = on_the_way(world)
+    world.settle()
+    assert loadable(world) == want
+    prefetcher = world.cache.prefetcher
+    assert prefetcher is not None and prefetcher.progress(handle)
+    assert prefetcher.pop_loaded_span(handle) == (0, want)
+    world.assert_drained()
+
+
+def test_storage_that_fails_on_the_way_counts_what_did_not_come() -> None:
+    world = restarted(4, 8, 12)
+
+    def fail(part: Part, keys: Sequence[str]) -> None:
+        if len(world.gets) > 2:
+            raise OSError("injected: storage")
+
+    world.depot.on_get = fail
+    on_the_way(world)
+    world.settle()
+    assert loadable(world) == 4 and world.cache.counters.unfulfilled == {"storage_transfer": 8}
+    world.assert_drained()
+
+
+def test_how_far_apart_boundaries_on_the_way_are() -> None:
+    """At most an eighth of the backbone's bytes is read for them."""
+    window, state = Component("window", 4), Component("state", 1, per_page=False)
+    assert pages_of_a_step([FULL, window], [100, 500], 16) == 160
+    assert pages_of_a_step([FULL, window, state], [100, 500, 101], 16) == 169
+    assert pages_of_a_step([FULL, window], [1000, 5], 16) == 16
 
 
 @pytest.mark.parametrize("component", [0, 1])

@@ -1,0 +1,277 @@
+"""The reads of a prefetch where a match ends in boundaries only, where each component has what that takes.
+
+    query (the last boundary storage has) -> queries for boundaries on the way -> one read for each -> tree
+
+What one boundary needs and no tier has is one read, adopted whole or not at all; what a tier has is not read
+again. A request that is let go before all of it came has what came of the boundaries on its way. They cost
+the reading of their windows, so there are few of them, and none where the time surely suffices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.found import Arrivals, Found, Prefetch
+from hiradix.cache.pages import BACKBONE, PagesOf
+from hiradix.policy.no_regret import Move, NoRegret
+from hiradix.transfer import JobKind, Result, Tail, Trail, TransferController
+from hiradix.tree import HOST, Component, Node, RadixKey, RadixTree, Tier
+from hiradix.tree.hashing import PageRows
+
+MAX_TRIES = 3  # boundaries of one prompt that are read for, when what storage said it had did not arrive
+MAX_STEPS = 8  # boundaries that one prefetch reads
+WINDOWS_SHARE = 8  # what boundaries on the way cost is at most such a part of the backbone's bytes
+
+
+class Ends(NamedTuple):
+    """finish(p): nothing more will arrive for `p`. again(p, num_pages): what had been found for it was gone,
+    and only boundaries among the first `num_pages` behind its anchor may still be had."""
+
+    finish: Callable[[Prefetch], None]
+    again: Callable[[Prefetch, int], None]
+
+
+class Step(NamedTuple):
+    """What is read for one boundary: the last pages of `found`, so many of each component."""
+
+    found: Found
+    counts: Mapping[int, int]
+
+    def gap(self, done: int) -> tuple[int, int]:
+        """Of pages that come one component after the other, the first `done` came: the component and the page
+        of the next."""
+        for component, count in self.counts.items():
+            if done < count:
+                return component, self.found.end - count + done
+            done -= count
+        raise AssertionError(f"all of {self.counts} came")
+
+
+class BoundaryReads:
+    """Submits reads and adopts what they bring. no_regret: which reads are worth their time.
+
+    step_pages: see `pages_of_a_step`; of all ranks the same.
+    """
+
+    def __init__(
+        self,
+        arrivals: Arrivals,
+        controller: TransferController,
+        flights: Flights,
+        ends: Ends,
+        step_pages: int,
+    ):
+        self.no_regret = NoRegret(False)
+        self.step_pages = step_pages
+        self._arrivals = arrivals
+        self._supply = arrivals.supply
+        self._tree = arrivals.tree
+        self._controller = controller
+        self._flights = flights
+        self._ends = ends
+        self._trails = [Trail(component, kind.reach) for component, kind in arrivals.others]
+
+    def most(self, key: RadixKey, node: Node) -> int:
+        """How many of `key`'s pages behind `node` may be asked for: as many as the host has room for."""
+        num_pages, resident = key.num_pages(self._tree.page_size), _resident_end(self._tree, key)
+        lock = self._tree.lock(resident, HOST)
+        room = self._supply.host_room()
+        self._tree.unlock(lock)
+        return min(num_pages, resident.end + room) - node.end
+
+    def hold(self, p: Prefetch) -> int:
+        """Keep what the tiers have of the backbone behind the anchor; storage need not be asked for it."""
+        resident = _resident_end(self._tree, p.key)
+        self._keep(p, resident)
+        return min(p.asked_pages, resident.end - p.anchor.end)
+
+    def trails(self) -> list[Trail]:
+        """What storage must have of further components where hits end."""
+        return self._trails
+
+    def submit(self, p: Prefetch, found: Found) -> bool:
+        """Submit reads for what was found; False if there are none: the host has no room, or nothing is
+        lacking, or they are not worth their time."""
+        if not self.no_regret.takes(Move.FETCH, len(found.hashes)):
+            self._supply.counters.miss("slower_than_compute", len(found.hashes))
+            return False
+        limits = self._limits(p, found)
+        if not limits:
+            return self._submit_steps(p, found, [])
+        self._ask_on_the_way(p, found, limits)
+        return True
+
+    def _keep(self, p: Prefetch, node: Node) -> None:
+        """Lock `node`, and no more what was locked beside the anchor before."""
+        before, p.beside = p.beside, self._tree.lock(node, HOST)
+        if before is not None:
+            self._tree.unlock(before)
+
+    # -- boundaries on the way ------------------------------------------------------------
+
+    def _limits(self, p: Prefetch, found: Found) -> list[int]:
+        """Pages of the key that boundaries on the way may end at, at most."""
+        predicted_s = self.no_regret.predicted_s(Move.FETCH, len(found.hashes))
+        if p.tries or p.limit_s == math.inf or 0 < 2 * predicted_s < p.limit_s:
+            return []
+        first = found.start + found.known
+        step = max(self.step_pages, -(-(found.end - first) // MAX_STEPS))
+        return list(range(first + step, found.end - step // 2, step))
+
+    def _ask_on_the_way(self, p: Prefetch, found: Found, limits: Sequence[int]) -> None:
+        """Ask for the last boundary up to each limit and behind the one before, then read."""
+        before, ends = found.start + found.known, []
+        for limit in limits:
+            low = max(found.start, before - max(trail.reach for trail in self._trails))
+
+            def answered(result: Result, low: int = low, before: int = before) -> None:
+                p.tickets.discard(result.ticket)
+                if (end := low + result.num_pages) > before:
+                    ends.append(end)
+                if not p.tickets:
+                    self._go_on(p, found, ends)
+
+            rows, num_pages = self._rows(p, found, low, limit), limit - low
+            ticket = self._controller.query(rows, num_pages, self._trails, num_pages)
+            p.tickets.add(ticket)
+            self._flights.add(ticket, Flight(JobKind.QUERY, answered))
+            before = limit
+
+    def _rows(self, p: Prefetch, found: Found, first: int, end: int) -> PageRows:
+        """Rows of pages [first, end) of the key, and of those before whose hashes are needed."""
+        if first == found.start:
+            return self._tree.rows(p.key, p.anchor, first, end)
+        return self._tree.rows_behind(p.key, found.hashes[first - 1 - found.start], first, end)
+
+    def _go_on(self, p: Prefetch, found: Found, ends: Sequence[int]) -> None:
+        if p.stopped:
+            self._supply.counters.miss("dropped", len(found.hashes))
+        elif self._submit_steps(p, found, ends):
+            return
+        self._ends.finish(p)
+
+    # -- reading --------------------------------------------------------------------------
+
+    def _submit_steps(self, p: Prefetch, found: Found, ends: Sequence[int]) -> bool:
+        steps = list(self._steps(p, found, ends))
+        totals = {c: sum(step.counts[c] for step in steps) for c in range(len(self._tree.components))}
+        if not any(totals.values()):
+            return False
+        pages = self._supply.alloc_all_host(totals)
+        if pages is None and ends:
+            return self._submit_steps(p, found, [])
+        if pages is None:
+            self._supply.counters.miss("host_capacity", len(found.hashes))
+            return False
+        p.end_page, at = found.end, dict.fromkeys(totals, 0)
+        for step in steps:
+            own = {c: pages[c][at[c] : at[c] + count] for c, count in step.counts.items()}
+            at = {c: at[c] + count for c, count in step.counts.items()}
+            self._submit_step(p, step, own, found.end)
+        return True
+
+    def _steps(self, p: Prefetch, found: Found, ends: Sequence[int]) -> Iterator[Step]:
+        """A step for each boundary. What the tiers have of the first is kept for it."""
+        start = found.start
+        for end in (*ends, found.end):
+            part = found.part(start, end)
+            node = None
+            if start == found.start:
+                node = _resident_end(self._tree, p.key.head(end, self._tree.page_size))
+                self._keep(p, node)
+            first = lacking(self._tree, node, start, end)
+            yield Step(part, {c: end - page for c, page in enumerate(first)})
+            start = end
+
+    def _submit_step(self, p: Prefetch, step: Step, pages: PagesOf, goal: int) -> None:
+        found, num_pages = step.found, sum(step.counts.values())
+        count = len(found.hashes)
+
+        def arrived(result: Result) -> None:
+            p.tickets.discard(ticket)
+            p.unread_pages -= count
+            if step.counts[BACKBONE] == count:  # else it cost less than these pages do
+                self.no_regret.moved(Move.FETCH, min(count, result.num_pages), result.duration_s)
+            if result.num_pages == num_pages and found.start < p.end_page:
+                self._arrivals.adopt(p, found, pages)
+            else:
+                self._supply.free_all_host(pages)
+                if found.start < p.end_page:
+                    return self._failed(p, step, result, goal)
+            self._end(p)
+
+        p.unread_pages += count
+        hashes = found.hashes[count - max(step.counts.values()) :]
+        tails = [Tail(own, c) for c, own in pages.items() if c != BACKBONE]
+        ticket = self._controller.read(hashes, pages[BACKBONE], found.chain, tails)
+        p.tickets.add(ticket)
+        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns=pages))
+
+    def _failed(self, p: Prefetch, step: Step, result: Result, goal: int) -> None:
+        """What `step` needs has not come whole, and nothing behind it is of use: what may be had instead."""
+        p.end_page = step.found.start
+        for ticket in p.tickets:
+            self._controller.cancel(ticket)
+        p.tries += 1
+        if result.error is not None:
+            self._supply.counters.miss("storage_transfer", goal - step.found.start)
+        else:
+            component, page = step.gap(result.num_pages)
+            is_on_the_way = component != BACKBONE and step.found.end < goal
+            p.again_end = goal if is_on_the_way else page
+        self._end(p)
+
+    def _end(self, p: Prefetch) -> None:
+        """Where nothing is being read any more: look for another boundary, or finish."""
+        if p.tickets:
+            return
+        num_pages, p.again_end = p.again_end - p.anchor.end, 0
+        if num_pages > 0 and p.tries < MAX_TRIES and not p.stopped:
+            self._ends.again(p, num_pages)
+        else:
+            self._ends.finish(p)
+
+
+def _resident_end(tree: RadixTree, key: RadixKey) -> Node:
+    """The deepest node on `key` that some tier has the backbone of."""
+    tree.match(key)  # splits it where the key leaves
+    return tree.find(key)
+
+
+def lacking(tree: RadixTree, node: Node | None, floor: int, end: int) -> list[int]:
+    """Of each component the first page that is read for a boundary at `end`; `end` where none is.
+
+    node: where the tiers' backbone ends, at `end` at most; None: at `floor`, where a boundary is or will be.
+    A further component's pages lie on the host beside backbone pages only, so these are read where only the
+    device has them.
+    """
+    path = [] if node is None else list(tree.path(node, floor))
+    first = [floor if node is None else node.end]
+    for component, kind in list(enumerate(tree.components))[1:]:
+        begin = max(floor, end - (kind.reach if kind.per_page else 1))
+        first.append(_first_gap(path, component, kind, (begin, end)))
+    for n in path:
+        if n.end > min(first[1:]) and not n.resident(HOST):
+            first[BACKBONE] = max(n.start, min(first[1:]))
+    return first
+
+
+def _first_gap(path: Sequence[Node], component: int, kind: Component, span: tuple[int, int]) -> int:
+    """The first page of [begin, end) that a component has in no tier, of a path given deepest first."""
+    at, end = span
+    for n in reversed(path):
+        is_there = any(n.resident(tier, component) for tier in Tier)
+        if is_there and (n.end == end if not kind.per_page else n.start <= at < n.end):
+            at = n.end
+    return at
+
+
+def pages_of_a_step(components: Sequence[Component], page_bytes: Sequence[int], batch_pages: int) -> int:
+    """How far apart boundaries on the way are: a storage call's pages, or so many that what is read for them
+    beside the backbone is a `WINDOWS_SHARE`th of it."""
+    others = zip(components[1:], page_bytes[1:], strict=True)
+    beside = sum(num_bytes * (kind.reach if kind.per_page else 1) for kind, num_bytes in others)
+    return max(batch_pages, -(-WINDOWS_SHARE * beside // page_bytes[BACKBONE]))

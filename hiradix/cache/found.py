@@ -1,0 +1,108 @@
+"""A prefetch on its way, what storage has of it, and how what arrives enters the tree."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hiradix.cache.pages import BACKBONE, PagesOf, PageSupply
+from hiradix.transfer import Ticket
+from hiradix.transfer.jobs import Chain
+from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
+
+
+class Phase(Enum):
+    QUERY = "query"
+    READ = "read"
+    JOINED = "joined"  # waits for another prefetch of the same pages
+    DONE = "done"
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """One request's prefetch. `lock` pins `anchor`, the deepest host node reached so far."""
+
+    key: RadixKey
+    asked_pages: int
+    start_page: int
+    started_s: float
+    limit_s: float  # the longest its request waits
+    anchor: Node
+    lock: Lock | None = None
+    beside: Lock | None = None  # on what the tiers have of the key behind `anchor`, in no boundary
+    phase: Phase = Phase.QUERY
+    tickets: set[Ticket] = field(default_factory=set)
+    unread_pages: int = 0  # pages of reads that are not back yet
+    end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
+    nothing_there: bool = False  # storage said so of its first page
+    is_wanted: bool = True  # its own request waits for it
+    stopped: bool = False  # nobody waits for it any more
+    loaded_pages: int = 0
+    loaded_end: int = 0  # the page behind the last of those
+    primary: Prefetch | None = None
+    tries: int = 0  # boundaries that were found and did not arrive
+    again_end: int = 0  # where the next one is looked for: up to that page
+
+
+@dataclass(frozen=True)
+class Found:
+    """What storage has of a prefetch: pages [start, end) of its key, by their names.
+
+    chain: the key's hashes from its first page on, where they are known. known: so many of the first pages
+    were not asked for, as a tier has their backbone.
+    """
+
+    start: int
+    hashes: tuple[bytes, ...]
+    chain: Chain
+    known: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.hashes)
+
+    def part(self, first: int, end: int) -> Found:
+        """Pages [first, end) of the key."""
+        hashes = self.hashes[first - self.start : end - self.start]
+        return Found(first, hashes, self.chain, max(0, self.start + self.known - first))
+
+
+class Arrivals:
+    """Gives the tree what reads have brought."""
+
+    def __init__(self, supply: PageSupply):
+        self.supply = supply
+        self.tree: RadixTree = supply.tree
+        self.others = list(enumerate(supply.tree.components))[1:]
+
+    def adopt(self, p: Prefetch, found: Found, pages: PagesOf) -> None:
+        """Put what was read, each component's last pages of `found`, into the host tier; the anchor moves to
+        where they end."""
+        start, count, tree = found.start, len(found.hashes), self.tree
+        key = p.key.head(found.end, tree.page_size)
+        at = max((lock for lock in (p.lock, p.beside) if lock), key=lambda lock: lock.node.end, default=None)
+        done = tree.insert(key, HOST, [pages[c] for c in range(len(tree.components))], at=at)
+        for component, duplicates in enumerate(done.duplicates):
+            self.supply.free_host(duplicates, component)
+        self._note(done.lock.node, found)
+        if p.lock is not None:
+            tree.unlock(p.lock)
+        before, p.anchor, p.lock = p.anchor, done.lock.node, done.lock
+        gained = count - len(done.duplicates[BACKBONE])
+        if self.others:
+            is_all_new = not start or all(kind.reach <= count for _, kind in self.others)
+            p.anchor.boundary_stored = is_all_new or before.boundary_stored
+            gained = count  # what the tree had of these pages ended in no match without the rest
+        p.loaded_pages += gained
+        p.loaded_end = found.end
+        self.supply.counters.prefetched += gained
+
+    def _note(self, node: Node, found: Found) -> None:
+        """Storage has what it was asked for, and these are the names of it all."""
+        self.tree.set_hashes(node, found.start, found.hashes)
+        first = found.start + found.known
+        for n in self.tree.path(node, first):
+            n.stored = True
+        if self.tree.watch is not None:
+            self.tree.watch.backed_up(node, first, found.end)
