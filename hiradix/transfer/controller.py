@@ -158,12 +158,11 @@ class TransferController:
         self, rows: PageRows, num_pages: int | None = None, trails: Sequence[Trail] = (), known: int = 0
     ) -> Ticket:
         """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count.
-
-        trails: what must end the hits in further components; of those the most that do end so count.
-        known: with trails, so many of the pages asked for need not be there in the backbone.
+        trails: what must end the hits in further components; of those the most that do end so count. Then
+        `known` of the pages asked for need not be there in the backbone.
         """
         asked = len(rows) if num_pages is None else num_pages
-        assert known <= asked <= len(rows), f"{asked} pages of {len(rows)} rows, {known} known"
+        assert known <= asked <= len(rows), f"{known} of {asked} pages of {len(rows)} rows"
         return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails), known))
 
     def read(
