@@ -20,7 +20,7 @@ MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
     if len(pages) * page_size >= MANY_SLOTS and page_size > 1 and not ids.IS_BUILT:
-        spread = torch.add(torch.arange(page_size), torch.from_numpy(pages)[:, None], alpha=page_size)
+        spread = torch.add(torch.arange(page_size), torch.from_numpy(pages.copy())[:, None], alpha=page_size)
         return _moved(spread.view(-1), device)
     return on_device(ids.slots_of(pages, page_size), device)
 

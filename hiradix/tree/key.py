@@ -64,8 +64,8 @@ def namespace(extra_key: str | None, cache_salt: str | None, is_bigram: bool) ->
 NARROW, WIDE = 4, 8  # bytes per packed token
 FIRST_WINDOW = 4096  # tokens of a key packed at once, so that it is not packed beyond what is looked at
 WINDOW_TOKENS = 16384  # and at once further on
-FEW_TOKENS = 1536  # up to here array('q') is packed without numpy, whose code is slow with cold caches
-_WITHOUT_NUMPY = sys.byteorder == "little" and not ids.IS_BUILT
+FEW_TOKENS = 1536  # up to here array('q') is packed without numpy, which is slower with cold caches
+_IN_HALVES = sys.byteorder == "little" and not ids.IS_BUILT
 
 
 def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
@@ -75,12 +75,15 @@ def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
 
 
 def _packed_array(tokens: array[int], start: int, stop: int) -> tuple[bytes, int]:
-    """As `packed`, of `array('q')`. Takes its halves of four bytes, the lower first."""
-    part = memoryview(tokens)[start:stop]
-    halves = part.cast("B").cast("I")
+    """As `packed`, of `array('q')`. Takes its halves of four bytes, the lower first, and computes nothing."""
+    halves: Any
+    if stop - start <= FEW_TOKENS:
+        halves = memoryview(tokens)[start:stop].cast("B").cast("I")
+    else:
+        halves = np.frombuffer(tokens, np.uint32)[2 * start : 2 * stop]
     low, high = halves[::2].tobytes(), halves[1::2].tobytes()
-    is_narrow = high.count(0) == len(high) and low[3::NARROW].isascii()  # the top bit of none is set
-    return (low, NARROW) if is_narrow else (part.tobytes(), WIDE)
+    is_narrow = high == bytes(len(high)) and low[3::NARROW].isascii()  # the top bit of none is set
+    return (low, NARROW) if is_narrow else (halves.tobytes(), WIDE)
 
 
 def unpacked(run: bytes, width: int) -> npt.NDArray[Any]:
@@ -162,6 +165,23 @@ class RadixKey:
             key._tokens = key._tokens[:num_tokens]
         key._set(space, min(num_tokens, key.num_tokens))
         return key
+
+    def let_go(self) -> None:
+        """Have an `array('q')` be free to grow again; what is packed of it stays."""
+        if self._array is not None:
+            self._tokens = None
+
+    def resume(self, token_ids: Any, num_tokens: int, space: Namespace) -> bool:
+        """Become the key of the first `num_tokens` tokens, which may be more or fewer, with what is packed.
+
+        False, and no change, unless it is of this very `array('q')` and namespace.
+        """
+        known = self._array
+        if known is None or known is not token_ids or self.space != space:
+            return False
+        self._tokens = None
+        self._set(space, min(num_tokens, len(known)))
+        return True
 
     @property
     def tokens(self) -> Tokens:
@@ -262,7 +282,7 @@ class RadixKey:
         if self._array is None:
             return packed(self.tokens, start, end)
         assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
-        if _WITHOUT_NUMPY and end - start <= FEW_TOKENS:
+        if _IN_HALVES:
             return _packed_array(self._array, start, end)
         return packed(as_tokens(self._array), start, end)  # its own view, gone at once: the array may grow
 

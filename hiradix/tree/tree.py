@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from hiradix.tree import ids, removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import RadixKey
@@ -46,6 +48,7 @@ from hiradix.tree.runs import split_run, walk
 from hiradix.tree.view import TreeView
 from hiradix.tree.watch import Watch
 
+_INT32 = np.dtype(np.int32)
 _WHOLE_PATH = (0,)
 _GRAIN = Grain()
 
@@ -157,6 +160,7 @@ class RadixTree(TreeView):
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
         """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none.
 
+        Copies, but for an array that is read-only and no view, of which one node takes all.
         Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
         node where `pages` begin inside it and it has none.
         """
@@ -174,9 +178,8 @@ class RadixTree(TreeView):
             if entry.pages is None and (component == BACKBONE or at.resident(tier)):
                 if at.start < start:
                     self._split(at, start - at.start)  # `at` keeps the part that the pages cover
-                first, last = at.start - start, at.end - start
-                own = ids.copied(pages, first, last) if per_page else ids.copied(pages)
-                if store.take(at, component, tier, own):
+                first, last = (at.start - start, at.end - start) if per_page else (0, 1)
+                if store.take(at, component, tier, _kept(pages, first, last)):
                     taken.append(entry)
             elif entry.pages is not None:
                 lo = max(at.start, start)
@@ -325,3 +328,11 @@ class RadixTree(TreeView):
         node.parent = upper
         self._store.link_split(node, upper)
         return upper
+
+
+def _kept(pages: Ids, first: int, last: int) -> Pages:
+    """[first, last) as an array that nobody else writes into and that keeps no other alive."""
+    is_whole = last - first == len(pages) and pages.base is None
+    if is_whole and not pages.flags.writeable and pages.dtype is _INT32:
+        return pages  # type: ignore[return-value]
+    return ids.copied(pages, first, last)

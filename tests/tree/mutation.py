@@ -82,7 +82,7 @@ FAULTS = [
         "if False:",
     ),
     Fault("key: tokens of 32 bits are cut to 31 and a sign", IDS, "reduce(part) >> 31", "reduce(part) >> 32"),
-    Fault("key: an array's wide tokens are cut to 32 bits", KEY, "high.count(0) == len(high)", "True"),
+    Fault("key: an array's wide tokens are cut to 32 bits", KEY, "high == bytes(len(high))", "True"),
     Fault("key: of an array's tokens the sign bit is not looked at", KEY, "low[3::NARROW].isascii()", "True"),
     Fault(
         "key: a slice loses the bigram's last token",
@@ -202,15 +202,22 @@ FAULTS = [
     Fault(
         "adopt: slices off by one",
         TREE,
-        "first, last = at.start - start, at.end - start",
-        "first, last = at.start - start, at.end - start - 1",
+        "(at.start - start, at.end - start) if per_page",
+        "(at.start - start, at.end - start - 1) if per_page",
     ),
     Fault(
         "adopt: keeps the caller's array",
         TREE,
-        "ids.copied(pages, first, last) if per_page else ids.copied(pages)",
-        "pages[first:last] if per_page else pages",
+        "    return ids.copied(pages, first, last)",
+        "    return pages[first:last]",
     ),
+    Fault(
+        "adopt: keeps an array that its caller may write into",
+        TREE,
+        "is_whole and not pages.flags.writeable and",
+        "is_whole and",
+    ),
+    Fault("adopt: keeps a view alive", TREE, "== len(pages) and pages.base is None", "== len(pages)"),
     Fault(
         "adopt: ancestors stay colder than the new data",
         STORE,

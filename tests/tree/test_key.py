@@ -65,11 +65,12 @@ def test_an_array_is_packed_as_numpy_packs_it(some: list[int], zeros: int, data:
 
 
 @pytest.mark.parametrize("token", [0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -1, -(2**31), -(2**63)])
-def test_one_token_in_an_array_that_may_be_wide(token: int) -> None:
-    values = [1, 2, token, 3]
-    run, width = RadixKey(array("q", values)).packed(0, 4)
+@pytest.mark.parametrize("num_more", [0, FEW_TOKENS - 4, FEW_TOKENS])
+def test_one_token_in_an_array_that_may_be_wide(token: int, num_more: int) -> None:
+    values = [1, 2, token, 3, *range(num_more)]
+    run, width = RadixKey(array("q", values)).packed(1, len(values))
     assert width == (4 if 0 <= token < 2**31 else 8)
-    assert np.frombuffer(run, np.int32 if width == 4 else np.int64).tolist() == values
+    assert np.frombuffer(run, np.int32 if width == 4 else np.int64).tolist() == values[1:]
 
 
 @pytest.mark.parametrize("is_bigram", [False, True])
@@ -90,6 +91,34 @@ def test_the_first_tokens_of_a_buffer_that_grows(is_bigram: bool) -> None:
     assert key.tokens.tolist() == list(range(8)) and len(key[:5]) == 5
     same = RadixKey(list(range(8)), "adapter", is_bigram, cache_salt="salt")
     assert depth(tree, same) == depth(tree, key)
+
+
+@pytest.mark.parametrize("is_bigram", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 5, 6, 40, 99])
+def test_a_key_is_resumed_when_its_array_has_grown(is_bigram: bool, num_tokens: int) -> None:
+    space = Namespace("adapter", "salt", is_bigram)
+    tokens = array("q", range(8))
+    tree = RadixTree(2)
+    insert(tree, RadixKey([0, 1, 2, 3, 99, 99, 99, 99], "adapter", is_bigram, cache_salt="salt"))
+    key = RadixKey.first(tokens, 7, space)
+    assert depth(tree, key) == 2 - is_bigram and len(key.tokens) == 7
+    key.let_go()
+    tokens.extend(range(8, 40))
+    assert key.resume(tokens, num_tokens, space)
+    fresh = RadixKey.first(array("q", range(40)), num_tokens, space)
+    assert (len(key), key.num_tokens) == (len(fresh), fresh.num_tokens)
+    assert key.tokens.tolist() == fresh.tokens.tolist()
+    assert key.packed(0, key.num_tokens) == fresh.packed(0, fresh.num_tokens)
+    insert(tree, fresh.page_aligned(2))
+    assert depth(tree, key) == len(fresh) // 2
+
+
+def test_a_key_of_another_array_or_namespace_is_not_resumed() -> None:
+    tokens, space = array("q", range(8)), Namespace("adapter")
+    key = RadixKey.first(tokens, 5, space)
+    for other, theirs in ((array("q", range(8)), space), (tokens, Namespace()), (tokens, Namespace("other"))):
+        assert not key.resume(other, 8, theirs)
+        assert (key.num_tokens, key.space) == (5, space)
 
 
 @pytest.mark.parametrize("kind", ["array", "int64", "tensor"])
@@ -121,6 +150,22 @@ def test_a_node_keeps_no_request_buffer_alive() -> None:
     tokens[:], pages[:] = 0, 0
     assert depth(tree, RadixKey(np.arange(4000))) == 1000
     assert tree.pages(node, DEVICE).tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_an_array_that_nobody_can_write_is_kept_as_it_is(is_kept: bool) -> None:
+    """Of one that is a view, or of which several nodes take parts, each node has its own."""
+    tree = RadixTree(4)
+    pages = np.arange(6, dtype=np.int32) if is_kept else np.arange(7, dtype=np.int32)[1:]
+    pages.setflags(write=False)
+    tree.unlock(tree.insert(RadixKey(range(12)), HOST, [np.array([11, 12, 13], np.int32)]).lock)
+    whole = tree.insert(RadixKey(range(100, 124)), DEVICE, [pages]).lock.node
+    assert (whole.device.pages is pages) == is_kept
+    parted = tree.insert(RadixKey(range(24)), DEVICE, [pages]).lock.node
+    upper = parted.parent
+    assert upper.device.pages.tolist() + parted.device.pages.tolist() == pages.tolist()
+    assert not np.shares_memory(upper.device.pages, pages)
+    assert not np.shares_memory(parted.device.pages, pages)
 
 
 # -- parts ------------------------------------------------------------------------------
