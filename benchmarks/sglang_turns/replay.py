@@ -117,8 +117,8 @@ class Replay:
 
     def admit(self, req: Request) -> None:
         """Match, load back, lock, make room, allocate."""
-        key = RadixKey(req.origin_input_ids, limit=len(req.origin_input_ids) - 1)
-        found = self.cache.match_prefix(MatchPrefixParams(key=key))
+        key = RadixKey(req.full_untruncated_fill_ids, limit=len(req.origin_input_ids) - 1)
+        found = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
         req.prefix_len, req.last_node = found.device_prefix_len, found.last_device_node
         lock = self.cache.lock(req.last_node)
         if found.host_hit_length:

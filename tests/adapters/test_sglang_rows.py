@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang.ports import AllocatorPort, Rows
+from hiradix.tree.ids_numpy import FEW_PAGES
 from tests.planting import Fault, is_current
 from tests.sglang.planted import FAULTS
 
@@ -54,7 +55,7 @@ def on_cpu(pool: RowPool, allocator: SegmentFree) -> Rows:
 
 def as_on_gpu(pool: RowPool, allocator: SegmentFree) -> Rows:
     rows = on_cpu(pool, allocator)
-    rows._array = None
+    rows._slots = None
     return rows
 
 
@@ -71,7 +72,7 @@ def test_pages_are_read_and_written_where_they_are(make: Make) -> None:
     pool = RowPool()
     rows = make(pool, PageFree())
     pages = rows.pages(1, 2, 6)
-    assert pages.dtype == np.int32 and pages.tolist() == [9, 1, 4, 8]
+    assert pages.dtype == np.int32 and pages.tolist() == [9, 1, 4, 8] and not pages.flags.writeable
     assert rows.pages(1, 3, 3).tolist() == []
     rows.write(1, 4, np.array([20, 21], np.int32))
     assert rows.pages(1, 0, 10).tolist() == [7, 3, 9, 1, 20, 21, 2, 6, 5, 11]
@@ -87,6 +88,26 @@ def test_a_page_that_is_begun_is_freed_once(
     allocator = kind()
     make(RowPool(), allocator).free(1, start, end)
     assert allocator.freed == pages
+
+
+@pytest.mark.parametrize("kind", [SegmentFree, PageFree])
+def test_the_last_page_of_a_row_may_be_cut(make: Make, kind: type[SegmentFree]) -> None:
+    """SGLang's rows are as long as its context, which is no number of pages."""
+    pool, allocator = RowPool(), kind()
+    pool.req_to_token = pool.req_to_token[:, : 10 * SIZE - 2].contiguous()
+    rows = make(pool, allocator)
+    assert rows.pages(0, 0, 10).tolist() == [0] * 10
+    rows.free(1, 7 * SIZE, 10 * SIZE - 2)
+    assert allocator.freed == [6, 5, 11]
+
+
+def test_more_pages_than_are_read_one_by_one(make: Make) -> None:
+    pool = RowPool()
+    named = torch.arange(2 * FEW_PAGES, 0, -1, dtype=torch.int32)
+    pool.req_to_token = (named[:, None] * SIZE + torch.arange(SIZE)).reshape(1, -1).to(torch.int32)
+    rows = make(pool, PageFree())
+    for end in (FEW_PAGES, FEW_PAGES + 1, 2 * FEW_PAGES):
+        assert rows.pages(0, 0, end).tolist() == named[:end].tolist()
 
 
 def test_freeing_from_inside_a_page_is_our_bug(make: Make) -> None:

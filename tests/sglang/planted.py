@@ -57,7 +57,7 @@ FAULTS = [
     Fault(
         "checkpoint: the row still names pages that were freed",
         CACHE,
-        "if own.tobytes() != given.tobytes():",
+        "if node.device.pages is not given:",
         "if False:",
     ),
     Fault(
@@ -97,6 +97,13 @@ FAULTS = [
     ),
     Fault(
         "load back: the quota is not looked at", TIERS, "load_back(match, quota)", "load_back(match, None)"
+    ),
+    Fault("match: the request's array stays held", CACHE, "            key.let_go()\n", ""),
+    Fault(
+        "checkpoint: the key is what was matched",
+        CACHE,
+        "if matched.resume(tokens, num_tokens, space):",
+        "if matched.resume(matched._array, num_tokens, space):",
     ),
     Fault("load back: one without a batch never starts", TIERS, "self._has_unclaimed_load = True", "pass"),
     Fault(

@@ -59,10 +59,17 @@ class Request:
     prefix_len: int = 0
     priority: int | None = None
     is_finished: bool = False
+    fill_ids: array[int] = field(default_factory=lambda: array("q"))
 
     @property
     def full_untruncated_fill_ids(self) -> array[int]:
-        return self.origin_input_ids + self.output_ids
+        """One array that grows with the output, as SGLang's does in its `refresh_fill_ids`."""
+        num_known = len(self.fill_ids) - len(self.origin_input_ids)
+        if 0 <= num_known <= len(self.output_ids):
+            self.fill_ids.extend(self.output_ids[num_known:])
+        else:
+            self.fill_ids = self.origin_input_ids + self.output_ids
+        return self.fill_ids
 
     def finished(self) -> bool:
         return self.is_finished

@@ -75,6 +75,33 @@ def test_a_chunk_that_another_has_computed_meanwhile_moves_the_row() -> None:
     rig.check()
 
 
+def test_a_request_grows_behind_a_match_that_ended_inside_a_node() -> None:
+    """What a match has looked at is SGLang's own array, which grows while the request runs."""
+    rig = Rig()
+    rig.run(PROMPT + [1])
+    req = rig.request(PROMPT[: 5 * PAGE] + [7] * (3 * PAGE - 1))
+    assert rig.admit(req).device_prefix_len == 5 * PAGE
+    req.output_ids.append(7)
+    assert len(req.full_untruncated_fill_ids) == 8 * PAGE
+    rig.cache.checkpoint(req, up_to=7 * PAGE)
+    rig.finish(req)
+    assert rig.match(rig.request(PROMPT[: 5 * PAGE] + [7] * (3 * PAGE))).device_prefix_len == 7 * PAGE
+    rig.check()
+
+
+def test_what_is_kept_is_what_a_request_has_computed_not_what_it_was_matched_by() -> None:
+    """SGLang builds the array anew where tokens change, as for images that are appended."""
+    rig = Rig()
+    req = rig.request([3] * 4 * PAGE + [1])
+    rig.admit(req)
+    req.origin_input_ids = type(req.origin_input_ids)("q", [4] * 4 * PAGE + [1])
+    req.fill_ids = req.origin_input_ids[:0]
+    rig.finish(req)
+    found = [rig.match(rig.request([token] * 4 * PAGE + [1])).device_prefix_len for token in (3, 4)]
+    assert found == [0, 4 * PAGE]
+    rig.check()
+
+
 @pytest.mark.parametrize("num_chunks", [0, 1])
 def test_an_aborted_request_gives_everything_back(num_chunks: int) -> None:
     rig = Rig()

@@ -87,6 +87,9 @@ class HiRadixPrefixCache(Front):
             root = self.root_node
             return MatchResult(0, root, root, root)
         node, loadable = self.inner.cache.match(key)
+        if params.req is not None:  # what was packed is looked at again when it has run
+            key.let_go()
+            params.req.hiradix_key = key
         size, num_host = self.page_size, loadable.end - node.end
         num_window = self._window_tokens_on_host(loadable) if num_host and self._has_windows else 0
         return MatchResult(node.end * size, node, loadable, loadable, num_host * size, num_window)
@@ -119,7 +122,12 @@ class HiRadixPrefixCache(Front):
         """The first pages of what `req` has computed."""
         num_tokens = num_pages * self.page_size + self._lookahead if num_pages else 0
         space = namespace(req.extra_key, req.cache_salt or None, self.is_eagle)
-        return RadixKey.first(req.full_untruncated_fill_ids, num_tokens, space)
+        tokens, matched = req.full_untruncated_fill_ids, getattr(req, "hiradix_key", None)
+        if matched is not None:
+            req.hiradix_key = None
+            if matched.resume(tokens, num_tokens, space):
+                return matched  # type: ignore[no-any-return]
+        return RadixKey.first(tokens, num_tokens, space)
 
     # -- locks --------------------------------------------------------------------------
 
@@ -169,9 +177,8 @@ class HiRadixPrefixCache(Front):
         node = taken.node
         if req.priority:
             self._tree.prioritise(taken, req.priority)
-        own = self._tree.pages(node, DEVICE, start=start)
-        if own.tobytes() != given.tobytes():
-            self._rows.write(kv.req_pool_idx, start, own)
+        if node.device.pages is not given:  # else the tree has taken all of them
+            self._rows.write(kv.req_pool_idx, start, self._tree.pages(node, DEVICE, start=start))
         self._tree.unlock(held)
         req.lock, req.last_node = TreeLock(node, taken), node
         kv.cache_protected_len = node.end * size

@@ -139,21 +139,33 @@ class HybridPort(AllocatorPort):
 
 
 class Rows:
-    """The rows of SGLang's ReqToTokenPool as pages of `port`. On a CPU read through one array of them all."""
+    """The rows of SGLang's ReqToTokenPool as pages of `port`. On a CPU read where they are."""
 
     def __init__(self, pool: Any, port: AllocatorPort):
         self._pool = pool
         self._port = port
         self._page_size = port.page_size
         table: torch.Tensor = pool.req_to_token
-        self._array: Any = table.numpy() if table.is_cpu else None
+        self._width = table.shape[1]
+        self._all: Any = table.view(-1).numpy() if table.is_cpu else None
+        self._slots: Any = None if self._all is None else self._all.data
 
     def pages(self, index: int, start: int, end: int) -> Pages:
-        """int32 [end - start]: what a row names at pages [start, end). Waits for a GPU."""
+        """int32 [end - start], read-only: what a row names at pages [start, end). Waits for a GPU."""
+        pages = self._pages(index, start, end)
+        pages.setflags(write=False)
+        return pages
+
+    def _pages(self, index: int, start: int, end: int) -> Pages:
         size = self._page_size
-        if self._array is None:
-            return pages_of(self._pool.req_to_token[index], size, start * size, end * size)
-        return ids.pages_of(self._array[index], size, start * size, end * size)
+        stop = min(end * size, self._width)  # the last page of a row may be cut
+        if self._slots is None:
+            return pages_of(self._pool.req_to_token[index], size, start * size, stop)
+        row = index * self._width
+        if ids.IS_BUILT or end - start > FEW_PAGES:
+            return ids.pages_of(self._all, size, row + start * size, row + stop)
+        first = self._slots[row + start * size : row + stop : size]
+        return np.array([slot // size for slot in first.tolist()], np.int32)
 
     def free(self, index: int, start: int, end: int) -> None:
         """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
@@ -161,12 +173,12 @@ class Rows:
         Never waits for the device.
         """
         size, port = self._page_size, self._port
-        if self._array is None or not port.takes_page_ids:
+        if self._slots is None or not port.takes_page_ids:
             port.free_segment(self._pool.req_to_token[index, start:end], start)
             return
         assert start % size == 0, f"position {start} is inside a page of {size}"
         if 0 < end - start <= size:
-            port.free_page(self._array.item(index, start) // size)
+            port.free_page(self._slots[index * self._width + start] // size)
         else:
             port.free_pages(self.pages(index, start // size, -(-end // size)))
 
