@@ -272,17 +272,21 @@ class Backup:
         return victims, copies
 
     def _lost_with(self, node: Node) -> list[Segment]:
-        """What boundaries at or below `node` lose with its further components on the device."""
+        """What boundaries at or below `node` lose with its further components on the device.
+
+        A record was taken where a match may end; a window's pages lie everywhere, and few are behind an end.
+        """
         found = []
         for component in range(1, len(self._writing)):
             pages = node.residency(component, DEVICE).pages
             if pages is None or node.resident(HOST, component) or self._writing[component][pages[0]]:
                 continue
-            below, at, reach = 0, node, self._tree.components[component].reach
-            while len(at.children) == 1 and below < reach:
+            kind = self._tree.components[component]
+            below, at = 0, node
+            while kind.per_page and len(at.children) == 1 and below < kind.reach:
                 (at,) = at.children.values()
                 below += at.num_pages
-            if below < reach:
+            if below < kind.reach:
                 found.append(Segment(node, component, node.start, node.end, pages))
         return found
 

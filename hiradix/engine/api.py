@@ -124,6 +124,8 @@ class EngineConfig:
     model's. `chunked_prefill_size` is the most tokens one forward pass computes; None prefills whole prompts.
     `swa_full_tokens_ratio` gives the layers with a sliding window a pool of their own, of so many tokens per
     full token, in models that mix both kinds; None keeps all layers in one pool.
+    `max_mamba_cache_size` is the number of recurrent states that fit the device, those of running requests
+    and cached ones together, in models that keep such; None is four for each of `max_running_requests`.
     `num_threads` None means 1 on CPU. `check` runs the invariant and conservation checks after every step
     (also switched on by HIRADIX_CHECK=1 in the environment).
     """
@@ -136,6 +138,7 @@ class EngineConfig:
     max_waiting_requests: int = 512
     chunked_prefill_size: int | None = 512
     swa_full_tokens_ratio: float | None = None
+    max_mamba_cache_size: int | None = None
     context_length: int | None = None
     num_threads: int | None = None
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
@@ -147,7 +150,7 @@ class EngineConfig:
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16 or float16")
         positive = ("max_total_tokens", "max_running_requests", "max_waiting_requests",
-                    "chunked_prefill_size", "context_length", "num_threads")
+                    "chunked_prefill_size", "context_length", "num_threads", "max_mamba_cache_size")
         ratio = self.swa_full_tokens_ratio
         if ratio is not None and not 0 < ratio <= 1:
             raise ConfigError(f"swa_full_tokens_ratio={ratio!r}: must be in (0, 1]")

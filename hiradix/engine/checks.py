@@ -7,15 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from hiradix.engine.ports import PrefixCache
+from hiradix.engine.recurrent import NO_STATE
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Scheduler
 from hiradix.engine.slots import Allocator, free_tokens, num_tokens
-from hiradix.memory import HybridSlotAllocator
+from hiradix.memory import HybridSlotAllocator, PageAllocator
+from hiradix.prefix_cache.records import STATE
+from hiradix.tree import Tier
 
 
-def check_conservation(cache: PrefixCache, allocator: Allocator, scheduler: Scheduler) -> None:
+def check_conservation(
+    cache: PrefixCache, allocator: Allocator, scheduler: Scheduler, states: PageAllocator | None = None
+) -> None:
     """Each device page, of either pool, is in exactly one of: free, the tree, one running request.
 
+    states: the slots of the pool of recurrent states, where there is one.
     Pages of device transfers are the tree's (locked there), host pages are the cache's to check. O(pool).
     """
     cache.check()
@@ -29,12 +35,16 @@ def check_conservation(cache: PrefixCache, allocator: Allocator, scheduler: Sche
     if isinstance(allocator, HybridSlotAllocator):
         _check_windows(allocator, shared[1], own)
         shared = shared[0]
+    elif states is not None:
+        _check_states(states, cache, scheduler.running)
+        shared = shared[0]
     free, shared, total = free_tokens(allocator) // size, shared // size, num_tokens(allocator) // size
     assert free + shared + len(own) == total, (
         f"of {total} device pages: {free} free, {shared} tree, {len(own)} in {len(scheduler.running)} rows"
     )
     for request in scheduler.waiting:
         assert request.req_pool_idx is None and request.num_allocated == 0, f"{request.rid} waits with slots"
+        assert request.state is None, f"{request.rid} waits with a state"
 
 
 def _check_windows(allocator: HybridSlotAllocator, shared: int, own: Sequence[int]) -> None:
@@ -46,6 +56,21 @@ def _check_windows(allocator: HybridSlotAllocator, shared: int, own: Sequence[in
     free, shared, total = allocator.swa_available_size() // size, shared // size, allocator.size_swa // size
     assert free + shared + len(held) == total, (
         f"of {total} window pages: {free} free, {shared} tree, {len(held)} of requests"
+    )
+
+
+def _check_states(states: PageAllocator, cache: PrefixCache, running: Sequence[Request]) -> None:
+    """Each slot of the state pool is free, a record of the tree, or one running request's."""
+    own: list[int] = []
+    for request in running:
+        assert request.state is not None, f"{request.rid} runs without a state"
+        own += [request.state.slot, *([] if request.state.record is None else [request.state.record])]
+    shared = cache.tree.all_pages(Tier.DEVICE, STATE).tolist()
+    both = own + shared
+    assert len(set(both)) == len(both), f"a state slot is in two places: {_repeated(both)}"
+    assert NO_STATE not in both and bool(states.is_out(both).all()), f"slots {both} that nobody was given"
+    assert states.available + len(both) == states.num_pages, (
+        f"of {states.num_pages} state slots: {states.available} free, {len(shared)} tree, {len(own)} requests"
     )
 
 

@@ -36,6 +36,7 @@ from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
 from hiradix.engine.slots import free_tokens
+from hiradix.engine.states import StateSlots
 from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
@@ -44,6 +45,7 @@ from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
     CacheInitParams,
     ModelIdentity,
+    StateRadixCache,
     build_hybrid_cache,
     build_prefix_cache,
     model_identity,
@@ -81,12 +83,14 @@ class Engine:
         self.model_name = config.model_name or Path(config.model_path).resolve().name
         self.tokenizer = Tokenizer.find(config.model_path)
         self.context_length = self._context_length()
-        self._pools = build_pools(config, self._model.shape, self._model.windows, self.context_length)
+        kinds = self._model.windows if self._model.states is None else self._model.states
+        self._pools = build_pools(config, self._model.shape, kinds, self.context_length)
         self.cache: PrefixCache = self._build_cache(build_cache, group)
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         limits = _limits(config, self._pools)
-        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, limits)
+        states = _state_slots(self.cache, self._pools)
+        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, limits, states)
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
@@ -167,7 +171,7 @@ class Engine:
         running = self._scheduler.running
         self.cache.check_conservation(sum(r.num_allocated - r.cache_protected_len for r in running))
         if self._check:
-            check_conservation(self.cache, self._pools.allocator, self._scheduler)
+            check_conservation(self.cache, self._pools.allocator, self._scheduler, self._pools.states)
         if self.publisher is not None:
             self.publisher.flush()
         return outputs
@@ -186,7 +190,7 @@ class Engine:
         work = [self._work(part) for part in parts]
         waits, start_s = self._gates.is_waiting, time.perf_counter()
         pools = self._pools
-        logits = self._gates.run(lambda own: self._model.forward(work, pools.layer_pools(own)), pools.all)
+        logits = self._gates.run(lambda own: self._model.forward(work, pools.of_pass(own)), pools.all)
         if logits is None:
             for part in reversed(parts):
                 if part.admitted:
@@ -206,7 +210,8 @@ class Engine:
     def _work(self, part: Part) -> Work:
         request = part.request
         end = request.num_computed + part.num_tokens
-        return Work(request.tokens(request.num_computed, end), end, self._scheduler.row(request))
+        tokens = request.tokens(request.num_computed, end)
+        return Work(tokens, end, self._scheduler.row(request), self._scheduler.state_use(part))
 
     def publish_events(self, config: KVEventsConfig, host: str = "*") -> None:
         """Publish from here on what is in which tier; before the first request.
@@ -304,13 +309,14 @@ class Engine:
             page_size=config.page_size,
             eviction_policy=config.radix_eviction_policy,
             eviction_policy_config=dict(config.radix_eviction_policy_config),
-            sliding_window_size=None if pools.windows is None else pools.windows.size,
+            sliding_window_size=pools.window,
+            state_records=pools.states,
             agree=None if group is None else group.least,
         )
         identity = model_identity(self.config.model_path, self.model_name)
         if pools.hybrid is not None:
             if group is not None:
-                raise ConfigError("swa_full_tokens_ratio: a pool for windows is not cut over ranks here")
+                raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")
             return build_hybrid_cache(config, params, pools.hybrid, identity)
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
@@ -319,8 +325,15 @@ def _limits(config: EngineConfig, pools: EnginePools) -> Limits:
     return Limits(
         max_running=config.max_running_requests, max_waiting=config.max_waiting_requests,
         chunk_tokens=config.chunked_prefill_size, page_size=config.cache.page_size,
-        window=None if pools.windows is None else pools.windows.size,
+        window=pools.window,
     )
+
+
+def _state_slots(cache: PrefixCache, pools: EnginePools) -> StateSlots | None:
+    if pools.states is None:
+        return None
+    assert isinstance(cache, StateRadixCache), f"{cache} for a model with states"
+    return StateSlots(cache, pools.states, pools.device.page_size)
 
 
 def _share_of(model: ModelIdentity, group: ProcessGroup | None) -> ModelIdentity:

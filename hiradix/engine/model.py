@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from hiradix.engine.attention import ATTENTION_NAME, paged_attention
-from hiradix.engine.packing import LayerPool, Work, pack
+from hiradix.engine.packing import Pools, Work, pack
+from hiradix.engine.recurrent import FAMILIES, PassDesk, replace_recurrent, states_of
 from hiradix.engine.tensor_parallel import check_divisible, cut
 from hiradix.errors import ConfigError
 from hiradix.memory import KVShape, MLAShape
 from hiradix.transfer.process_group import ProcessGroup
 
 MODEL_TYPES = (
-    "llama", "qwen2", "qwen3", "mistral", "ministral", "gemma3_text", "deepseek_v2", "deepseek_v3",
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "gemma3_text", "deepseek_v2", "deepseek_v3", *FAMILIES,
 )
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
@@ -79,7 +80,7 @@ class Windows:
 
     size: int
     full_layers: tuple[int, ...]
-    window_layers: tuple[int, ...]
+    other_layers: tuple[int, ...]
 
 
 def windows_of(config: Any) -> Windows | None:
@@ -107,8 +108,9 @@ class PagedModel:
     """A causal language model whose KV lives in a device pool's pages.
 
     `shape` is that of a pool for all layers, `windows` says which layers look back a window only, so that
-    they may have a pool of their own; `context_length` the most tokens a sequence may have. With a
-    group, both weights and shape are this rank's share. Used by one thread.
+    they may have a pool of their own, `states` which keep a recurrent state, so that they must;
+    `context_length` the most tokens a sequence may have. With a group, both weights and shape are this rank's
+    share. Used by one thread.
     """
 
     def __init__(
@@ -137,25 +139,33 @@ class PagedModel:
         self.device = torch.device(device)
         self.shape = kv_shape(config, dtype, 1 if group is None else group.size)
         self.windows = windows_of(config)
+        self.states = states_of(config, dtype)
+        self._desk = PassDesk()
+        if self.states is not None:
+            replace_recurrent(self._model, config, self._desk)
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self.vocab_size: int = config.vocab_size
         self.context_length: int = config.max_position_embeddings
         self.stop_token_ids = stop_token_ids(config, path)
 
     @torch.inference_mode()
-    def forward(self, work: Sequence[Work], pools: Sequence[LayerPool]) -> torch.Tensor:
-        """Logits float32 [len(work), vocab] after each sequence's last token; writes the new tokens' K and V.
+    def forward(self, work: Sequence[Work], pools: Pools) -> torch.Tensor:
+        """Logits float32 [len(work), vocab] after each sequence's last token; writes the new tokens' K and V,
+        and the states behind them.
 
         Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
-        then written only slots of its own new tokens.
+        then written only slots of its own new tokens, and no state.
         """
         packed = pack(work, pools, self.device)
         latent: dict[str, Any] = {"attention_mask": None}
         if isinstance(self.shape, MLAShape):  # a mask of four dimensions is taken as it is, and not made
             latent = {"attention_mask": self._no_mask, "past_key_values": packed.paged}
+        self._desk.states = packed.states
         out = self._model(
             input_ids=packed.token_ids[None], position_ids=packed.positions[None], **latent, use_cache=False,
             logits_to_keep=packed.last_rows, paged=packed.paged,
         )
+        if packed.states is not None:
+            packed.states.commit()
         logits: torch.Tensor = out.logits[0].float()
         return logits

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 
 from hiradix.engine.attention import Chunk, DecodeGroup, KVBuffers, PagedPass, PagedStep
+from hiradix.engine.recurrent import Piece, StatePass, StatePool
+from hiradix.engine.states import StateUse
 
 _MAX_PADDING = 1.5
 
@@ -18,11 +20,13 @@ class Work:
     """One sequence's part of a pass: `token_ids` to compute, at the end of its `num_tokens` tokens.
 
     row: int [>= num_tokens] slots of the sequence, page after page (its row of the req-to-token pool).
+    state: where its recurrent state is, in models that keep one.
     """
 
     token_ids: Sequence[int]
     num_tokens: int
     row: torch.Tensor
+    state: StateUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,14 @@ class LayerPool:
 
 
 @dataclass(frozen=True, slots=True)
+class Pools:
+    """All that a pass reads and writes; states: of a model with recurrent layers."""
+
+    paged: Sequence[LayerPool]
+    states: StatePool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PackedPass:
     """token_ids, positions: int64 [T]; last_rows: int64 [sequences], the row of each one's last token."""
 
@@ -52,21 +64,45 @@ class PackedPass:
     positions: torch.Tensor
     last_rows: torch.Tensor
     paged: PagedPass
+    states: StatePass | None
 
 
-def pack(work: Sequence[Work], pools: Sequence[LayerPool], device: torch.device) -> PackedPass:
+def pack(work: Sequence[Work], pools: Pools, device: torch.device) -> PackedPass:
     """`work` as one pass on `device`; sequences with one new token are grouped for batched decoding."""
     assert work and all(len(part.token_ids) >= 1 for part in work), "a pass needs a token of every sequence"
     ids = torch.cat([torch.as_tensor(part.token_ids, dtype=torch.int64) for part in work])
     spans = [(part.num_tokens - len(part.token_ids), part.num_tokens) for part in work]
     ends = list(accumulate(len(part.token_ids) for part in work))
-    steps = [_step(work, pool, device) for pool in pools]
+    steps = [_step(work, pool, device) for pool in pools.paged]
     return PackedPass(
         token_ids=ids.to(device),
         positions=torch.cat([torch.arange(*span) for span in spans]).to(device),
         last_rows=torch.tensor([end - 1 for end in ends], device=device),
-        paged=PagedPass(steps, [pool.layers for pool in pools]),
+        paged=PagedPass(steps, [pool.layers for pool in pools.paged]),
+        states=None if pools.states is None else _state_pass(work, pools.states),
     )
+
+
+def _state_pass(work: Sequence[Work], pool: StatePool) -> StatePass:
+    """The part of a pass over the state pool."""
+    pieces, start = [], 0
+    for part in work:
+        pieces += _pieces(part, start)
+        start += len(part.token_ids)
+    return StatePass(pool, pieces)
+
+
+def _pieces(part: Work, start: int) -> list[Piece]:
+    """`part` as the packed rows from `start` on, cut where a record of its state is taken."""
+    use, end = part.state, start + len(part.token_ids)
+    assert use is not None, "a sequence without a state"
+    if use.record is None:
+        return [Piece(start, end, use.source, (use.target,))]
+    cut = end - (part.num_tokens - use.boundary)
+    assert start < cut <= end, f"a record behind token {use.boundary}, the pass ends at {part.num_tokens}"
+    if cut == end:
+        return [Piece(start, end, use.source, (use.target, use.record))]
+    return [Piece(start, cut, use.source, (use.record,)), Piece(cut, end, None, (use.target,))]
 
 
 def _step(work: Sequence[Work], pool: LayerPool, device: torch.device) -> PagedStep:

@@ -11,6 +11,7 @@ import torch
 from hiradix.engine.api import SamplingParams, Scope, Usage
 
 if TYPE_CHECKING:
+    from hiradix.engine.states import RequestState
     from hiradix.engine.tokenizer import TextStream
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
@@ -23,7 +24,7 @@ class Request:
     calls, rewrites prefix_indices, last_node, cache_protected_len and lock. KV is written for every token
     but the last sampled one: `num_computed` counts the written ones, `num_allocated` the slots in the row
     (whole pages), of which those from `cache_protected_len` on are the request's own. Before `num_slid` its
-    own pages have no window pages any more.
+    own pages have no window pages any more. `state`: what it has of the state pool, where there is one.
     """
 
     def __init__(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope):
@@ -56,6 +57,7 @@ class Request:
         self.num_computed = 0
         self.num_allocated = 0
         self.num_slid = 0
+        self.state: RequestState | None = None
 
     @property
     def swa_uuid_for_lock(self) -> Any:
@@ -87,6 +89,11 @@ class Request:
         if start >= num_prompt:
             return self.output_ids[start - num_prompt : end - num_prompt]
         return self.origin_input_ids[start:end] + self.output_ids[: max(0, end - num_prompt)]
+
+    def take_record(self, num_tokens: int) -> int:
+        """The record of the state behind its first `num_tokens` tokens, the caller's from here on."""
+        assert self.state is not None, f"request {self.rid} has no state"
+        return self.state.take_record(num_tokens)
 
     def pop_committed_kv_cache(self) -> int:
         """Number of leading tokens whose KV is written."""

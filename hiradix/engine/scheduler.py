@@ -20,6 +20,7 @@ import torch
 from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.slots import Allocator, Slots
+from hiradix.engine.states import StateSlots, StateUse
 from hiradix.memory import ReqToTokenPool
 from hiradix.prefix_cache import MatchPrefixParams
 from hiradix.tree import RadixKey
@@ -58,9 +59,15 @@ class _Admission(Enum):
 
 
 class Scheduler:
-    """Owns the requests and their slots; the prefix cache owns the shared ones. One thread."""
+    """Owns the requests and their slots; the prefix cache owns the shared ones. One thread.
 
-    def __init__(self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: Limits):
+    states: of a model with recurrent layers.
+    """
+
+    def __init__(
+        self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: Limits,
+        states: StateSlots | None = None,
+    ):  # fmt: skip
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_retractions = 0
@@ -69,6 +76,7 @@ class Scheduler:
         self._slots = Slots(cache, allocator, limits.page_size)
         assert self._slots.has_windows == (limits.window is not None), f"window {limits.window}, {allocator}"
         self._rows = rows
+        self._states = states
         self._reserve = _MIN_RESERVE
 
     # -- arrival ------------------------------------------------------------------------
@@ -133,6 +141,8 @@ class Scheduler:
         """
         request = part.request
         was_prefill = request.num_computed < len(request.origin_input_ids) or part.admitted
+        if self._states is not None:
+            self._states.computed(request, part.num_tokens)
         request.num_computed += part.num_tokens
         is_whole = request.num_uncomputed == 0
         if was_prefill:
@@ -202,7 +212,19 @@ class Scheduler:
             if slots is None:
                 return False
             self._write_row(request, slots)
-        return self._open_windows(request)
+        return self._open_windows(request) and self._open_state(request)
+
+    def _open_state(self, request: Request) -> bool:
+        """The slots of the state pool that the next pass needs for a running request."""
+        return self._states is None or self._states.open(request, self._most_next(request))
+
+    def state_use(self, part: Part) -> StateUse | None:
+        """Where the pass finds and leaves the part's recurrent state; None in models without."""
+        return None if self._states is None else self._states.use(part.request, part.num_tokens)
+
+    def _most_next(self, request: Request) -> int:
+        """The most tokens that the next pass may compute of a running request."""
+        return min(request.num_uncomputed, self.limits.chunk_tokens or request.num_uncomputed)
 
     def _open_windows(self, request: Request) -> bool:
         """Window pages for what the next pass may compute of a running request, those behind given back."""
@@ -215,9 +237,8 @@ class Scheduler:
         if behind > max(own, request.num_slid):
             self._slots.close_windows(self.row(request)[max(own, request.num_slid) : behind])
             request.num_slid = behind
-        count = min(request.num_uncomputed, self.limits.chunk_tokens or request.num_uncomputed)
-        start = max(own, request.num_computed // size * size)
-        return self._slots.open_windows(self.row(request)[start : request.num_computed + count])
+        start, end = max(own, request.num_computed // size * size), request.num_computed
+        return self._slots.open_windows(self.row(request)[start : end + self._most_next(request)])
 
     def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> Part:
         """The request's next chunk of at most `left` tokens, ending on a page boundary where it can."""
@@ -286,7 +307,8 @@ class Scheduler:
             request.req_pool_idx = rows[0]
             self._write_row(request, torch.cat([request.prefix_indices, slots]))
             request.num_computed = prefix
-        if slots is None or rows is None or not self._open_windows(request):
+        if slots is None or rows is None or not (self._open_windows(request) and self._open_state(request)):
+            self._close_state(request)
             if rows is not None:
                 self._rows.free(rows)
             if slots is not None:
@@ -318,6 +340,10 @@ class Scheduler:
         view: torch.Tensor = self._rows.req_to_token[request.req_pool_idx, : request.num_allocated]
         return view
 
+    def _close_state(self, request: Request) -> None:
+        if self._states is not None:
+            self._states.close(request)
+
     def _release(self, request: Request, *, is_insert: bool) -> None:
         """Give a running request's slots, lock and row back, pages past its computed tokens too."""
         size = self.limits.page_size
@@ -326,6 +352,7 @@ class Scheduler:
         self._cache.cache_finished_req(request, is_insert=is_insert)
         if len(unused):
             self._slots.free(unused)
+        self._close_state(request)
         assert request.req_pool_idx is not None
         self._rows.free(request.req_pool_idx)
         self.running.remove(request)

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from hiradix.cache import least
 from hiradix.engine.attention import KVBuffers
+from hiradix.engine.recurrent import FAMILIES
 from hiradix.errors import ConfigError
 from hiradix.memory import DevicePool
 from hiradix.transfer import LoadFailed
@@ -44,6 +45,8 @@ def check_divisible(config: Any, size: int) -> None:
     """Raise ConfigError unless the model's heads and hidden layer can be cut into `size` equal parts."""
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(f"tp_size={size}: models with latent attention are not cut over ranks here")
+    if config.model_type in FAMILIES:
+        raise ConfigError(f"tp_size={size}: models with recurrent states are not cut over ranks here")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise ConfigError(f"tp_size={size}: the model's {name} is {getattr(config, name)}")

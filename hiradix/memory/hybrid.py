@@ -19,23 +19,26 @@ from hiradix.memory.pools import DevicePool
 
 @dataclass(frozen=True)
 class HybridPools:
-    """The device pools of a model that mixes kinds of attention, and which of its layers each has."""
+    """The device pools of a model that mixes kinds of layers, and which of them each has.
+
+    other: of the layers with a sliding window, or of those that keep a recurrent state.
+    """
 
     full: DevicePool
-    window: DevicePool
+    other: DevicePool
     full_layers: Sequence[int]
-    window_layers: Sequence[int]
+    other_layers: Sequence[int]
 
     def __post_init__(self) -> None:
         for name, pool, layers in (
             ("full", self.full, self.full_layers),
-            ("window", self.window, self.window_layers),
+            ("other", self.other, self.other_layers),
         ):
             if len(layers) != pool.shape.num_layers:
                 raise ConfigError(f"{name}_layers: {len(layers)} for a pool of {pool.shape.num_layers}")
-        both = sorted([*self.full_layers, *self.window_layers])
+        both = sorted([*self.full_layers, *self.other_layers])
         if both != list(range(len(both))):
-            raise ConfigError(f"full_layers and window_layers: {both} are not each layer once")
+            raise ConfigError(f"full_layers and other_layers: {both} are not each layer once")
 
 
 class HybridSlotAllocator:

@@ -218,6 +218,11 @@ class DevicePool(PlanePool):
             return self._arrays[0][layer][..., : self.shape.kv_lora_rank]
         return self._arrays[1][layer]
 
+    def get_arrays(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """All arrays of the layer, in the shape's order, once its load has arrived. Writable, zero copy."""
+        self._wait(layer_id)
+        return tuple(buffers[layer_id - self.start_layer] for buffers in self._arrays)
+
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both getters at once."""
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -185,30 +186,34 @@ class StateShape:
 
     A record is a page of its own pool (page size 1) and belongs to the end of a prefix, not to its tokens.
     conv_dim, conv_width: the tail is conv_dim x conv_width elements of `conv_dtype`. The SSM state is
-    num_heads x head_dim x state_size elements of `dtype`.
+    num_heads x head_dim x state_size elements of `dtype`; all three are 0 where there is a tail only.
     """
 
     num_layers: int
     conv_dim: int
     conv_width: int
-    num_heads: int
-    head_dim: int
-    state_size: int
+    num_heads: int = 0
+    head_dim: int = 0
+    state_size: int = 0
     conv_dtype: torch.dtype = torch.bfloat16
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        _require_sizes(self)
+        ssm = (self.num_heads, self.head_dim, self.state_size)
+        if min(self.num_layers, self.conv_dim, self.conv_width) < 1 or (any(ssm) and min(ssm) < 1):
+            raise ConfigError(f"StateShape: every size must be at least 1, got {self.numbers()}")
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        return (
-            ArraySpec("conv", 1, self.conv_dim * self.conv_width, self.conv_dtype, per_page=True),
-            ArraySpec("ssm", self.num_heads, self.head_dim * self.state_size, self.dtype, per_page=True),
-        )
+        tail = ArraySpec("conv", 1, self.conv_dim * self.conv_width, self.conv_dtype, per_page=True)
+        if not self.num_heads:
+            return (tail,)
+        width = self.head_dim * self.state_size
+        return tail, ArraySpec("ssm", self.num_heads, width, self.dtype, per_page=True)
 
     def numbers(self) -> tuple[int, ...]:
-        conv = (self.conv_dim, self.conv_width, self.conv_dtype.itemsize)
+        tail_type = zlib.crc32(str(self.conv_dtype).encode())  # types of one size are not the same bytes
+        conv = (self.conv_dim, self.conv_width, tail_type)
         return (self.num_layers, *conv, self.num_heads, self.head_dim, self.state_size)
 
 

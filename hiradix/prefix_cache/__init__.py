@@ -1,7 +1,8 @@
 """Drop-in prefix-cache classes for engines.
 
 `RadixCache` (device only) and `HiRadixCache` (all tiers); for models that mix full attention and sliding
-windows `SWARadixCache` and `SWAHiRadixCache`.
+windows `SWARadixCache` and `SWAHiRadixCache`, for those with recurrent layers `StateRadixCache` and
+`StateHiRadixCache`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from hiradix.prefix_cache.records import (
     MatchPrefixParams,
     MatchResult,
 )
+from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.tree import RadixKey
 
@@ -48,6 +50,8 @@ __all__ = [
     "RadixKey",
     "SWAHiRadixCache",
     "SWARadixCache",
+    "StateHiRadixCache",
+    "StateRadixCache",
     "build_hybrid_cache",
     "build_prefix_cache",
     "component_name",

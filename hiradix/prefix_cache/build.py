@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
@@ -20,9 +21,17 @@ from hiradix.memory import (
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
-from hiradix.prefix_cache.identity import ModelIdentity, component_name, is_replicated, stored_pages
+from hiradix.prefix_cache.hybrid import HybridRadixCache
+from hiradix.prefix_cache.identity import (
+    STATE_NAME,
+    ModelIdentity,
+    component_name,
+    is_replicated,
+    stored_pages,
+)
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
+from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.storage import ComponentPages, Stores, open_stores
 from hiradix.transfer import PoolPair, Runtime, TransferController
@@ -62,40 +71,56 @@ def build_hybrid_cache(
     pools: HybridPools,
     model: ModelIdentity,
     runtime: Runtime | None = None,
-) -> SWARadixCache:
-    """As `build_prefix_cache` for models with sliding windows: `SWAHiRadixCache`, or `SWARadixCache`.
+) -> HybridRadixCache:
+    """As `build_prefix_cache` for models that mix kinds of layers.
 
-    pools: those behind `params.token_to_kv_pool_allocator`.
+    pools: those behind `params.token_to_kv_pool_allocator`, and with recurrent states `params.state_records`.
     """
-    config = config.normalised()
+    config, kind = config.normalised(), _kind(params)
     if params.page_size != config.page_size:
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
-        return SWARadixCache(params)
+        return kind.on_device(params)
     hosts = _hybrid_hosts(config, pools)
     pairs = [
         PoolPair(pool, host, make_transport(config.hicache_io_backend, pool.device, (pool, host)), layers)
         for pool, host, layers in zip(
-            (pools.full, pools.window), hosts, (pools.full_layers, pools.window_layers), strict=True
+            (pools.full, pools.other), hosts, (pools.full_layers, pools.other_layers), strict=True
         )
     ]
     sources = tuple(PageAllocator(host.num_pages) for host in hosts)
     tier = _tier(config, sources, TransferController.over(pairs, runtime))
-    names = (component_name(None), component_name(params.sliding_window_size))
-    layout = config.hicache_mem_layout
-    stored = [stored_pages(model, host, layout, name) for host, name in zip(hosts, names, strict=True)]
-    cache = SWAHiRadixCache(params, tier, _storage_factory(stored))
+    stored = [
+        stored_pages(model, host, config.hicache_mem_layout, name, config.page_size)
+        for host, name in zip(hosts, (component_name(None), kind.name), strict=True)
+    ]
+    cache = kind.tiered(params, tier, _storage_factory(stored))
     _attach(cache, config)
     return cache
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """The classes for a kind of component beside full attention, and what storage calls its pages."""
+
+    on_device: Callable[[CacheInitParams], HybridRadixCache]
+    tiered: Callable[[CacheInitParams, HostTier, StorageFactory], SWAHiRadixCache | StateHiRadixCache]
+    name: str
+
+
+def _kind(params: CacheInitParams) -> _Kind:
+    if params.state_records is not None:
+        return _Kind(StateRadixCache, StateHiRadixCache, STATE_NAME)
+    return _Kind(SWARadixCache, SWAHiRadixCache, component_name(params.sliding_window_size))
+
+
 def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools) -> list[HostPool]:
     """A host pool for each of the device pools."""
-    devices = (pools.full, pools.window)
-    bytes_of = [page_bytes(pool.shape, config.page_size) for pool in devices]
+    devices = (pools.full, pools.other)
+    bytes_of = [page_bytes(pool.shape, pool.page_size) for pool in devices]
     counts = size_host_pools(bytes_of, [pool.num_pages for pool in devices], config)
     return [
-        HostPool(pool.shape, count, config.page_size, layout=config.hicache_mem_layout, device=pool.device)
+        HostPool(pool.shape, count, pool.page_size, layout=config.hicache_mem_layout, device=pool.device)
         for pool, count in zip(devices, counts, strict=True)
     ]
 

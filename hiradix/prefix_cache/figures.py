@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hiradix.cache import HierarchicalCache
-from hiradix.prefix_cache.records import WINDOW, CacheStats, PoolStats, SlotAllocatorLike
+from hiradix.prefix_cache.records import STATE, WINDOW, CacheStats, PoolStats, SlotAllocatorLike
 from hiradix.prefix_cache.slots import SlotPages, slots_of
 from hiradix.storage import Stores
 from hiradix.tree import BACKBONE, Node, RadixTree, Tier
@@ -94,19 +94,28 @@ class Figures:
         unfulfilled = total.pop("unfulfilled")
         controller = self.cache.controller
         return CacheStats(
-            **asdict(self._pool_stats(BACKBONE)),
+            **asdict(self._pool_stats(BACKBONE, size)),
             unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
             num_in_flight=len(self.cache.flights),
             storage_attached=storage is not None,
             storage_backend=storage_name,
             storage=dict(storage.stats()) if storage is not None else {},
             transfers=controller.stats() if controller is not None else None,
-            window=self._pool_stats(WINDOW) if len(self.tree.components) > WINDOW else None,
+            window=self._stats_beside(per_page=True),
+            state=self._stats_beside(per_page=False),
             **{name: count * size for name, count in total.items()},
         )
 
-    def _pool_stats(self, component: int) -> PoolStats:
-        tree, supply, size = self.tree, self.cache.supply, self.page_size
+    def _stats_beside(self, *, per_page: bool) -> PoolStats | None:
+        """Of the component beside full attention, if there is one of this kind."""
+        further = self.tree.components[1:]
+        if not further or further[0].per_page != per_page:
+            return None
+        return self._pool_stats(WINDOW, self.page_size) if per_page else self._pool_stats(STATE, 1)
+
+    def _pool_stats(self, component: int, size: int) -> PoolStats:
+        """In pages of `size` tokens, or records of 1."""
+        tree, supply = self.tree, self.cache.supply
         device = supply.device_pools[component]
         host = supply.host_pools[component] if supply.host_pools else None
         return PoolStats(

@@ -9,6 +9,7 @@ from pathlib import Path
 from hiradix.memory import CacheShape, HostPool, MLAShape
 from hiradix.storage import ComponentPages, PageFingerprint
 
+STATE_NAME = "state"  # what storage calls records of recurrent state
 _DIGEST_BYTES = 1 << 20
 
 
@@ -65,14 +66,17 @@ def page_fingerprint(
     )
 
 
-def stored_pages(model: ModelIdentity, pool: HostPool, layout: str, component: str = "") -> ComponentPages:
+def stored_pages(
+    model: ModelIdentity, pool: HostPool, layout: str, component: str = "", page_size: int | None = None
+) -> ComponentPages:
     """What storage is told of a host pool's pages, as `page_fingerprint`.
 
-    Pages that all tensor parallel ranks have alike are no rank's.
+    Pages that all tensor parallel ranks have alike are no rank's. page_size: tokens of the pages that name
+    what the pool has, where that is a record.
     """
     if is_replicated(pool):
         model = replace(model, tp_rank=0, tp_size=1)
-    mark = page_fingerprint(model, pool.shape, pool.page_size, layout, component)
+    mark = page_fingerprint(model, pool.shape, page_size or pool.page_size, layout, component)
     return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages)
 
 

@@ -146,7 +146,7 @@ class RadixCache(NoLowerTiers, Figures):
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
         old = self._held(req)
-        lock = self.insert_row(key, row, old)
+        lock = self.insert_row(key, row, req)
         start, end = old.node.end, lock.node.end
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
@@ -171,7 +171,7 @@ class RadixCache(NoLowerTiers, Figures):
                 tokens = np.concatenate([as_tokens(req.origin_input_ids), as_tokens(req.output_ids)])
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
-                    lock = self.insert_row(key, row, self._held(req), _ended(req))
+                    lock = self.insert_row(key, row, req, _ended(req))
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
@@ -202,8 +202,11 @@ class RadixCache(NoLowerTiers, Figures):
             self.cache.count_use(req.last_node)
             self.cache.inserted(req.last_node)
 
-    def insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None) -> Lock:
-        """Insert `key` from the node the request holds; slots behind it go to the tree or are freed."""
+    def insert_row(
+        self, key: RadixKey, row: torch.Tensor, req: RequestLike, ended: Finished | None = None
+    ) -> Lock:
+        """Insert `key` from the node `req` holds; slots behind it go to the tree or are freed."""
+        held = self._held(req)
         start = held.node.end * self.page_size
         return self.insert_pages(key, pages_of(row, self.page_size, start, len(key)), held, ended)
 

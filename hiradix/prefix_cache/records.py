@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from hiradix.cache import Agree
+from hiradix.cache import Agree, PageSource
 from hiradix.transfer import TransferStats
 from hiradix.tree import Lock, Node, RadixKey
 
@@ -67,12 +67,20 @@ class RequestLike(Protocol):
     def pop_committed_kv_cache(self) -> int: ...
 
 
+class StatefulRequestLike(RequestLike, Protocol):
+    """A request of a model that keeps a recurrent state, as `StateRadixCache` has it."""
+
+    def take_record(self, num_tokens: int) -> int:
+        """The record of the state behind its first `num_tokens` tokens, the caller's from here on."""
+
+
 @dataclass
 class CacheInitParams:
     """How a prefix cache sits in an engine.
 
     disable: no reuse at all; requests only keep and free their own slots.
     sliding_window_size: tokens a window layer looks back, for `SWARadixCache`, whose allocator is hybrid.
+    state_records: device records of recurrent state, for `StateRadixCache`.
     agree: with several ranks, the elementwise minimum of a vector over all of them, else None.
     """
 
@@ -85,6 +93,7 @@ class CacheInitParams:
     eviction_policy_config: dict[str, Any] = field(default_factory=dict)
     disable_finished_insert: bool = False
     sliding_window_size: int | None = None
+    state_records: PageSource | None = None
     agree: Agree | None = None
 
 
@@ -106,7 +115,8 @@ class InsertParams(NamedTuple):
     """value: int64 [tokens of key], the slots holding the key's data.
 
     prev_prefix_len: leading tokens whose slots are the tree's already. swa_evicted_seqlen: leading tokens
-    whose window slots the request has freed; the allocator's map says the same.
+    whose window slots the request has freed; the allocator's map says the same. mamba_value: the record of
+    the state behind `key`, which is in whole pages then.
     """
 
     key: RadixKey
@@ -115,6 +125,7 @@ class InsertParams(NamedTuple):
     swa_evicted_seqlen: int = 0
     chunked: bool = False
     priority: int = 0
+    mamba_value: int | None = None
 
 
 class InsertResult(NamedTuple):
@@ -125,13 +136,17 @@ class InsertResult(NamedTuple):
 
 
 class EvictParams(NamedTuple):
+    """mamba_num: records of recurrent state."""
+
     num_tokens: int
     swa_num_tokens: int = 0
+    mamba_num: int = 0
 
 
 class EvictResult(NamedTuple):
     num_tokens_evicted: int = 0
     swa_num_tokens_evicted: int = 0
+    mamba_num_evicted: int = 0
 
 
 class LockReceipt(NamedTuple):
@@ -142,11 +157,12 @@ class LockReceipt(NamedTuple):
 
 
 WINDOW = 1  # the component of sliding windows
+STATE = 1  # the component of recurrent states
 
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Tokens of the pools of one component."""
+    """Tokens of the pools of one component; of recurrent states, records."""
 
     device_total: int
     device_available: int
@@ -180,3 +196,4 @@ class CacheStats(PoolStats):
     storage: dict[str, Any]
     transfers: TransferStats | None
     window: PoolStats | None = None  # of sliding windows
+    state: PoolStats | None = None  # of recurrent states, in records

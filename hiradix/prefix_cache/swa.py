@@ -7,16 +7,15 @@ them back from the next request that computes it.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
-from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.cache import PageSource
 from hiradix.errors import ConfigError
-from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.hiradix import HiRadixCache
-from hiradix.prefix_cache.radix import RadixCache
+from hiradix.prefix_cache.hybrid import HybridRadixCache
 from hiradix.prefix_cache.records import (
     WINDOW,
     CacheInitParams,
@@ -24,22 +23,16 @@ from hiradix.prefix_cache.records import (
     EvictResult,
     HybridAllocatorLike,
     InsertParams,
-    InsertResult,
-    LockReceipt,
-    RequestLike,
 )
-from hiradix.prefix_cache.slots import Pages, SlotPages, pages_of
+from hiradix.prefix_cache.slots import Pages, SlotPages
 from hiradix.prefix_cache.window_pages import FullPages, WindowPages
-from hiradix.tree import DEVICE, FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree
+from hiradix.tree import DEVICE, Component, Lock, Node, RadixKey
 
 _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_allocator", "free_swa")
 
 
-class SWARadixCache(RadixCache):
-    """See the module's docstring. The plain size methods speak of full tokens, as the `full_` ones do.
-
-    A request keeps its lock's receipt, what `inc_lock_ref` gave, in `swa_uuid_for_lock`, as in upstream.
-    """
+class SWARadixCache(HybridRadixCache):
+    """See the module's docstring. The plain size methods speak of full tokens, as the `full_` ones do."""
 
     token_to_kv_pool_allocator: HybridAllocatorLike
 
@@ -54,12 +47,9 @@ class SWARadixCache(RadixCache):
         self._window_pages = WindowPages(hybrid, params.page_size)
         return FullPages(hybrid, params.page_size)
 
-    def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
+    def _further(self, params: CacheInitParams) -> tuple[Component, PageSource]:
         reach = -(-self.sliding_window_size // params.page_size)
-        order = make_order(params.eviction_policy, params.eviction_policy_config)
-        components = (FULL, Component("window", reach))
-        tree = RadixTree(params.page_size, components, order=order, dead_leaf=DeadLeaf.UNUSABLE)
-        return HierarchicalCache(tree, (self._pages, self._window_pages), host, agree=params.agree)
+        return Component("window", reach), self._window_pages
 
     # -- sizes --------------------------------------------------------------------------
 
@@ -79,10 +69,6 @@ class SWARadixCache(RadixCache):
     def supports_swa(self) -> bool:
         return True
 
-    def split_match(self, node: Node) -> Match:
-        """`node` as a match: the deepest usable boundaries at or above it."""
-        return self.tree.boundaries(self.tree.current(node) or self.tree.root)
-
     def available_and_evictable_str(self) -> str:
         """Two lines for an out-of-memory message."""
         allocator = self.token_to_kv_pool_allocator
@@ -95,37 +81,10 @@ class SWARadixCache(RadixCache):
             f"(swa_available_size={window} + {swa_evictable=})\n"
         )
 
-    # -- locks --------------------------------------------------------------------------
-
-    def dec_lock_ref(self, node: Node | LockReceipt, swa_uuid_for_lock: Any = None) -> int:
-        """Undo the `inc_lock_ref` that gave the receipt, either argument. Returns full tokens freed up."""
-        receipt = node if isinstance(node, LockReceipt) else swa_uuid_for_lock
-        assert isinstance(receipt, LockReceipt), f"unlock of {node} without the receipt of its lock"
-        return super().dec_lock_ref(receipt)
-
-    def _held(self, req: RequestLike) -> Lock:
-        receipt = getattr(req, "swa_uuid_for_lock", None)
-        assert isinstance(receipt, LockReceipt), f"request {req.rid}: swa_uuid_for_lock is {receipt}"
-        return receipt.lock
-
-    def _hold(self, req: RequestLike, lock: Lock) -> None:
-        super()._hold(req, lock)
-        req.swa_uuid_for_lock = LockReceipt(lock)  # type: ignore[attr-defined]
-
     # -- writing ------------------------------------------------------------------------
 
-    def insert(self, params: InsertParams) -> InsertResult:
-        """Give `params.value` to the tree where it has nothing; free the rest but for `prev_prefix_len`."""
-        key = self._view(params.key).page_aligned(self.page_size)
-        if self.disable or len(key) == 0:
-            return InsertResult(0)
-        num_before = self.tree.resident_pages(DEVICE)
-        start = params.prev_prefix_len // self.page_size * self.page_size
-        pages = pages_of(params.value, self.page_size, start, len(key))
-        ended = None if params.chunked else Finished(len(key), 0)
-        self.tree.unlock(self.insert_pages(key, pages, None, ended))
-        num_new = (self.tree.resident_pages(DEVICE) - num_before) * self.page_size
-        return InsertResult(len(key) - num_new)
+    def _insert(self, key: RadixKey, pages: Pages, params: InsertParams, ended: Finished | None) -> Lock:
+        return self.insert_pages(key, pages, None, ended)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least so many full and so many window tokens, or all that nothing holds.
@@ -135,14 +94,10 @@ class SWARadixCache(RadixCache):
         """
         if self.disable:
             return EvictResult()
-        dropped, size = self.cache.supply.num_dropped, self.page_size
-        full, window = dropped
-        if params.num_tokens > 0:
-            self.cache.evict(-(-params.num_tokens // size))
-        missing = -(-params.swa_num_tokens // size) - (dropped[WINDOW] - window)
-        if missing > 0:
-            self.cache.evict(missing, WINDOW)
-        return EvictResult((dropped[0] - full) * size, (dropped[WINDOW] - window) * size)
+        size = self.page_size
+        full, window = self._evicted(-(-params.num_tokens // size), 0)
+        more = self._evicted(-(-params.swa_num_tokens // size) - window, WINDOW)
+        return EvictResult((full + more[0]) * size, (window + more[1]) * size)
 
     def insert_pages(
         self, key: RadixKey, pages: Pages, held: Lock | None, ended: Finished | None = None

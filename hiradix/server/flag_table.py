@@ -115,6 +115,12 @@ _ENGINE: tuple[Flag, ...] = (
         float,
         default_text="one pool",
     ),
+    Flag(
+        "--max-mamba-cache-size",
+        "Recurrent states on the device, of running requests and cached ones, in models that keep such.",
+        int,
+        default_text="4 per running request",
+    ),
     Flag("--num-threads", "CPU threads of the model.", int, default_text="1"),
     Flag(
         "--tp-size",

@@ -232,6 +232,7 @@ def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) ->
         "max_waiting_requests": args.max_queued_requests,
         "context_length": args.context_length,
         "num_threads": args.num_threads,
+        "max_mamba_cache_size": args.max_mamba_cache_size,
         "chunked_prefill_size": None if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
     }
     for field_name, value in counts.items():

@@ -133,6 +133,12 @@ class SnapshotCollector:
             cache,
             snapshot.window,
         )
+        yield self._figures(
+            "hiradix:state_records",
+            "Records of recurrent states and slots for them, by what they are.",
+            cache,
+            snapshot.state,
+        )
         yield from self._transfers(cache)
 
     def _transfers(self, labels: Mapping[str, str]) -> Iterator[Metric]:

@@ -86,7 +86,8 @@ class Snapshot:
     `storage` holds the attached backend's own counters; `storage_backend` is None while none is attached.
     `kv_events` is where events are published, if they are, and `kv_events_figures` how many.
     `transfers` is by kind (write: device to host, load: back, store and read: to and from storage, query).
-    `window`: tokens of sliding-window pools, empty for models without; `cache` speaks of full attention.
+    `window`: tokens of sliding-window pools, `state`: records of recurrent states, empty for models without;
+    `cache` speaks of full attention.
     """
 
     engine: EngineInfo
@@ -98,6 +99,7 @@ class Snapshot:
     kv_events: Mapping[str, Any] | None = None
     kv_events_figures: Mapping[str, int] | None = None
     window: Mapping[str, int] = field(default_factory=dict)
+    state: Mapping[str, int] = field(default_factory=dict)
 
 
 class Tokenizer(Protocol):

@@ -55,6 +55,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "lfm2": (
+        "Lfm2",
+        {
+            "num_hidden_layers": 4, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"] * 2, "tie_word_embeddings": False,
+            "pad_token_id": 0,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4, "head_dim": 16, "num_experts": 0, "pad_token_id": 0,
+            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
 }
 
@@ -63,6 +80,10 @@ def write_checkpoint(family: str, folder: Path) -> None:
     """A seeded model of `family` in `folder`, in transformers' own format."""
     kind, fields = FAMILIES[family]
     model = seeded_model(kind, 7, **{**_SIZES, **fields})
+    with torch.no_grad():
+        for name, values in model.named_parameters():
+            if name.endswith("A_log"):
+                values.fill_(-4.0)  # a state that remembers: what it was is seen many tokens later
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder)
 

@@ -10,12 +10,16 @@ import pytest
 import torch
 import transformers
 
+from hiradix.config import HiCacheConfig
 from hiradix.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.doubles import build_no_reuse
 
 MakeEngine = Callable[..., Engine]
+_TIERED = HiCacheConfig(
+    page_size=8, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -63,6 +67,24 @@ def make_engine(llama: Reference) -> Iterator[MakeEngine]:
     yield make
     for engine in engines:
         engine.close()
+
+
+@pytest.fixture
+def lfm2(reference: Callable[[str], Reference]) -> Reference:
+    """Layers 0 and 2 keep the last two inputs of a convolution, layers 1 and 3 see all tokens."""
+    return reference("lfm2")
+
+
+@pytest.fixture
+def make_recurrent(make_engine: MakeEngine, lfm2: Reference) -> MakeEngine:
+    def make(**fields: object) -> Engine:
+        sizes: dict[str, object] = {
+            "model_path": str(lfm2.path), "cache": _TIERED, "max_total_tokens": 384,
+            "chunked_prefill_size": 32, "max_mamba_cache_size": 24,
+        }  # fmt: skip
+        return make_engine(**{**sizes, **fields})
+
+    return make
 
 
 @pytest.fixture

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hiradix.engine import Engine, Output, SamplingParams, TokenLogprob, Usage
+from hiradix.prefix_cache.records import STATE
+from hiradix.tree import Tier
 
 MAX_STEPS = 5000
 
@@ -62,3 +65,19 @@ def assert_empty(engine: Engine) -> None:
     info = engine.info()
     assert (info.num_running, info.num_waiting, info.protected_tokens) == (0, 0, 0), info
     assert info.available_tokens + info.evictable_tokens == info.max_total_tokens, info
+
+
+def records(engine: Engine, tier: Tier = Tier.DEVICE) -> list[int]:
+    """Where the tree has records of recurrent state."""
+    cache: Any = engine.cache
+    found: list[int] = cache.tree.all_pages(tier, STATE).tolist()
+    return found
+
+
+def assert_no_state_out(engine: Engine) -> None:
+    """As `assert_empty`, and every slot of the state pool is free or an evictable record."""
+    assert_empty(engine)
+    cache: Any = engine.cache
+    states: Any = engine._pools.states
+    assert cache.mamba_protected_size() == 0
+    assert states.available + cache.mamba_evictable_size() == states.num_pages

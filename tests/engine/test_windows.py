@@ -208,7 +208,7 @@ def test_the_smallest_window_pool_is_enough(name: str, gemma: Reference, make_hy
     engine = make_hybrid(
         cache=CONFIGS[name], max_total_tokens=240, swa_full_tokens_ratio=0.27, chunked_prefill_size=8
     )
-    assert engine._pools.hybrid is not None and engine._pools.hybrid.window.num_pages == 8
+    assert engine._pools.hybrid is not None and engine._pools.hybrid.other.num_pages == 8
     with pytest.raises(ConfigError, match=r"7 window pages of 8 tokens; a request needs 8"):
         make_hybrid(max_total_tokens=240, swa_full_tokens_ratio=0.25, chunked_prefill_size=8)
     asked = prompts([90, 33, 61], seed=12)

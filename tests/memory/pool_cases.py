@@ -28,6 +28,7 @@ SHAPES: dict[str, CacheShape] = {
     "fp8_token_scales": ScaledKVShape(3, 2, 16, 16, PAGE_SIZE, "token"),
     "fp8_page_scales": ScaledKVShape(3, 2, 16, 32, PAGE_SIZE, "page"),
     "state": StateShape(3, 24, 3, 2, 8, 4),
+    "state_tail": StateShape(3, 24, 2),
 }
 
 

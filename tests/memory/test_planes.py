@@ -202,13 +202,21 @@ def test_shapes_made_for_a_page_size_refuse_another() -> None:
         token_bytes(DSA)
 
 
+def test_a_state_may_be_a_tail_alone_and_names_its_type() -> None:
+    tail, half = (StateShape(2, 8, 3, conv_dtype=dtype) for dtype in (BF16, torch.float16))
+    assert [spec.name for spec in tail.arrays] == ["conv"] and page_bytes(tail, 1) == 2 * 8 * 3 * 2
+    assert tail.numbers() != half.numbers(), "types of one size, and other bytes"
+    assert tail.numbers() != StateShape(2, 8, 3, 2, 4, 4, conv_dtype=BF16).numbers()
+
+
 def test_bad_kinds_are_named() -> None:
     with pytest.raises(ConfigError, match="scales 'tensor'"):
         ScaledKVShape(2, 2, 16, 16, 4, "tensor")
     with pytest.raises(ConfigError, match="not single bytes"):
         ScaledKVShape(2, 2, 16, 16, 4, dtype=BF16)
-    with pytest.raises(ConfigError, match="StateShape"):
-        StateShape(2, 0, 3, 2, 4, 4)
+    for sizes in ((2, 0, 3, 2, 4, 4), (2, 8, 3, 2, 4, 0), (2, 8, 3, 0, 4, 4), (2, 8, 0)):
+        with pytest.raises(ConfigError, match="StateShape: every size must be at least 1"):
+            StateShape(*sizes)
     odd = ScaledKVShape(1, 1, 3, 3, 1)  # three pages of three bytes before the float32 scales
     with pytest.raises(ConfigError, match="rows of k_scale .* would not begin on 4 bytes"):
         HostPool(odd, 3, 1)

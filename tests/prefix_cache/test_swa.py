@@ -16,6 +16,7 @@ from hiradix.memory import ReqToTokenPool, SlotAllocator
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
+    EvictResult,
     InsertParams,
     MatchPrefixParams,
     RadixKey,
@@ -63,7 +64,7 @@ def test_a_prefix_that_lost_its_window_is_matched_only_where_a_window_is_whole(m
     insert(bench, prompt(5))
     insert(bench, prompt(12), shared=5)
     done = bench.cache.evict(EvictParams(0, 5))
-    assert done == (0, 5), "window tokens alone"
+    assert done == EvictResult(0, 5), "window tokens alone"
     assert bench.cache.total_size() == (12, 7)
     assert len(matched(bench, prompt(5))) == 0
     assert len(matched(bench, prompt(8))) == 0, "three window tokens behind it"
@@ -78,7 +79,7 @@ def test_window_pages_that_no_boundary_needs_go_first(make: Make) -> None:
     insert(bench, prompt(30, 100))
     insert(bench, prompt(10) + prompt(8, 500), shared=10)
     spare = 6 + 26 + 4
-    assert bench.cache.evict(EvictParams(0, spare)) == (0, spare)
+    assert bench.cache.evict(EvictParams(0, spare)) == EvictResult(0, spare)
     ends = (prompt(10), prompt(30, 100), prompt(10) + prompt(8, 500))
     assert [len(matched(bench, tokens)) for tokens in ends] == [10, 30, 18], "every end can still be matched"
     bench.cache.evict(EvictParams(0, 4))
@@ -138,7 +139,7 @@ def test_s3_what_goes_along_is_reported(make: Make) -> None:
     before = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
     done = bench.cache.evict(EvictParams(0, 32))
     after = bench.allocator.full_available_size(), bench.allocator.swa_available_size()
-    assert done == (after[0] - before[0], after[1] - before[1])
+    assert done == EvictResult(after[0] - before[0], after[1] - before[1])
     assert done.num_tokens_evicted == 64, "no match can end there any more"
 
 
@@ -150,7 +151,8 @@ def test_a_receipt_counts_the_window_it_locked(make: Make) -> None:
     node = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(6)))).last_device_node
     receipt = bench.cache.inc_lock_ref(node)
     assert (bench.cache.full_protected_size(), bench.cache.swa_protected_size()) == (6, 4)
-    assert bench.cache.evict(EvictParams(100, 100)) == (14, 16), "a lock covers the window, to the token"
+    done = bench.cache.evict(EvictParams(100, 100))
+    assert done == EvictResult(14, 16), "a lock covers the window, to the token"
     matched(bench, prompt(4))  # splits what is locked
     bench.cache.dec_lock_ref(node, receipt)
     assert (bench.cache.full_evictable_size(), bench.cache.swa_evictable_size()) == (6, 4)

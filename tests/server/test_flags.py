@@ -104,7 +104,7 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         model,
         *("--served-model-name", "m", "--max-total-tokens", "512", "--max-running-requests", "3"),
         *("--chunked-prefill-size", "-1", "--context-length", "99", "--num-threads", "2"),
-        *("--swa-full-tokens-ratio", "0.5", "--hicache-io-backend", "auto"),
+        *("--swa-full-tokens-ratio", "0.5", "--max-mamba-cache-size", "40", "--hicache-io-backend", "auto"),
         *("--max-queued-requests", "9", "--random-seed", "7", "--check-invariants", "--dtype", "bfloat16"),
         *("--enable-hicache", "--hicache-ratio", "1.5", "--hicache-storage-backend", "file"),
         *("--file-storage-path", "/d", "--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}'),
@@ -113,7 +113,8 @@ def test_values_reach_engine_and_cache(model: str) -> None:
     engine, cache = config.engine, config.engine.cache
     assert (engine.max_total_tokens, engine.max_running_requests, engine.max_waiting_requests) == (512, 3, 9)
     assert (engine.chunked_prefill_size, engine.context_length, engine.num_threads) == (None, 99, 2)
-    assert (engine.swa_full_tokens_ratio, cache.hicache_io_backend) == (0.5, "auto")
+    assert (engine.swa_full_tokens_ratio, engine.max_mamba_cache_size) == (0.5, 40)
+    assert cache.hicache_io_backend == "auto"
     assert (engine.seed, engine.check, engine.dtype, engine.model_name) == (7, True, "bfloat16", "m")
     assert (cache.hicache_ratio, cache.hicache_storage_backend) == (1.5, "file")
     assert cache.hicache_storage_backend_extra_config.prefetch_threshold == 1
@@ -133,6 +134,7 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         ("--chunked-prefill-size 0", "--chunked-prefill-size"),
         ("--max-queued-requests 0", "--max-queued-requests"),
         ("--swa-full-tokens-ratio 0", "--swa-full-tokens-ratio"),
+        ("--max-mamba-cache-size 0", "--max-mamba-cache-size"),
         ("--context-length -5", "--context-length"),
         ("--shutdown-timeout nan", "--shutdown-timeout"),
         ("--hicache-ratio -1", "--hicache-ratio"),

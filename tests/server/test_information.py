@@ -104,6 +104,14 @@ def test_windows_have_figures_of_their_own() -> None:
     assert value(scrape(http), "hiradix:window_tokens", figure="host_used") == 8
 
 
+def test_states_have_figures_of_their_own() -> None:
+    service = ScriptedService()
+    http = TestClient(application(service))
+    assert not scrape(http).get("hiradix:state_records")
+    service.state = replace(service.state, state={"device_total": 64, "host_used": 8})
+    assert value(scrape(http), "hiradix:state_records", figure="host_used") == 8
+
+
 def test_extra_labels_are_on_every_metric() -> None:
     app = create_app(ScriptedService(), AppSettings(MODEL, metric_labels={"zone": "a"}))
     http = TestClient(app)

@@ -1,0 +1,249 @@
+"""Recurrent layers over a packed pass: convolutions, linear attention, anything that keeps one state.
+
+Each such layer stays transformers' own. It is called once for each piece of a sequence, with a stand-in for
+transformers' cache that has the state before the piece; decodes are called together. So nothing leaks from
+one request into another, and a chunk continues where the last one ended.
+
+No state is written while the pass runs: the new ones are kept aside until all layers are through (`commit`),
+as a pass whose load back fails is run again, from the same states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hiradix.errors import ConfigError
+from hiradix.memory import StateShape
+
+NO_STATE = 0  # the slot that is never written: the state before the first token, all zeros
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model type of transformers has its recurrent layers.
+
+    kind: their name in the config's `layer_types`. module: a decoder layer's attribute that keeps the state.
+    cache: the argument in which it takes transformers' cache. shape: of the states of so many layers.
+    """
+
+    kind: str
+    module: str
+    cache: str
+    shape: Callable[[Any, int, torch.dtype], StateShape]
+
+
+def _short_conv(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
+    return StateShape(
+        num_layers, config.hidden_size, config.conv_L_cache - 1, conv_dtype=dtype, dtype=dtype
+    )
+
+
+def _gated_delta(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return StateShape(
+        num_layers, 2 * keys + values, config.linear_conv_kernel_dim - 1, config.linear_num_value_heads,
+        config.linear_key_head_dim, config.linear_value_head_dim, conv_dtype=dtype,
+    )  # fmt: skip
+
+
+FAMILIES = {
+    "lfm2": Family("conv", "conv", "past_key_values", _short_conv),
+    "qwen3_next": Family("linear_attention", "linear_attn", "cache_params", _gated_delta),
+}
+
+
+@dataclass(frozen=True)
+class States:
+    """What a model's recurrent layers keep, and which layers these are."""
+
+    shape: StateShape
+    full_layers: tuple[int, ...]
+    other_layers: tuple[int, ...]
+
+
+def states_of(config: Any, dtype: torch.dtype) -> States | None:
+    """The recurrent states of a model that mixes them with full attention, None for any other."""
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return None
+    kinds = list(config.layer_types)
+    if set(kinds) != {"full_attention", family.kind}:
+        raise ConfigError(f"layer_types {sorted(set(kinds))}: full_attention and {family.kind} are needed")
+    full, recurrent = (
+        tuple(layer for layer, own in enumerate(kinds) if own == kind)
+        for kind in ("full_attention", family.kind)
+    )
+    return States(family.shape(config, len(recurrent), dtype), full, recurrent)
+
+
+class StateBuffers(Protocol):
+    """The part of a state pool that a forward pass uses; the getter waits on the layer's gate."""
+
+    def get_arrays(self, layer: int, /) -> tuple[torch.Tensor, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatePool:
+    """The pool of recurrent states, and the model's layers it has, in its order."""
+
+    buffers: StateBuffers
+    layers: Sequence[int]
+    shape: StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows [start, end) of a pass, the next tokens of one sequence.
+
+    source: slot of the state before them; None: what the piece before this one left. targets: slots that get
+    the state behind them.
+    """
+
+    start: int
+    end: int
+    source: int | None
+    targets: tuple[int, ...]
+
+
+class StatePass:
+    """A pass's part over the state pool."""
+
+    def __init__(self, pool: StatePool, pieces: Sequence[Piece]):
+        self._pool = pool
+        self._at = {layer: at for at, layer in enumerate(pool.layers)}
+        self._decodes = [p for p in pieces if p.end - p.start == 1 and p.source is not None]
+        self._others = [p for p in pieces if p.end - p.start > 1 or p.source is None]
+        self._kept: list[tuple[tuple[torch.Tensor, ...], list[int], list[torch.Tensor]]] = []
+
+    def run(self, layer: int, call: Call, packed: torch.Tensor) -> torch.Tensor:
+        """The layer's output [1, T, H] of packed [1, T, H]; `call` runs it on rows [B, N, H]."""
+        arrays = self._pool.buffers.get_arrays(self._at[layer])
+        out = torch.empty_like(packed)
+        if self._decodes:
+            rows = [piece.start for piece in self._decodes]
+            states = self._read(arrays, [piece.source for piece in self._decodes])
+            out[0, rows] = call(packed[0, rows][:, None], states)[:, 0]
+            self._keep(arrays, states, [piece.targets for piece in self._decodes])
+        before: StandIn | None = None
+        for piece in self._others:
+            if piece.source is not None:
+                before = self._read(arrays, [piece.source])
+            assert before is not None, f"{piece} continues nothing"
+            out[:, piece.start : piece.end] = call(packed[:, piece.start : piece.end], before)
+            self._keep(arrays, before, [piece.targets])
+        return out
+
+    def commit(self) -> None:
+        """Write the new states to their slots: the pass counts."""
+        for arrays, slots, values in self._kept:
+            for array, own in zip(arrays, values, strict=True):
+                array.index_copy_(0, torch.tensor(slots, device=array.device), own.view(-1, *array.shape[1:]))
+        self._kept.clear()
+
+    def _read(self, arrays: Sequence[torch.Tensor], sources: Sequence[int | None]) -> StandIn:
+        """Copies of the states in these slots."""
+        shape = self._pool.shape
+        index = torch.tensor(sources, device=arrays[0].device)
+        found = [array.index_select(0, index) for array in arrays]
+        conv = found[0].view(len(sources), shape.conv_dim, shape.conv_width)
+        if len(found) == 1:
+            return StandIn(conv, None)
+        return StandIn(conv, found[1].view(len(sources), shape.num_heads, shape.head_dim, shape.state_size))
+
+    def _keep(
+        self, arrays: tuple[torch.Tensor, ...], states: StandIn, targets: Iterable[tuple[int, ...]]
+    ) -> None:
+        """Keep the states, row i of them for the slots `targets[i]`, until `commit`."""
+        pairs = [(row, slot) for row, slots in enumerate(targets) for slot in slots]
+        if pairs:
+            rows = torch.tensor([row for row, _ in pairs], device=arrays[0].device)
+            values = [own.index_select(0, rows) for own in states.arrays]
+            self._kept.append((arrays, [slot for _, slot in pairs], values))
+
+
+class StandIn:
+    """transformers' cache as one call of a recurrent layer uses it: states [B, ...], ours to write."""
+
+    def __init__(self, conv: torch.Tensor, recurrent: torch.Tensor | None):
+        self.conv_states = {0: conv}
+        self.recurrent_states = {0: recurrent}
+        self.record_past = False
+
+    @property
+    def arrays(self) -> list[torch.Tensor]:
+        own = (self.conv_states[0], self.recurrent_states[0])
+        return [array for array in own if array is not None]
+
+    @property
+    def layers(self) -> _Anywhere:
+        return _Anywhere(self)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Always: before the first token it is all zeros, as convolutions are padded with."""
+        return True
+
+    def update_conv_state(self, new: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        """[B, C, width + N]: the inputs before `new` [B, C, N], and these; the last are kept."""
+        width = self.conv_states[0].shape[-1]
+        whole = torch.cat([self.conv_states[0].to(new.dtype), new], dim=-1)
+        self.conv_states[0] = whole[..., -width:].to(self.conv_states[0].dtype)
+        return whole
+
+    def update_recurrent_state(self, new: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
+        own = self.recurrent_states[0]
+        assert own is not None and own.shape == new.shape, f"a state of {new.shape} for {own}"
+        self.recurrent_states[0] = new.to(own.dtype)
+        return new
+
+
+Call = Callable[[torch.Tensor, StandIn], torch.Tensor]
+
+
+class _Anywhere:
+    """`layers[i]` of a cache that has one layer, whatever its number."""
+
+    def __init__(self, layer: StandIn):
+        self._layer = layer
+
+    def __getitem__(self, layer: int) -> StandIn:
+        return self._layer
+
+
+class RecurrentLayer(torch.nn.Module):
+    """Takes the place of transformers' module `inner`: runs it by way of the pass that `desk` has."""
+
+    def __init__(self, inner: Any, cache: str, desk: PassDesk):
+        super().__init__()
+        self.inner = inner
+        self._cache = cache
+        self._desk = desk
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        assert self._desk.states is not None, "a recurrent layer outside of a pass"
+
+        def call(rows: torch.Tensor, states: StandIn) -> torch.Tensor:
+            out: torch.Tensor = self.inner(rows, **{self._cache: states})
+            return out
+
+        found: torch.Tensor = self._desk.states.run(self.inner.layer_idx, call, hidden_states)
+        return found
+
+
+class PassDesk:
+    """Where a model's recurrent layers find the pass that runs: their arguments have no room for it."""
+
+    def __init__(self) -> None:
+        self.states: StatePass | None = None
+
+
+def replace_recurrent(model: torch.nn.Module, config: Any, desk: PassDesk) -> None:
+    """Have the recurrent layers of `model` run over packed passes."""
+    family = FAMILIES[config.model_type]
+    for name, module in list(model.named_modules()):
+        if name.rpartition(".")[2] == family.module and hasattr(module, "layer_idx"):
+            model.set_submodule(name, RecurrentLayer(module, family.cache, desk))
