@@ -8,18 +8,17 @@ seals and checksums. The ways of a case take turns, and each row is the median o
 `best` have each one's best round, rows named `per processor second` how much is moved for each second that
 the client's process was on a processor, the kernel's part included, which other work on the machine does not
 lengthen. GB/s is 1e9 bytes per second; a batch is 128 pages. Stores are emptied before each set, untimed.
-tcp: as many bytes from another process over loopback. memcpy: one thread. redis-py: MGET, and SET in a
-pipeline. boto3: get_object and put_object, 16 at a time, which is SGLang's way. library: what ours is built
-on, called alone, without seals, checks or copies of ours: obstore, 16 at a time; mooncake, a batch at a time.
-s3: SeaweedFS, which hashes, stores and passes on; `s3 in memory`: a server that does nothing but move bytes
-(storage_peers/s3_memory.py), so that it is the clients that are compared. Writes
-build/bench/storage-remote.json.
+Pages lie in memory with huge pages, as host pools do. tcp: as many bytes from another process over loopback.
+memcpy: one thread. redis-py: MGET, and SET in a pipeline. boto3: get_object and put_object, 16 at a time,
+which is SGLang's way. library: what ours is built on, called alone, without seals, checks or copies of ours:
+obstore, 16 at a time; mooncake, a batch at a time. s3: SeaweedFS, which hashes, stores and passes on;
+`s3 in memory`: a server that does nothing but move bytes (storage_peers/s3_memory.py), so that it is the
+clients that are compared. Writes build/bench/storage-remote.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
 import os
 import random
 import socket
@@ -39,6 +38,8 @@ from common import Row, machine, median_and_best, table, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from storage_peers.systems import host_memory  # noqa: E402
 
 from tests.storage_servers import servers  # noqa: E402
 
@@ -63,14 +64,13 @@ class Way:
     before: Callable[[], None] = lambda: None
 
 
-
 class Pages:
-    """Host memory, touched, in pages with names."""
+    """A host pool's memory, in pages with names."""
 
     def __init__(self, page_bytes: int, total_bytes: int):
         self.page_bytes, self.total_bytes = page_bytes, total_bytes
-        self.memory = memoryview(mmap.mmap(-1, total_bytes))
-        self.cells = np.frombuffer(self.memory, np.uint8)
+        self.cells = host_memory(total_bytes)
+        self.memory = memoryview(self.cells)
         self.cells[:] = np.random.default_rng(1).integers(0, 256, total_bytes, dtype=np.uint8)
         self.views = [self.memory[at : at + page_bytes] for at in range(0, total_bytes, page_bytes)]
         rng = random.Random(page_bytes)
@@ -127,8 +127,7 @@ def tcp(pages: Pages) -> Iterator[Way]:
 
 
 def memcpy(pages: Pages) -> Way:
-    other = np.frombuffer(mmap.mmap(-1, pages.total_bytes), np.uint8)
-    other.fill(1)
+    other = host_memory(pages.total_bytes)
 
     def copy() -> None:
         for start in range(0, pages.total_bytes, pages.page_bytes):
