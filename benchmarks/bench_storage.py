@@ -5,8 +5,9 @@
 
 One process for each store, all over the same number of bytes; the stores take turns, and each row is the
 median of its rounds; rows named `best` have each one's best round, which is nearest to an idle machine. GB/s
-is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. raw: the
-same bytes of our files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page
+is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. `warm`:
+read ahead into it. `as stored`: there since they were written, which is how pages of a store come there. raw:
+the same bytes of our files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page
 cache, by one thread. memcpy: one thread. `per processor second`: by the time the calling thread was on a
 processor, the kernel's part included, which other work on the machine does not lengthen. `spin`: a thread of
 pure Python runs in the store's process and wants the interpreter lock. hiradix is the backend behind its
@@ -116,12 +117,12 @@ class Bench:
         """Have the disk's own speed measured where our pages are."""
         self.physical.do("read where", spans=self.ours.do("spans"))
 
-    def warm_costs(self) -> dict[str, list[float]]:
-        """Warm reads and copies, in GB of each second that the calling thread was on a processor."""
+    def costs(self, before: Callable[[Worker], None]) -> dict[str, list[float]]:
+        """Reads and copies, in GB of each second that the calling thread was on a processor."""
         found: dict[str, list[float]] = {"hiradix": [], "pread": [], "memcpy": []}
         self._find_pages()
         for _ in range(self.rounds):
-            warm(self.ours)
+            before(self.ours)
             for name, times in found.items():
                 worker, call = (self.ours, "get") if name == "hiradix" else (self.physical, name)
                 times.append(self.total_bytes / worker.call(call, clock="thread") / 1e9)
@@ -184,6 +185,19 @@ def warm(store: Worker) -> None:
                 pass
 
 
+def as_stored(store: Worker, num_bytes: int) -> None:
+    """The files are in the page cache as they came there, by being written; fails where some left it."""
+    from hiradix.storage.disk.kernel import cached_share
+
+    cached = 0.0
+    for path in store.do("files"):
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            cached += size * cached_share(file.fileno(), 0, size) if size else 0
+    if cached < num_bytes:
+        raise RuntimeError(f"{store.name}: {cached:.0f} of {num_bytes} bytes are in the page cache")
+
+
 def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
     """Names and what measures them, in an order in which each finds the pages stored."""
 
@@ -204,16 +218,24 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
         alone.put()
         return alone.rows("get cold, every page verified", alone.rates(cold, alone.num_pages))
 
-    def warm_costs() -> list[Row]:
-        bench.ours.do("choose", scattered=False, limit=bench.num_pages)
-        return bench.rows("get warm, per processor second", bench.warm_costs())
+    def costs(case: str, before: Callable[[Worker], None]) -> Callable[[], list[Row]]:
+        def measure() -> list[Row]:
+            bench.ours.do("choose", scattered=False, limit=bench.num_pages)
+            return bench.rows(f"{case}, per processor second", bench.costs(before))
+
+        return measure
+
+    def kept(store: Worker) -> None:
+        as_stored(store, bench.total_bytes)
 
     found = [
         ("put", lambda: bench.rows("put", bench.put())),
+        ("get as stored", read("get as stored", kept, False, False)),
+        ("get as stored cost", costs("get as stored", kept)),
         ("get cold", read("get cold", cold, False, False)),
         ("get cold scattered", read("get cold, scattered", cold, True, False)),
         ("get warm", read("get warm", warm, False, False)),
-        ("get warm cost", warm_costs),
+        ("get warm cost", costs("get warm", warm)),
         ("get cold spin", read("get cold, spin", cold, False, True)),
         ("get warm spin", read("get warm, spin", warm, False, True)),
         ("get cold verified", verified),
