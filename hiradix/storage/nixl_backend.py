@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file import FileBackend, FileRead, FileWrite
 from hiradix.storage.nixl_link import FILE_PLUGINS, NixlConfig, NixlLink, Transfer
 from hiradix.storage.options import flag
@@ -80,12 +80,10 @@ class NixlFiles(FileBackend):
         ]
         self._count("pages_copied", part.num_copied)
         self._count("pages_in_place", len(part) - part.num_copied)
-        try:
-            self._link.run(write, transfers)
-        except OSError:
+        whole = all(self._link.run(write, transfers))
+        if not whole:
             self._count("transfer_errors")
-            return False
-        return True
+        return whole
 
 
 class NixlObjects(S3Backend):
@@ -127,17 +125,27 @@ class NixlObjects(S3Backend):
             group = items[len(ok) : len(ok) + len(part)]
             if write:
                 part.gather()
-            try:
-                self._link.run(write, self._transfers(part))
-            except OSError:
-                with self._lock:
-                    self._counts["transfer_errors"] += 1
-                ok += super()._write_all(group) if write else super()._read_all(group)
-                continue
-            for index in range(0 if write else len(part)):
+            moved = self._link.run(write, self._transfers(part))
+            for index in (index for index, good in enumerate(moved) if good and not write):
                 part.scatter(index)
-            ok += [True] * len(part)
+            failed = [index for index, good in enumerate(moved) if not good]
+            for index, good in zip(failed, self._moved_plainly(write, group, failed)):
+                moved[index] = good
+            ok += moved
         return ok
+
+    def _moved_plainly(self, write: bool, group: Sequence[tuple[str, Page]], failed: list[int]) -> list[bool]:
+        """What NIXL failed to move; StorageError only where it failed with the whole group, as in `s3`."""
+        items = [group[index] for index in failed]
+        if items:
+            with self._lock:
+                self._counts["transfer_errors"] += len(items)
+        try:
+            return super()._write_all(items) if write else super()._read_all(items)
+        except StorageError:
+            if len(items) == len(group):
+                raise
+            return [False] * len(items)
 
     def _transfers(self, part: LaidOut) -> list[Transfer]:
         return [

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,12 @@ PLUGINS = (*FILE_PLUGINS, "OBJ")
 POSIX_ENGINES = ("use_uring", "use_aio", "use_posix_aio")
 QUICK_POLLS = 20
 LONGEST_NAP_S = 0.0005
+UNDER_WAY, DONE, FAILED = "PROC", "DONE", "ERR"
+"""What the library calls the states of a transfer."""
 _agents = itertools.count()
+logger = logging.getLogger(__name__)
+_Piece = tuple[int, tuple[int, int, int], tuple[int, int, int]]
+"""Of which page; address, length and device in memory; offset, length and device outside."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +90,29 @@ class NixlLink:
         self._agent = self._made(config, {**parameters, **config.plugin_options})
         self.memory = RegisteredMemory(config.buffer_bytes, self._register)
 
-    def run(self, write: bool, transfers: Sequence[Transfer]) -> None:
-        """Move all pages. Raises OSError when one of them failed: the library does not say which."""
+    def run(self, write: bool, transfers: Sequence[Transfer]) -> list[bool]:
+        """Which pages were moved: of files, all or none, as the library does not say which failed.
+
+        Each piece of an object is a transfer of its own: one of several would be answered for at its first
+        failure, while the others go on writing into memory that is somebody else's by then.
+        """
         if not transfers:
-            return
+            return []
         whole = [(0, one.num_bytes, one.device, one.name) for one in transfers]
-        near = [(address, length, 0) for one in transfers for _, address, length in one.pieces]
-        far = [(offset, length, one.device) for one in transfers for offset, _, length in one.pieces]
-        with _os_errors(), self._registered(whole):
-            self._move("WRITE" if write else "READ", near, far)
+        pieces = [
+            (index, (address, length, 0), (offset, length, one.device))
+            for index, one in enumerate(transfers)
+            for offset, address, length in one.pieces
+        ]
+        together = [pieces] if self._segment == "FILE" else [[piece] for piece in pieces]
+        try:
+            with _os_errors(), self._registered(whole):
+                moved = self._move("WRITE" if write else "READ", together)
+        except OSError as error:
+            logger.info("%s", error)
+            moved = [False] * len(together)
+        lost = {index for parts, good in zip(together, moved) if not good for index, _, _ in parts}
+        return [index not in lost for index in range(len(transfers))]
 
     def close(self) -> None:
         """Let go of the agent. Not while transfers run."""
@@ -131,27 +151,46 @@ class NixlLink:
             with self._lock:
                 agent.deregister_memory(known)
 
-    def _move(self, what: str, near: list[tuple[int, int, int]], far: list[tuple[int, int, int]]) -> None:
-        agent = self._agent
-        with self._lock:
-            inside, outside = agent.get_xfer_descs(near, "DRAM"), agent.get_xfer_descs(far, self._segment)
-            handle = agent.initialize_xfer(what, inside, outside, self._name)
+    def _move(self, what: str, together: Sequence[Sequence[_Piece]]) -> list[bool]:
+        """Which of the transfers `together` came to their end; when this returns all have, or failed."""
+        handles: list[Any] = []
         try:
-            with self._lock:
-                state = agent.transfer(handle)
+            states = [self._begun(what, parts, handles) for parts in together]
             num_polls, nap_s = 0, LONGEST_NAP_S / 16
-            while state == "PROC":
+            while UNDER_WAY in states:
                 num_polls += 1
                 if num_polls > QUICK_POLLS:
                     time.sleep(nap_s)
                     nap_s = min(2 * nap_s, LONGEST_NAP_S)
-                with self._lock:
-                    state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise OSError(f"nixl: a transfer ended in state {state}")
+                for index, state in enumerate(states):
+                    if state == UNDER_WAY:
+                        states[index] = self._state(self._agent.check_xfer_state, handles[index])
+            return [state == DONE for state in states]
         finally:
             with self._lock:
-                agent.release_xfer_handle(handle)
+                for handle in filter(None, handles):
+                    self._agent.release_xfer_handle(handle)
+
+    def _begun(self, what: str, parts: Sequence[_Piece], handles: list[Any]) -> str:
+        """Begin a transfer, whose handle is added to `handles`: None where there is none."""
+        agent, handle = self._agent, None
+        try:
+            with self._lock, _os_errors():
+                inside = agent.get_xfer_descs([near for _, near, _ in parts], "DRAM")
+                outside = agent.get_xfer_descs([far for _, _, far in parts], self._segment)
+                handle = agent.initialize_xfer(what, inside, outside, self._name)
+        except OSError as error:
+            logger.info("%s", error)
+        handles.append(handle)
+        return FAILED if handle is None else self._state(agent.transfer, handle)
+
+    def _state(self, ask: Callable[[Any], str], handle: Any) -> str:
+        try:
+            with self._lock, _os_errors():
+                return ask(handle)
+        except OSError as error:
+            logger.info("%s", error)
+            return FAILED
 
 
 @contextmanager

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.os_memory import address_of
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.nixl_backend import NixlBackend
+from hiradix.storage.nixl_link import NixlConfig, NixlLink, Transfer
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import S3Backend
 from tests.contracts.storage import (
@@ -140,9 +144,10 @@ def test_page_that_a_transfer_cannot_move_costs_only_itself(
     path = path_of(tmp_path / "store", key_of(3))
     run = store._link.run
 
-    def shrink_and_run(write: bool, transfers: Any) -> None:
+    def shrink_and_run(write: bool, transfers: Any) -> list[bool]:
         os.truncate(path, 1000)
-        run(write, transfers)
+        moved: list[bool] = run(write, transfers)
+        return moved
 
     monkeypatch.setattr(store._link, "run", shrink_and_run)
     assert hits(store, keys_of(8)) == [index != 3 for index in range(8)]
@@ -165,6 +170,78 @@ def test_memory_that_nixl_does_not_take_is_an_error_that_leaves_nothing(
     assert not any((tmp_path / "store" / "tmp").iterdir()) and bytes_in_ledger(tmp_path / "store") == 0
     assert all(put(store, keys_of(8))) and all(hits(store, keys_of(8)))
     store.close()
+
+
+def test_object_that_goes_while_it_is_read_costs_only_itself(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = s3_keys(s3_server, "going") | {"plugin": "OBJ", "timeout_s": 30.0}
+    store = NixlBackend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    put(store, keys_of(8))
+    run = store._link.run
+
+    def delete_and_run(write: bool, transfers: Any) -> list[bool]:
+        store._delete([store._path(key_of(3))])
+        moved: list[bool] = run(write, transfers)
+        assert moved == [index != 3 for index in range(8)]
+        return moved
+
+    monkeypatch.setattr(store._link, "run", delete_and_run)
+    assert hits(store, keys_of(8)) == [index != 3 for index in range(8)]
+    assert store.stats()["transfer_errors"] == 1
+    store.close()
+
+
+class LateServer(ThreadingHTTPServer):
+    """Answers for objects named `gone` with 404 at once; others come when that was said."""
+
+    def __init__(self) -> None:
+        self.said = threading.Event()
+        super().__init__(("127.0.0.1", 0), LateAnswers)
+
+
+class LateAnswers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LateServer
+
+    def do_GET(self) -> None:
+        gone = "gone" in self.path
+        body = b"" if gone else b"late" * 1024
+        if not gone:
+            assert self.server.said.wait(60)
+        part = "Range" in self.headers
+        self.send_response(404 if gone else 206 if part else 200)
+        self.send_header("Content-Length", str(len(body)))
+        if part and not gone:
+            self.send_header("Content-Range", f"bytes 0-{len(body) - 1}/{len(body)}")
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+        self.server.said.set()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_nothing_is_under_way_after_a_transfer_that_failed() -> None:
+    """Found: the library answered at the first failure, and what came later was written all the same."""
+    server = LateServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    parameters = {
+        "endpoint_override": f"http://127.0.0.1:{server.server_port}", "scheme": "http", "region": "any",
+        "access_key": "a", "secret_key": "b", "use_virtual_addressing": "false", "bucket": "pages",
+    }  # fmt: skip
+    link = NixlLink(NixlConfig("OBJ", {}, 1 << 16, False, {}), parameters)
+    memory = memoryview(mmap.mmap(-1, 2 * 4096))
+    link.memory.add(memory)
+    at = address_of(memory)
+    names = ["gone", "there"]
+    pages = [Transfer(i + 1, 4096, [(0, at + 4096 * i, 4096)], name) for i, name in enumerate(names)]
+    assert link.run(False, pages) == [False, True]
+    assert bytes(memory[4096:]) == b"late" * 1024
+    link.close()
+    server.shutdown()
+    server.server_close()
 
 
 def test_objects_are_those_of_the_s3_backend_and_moved_by_the_plugin(s3_server: Server) -> None:
