@@ -79,17 +79,17 @@ def pack(work: Sequence[Work], pools: Pools, device: torch.device) -> PackedPass
         positions=torch.cat([torch.arange(*span) for span in spans]).to(device),
         last_rows=torch.tensor([end - 1 for end in ends], device=device),
         paged=PagedPass(steps, [pool.layers for pool in pools.paged]),
-        states=None if pools.states is None else _state_pass(work, pools.states),
+        states=None if pools.states is None else _state_pass(work, pools.states, device),
     )
 
 
-def _state_pass(work: Sequence[Work], pool: StatePool) -> StatePass:
+def _state_pass(work: Sequence[Work], pool: StatePool, device: torch.device) -> StatePass:
     """The part of a pass over the state pool."""
     pieces, start = [], 0
     for part in work:
         pieces += _pieces(part, start)
         start += len(part.token_ids)
-    return StatePass(pool, pieces)
+    return StatePass(pool, pieces, device)
 
 
 def _pieces(part: Work, start: int) -> list[Piece]:

@@ -10,7 +10,7 @@ as a pass whose load back fails is run again, from the same states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,8 +51,21 @@ def _gated_delta(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape
     )  # fmt: skip
 
 
+def _mamba2(config: Any, num_layers: int, dtype: torch.dtype) -> StateShape:
+    inner = config.mamba_n_heads * config.mamba_d_head
+    conv = inner + 2 * config.mamba_n_groups * config.mamba_d_state
+    return StateShape(
+        num_layers, conv, config.mamba_d_conv - 1, config.mamba_n_heads, config.mamba_d_head,
+        config.mamba_d_state, conv_dtype=dtype,
+    )  # fmt: skip
+
+
 FAMILIES = {
+    "bamba": Family("linear_attention", "mamba", "cache_params", _mamba2),
+    "granitemoehybrid": Family("linear_attention", "mamba", "cache_params", _mamba2),
     "lfm2": Family("conv", "conv", "past_key_values", _short_conv),
+    "lfm2_moe": Family("conv", "conv", "past_key_values", _short_conv),
+    "qwen3_5_text": Family("linear_attention", "linear_attn", "cache_params", _gated_delta),
     "qwen3_next": Family("linear_attention", "linear_attn", "cache_params", _gated_delta),
 }
 
@@ -110,60 +123,69 @@ class Piece:
     targets: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Pieces of one length that are computed together.
+
+    rows: of the pass, int64 [B, N]. sources: int64 [B]; None: the states that the group before left. kept,
+    slots: int64 [K], which of the B new states go to which slots.
+    """
+
+    rows: torch.Tensor
+    sources: torch.Tensor | None
+    kept: torch.Tensor
+    slots: torch.Tensor
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], device: torch.device) -> _Group:
+        rows = torch.tensor([list(range(piece.start, piece.end)) for piece in pieces], device=device)
+        is_first = pieces[0].source is not None
+        sources = torch.tensor([piece.source for piece in pieces], device=device) if is_first else None
+        pairs = [(row, slot) for row, piece in enumerate(pieces) for slot in piece.targets]
+        kept, slots = torch.tensor(pairs, device=device).T
+        return _Group(rows, sources, kept, slots)
+
+
 class StatePass:
     """A pass's part over the state pool."""
 
-    def __init__(self, pool: StatePool, pieces: Sequence[Piece]):
+    def __init__(self, pool: StatePool, pieces: Sequence[Piece], device: torch.device):
         self._pool = pool
         self._at = {layer: at for at, layer in enumerate(pool.layers)}
-        self._decodes = [p for p in pieces if p.end - p.start == 1 and p.source is not None]
-        self._others = [p for p in pieces if p.end - p.start > 1 or p.source is None]
-        self._kept: list[tuple[tuple[torch.Tensor, ...], list[int], list[torch.Tensor]]] = []
+        decodes = [p for p in pieces if p.end - p.start == 1 and p.source is not None]
+        others = [[p] for p in pieces if p.end - p.start > 1 or p.source is None]
+        self._groups = [_Group.of(group, device) for group in ([decodes] if decodes else []) + others]
+        self._new: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # array, slots, values
 
     def run(self, layer: int, call: Call, packed: torch.Tensor) -> torch.Tensor:
         """The layer's output [1, T, H] of packed [1, T, H]; `call` runs it on rows [B, N, H]."""
         arrays = self._pool.buffers.get_arrays(self._at[layer])
         out = torch.empty_like(packed)
-        if self._decodes:
-            rows = [piece.start for piece in self._decodes]
-            states = self._read(arrays, [piece.source for piece in self._decodes])
-            out[0, rows] = call(packed[0, rows][:, None], states)[:, 0]
-            self._keep(arrays, states, [piece.targets for piece in self._decodes])
-        before: StandIn | None = None
-        for piece in self._others:
-            if piece.source is not None:
-                before = self._read(arrays, [piece.source])
-            assert before is not None, f"{piece} continues nothing"
-            out[:, piece.start : piece.end] = call(packed[:, piece.start : piece.end], before)
-            self._keep(arrays, before, [piece.targets])
+        states: StandIn | None = None
+        for group in self._groups:
+            if group.sources is not None:
+                states = self._read(arrays, group.sources)
+            assert states is not None, f"rows {group.rows} continue nothing"
+            out[0, group.rows] = call(packed[0, group.rows], states)
+            for array, own in zip(arrays, states.arrays, strict=True):
+                values = own.index_select(0, group.kept).view(-1, *array.shape[1:])
+                self._new.append((array, group.slots, values))
         return out
 
     def commit(self) -> None:
         """Write the new states to their slots: the pass counts."""
-        for arrays, slots, values in self._kept:
-            for array, own in zip(arrays, values, strict=True):
-                array.index_copy_(0, torch.tensor(slots, device=array.device), own.view(-1, *array.shape[1:]))
-        self._kept.clear()
+        for array, slots, values in self._new:
+            array.index_copy_(0, slots, values)
+        self._new.clear()
 
-    def _read(self, arrays: Sequence[torch.Tensor], sources: Sequence[int | None]) -> StandIn:
+    def _read(self, arrays: Sequence[torch.Tensor], sources: torch.Tensor) -> StandIn:
         """Copies of the states in these slots."""
         shape = self._pool.shape
-        index = torch.tensor(sources, device=arrays[0].device)
-        found = [array.index_select(0, index) for array in arrays]
-        conv = found[0].view(len(sources), shape.conv_dim, shape.conv_width)
-        if len(found) == 1:
+        conv, *rest = (array.index_select(0, sources) for array in arrays)
+        conv = conv.view(-1, shape.conv_dim, shape.conv_width)
+        if not rest:
             return StandIn(conv, None)
-        return StandIn(conv, found[1].view(len(sources), shape.num_heads, shape.head_dim, shape.state_size))
-
-    def _keep(
-        self, arrays: tuple[torch.Tensor, ...], states: StandIn, targets: Iterable[tuple[int, ...]]
-    ) -> None:
-        """Keep the states, row i of them for the slots `targets[i]`, until `commit`."""
-        pairs = [(row, slot) for row, slots in enumerate(targets) for slot in slots]
-        if pairs:
-            rows = torch.tensor([row for row, _ in pairs], device=arrays[0].device)
-            values = [own.index_select(0, rows) for own in states.arrays]
-            self._kept.append((arrays, [slot for _, slot in pairs], values))
+        return StandIn(conv, rest[0].view(-1, shape.num_heads, shape.head_dim, shape.state_size))
 
 
 class StandIn:

@@ -22,6 +22,17 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT,
     "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
 }
+_GATED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA2: dict[str, Any] = {
+    "num_hidden_layers": 4, "pad_token_id": 0, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2,
+    "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 16,
+    "tie_word_embeddings": False,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -55,6 +66,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 1,
         },
     ),
+    "bamba": ("Bamba", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "granite": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA2, "layer_types": ["linear_attention", "full_attention"] * 2, "num_local_experts": 0,
+            "shared_intermediate_size": 64,
+        },
+    ),
     "lfm2": (
         "Lfm2",
         {
@@ -63,15 +82,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
-    "qwen3-next": (
-        "Qwen3Next",
+    "lfm2-moe": (
+        "Lfm2Moe",
         {
-            "num_hidden_layers": 4, "head_dim": 16, "num_experts": 0, "pad_token_id": 0,
-            "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-            "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "num_hidden_layers": 4, "conv_L_cache": 4, "layer_types": ["conv", "full_attention"] * 2,
+            "num_dense_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "tie_word_embeddings": False, "pad_token_id": 0,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**_GATED_DELTA, "num_experts": 0}),
+    "qwen3-next-moe": (
+        "Qwen3Next",
+        {
+            **_GATED_DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", _GATED_DELTA),
     "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),
 }
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hiradix.engine.ranks import build_engine
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import EvictParams, MatchPrefixParams
 from hiradix.prefix_cache.records import STATE
+from hiradix.server.engine_service import snapshot_of
 from hiradix.tree import RadixKey, Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -187,15 +189,24 @@ def test_a_load_that_fails_advances_no_state(
     for _ in range(6):
         collect(answers, engine.step())
     transport = cache.controller._copies._pairs[STATE].transport
-    copy, failed = transport.copy_pages, []
+    pool = engine._pools.hybrid.other  # type: ignore[union-attr]
+    copy, get, failed, last_layer = transport.copy_pages, pool.get_arrays, [], Event()
 
     def fail_once(source: Any, target: Any, sources: Any, targets: Any, layers: Any) -> None:
-        if layers == range(1, 2) and not failed:  # the pool's last: the model has run the ones before
+        if layers == range(1, 2) and not failed:
+            assert last_layer.wait(30), "the model has not come to the pool's last layer"
             failed.append(len(sources))
             raise RuntimeError("injected")
         copy(source, target, sources, targets, layers)
 
+    def get_arrays(layer: int) -> Any:
+        if layer == 1:
+            last_layer.set()
+        return get(layer)
+
     monkeypatch.setattr(transport, "copy_pages", fail_once)
+    monkeypatch.setattr(pool, "get_arrays", get_arrays)
+    last_layer.clear()
     engine.add_request("loads", stem, GREEDY)
     for rid, rest in drain(engine).items():
         last = Output(rid, tuple(rest.token_ids), rest.usage, finish_reason=rest.finish_reason)
@@ -275,6 +286,8 @@ def test_administration(lfm2: Reference, make_recurrent: MakeEngine, tmp_path: P
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 16 * 4, "two layers keep something per token"
     assert stats.window is None and stats.state.device_total == 24
     assert stats.state.host_used == len(records(engine, Tier.HOST)) > 0
+    figures = snapshot_of(engine)
+    assert figures.window == {} and figures.state["host_used"] == stats.state.host_used
     ok, message = engine.attach_storage("file", stored_in(tmp_path, "file"), "wait_complete")
     assert ok, message
     serve(engine, asked, GREEDY)

@@ -69,12 +69,40 @@ def test_the_token_behind_each_record(
     assert_no_state_out(engine)
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct"])
-def test_host_layouts(layout: str, lfm2: Reference, make_recurrent: MakeEngine) -> None:
-    engine = make_recurrent(cache=replace(TIERED, hicache_mem_layout=layout))
-    identity, answers = converse(engine, lfm2, num_turns=3)
+@pytest.mark.parametrize("family", ["lfm2-moe", "qwen3-next-moe", "qwen3.5", "bamba", "granite"])
+def test_other_families_through_all_tiers(
+    family: str, reference: Callable[[str], Reference], make_recurrent: MakeEngine, tmp_path: Path
+) -> None:
+    judge = reference(family)
+    settings = {"model_path": str(judge.path), "cache": with_storage(tmp_path, "file")}
+    engine = make_recurrent(**settings)
+    identity, answers = converse(engine, judge, num_turns=2)
     identity.assert_holds()
     assert served_from(answers)["host"] > 0
+    asked = prompts([97, 73], seed=2)
+    serve(engine, asked, GREEDY)
+    settle(engine)
+    again = serve(make_recurrent(**settings), asked, GREEDY)
+    assert [answer.usage.cached_storage for answer in again if answer.usage] == [96, 72]
+    judge.judge(asked, tokens(again)).assert_holds()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layout": {"hicache_mem_layout": "page_first_direct"},
+    "selective": {"hicache_write_policy": "write_through_selective"},
+    "ghd": {"radix_eviction_policy": "ghd"},
+    "no_regret": {"hicache_no_regret": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_other_options(name: str, lfm2: Reference, make_recurrent: MakeEngine) -> None:
+    engine = make_recurrent(cache=replace(TIERED, **OPTIONS[name]))
+    identity, answers = converse(engine, lfm2, num_turns=3)
+    identity.assert_holds()
+    used = served_from(answers)
+    assert used["device"] + used["host"] > 0
+    assert_no_state_out(engine)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
