@@ -126,11 +126,25 @@ def _tell_apart(names: Sequence[str]) -> None:
             first = fields
             print(f"{name}  " + " ".join(f"{field}={value}" for field, value in sorted(fields.items())))
             continue
+        if (others := _same_model(name, known)) is not None:
+            print(f"{name}  {fields.get('component') or 'full attention'} of the model of {others}")
+            continue
         changed = differences(first, fields)
         why = ", ".join(f"{field} {there!r}, not {here!r}" for field, (here, there) in changed.items())
         print(f"{name}  {why}")
     if unknown := len(names) - len(known):
         print(f"{unknown} fingerprints were made on other hosts: what they stand for is not known here")
+
+
+def _same_model(name: str, known: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The first fingerprint before `name` that stands for another component of the same model."""
+    for other, fields in known.items():
+        if other == name:
+            return None
+        changed = set(differences(fields, known[name]))
+        if "component" in changed and changed <= {"component", "shape"}:
+            return other
+    return None
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -146,7 +146,10 @@ class ComponentWorld:
             PoolPair(*pools, self.transport, [number[layer] for layer in LAYERS[c.name]])
             for c, pools in zip(self.components, self.pools, strict=True)
         ]
-        return TransferController.over(pairs, Runtime(driver=self.driver, clock=self.driver.now))
+        return TransferController.over(pairs, self._runtime())
+
+    def _runtime(self) -> Runtime:
+        return Runtime(driver=self.driver, clock=self.driver.now)
 
     def _maybe_fail(self, src, dst, sources, targets, layers) -> None:
         if self.rng.random() < self.faults:

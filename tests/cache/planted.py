@@ -191,6 +191,10 @@ FAULTS = [
     Fault("parts: caps are not split", PARTS, "max(1, whole * self.weight // self.total)", "whole"),
     Fault("parts: a cap may become none", PARTS, "max(1, whole * self.weight // self.total)",
           "whole * self.weight // self.total"),
+    Fault("stat: another component is another model", "storage_tools.py",
+          'changed <= {"component", "shape"}', "not changed"),
+    Fault("stat: another model is another component", "storage_tools.py",
+          ' and changed <= {"component", "shape"}', ""),
     Fault("parts: what was opened stays open", PARTS,
           "        for part in reversed(parts):\n            part.close()\n        raise", "        raise"),
 ]  # fmt: skip

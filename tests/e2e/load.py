@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -30,13 +32,17 @@ def flags(model: Path, *more: str) -> list[str]:
 
 def three_tiers(model: Path, storage: Path, *more: str) -> list[str]:
     """Flags of a server with small device and host pools above a storage directory."""
+    return tiers_over(model, "file", {}, "--file-storage-path", str(storage), *more)
+
+
+def tiers_over(model: Path, backend: str, keys: Mapping[str, Any], *more: str) -> list[str]:
+    """The same above any storage."""
     return flags(
         model,
         *("--enable-hierarchical-cache", "--page-size", str(PAGE_SIZE), "--max-total-tokens", "4096"),
-        *("--hicache-ratio", "1.5", "--hicache-storage-backend", "file"),
-        *("--file-storage-path", str(storage), "--check-invariants"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+        *("--hicache-ratio", "1.5", "--check-invariants"),
+        *("--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", backend),
+        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": 16, **keys})),
         *more,
     )
 

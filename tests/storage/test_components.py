@@ -296,6 +296,28 @@ def test_tools_see_each_component(tmp_path: Path, capsys: pytest.CaptureFixture[
     left.close()
 
 
+def test_stat_says_which_components_are_one_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as a difference that makes pages of the one misses for the other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keys = places(tmp_path)["file"]
+    window = ComponentPages(PageFingerprint("m", component="window-64", shape=(2, 8)), WINDOW)
+    stores = open_stores("file", keys, [FULL_PAGES, window])
+    assert all(stores.parts[0].put(KEYS, pages(FULL, 1)))
+    assert all(stores.parts[1].put(KEYS[:3], pages(WINDOW, 1, 3)))
+    stores.close()
+    other = PageFingerprint("other", component="window-64", shape=(2, 8))
+    alone = open_storage("file", StorageContext(other, keys, WINDOW))
+    alone.put(KEYS[:1], pages(WINDOW, 1, 1))
+    alone.close()
+    assert main(["storage", "stat", f"file://{tmp_path}/file"]) == 0
+    full, ours, theirs = (mark.digest()[:32] for mark in (FULL_PAGES.fingerprint, window.fingerprint, other))
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert lines[0].startswith(full) and lines[1] == f"{ours}  window-64 of the model of {full}"
+    assert lines[2].startswith(theirs) and "model_id 'other', not 'm'" in lines[2]
+
+
 def test_pages_of_all_components_are_encrypted(tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (tmp_path / "key").write_bytes(bytes(range(32)))
