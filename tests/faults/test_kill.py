@@ -69,7 +69,7 @@ async def kill_while_writing(
     deadline = time.monotonic() + WAIT_S
     while store.num_pages() < before + num_new:
         assert time.monotonic() < deadline, f"{store.num_pages() - before} of {num_new} pages were written"
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     server.kill()
     try:
         await asking
