@@ -387,8 +387,8 @@ FAULTS = [
     Fault(
         "hash: the namespace's seed is left out",
         ROWS,
-        "PageRows(prior or key.space.seed, rows",
-        "PageRows(prior, rows",
+        "rows_behind(key, prior or key.space.seed,",
+        'rows_behind(key, prior or b"",',
     ),
     Fault("hash: extras are left out", HASH, "        if extra is not None:", "        if False:"),
     Fault(
