@@ -106,6 +106,7 @@ class Replay:
             self.cache.evictable_size()
             self.put(req, end, self.decoded(req, end))
             req.output_ids.append(5)
+            req.refresh_fill_ids()
             end += 1
             self.work()
         req.is_finished = True
@@ -117,6 +118,7 @@ class Replay:
 
     def admit(self, req: Request) -> None:
         """Match, load back, lock, make room, allocate."""
+        req.refresh_fill_ids()
         key = RadixKey(req.full_untruncated_fill_ids, limit=len(req.origin_input_ids) - 1)
         found = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
         req.prefix_len, req.last_node = found.device_prefix_len, found.last_device_node

@@ -21,12 +21,13 @@ Invariants, checked by `RadixTree.check` under these numbers:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from hiradix.tree import ids, removal, rows
 from hiradix.tree.check import check_tree
-from hiradix.tree.key import RadixKey
+from hiradix.tree.key import NARROW, RadixKey
 from hiradix.tree.merge import merge_path
 from hiradix.tree.node import (
     BACKBONE,
@@ -160,7 +161,7 @@ class RadixTree(TreeView):
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
         """Give `pages`, which end where `node` ends, to it and its ancestors, where they have none.
 
-        Copies, but for an array that is read-only and no view, of which one node takes all.
+        Copies, but for an array over `bytes` of its own, of which one node takes all.
         Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
         node where `pages` begin inside it and it has none.
         """
@@ -331,8 +332,8 @@ class RadixTree(TreeView):
 
 
 def _kept(pages: Ids, first: int, last: int) -> Pages:
-    """[first, last) as an array that nobody else writes into and that keeps no other alive."""
-    is_whole = last - first == len(pages) and pages.base is None
-    if is_whole and not pages.flags.writeable and pages.dtype is _INT32:
+    """[first, last) as an array that nobody writes into and that keeps no other alive."""
+    under: Any = pages.base
+    if type(under) is bytes and pages.dtype is _INT32 and (last - first) * NARROW == len(under):
         return pages  # type: ignore[return-value]
     return ids.copied(pages, first, last)

@@ -59,17 +59,15 @@ class Request:
     prefix_len: int = 0
     priority: int | None = None
     is_finished: bool = False
-    fill_ids: array[int] = field(default_factory=lambda: array("q"))
+    full_untruncated_fill_ids: array[int] = field(default_factory=lambda: array("q"))
 
-    @property
-    def full_untruncated_fill_ids(self) -> array[int]:
-        """One array that grows with the output, as SGLang's does in its `refresh_fill_ids`."""
-        num_known = len(self.fill_ids) - len(self.origin_input_ids)
+    def refresh_fill_ids(self) -> None:
+        """One array that grows with the output."""
+        num_known = len(self.full_untruncated_fill_ids) - len(self.origin_input_ids)
         if 0 <= num_known <= len(self.output_ids):
-            self.fill_ids.extend(self.output_ids[num_known:])
+            self.full_untruncated_fill_ids.extend(self.output_ids[num_known:])
         else:
-            self.fill_ids = self.origin_input_ids + self.output_ids
-        return self.fill_ids
+            self.full_untruncated_fill_ids = self.origin_input_ids + self.output_ids
 
     def finished(self) -> bool:
         return self.is_finished
@@ -148,6 +146,7 @@ class Rig:
 
     def match(self, req: Request) -> Any:
         """Match all but the last token, as a request does before it runs."""
+        req.refresh_fill_ids()
         tokens = req.full_untruncated_fill_ids
         key = RadixKey(tokens, req.extra_key, limit=len(tokens) - 1, cache_salt=req.cache_salt)
         found = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
@@ -184,6 +183,7 @@ class Rig:
     def finish(self, req: Request) -> None:
         """End it as SGLang's release_kv_cache does."""
         req.is_finished = True
+        req.refresh_fill_ids()
         num_tokens = len(req.origin_input_ids)
         self.cache.checkpoint(req, up_to=num_tokens)
         self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, num_tokens)])

@@ -82,6 +82,7 @@ def test_a_request_grows_behind_a_match_that_ended_inside_a_node() -> None:
     req = rig.request(PROMPT[: 5 * PAGE] + [7] * (3 * PAGE - 1))
     assert rig.admit(req).device_prefix_len == 5 * PAGE
     req.output_ids.append(7)
+    req.refresh_fill_ids()
     assert len(req.full_untruncated_fill_ids) == 8 * PAGE
     rig.cache.checkpoint(req, up_to=7 * PAGE)
     rig.finish(req)
@@ -95,7 +96,7 @@ def test_what_is_kept_is_what_a_request_has_computed_not_what_it_was_matched_by(
     req = rig.request([3] * 4 * PAGE + [1])
     rig.admit(req)
     req.origin_input_ids = type(req.origin_input_ids)("q", [4] * 4 * PAGE + [1])
-    req.fill_ids = req.origin_input_ids[:0]
+    req.full_untruncated_fill_ids = req.origin_input_ids[:0]
     rig.finish(req)
     found = [rig.match(rig.request([token] * 4 * PAGE + [1])).device_prefix_len for token in (3, 4)]
     assert found == [0, 4 * PAGE]

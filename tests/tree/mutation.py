@@ -212,12 +212,11 @@ FAULTS = [
         "    return pages[first:last]",
     ),
     Fault(
-        "adopt: keeps an array that its caller may write into",
+        "adopt: keeps more bytes alive than its own",
         TREE,
-        "is_whole and not pages.flags.writeable and",
-        "is_whole and",
+        " and (last - first) * NARROW == len(under):",
+        " and last - first == len(pages):",
     ),
-    Fault("adopt: keeps a view alive", TREE, "== len(pages) and pages.base is None", "== len(pages)"),
     Fault(
         "adopt: ancestors stay colder than the new data",
         STORE,

@@ -153,11 +153,10 @@ def test_a_node_keeps_no_request_buffer_alive() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_an_array_that_nobody_can_write_is_kept_as_it_is(is_kept: bool) -> None:
-    """Of one that is a view, or of which several nodes take parts, each node has its own."""
+def test_page_ids_that_nobody_can_write_are_kept_as_they_are(is_kept: bool) -> None:
+    """Of a part of more bytes, or where several nodes take parts, each node has its own."""
     tree = RadixTree(4)
-    pages = np.arange(6, dtype=np.int32) if is_kept else np.arange(7, dtype=np.int32)[1:]
-    pages.setflags(write=False)
+    pages = np.frombuffer(np.arange(6 if is_kept else 7, dtype=np.int32).tobytes(), np.int32, 6)
     tree.unlock(tree.insert(RadixKey(range(12)), HOST, [np.array([11, 12, 13], np.int32)]).lock)
     whole = tree.insert(RadixKey(range(100, 124)), DEVICE, [pages]).lock.node
     assert (whole.device.pages is pages) == is_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -152,20 +153,18 @@ class Rows:
 
     def pages(self, index: int, start: int, end: int) -> Pages:
         """int32 [end - start], read-only: what a row names at pages [start, end). Waits for a GPU."""
-        pages = self._pages(index, start, end)
-        pages.setflags(write=False)
-        return pages
+        return np.frombuffer(self._packed(index, start, end), np.int32)  # what the tree keeps without a copy
 
-    def _pages(self, index: int, start: int, end: int) -> Pages:
+    def _packed(self, index: int, start: int, end: int) -> bytes:
         size = self._page_size
         stop = min(end * size, self._width)  # the last page of a row may be cut
         if self._slots is None:
-            return pages_of(self._pool.req_to_token[index], size, start * size, stop)
+            return pages_of(self._pool.req_to_token[index], size, start * size, stop).tobytes()
         row = index * self._width
-        if ids.IS_BUILT or end - start > FEW_PAGES:
-            return ids.pages_of(self._all, size, row + start * size, row + stop)
+        if end - start > FEW_PAGES:
+            return ids.pages_of(self._all, size, row + start * size, row + stop).tobytes()
         first = self._slots[row + start * size : row + stop : size]
-        return np.array([slot // size for slot in first.tolist()], np.int32)
+        return array("i", [slot // size for slot in first]).tobytes()
 
     def free(self, index: int, start: int, end: int) -> None:
         """Give SGLang's allocator the slots a row names at positions [start, end), from a page boundary on.
