@@ -59,17 +59,23 @@ class OwnMemory:
         found = store.batch_get_replica_desc(names)
         own: dict[int, int] = {}
         for index, (name, length) in enumerate(zip(names, num_bytes, strict=True)):
-            for buffer in _buffers(found.get(name, ())):
-                if buffer.size == length and self._is_own(buffer):
-                    own[index] = buffer.buffer_address
+            for replica in found.get(name, ()):
+                address = self._own_address(replica, length)
+                if address is not None:
+                    own[index] = address
         if 2 * len(own) < len(names):
             self._num_skipped = 0
         return own
 
-    def _is_own(self, buffer: Any) -> bool:
-        begin, end = buffer.buffer_address, buffer.buffer_address + buffer.size
-        inside = self._mapped.start <= begin and end <= self._mapped.stop
-        return inside and bool(buffer.transport_endpoint == self._endpoint)
+    def _own_address(self, replica: Any, num_bytes: int) -> int | None:
+        """Where a copy of that length is, if it is in memory of ours."""
+        if not replica.is_memory_replica():
+            return None
+        buffer = replica.get_memory_descriptor().buffer_descriptor
+        begin: int = buffer.buffer_address
+        inside = self._mapped.start <= begin and begin + num_bytes <= self._mapped.stop
+        own = inside and buffer.size == num_bytes and buffer.transport_endpoint == self._endpoint
+        return begin if own else None
 
 
 def copy_out(address: int, spans: Sequence[Span]) -> None:

@@ -96,20 +96,19 @@ class RegisteredMemory:
 class _Page:
     """A page on its way. spans: where its bytes lie, empty if they have to pass through the block."""
 
-    __slots__ = ("block_bytes", "body", "key", "num_bytes", "page", "seal", "seal_bytes", "spans")
+    __slots__ = (
+        "block_bytes", "body", "is_copied", "key", "num_bytes", "page", "seal", "seal_bytes", "spans",
+    )  # fmt: skip
 
     def __init__(self, key: str, page: Page, spans: list[Span], seal_bytes: int):
         self.key = key
         self.page = self.body = page
+        self.is_copied = False
         self.seal_bytes = seal_bytes
         self.num_bytes = page_bytes(page) + seal_bytes
         self.spans = spans
         self.block_bytes = seal_bytes if spans else self.num_bytes
         self.seal = _NO_SEAL
-
-    @property
-    def is_copied(self) -> bool:
-        return self.body is not self.page
 
     def lay(self, block: memoryview, at: int, address: int) -> None:
         """Its part of the block, which begins at `at`: the page, if it must be there, and the seal.
@@ -118,7 +117,7 @@ class _Page:
         """
         body_bytes = self.block_bytes - self.seal_bytes
         if body_bytes:
-            self.body = [block[at : at + body_bytes]]
+            self.body, self.is_copied = [block[at : at + body_bytes]], True
             self.spans = [(address, body_bytes)]
         if self.seal_bytes:
             self.seal = block[at + body_bytes : at + self.block_bytes]
@@ -130,10 +129,13 @@ class LaidOut:
 
     def __init__(self, pages: Sequence[_Page], block: memoryview):
         self._pages = pages
+        self.num_copied = 0
+        """Pages that pass through the block."""
         address, at = address_of(block), 0
         for one in pages:
             one.lay(block, at, address + at)
             at += one.block_bytes
+            self.num_copied += one.is_copied
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -152,14 +154,9 @@ class LaidOut:
         """Of each page, seal included."""
         return [one.num_bytes for one in self._pages]
 
-    @property
-    def num_copied(self) -> int:
-        """Pages that pass through the block."""
-        return sum(one.is_copied for one in self._pages)
-
     def gather(self) -> None:
         """Before writing: copy the pages that have to be."""
-        for one in self._pages:
+        for one in self._pages if self.num_copied else ():
             if one.is_copied:
                 gather(one.page, one.body[0])
 
