@@ -137,14 +137,15 @@ def _tell_apart(names: Sequence[str]) -> None:
 
 
 def _same_model(name: str, known: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The first fingerprint before `name` that stands for another component of the same model."""
+    """The fingerprint before `name` that stands for another component of the same model; the most alike."""
+    found: dict[str, int] = {}
     for other, fields in known.items():
         if other == name:
-            return None
+            break
         changed = set(differences(fields, known[name]))
-        if "component" in changed and changed <= {"component", "shape"}:
-            return other
-    return None
+        if "component" in changed and changed <= {"component", "shape", "dtype", "layout"}:
+            found[other] = len(changed)
+    return min(found, key=found.__getitem__, default=None)
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -81,6 +81,7 @@ class Arrivals:
         where they end."""
         start, count, tree = found.start, len(found.hashes), self.tree
         key = p.key.head(found.end, tree.page_size)
+        usable = tree.match(key).loadable_node.end if self.others else start
         at = max((lock for lock in (p.lock, p.beside) if lock), key=lambda lock: lock.node.end, default=None)
         done = tree.insert(key, HOST, [pages[c] for c in range(len(tree.components))], at=at)
         for component, duplicates in enumerate(done.duplicates):
@@ -89,11 +90,12 @@ class Arrivals:
         if p.lock is not None:
             tree.unlock(p.lock)
         before, p.anchor, p.lock = p.anchor, done.lock.node, done.lock
-        gained = count - len(done.duplicates[BACKBONE])
         if self.others:
             is_all_new = not start or all(kind.reach <= count for _, kind in self.others)
             p.anchor.boundary_stored = is_all_new or before.boundary_stored
-            gained = count  # what the tree had of these pages ended in no match without the rest
+            gained = found.end - max(start, usable)  # what ended in no match is of use by this only
+        else:
+            gained = count - len(done.duplicates[BACKBONE])
         p.loaded_pages += gained
         p.loaded_end = found.end
         self.supply.counters.prefetched += gained

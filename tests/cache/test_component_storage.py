@@ -174,6 +174,14 @@ def test_a_window_is_read_with_the_pages_it_must_lie_beside(has_state: bool) -> 
     world.assert_drained()
 
 
+def test_of_pages_that_only_the_device_has_no_more_is_read_than_the_window_lies_beside() -> None:
+    world = restarted(10, 12, dead_leaf="keep")
+    without_windows(world, 12, DEVICE)
+    assert fetched(world, [*TOKENS[:10], 77]) == 10
+    assert world.gets == [(0, 3), (1, 3)]
+    world.assert_drained()
+
+
 def test_a_boundary_above_the_end_of_what_is_there_needs_its_own_window() -> None:
     """What goes on from it has parted from the path that the host has."""
     world = restarted(8, 12)
@@ -184,24 +192,56 @@ def test_a_boundary_above_the_end_of_what_is_there_needs_its_own_window() -> Non
     world.assert_drained()
 
 
-def test_of_a_window_what_is_there_is_not_read() -> None:
-    world = restarted(11, 12)
+@pytest.mark.parametrize(("lost", "read"), [((), 0), ((8, 11), 1), ((9,), 3), ((10,), 2)])
+def test_of_a_window_what_is_there_before_its_first_gap_is_not_read(lost: tuple[int, ...], read: int) -> None:
+    world = restarted(11, 12, dead_leaf="keep")
     assert fetched(world, TOKENS[:11]) == 11
     world.gets.clear()
     assert fetched(world, TOKENS) == 12
     assert world.gets == [(0, 1), (1, 1)]
+    for page in range(8, 12):
+        world.tree.cut(world.tree.find(RadixKey(TOKENS)), page)
+    for page in lost:
+        node = world.tree.find(RadixKey(TOKENS[: page + 1]))
+        world.cache.supply.release(world.tree.drop_other(node, 1, HOST))
+    world.gets.clear()
+    assert fetched(world, TOKENS) == 12
+    assert world.gets == [(1, read)][: len(lost)]
     world.assert_drained()
 
 
 def test_what_the_tiers_have_takes_no_room_of_what_is_asked_for() -> None:
-    """And is not evicted for it: ten of twelve pages are there, and two are free."""
-    world = restarted(10, 12, dead_leaf="keep")
-    without_windows(world, 10, HOST)
-    blocked = world.host[0].alloc(48)
+    """And does not make any: eight of twelve pages are there, and two are free."""
+    world = restarted(8, 10, 12, dead_leaf="keep")
+    without_windows(world, 8, HOST)
+    blocked = world.host[0].alloc(50)
     world.fetch_in_peace(RadixKey(TOKENS))
-    assert world.cache.match(RadixKey(TOKENS)).loadable_node.end == 12
+    assert loadable(world) == 10
     assert world.gets == [(0, 2), (1, 3)]
     world.host[0].free(blocked)
+    world.assert_drained()
+
+
+@pytest.mark.parametrize("kind", [JobKind.QUERY, JobKind.READ])
+def test_what_somebody_else_computes_meanwhile_does_not_count_as_fetched(kind: JobKind) -> None:
+    world = restarted(12)
+    world.set_policy("wait_complete")
+    handle = world.prefetch(RadixKey(TOKENS))
+    while not world.cache.flights.tickets(kind):
+        world.driver.step()
+        world.cache.tick()
+    world.driver.held.add("fetch")
+    admitted = world.admit(RadixKey(TOKENS[:7]))
+    assert admitted is not None
+    (running,) = world.run_pass([admitted], lambda n: 0)
+    world.tree.unlock(running.lock)
+    while world.driver.step():
+        world.cache.tick()
+    world.driver.held.clear()
+    world.settle()
+    prefetcher = world.cache.prefetcher
+    assert loadable(world) == 12 and prefetcher is not None and prefetcher.progress(handle)
+    assert prefetcher.pop_loaded_span(handle) == (7, 5)
     world.assert_drained()
 
 

@@ -301,21 +301,22 @@ def test_stat_says_which_components_are_one_models(
 ) -> None:
     """Not as a difference that makes pages of the one misses for the other."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keys = places(tmp_path)["file"]
-    window = ComponentPages(PageFingerprint("m", component="window-64", shape=(2, 8)), WINDOW)
-    stores = open_stores("file", keys, [FULL_PAGES, window])
-    assert all(stores.parts[0].put(KEYS, pages(FULL, 1)))
-    assert all(stores.parts[1].put(KEYS[:3], pages(WINDOW, 1, 3)))
-    stores.close()
-    other = PageFingerprint("other", component="window-64", shape=(2, 8))
-    alone = open_storage("file", StorageContext(other, keys, WINDOW))
-    alone.put(KEYS[:1], pages(WINDOW, 1, 1))
-    alone.close()
+    full, other = PageFingerprint("m", dtype="bfloat16"), PageFingerprint("other", component="window-64")
+    half = PageFingerprint("m", dtype="float16")
+    window = PageFingerprint("m", dtype="float16", component="window-64", shape=(2, 8))
+    state = PageFingerprint("m", dtype="float32", component="state", shape=(3,))
+    marks = [full, half, window, state, other]
+    for count, mark in enumerate(reversed(marks), 1):
+        store = open_storage("file", StorageContext(mark, places(tmp_path)["file"], WINDOW))
+        assert all(store.put(KEYS[:count], pages(WINDOW, 1, count)))
+        store.close()
     assert main(["storage", "stat", f"file://{tmp_path}/file"]) == 0
-    full, ours, theirs = (mark.digest()[:32] for mark in (FULL_PAGES.fingerprint, window.fingerprint, other))
     lines = capsys.readouterr().out.split("\n\n")[1].splitlines()
-    assert lines[0].startswith(full) and lines[1] == f"{ours}  window-64 of the model of {full}"
-    assert lines[2].startswith(theirs) and "model_id 'other', not 'm'" in lines[2]
+    names = [mark.digest()[:32] for mark in marks]
+    assert [line[:32] for line in lines] == names
+    assert lines[2] == f"{names[2]}  window-64 of the model of {names[1]}"
+    assert lines[3] == f"{names[3]}  state of the model of {names[0]}"
+    assert "dtype 'float16', not 'bfloat16'" in lines[1] and "model_id 'other', not 'm'" in lines[4]
 
 
 def test_pages_of_all_components_are_encrypted(tmp_path: Path) -> None:
