@@ -24,7 +24,8 @@ class Request:
     calls, rewrites prefix_indices, last_node, cache_protected_len and lock. KV is written for every token
     but the last sampled one: `num_computed` counts the written ones, `num_allocated` the slots in the row
     (whole pages), of which those from `cache_protected_len` on are the request's own. Before `num_slid` its
-    own pages have no window pages any more. `state`: what it has of the state pool, where there is one.
+    own pages have no window pages any more. `state`: what it has of the state pool, where there is one;
+    `num_known`: tokens that it shares with others further than there are records of the state.
     """
 
     def __init__(self, rid: str, prompt_ids: Sequence[int], params: SamplingParams, scope: Scope):
@@ -58,6 +59,7 @@ class Request:
         self.num_allocated = 0
         self.num_slid = 0
         self.state: RequestState | None = None
+        self.num_known = 0
 
     @property
     def swa_uuid_for_lock(self) -> Any:

@@ -241,12 +241,16 @@ class Scheduler:
         return self._slots.open_windows(self.row(request)[start : end + self._most_next(request)])
 
     def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> Part:
-        """The request's next chunk of at most `left` tokens, ending on a page boundary where it can."""
-        count = request.num_uncomputed
+        """The request's next chunk of at most `left` tokens, ending on a page boundary where it can.
+
+        It ends where the request parts from others, if there is no record: the next one finds one there.
+        """
+        count, done, size = request.num_uncomputed, request.num_computed, self.limits.page_size
         if left is not None and count > left:
-            size = self.limits.page_size
-            aligned = (request.num_computed + left) // size * size - request.num_computed
+            aligned = (done + left) // size * size - done
             count = aligned if aligned > 0 else left
+        if done < request.num_known < (done + count) // size * size:
+            count = request.num_known - done
         return Part(request, count, admitted)
 
     # -- admission ----------------------------------------------------------------------
@@ -277,6 +281,8 @@ class Scheduler:
         request.last_node = match.last_device_node
         request.last_host_node = match.last_host_node
         request.host_hit_length = match.host_hit_length
+        if self._states is not None:
+            request.num_known = match.mamba_branching_seqlen or 0
         request.cache_protected_len = len(match.device_indices)
 
     def _fits(self, request: Request) -> bool:

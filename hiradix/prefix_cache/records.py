@@ -103,12 +103,17 @@ class MatchPrefixParams(NamedTuple):
 
 
 class MatchResult(NamedTuple):
-    """device_indices: int64 [tokens] on the engine's device. host_hit_length: tokens to load back."""
+    """device_indices: int64 [tokens] on the engine's device. host_hit_length: tokens to load back.
+
+    mamba_branching_seqlen: of `StateRadixCache`, how many tokens have pages, where that is more than what was
+    matched: a record there would be found by whoever shares them next.
+    """
 
     device_indices: torch.Tensor
     last_device_node: Node
     last_host_node: Node
     host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
 
 
 class InsertParams(NamedTuple):

@@ -25,6 +25,8 @@ from hiradix.prefix_cache.records import (
     EvictParams,
     EvictResult,
     InsertParams,
+    MatchPrefixParams,
+    MatchResult,
     RequestLike,
     StatefulRequestLike,
 )
@@ -42,6 +44,14 @@ class StateRadixCache(HybridRadixCache):
         if params.state_records is None:
             raise ConfigError("state_records: needed by StateRadixCache")
         return Component("state", reach=1, per_page=False), params.state_records
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As `RadixCache.match_prefix`, up to a record; and where the pages end that are there beyond it."""
+        found = super().match_prefix(params)
+        known = 0 if self.disable else self.tree.find(self._view(params.key)).end
+        if known <= found.last_host_node.end:
+            return found
+        return found._replace(mamba_branching_seqlen=known * self.page_size)
 
     # -- sizes --------------------------------------------------------------------------
 

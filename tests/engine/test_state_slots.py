@@ -62,6 +62,26 @@ def test_no_pass_is_spent_on_records(make_recurrent: MakeEngine) -> None:
     assert steps[0] == steps[1], steps
 
 
+@pytest.mark.parametrize("name", ["device", "tiers"])
+def test_where_prompts_part_a_record_is_taken_for_the_next(
+    name: str, lfm2: Reference, make_recurrent: MakeEngine
+) -> None:
+    """The first to share a beginning hits up to a record of another's; the second, all of it."""
+    engine = make_recurrent(cache=CONFIGS[name], max_total_tokens=640)
+    stem, *ends = prompts([81, 40, 40, 40, 3], seed=8)
+    hits, steps = [], []
+    for end in ends:
+        before = engine.num_steps
+        [answer] = serve(engine, [stem + end], GREEDY)
+        settle(engine)
+        assert answer.usage is not None
+        hits.append(answer.usage.cached_device)
+        steps.append(engine.num_steps - before)
+        lfm2.judge([stem + end], [answer.token_ids]).assert_holds()
+    assert hits == [0, 64, 80, 80], "pages of 8, chunks of 32"
+    assert steps == [4 + 9, 3 + 9, 2 + 9, 1 + 9], "the second ends a pass at 80"
+
+
 def test_records_in_the_tree_are_never_written(lfm2: Reference, make_recurrent: MakeEngine) -> None:
     """Two requests run on from one record at once, twice; it stays as it was taken."""
     engine = make_recurrent(cache=DEVICE_ONLY)
