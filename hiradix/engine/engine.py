@@ -36,7 +36,7 @@ from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
 from hiradix.engine.slots import free_tokens
-from hiradix.engine.states import StateSlots
+from hiradix.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
 from hiradix.errors import ConfigError
@@ -89,8 +89,10 @@ class Engine:
         self._wakeup = threading.Event()
         self.cache.set_wakeup(self._wakeup.set)
         limits = _limits(config, self._pools)
-        states = _state_slots(self.cache, self._pools)
-        self._scheduler = Scheduler(self.cache, self._pools.allocator, self._pools.rows, limits, states)
+        self._states = _state_slots(self.cache, self._pools)
+        self._scheduler = Scheduler(
+            self.cache, self._pools.allocator, self._pools.rows, limits, self._states
+        )  # fmt: skip
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
@@ -210,8 +212,8 @@ class Engine:
     def _work(self, part: Part) -> Work:
         request = part.request
         end = request.num_computed + part.num_tokens
-        tokens = request.tokens(request.num_computed, end)
-        return Work(tokens, end, self._scheduler.row(request), self._scheduler.state_use(part))
+        tokens, state = request.tokens(request.num_computed, end), self._states.use(request, part.num_tokens)
+        return Work(tokens, end, self._scheduler.row(request), state)
 
     def publish_events(self, config: KVEventsConfig, host: str = "*") -> None:
         """Publish from here on what is in which tier; before the first request.
@@ -329,9 +331,9 @@ def _limits(config: EngineConfig, pools: EnginePools) -> Limits:
     )
 
 
-def _state_slots(cache: PrefixCache, pools: EnginePools) -> StateSlots | None:
+def _state_slots(cache: PrefixCache, pools: EnginePools) -> StateSlots | NoStates:
     if pools.states is None:
-        return None
+        return NO_STATES
     assert isinstance(cache, StateRadixCache), f"{cache} for a model with states"
     return StateSlots(cache, pools.states, pools.device.page_size)
 

@@ -20,7 +20,7 @@ import torch
 from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.slots import Allocator, Slots
-from hiradix.engine.states import StateSlots, StateUse
+from hiradix.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.memory import ReqToTokenPool
 from hiradix.prefix_cache import MatchPrefixParams
 from hiradix.tree import RadixKey
@@ -66,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: Limits,
-        states: StateSlots | None = None,
+        states: StateSlots | NoStates = NO_STATES,
     ):  # fmt: skip
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -141,8 +141,7 @@ class Scheduler:
         """
         request = part.request
         was_prefill = request.num_computed < len(request.origin_input_ids) or part.admitted
-        if self._states is not None:
-            self._states.computed(request, part.num_tokens)
+        self._states.computed(request, part.num_tokens)
         request.num_computed += part.num_tokens
         is_whole = request.num_uncomputed == 0
         if was_prefill:
@@ -212,15 +211,11 @@ class Scheduler:
             if slots is None:
                 return False
             self._write_row(request, slots)
-        return self._open_windows(request) and self._open_state(request)
+        return self._open_next(request)
 
-    def _open_state(self, request: Request) -> bool:
-        """The slots of the state pool that the next pass needs for a running request."""
-        return self._states is None or self._states.open(request, self._most_next(request))
-
-    def state_use(self, part: Part) -> StateUse | None:
-        """Where the pass finds and leaves the part's recurrent state; None in models without."""
-        return None if self._states is None else self._states.use(part.request, part.num_tokens)
+    def _open_next(self, request: Request) -> bool:
+        """What beside full pages the next pass needs for a running request."""
+        return self._open_windows(request) and self._states.open(request, self._most_next(request))
 
     def _most_next(self, request: Request) -> int:
         """The most tokens that the next pass may compute of a running request."""
@@ -281,8 +276,7 @@ class Scheduler:
         request.last_node = match.last_device_node
         request.last_host_node = match.last_host_node
         request.host_hit_length = match.host_hit_length
-        if self._states is not None:
-            request.num_known = match.mamba_branching_seqlen or 0
+        request.num_known = match.mamba_branching_seqlen or 0
         request.cache_protected_len = len(match.device_indices)
 
     def _fits(self, request: Request) -> bool:
@@ -313,8 +307,8 @@ class Scheduler:
             request.req_pool_idx = rows[0]
             self._write_row(request, torch.cat([request.prefix_indices, slots]))
             request.num_computed = prefix
-        if slots is None or rows is None or not (self._open_windows(request) and self._open_state(request)):
-            self._close_state(request)
+        if slots is None or rows is None or not self._open_next(request):
+            self._states.close(request)
             if rows is not None:
                 self._rows.free(rows)
             if slots is not None:
@@ -346,10 +340,6 @@ class Scheduler:
         view: torch.Tensor = self._rows.req_to_token[request.req_pool_idx, : request.num_allocated]
         return view
 
-    def _close_state(self, request: Request) -> None:
-        if self._states is not None:
-            self._states.close(request)
-
     def _release(self, request: Request, *, is_insert: bool) -> None:
         """Give a running request's slots, lock and row back, pages past its computed tokens too."""
         size = self.limits.page_size
@@ -358,7 +348,7 @@ class Scheduler:
         self._cache.cache_finished_req(request, is_insert=is_insert)
         if len(unused):
             self._slots.free(unused)
-        self._close_state(request)
+        self._states.close(request)
         assert request.req_pool_idx is not None
         self._rows.free(request.req_pool_idx)
         self.running.remove(request)

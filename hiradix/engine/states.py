@@ -75,6 +75,25 @@ class _Request(Protocol):
     state: RequestState | None
 
 
+class NoStates:
+    """In place of `StateSlots` in models without recurrent layers."""
+
+    def open(self, request: _Request, num_tokens: int) -> bool:
+        return True
+
+    def use(self, request: _Request, num_tokens: int) -> None:
+        return None
+
+    def computed(self, request: _Request, num_tokens: int) -> None:
+        return None
+
+    def close(self, request: _Request) -> None:
+        return None
+
+
+NO_STATES = NoStates()
+
+
 class StateSlots:
     """The pool's slots, and who has which. `page_size`: tokens from one possible boundary to the next."""
 

@@ -15,6 +15,7 @@ class NoMatch:
     last_device_node: object = None
     last_host_node: object = None
     host_hit_length: int = 0
+    mamba_branching_seqlen: int | None = None
 
 
 class NoReuse:
