@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 AT_EACH_TURN = {
-    "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret segments uses write",
+    "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret ranks segments uses write",
     "cache": "backup core flights load_back pages",
     "transfer": "counters desk gate jobs",
 }

@@ -172,19 +172,28 @@ class Backup:
         return nodes
 
     def _admitted(self, nodes: list[Node]) -> list[Node]:
-        """Of a root-first run, cut if need be, what is worth more than what would have to leave for it."""
+        """Of a root-first run, cut if need be, what is worth more than what leaves for it at once."""
         assert self._learner is not None and self._supply.host is not None
         last, start = nodes[-1], nodes[0].start
         short = last.end - start - self._supply.host.available
         if short <= 0:
             return nodes
-        refused = short - self._learner.may_evict(HOST, last, short)
-        if not refused:
+        refused = short - self._evict_for(last, short)
+        if refused <= 0:
             return nodes
         self._counters.write_refused += refused
         end = last.end - refused
         self._tree.cut(last, end)
         return [n for n in self._tree.path(last, start) if n.end <= end][::-1]
+
+    def _evict_for(self, node: Node, num_pages: int) -> int:
+        """Evict host pages that are worth less than `node`; how many, about `num_pages` at most."""
+        assert self._learner is not None and self._supply.host is not None
+        before = self._supply.host.available
+        self._learner.make_way(HOST, node)
+        self._supply.evict(HOST, num_pages)
+        self._learner.make_way(HOST, None)
+        return self._supply.host.available - before
 
     def _others(self, node: Node, start: int) -> list[Segment]:
         """What a boundary at `node` lacks on the host of further components, where the backbone is there,

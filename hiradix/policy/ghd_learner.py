@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
+from hiradix.policy.lanes import INFINITE
 from hiradix.policy.segments import Segments
 from hiradix.policy.uses import HINTS, Finished, Note, UseLog
 from hiradix.tree import Node, RadixKey, Tier
 from hiradix.tree.key import Namespace
 
-SENDERS = 16  # namespaces are told apart in so many groups where they give hints
-_HINT_CLASS = 8  # conversation classes from here on: hint, then sender
-_DECAY_EVERY = 256  # requests
+SENDERS: Final = 16  # namespaces are told apart in so many groups where they give hints
+_HINT_CLASS: Final = 8  # conversation classes from here on: hint, then sender
+_DECAY_EVERY: Final = 256  # requests
 _DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
-_COUNT_FIRST = 32  # requests between two countings at the start; in the end as many as between two decays
+_COUNT_FIRST: Final = 32  # between two countings at the start; in the end as many as between two decays
 
 
 # By the bits of a count of tokens, or of 512 tokens.
@@ -73,7 +75,11 @@ class GhdLearner(UseLog):
     def was_noted(self, used: list[int], notes: list[Note]) -> None:
         """Of a request's pages all that are in a class have one vote."""
         segments = self.segments
-        segments.use(used)
+        if used:
+            segments.use(used)
+        if len(notes) == 1:
+            note = notes[0]
+            note.segment = segments.start(note.class_id, note.num_pages, self.clock)
         for note in notes:
             if note.segment < 0:
                 class_id, num_pages = note.class_id, 0
@@ -98,11 +104,11 @@ class GhdLearner(UseLog):
             self.tables.decay(_DECAY)
         self.tables.recompute()
 
-    def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
+    def make_way(self, tier: Tier, node: Node | None) -> None:
         for order in self.orders:
             if order.tier == tier:
-                return min(order.colder_pages(node.note, num_pages), num_pages)
-        return num_pages
+                order.limit = INFINITE if node is None else order.worth(node.note)
+                return
 
     def hint(self, nodes: Iterator[Node], hint: str) -> None:
         """Move what a conversation alone uses to the class of its sender's hint."""

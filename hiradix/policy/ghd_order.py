@@ -1,18 +1,16 @@
 """GHD's order of one tier: the leaf with the least index goes first; leaves wait in a lane per class.
 
-What becomes a leaf is put into its lane when somebody must leave, so that a path that is locked and unlocked
-again costs next to nothing.
+What becomes a leaf is put into its lane when somebody must leave, and keeps its place there while it is
+locked, so that a path that is locked and unlocked again costs next to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-
-from hiradix.policy.ghd_tables import CONVERSATION, MAX_CLASSES, ClassTables
+from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import INFINITE, NEVER, Lane, Place
+from hiradix.policy.lanes import INFINITE, Lanes, Place
 from hiradix.policy.leaves import NONE_GONE, exposed_parent, is_blocked
 from hiradix.policy.uses import Note, Use, UseLog
 from hiradix.tree import Node, OrderContext, Tier
@@ -22,28 +20,29 @@ _NOBODY = Use(0, 0, EMPTY)
 
 
 class LaneOrder:
-    """See the module's docstring. O(log n) per leaf that may have to leave, O(classes) per victim.
+    """See the module's docstring. O(log n) per leaf that may have to leave, O(classes) per victim or less.
 
-    An entry's rank is its place, None if its node is no leaf.
+    An entry's rank is its place. It keeps that while it is locked, and while its node is no leaf, for as long
+    as nobody comes across it: so a place is good only if its entry is in the order and a leaf, and stands for
+    the note that its node has. limit: what is worth as much is not to be had.
+
+    On the host all that is on the device too counts as a leaf. There a place covers the parent of its entry's
+    node too, and that one's and so on, as long as they have the same note: they would follow it.
     """
 
     def __init__(self, context: OrderContext, log: UseLog, tables: ClassTables):
         self.num_pages = 0
+        self.limit = INFINITE
         self._most_pages = log.pages_remembered
         self._context = context
         self._is_plain = context.backbone and context.tier == Tier.DEVICE
+        self._covers = context.backbone and context.tier == Tier.HOST
         self.tier = context.tier
         self._log = log
         self._tables = tables
         self._live: set[Residency] = set()
         self._fresh: list[Place] = []  # on their way to a lane
-        self._lanes: dict[int, Lane] = {}
-        self._least = np.full(MAX_CLASSES, INFINITE)  # each lane's rank
-        self._until = np.full(MAX_CLASSES, NEVER)  # and how long it stands
-        self._ranks, self._ends = self._least[:1], self._until[:1]  # up to the last lane
-        self._asked = 0  # the clock for which they are right
-        self._version = tables.version
-        self._number = 0
+        self._lanes = Lanes(tables)
         self._newborn = Note(_NOBODY, 0, CONVERSATION, 0)
 
     def __iter__(self) -> Iterator[Residency]:
@@ -53,10 +52,11 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.update(entries)
-        # A plain order's are a path, deepest first: what follows has a child.
-        for entry in entries[:1] if self._is_plain else entries:
-            if not is_blocked(self._context, entry):
-                self._seat(entry)
+        if self._is_plain:  # a path, deepest first: what follows has a child
+            if entries:
+                self._came(entries[0])
+        else:
+            self.touched(entries)
         self.num_pages += self._pages_of(entries)
         if self.num_pages > self._most_pages:
             self._most_pages = self.num_pages
@@ -66,9 +66,6 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.difference_update(entries)
-        for entry in entries:
-            if entry.rank is not None:
-                self._unseat(entry)
         self.num_pages -= self._pages_of(entries)
 
     def _pages_of(self, entries: list[Residency]) -> int:
@@ -84,33 +81,84 @@ class LaneOrder:
 
     def touched(self, entries: Iterable[Residency]) -> None:
         """As `remove` and `push` of them, but that a place stands for as long as its note does."""
+        if not self._covers:
+            for entry in entries:
+                self._came(entry)
+            return
+        covering: Node | None = None  # its parent, if that has its note
         for entry in entries:
-            place: Place | None = entry.rank
-            if place is None:
-                if not is_blocked(self._context, entry):
-                    self._seat(entry)
-            elif place.note is not entry.node.note:  # type: ignore[union-attr]
-                self._unseat(entry)
-                if not is_blocked(self._context, entry):
-                    self._seat(entry)
+            node = entry.node
+            assert node is not None, "an entry of no node"
+            if covering is None or covering.parent is not node or covering.note is not node.note:
+                self._came(entry)
+                covering = None if entry.rank is None or node.note is None else node
+            else:
+                covering = node
 
     def dropped(self, entry: Residency) -> None:
         self._live.remove(entry)
         self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
+        is_inherited = self._context.backbone and entry.rank is not None and self._inherited(entry)
         if entry.rank is not None:
             self._unseat(entry)
         if self._context.backbone:
             self._log.left(entry)
+            if self._covers and not is_inherited:
+                self._uncover(entry)
 
     # -- places -----------------------------------------------------------------------------
 
+    def _came(self, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> None:
+        """`entry`, which is in the order, may be a leaf or have another note: see that its place is right."""
+        place: Place | None = entry.rank
+        if place is not None:
+            if not self._is_stale(place, entry.node):  # type: ignore[arg-type]
+                return
+            self._unseat(entry)
+        if not is_blocked(self._context, entry, gone):
+            self._seat(entry)
+
+    def _inherited(self, entry: Residency) -> bool:
+        """Whether the place of `entry`, which leaves, has gone to its parent's: one with the same note, which
+        is to be a leaf now. It would get one right behind."""
+        node, place = entry.node, entry.rank
+        parent = None if node is None else node.parent
+        if parent is None or parent.note is not place.note:
+            return False
+        above = parent.host if self._covers else parent.device
+        if above not in self._live or not (self._covers or parent.num_device_children == 1):
+            return False
+        if above.rank is not None:
+            if above.rank.note is place.note and above.rank.start == parent.start:
+                return False
+            self._unseat(above)
+        above.rank, entry.rank = place, None
+        place.entry, place.start = above, parent.start
+        return True
+
+    def _uncover(self, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> None:
+        """`entry` has no place any more, or one by another note: its parent's may need one."""
+        node = entry.node
+        parent = None if node is None else node.parent or node.heir
+        if parent is not None and parent.host in self._live:
+            self._came(parent.host, gone)
+
+    def _is_stale(self, place: Place, node: Node) -> bool:
+        """Whether a place is not what its entry would get."""
+        note: Note | None = node.note
+        if place.note is not note and (note is not None or place.note.clock != self._log.clock):
+            return True
+        return place.start != node.start
+
     def _seat(self, entry: Residency, known: Note | None = None) -> None:
         """A leaf is on its way to the lane of its class."""
-        entry.rank = place = Place(entry, entry.node.note or known or self._unused())  # type: ignore[union-attr]
+        node = entry.node
+        assert node is not None, "an entry of no node"
+        entry.rank = place = Place(entry, node.note or known or self._unused(), node.start)
         fresh = self._fresh
         fresh.append(place)
         if len(fresh) > 64 and len(fresh) > 2 * len(self._live) + 64:
-            self._fresh = [p for p in fresh if p.entry is not None]
+            self._fresh = [p for p in fresh if p.entry is not None and p.entry.node is not None]
 
     def _unused(self) -> Note:
         """The note of what no finished request has used: as if used just now."""
@@ -121,12 +169,8 @@ class LaneOrder:
     def _unseat(self, entry: Residency) -> None:
         place: Place = entry.rank
         entry.rank = place.entry = None
-        lane = place.lane
-        if lane is not None and lane.left(place, self._asked):
-            self._looked_at(lane)
-
-    def _looked_at(self, lane: Lane) -> None:
-        self._least[lane.class_id], self._until[lane.class_id] = lane.rank, lane.until
+        if place.lane is not None:
+            self._lanes.left(place, place.lane)
 
     def _reseat(self, entry: Residency) -> None:
         note = entry.rank.note
@@ -138,100 +182,84 @@ class LaneOrder:
         entry = node.residency(0, self.tier)
         if self._context.backbone and entry.rank is not None:
             self._reseat(entry)
+        if self._covers:
+            self._uncover(entry)
 
-    # -- choosing ---------------------------------------------------------------------------
-
-    def _settle(self) -> None:
+    def _settle(self, gone: Mapping[int, int] = NONE_GONE) -> None:
         """Bring the lanes up to date: who has come, and what has grown older."""
-        clock = self._log.clock
-        if self._version != self._tables.version:
-            self._reindex(clock)
-        elif clock != self._asked:
-            self._asked = clock
-            for class_id in (self._ends <= clock).nonzero()[0].tolist():
-                lane = self._lanes[class_id]
-                lane.bound(clock)
-                self._looked_at(lane)
-        if self._fresh:
-            self._enter_fresh()
+        self._lanes.settle(self._log.clock)
+        while self._fresh:
+            self._enter_fresh(gone)
 
-    def _reindex(self, clock: int) -> None:
-        """The index has changed."""
-        self._version, self._asked = self._tables.version, clock
-        for class_id, lane in self._lanes.items():
-            lane.bound(clock, self._tables.ranks(class_id))
-            self._looked_at(lane)
-
-    def _enter_fresh(self) -> None:
-        lanes, sign = self._lanes, -1 if self._context.backbone else 1
+    def _enter_fresh(self, gone: Mapping[int, int]) -> None:
+        """Give the leaves that have come to their lanes, as far as they still are some."""
+        sign = -1 if self._context.backbone else 1
+        left: list[Residency] = []
         for place in self._fresh:
             entry = place.entry
             if entry is None:
                 continue
-            lane = lanes.get(place.note.class_id) or self._new_lane(place.note.class_id)
-            self._number += 1
-            if lane.enter(place, sign * entry.node.start, self._number, self._asked):  # type: ignore[union-attr]
-                self._looked_at(lane)
+            if entry not in self._live or is_blocked(self._context, entry, gone):
+                self._unseat(entry)
+                left.append(entry)
+            else:
+                self._lanes.enter(place, sign * place.start)
         self._fresh.clear()
+        if self._covers:
+            for entry in left:
+                self._uncover(entry, gone)
 
-    def _new_lane(self, class_id: int) -> Lane:
-        lane = self._lanes[class_id] = Lane(class_id, self._tables.ranks(class_id))
-        count = max(self._lanes) + 1
-        self._ranks, self._ends = self._least[:count], self._until[:count]
-        return lane
+    # -- choosing ---------------------------------------------------------------------------
 
     def coldest(self) -> Residency | None:
-        return self._best(NONE_GONE)
+        entry = self._best(NONE_GONE)
+        if entry is None:
+            return None
+        place: Place = entry.rank
+        return None if place.lane is None or place.lane.rank >= self.limit else entry
 
     def _best(self, gone: Mapping[int, int]) -> Residency | None:
-        """The leaf to go next; leaves that are none any more lose their place on the way."""
+        """The leaf to go next; what is none, or not in the order, loses its place on the way."""
         while True:
-            self._settle()
-            lane = self._lanes.get(int(self._ranks.argmin()))
-            if lane is None or lane.rank == INFINITE:
+            self._settle(gone)
+            place = self._lanes.first()
+            if place is None:
                 return None
-            if lane.head is None:
-                lane.choose(self._asked)
-                self._looked_at(lane)
-                continue
-            place, entry = lane.head, lane.head.entry
-            assert entry is not None and entry.node is not None, "the head of a lane has left"
-            if is_blocked(self._context, entry, gone):
+            entry = place.entry
+            assert entry is not None, "the head of a lane has left"
+            if entry.node is None or entry not in self._live or is_blocked(self._context, entry, gone):
                 self._unseat(entry)
+                if self._covers:
+                    self._uncover(entry, gone)
             elif (entry.node.note or place.note) is not place.note:
                 self._reseat(entry)  # its class may be another
+                if self._covers:
+                    self._uncover(entry, gone)
             else:
                 return entry
 
     def victims(self, num_pages: int) -> list[Residency]:
-        return self._foretell(num_pages, INFINITE)
-
-    def colder_pages(self, note: Note | None, num_pages: int) -> int:
-        """Pages, at most `num_pages` and a node, worth less than what was just used as `note`."""
-        limit = float(self._tables.index[CONVERSATION if note is None else note.class_id, 0])
-        return sum(len(entry.pages) for entry in self._foretell(num_pages, limit) if entry.pages is not None)
-
-    def _foretell(self, num_pages: int, limit: float) -> list[Residency]:
-        """Evicts as it would, up to an index of `limit`, exposing parents, and puts everything back."""
+        """Evicts as it would, exposing parents, and puts everything back."""
         gone: dict[int, int] = {}
         found: dict[Residency, Note] = {}
         while num_pages > 0 and (entry := self._best(gone)) is not None:
-            place: Place = entry.rank
-            assert entry.node is not None and entry.pages is not None and place.lane is not None
-            if place.lane.rank >= limit:
-                break
-            found[entry] = place.note
+            assert entry.node is not None and entry.pages is not None
+            found[entry] = entry.rank.note
             num_pages -= len(entry.pages)
             if num_pages <= 0:
                 break  # nobody asks who follows: it may keep its place
             self._unseat(entry)
             above = exposed_parent(self._context, entry.node, gone)
-            if above is not None and above not in found:  # a mirror goes before what is below it
-                self.expose(above)
+            if above in self._live and above not in found:  # a mirror goes before what is below it
+                self._came(above, gone)
         for entry, note in found.items():
             if entry.rank is None:
                 self._seat(entry, note)
         return list(found)
+
+    def worth(self, note: Note | None) -> float:
+        """The index of what has just been used as `note`."""
+        return float(self._tables.index[CONVERSATION if note is None else note.class_id, 0])
 
     # -- the tree changes -------------------------------------------------------------------
 
@@ -243,5 +271,8 @@ class LaneOrder:
             self._seat(upper)
 
     def expose(self, entry: Residency) -> None:
-        if entry.rank is None and entry in self._live:
-            self._seat(entry)
+        if entry in self._live:
+            before = entry.rank
+            self._came(entry)
+            if self._covers and before is not None and before is not entry.rank:
+                self._uncover(entry)

@@ -7,22 +7,24 @@ same decisions. Arithmetic is IEEE add, multiply, divide in a fixed order: equal
 from __future__ import annotations
 
 import zlib
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from hiradix.errors import ConfigError
+from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 
 Floats: TypeAlias = npt.NDArray[np.float64]
+Ints: TypeAlias = npt.NDArray[np.int64]
 ClassKey: TypeAlias = tuple[int, ...]
 
-BUCKETS = 64
-MAX_CLASSES = 512
-ROOT, SHARED, CONVERSATION = 0, 1, 2  # the families: indices of the first three classes
+MAX_CLASSES: Final = 512
+ROOT: Final = 0  # the families: indices of the first three classes
+SHARED: Final = 1
+CONVERSATION: Final = 2
 FAMILIES: tuple[ClassKey, ...] = ((), (SHARED,), (CONVERSATION,))
 
 _PRIOR_REUSE = 0.3  # of what nothing is known about, spread evenly over the buckets
@@ -35,50 +37,8 @@ _VERSION = 1
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, BadZipFile, zlib.error)
 
 
-def _edges() -> npt.NDArray[np.int64]:
-    edges = [0, 1024]
-    while len(edges) <= BUCKETS:
-        edges.append(edges[-1] * 13 // 10)
-    return np.array(edges, np.int64)
-
-
-EDGES = _edges()  # tokens; bucket b is [EDGES[b], EDGES[b + 1]), the last one open: 10**10 tokens
-EDGE_LIST: list[int] = EDGES.tolist()
+EDGES = np.array(EDGE_LIST, np.int64)
 _WIDTHS = np.diff(EDGES).astype(np.float64)
-
-
-class ClassRanks:
-    """One class's index by age as plain numbers, and what follows from it, found when first asked for.
-
-    least: up to each age, the least index.
-    """
-
-    __slots__ = ("index", "least", "_younger", "_entries")
-
-    def __init__(self, index: list[float]):
-        self.index = index
-        self.least = list(accumulate(self.index, min))
-        self._younger: dict[int, list[int]] = {}
-        self._entries: dict[int, list[int]] = {}
-
-    def younger(self, bucket: int) -> list[int]:
-        """Younger ages that go before `bucket`, first to go first."""
-        found = self._younger.get(bucket)
-        if found is None:
-            index = self.index
-            better = [b for b in range(bucket) if index[b] <= index[bucket]]
-            found = self._younger[bucket] = sorted(better, key=index.__getitem__)
-        return found
-
-    def entries(self, bucket: int) -> list[int]:
-        """Where a leaf comes, as it grows older, to an age that goes before `bucket`; youngest first."""
-        found = self._entries.get(bucket)
-        if found is None:
-            index, least = self.index, self.index[bucket]
-            better = [x < least or (x == least and b < bucket) for b, x in enumerate(index)]
-            found = [b for b in range(1, BUCKETS) if better[b] and not better[b - 1]]
-            self._entries[bucket] = found
-        return found
 
 
 class ClassTables:
@@ -100,6 +60,8 @@ class ClassTables:
         self.exposed: Floats = np.zeros(shape)
         self.started: Floats = np.zeros(shape)
         self._index: Floats = np.zeros(shape)
+        self._least: Floats = np.zeros(shape)
+        self._falls = np.zeros(shape, np.int64)
         self._counted: Floats | None = None  # what the index is to follow from, used or not
         self.version = 0  # of the index
         self._ranks: dict[int, ClassRanks] = {}
@@ -118,10 +80,11 @@ class ClassTables:
         parent = self.class_of(key[:-1])
         if len(self.keys) == MAX_CLASSES:
             return parent
-        index = self.index
+        index, number = self.index, len(self.keys)
         self._add(key)
-        index[len(self.keys) - 1] = index[parent]
-        return len(self.keys) - 1
+        for table in (index, self._least, self._falls):
+            table[number] = table[parent]
+        return number
 
     def _add(self, key: ClassKey) -> None:
         number = self._ids[key] = len(self.keys)
@@ -144,14 +107,17 @@ class ClassTables:
         """Shape [512, 64]. Work is done when it is asked for after `recompute`: about 1 ms at 160 classes."""
         if self._counted is not None:
             votes, self._counted = self._counted, None
-            self._index[: len(votes)] = gittins(self._hazard(votes))
+            n = len(votes)
+            self._index[:n] = gittins(self._hazard(votes))
+            self._least[:n], self._falls[:n] = falling(self._index[:n])
         return self._index
 
     def ranks(self, class_id: int) -> ClassRanks:
         """The class's row of `index`, until the next `recompute`."""
         found = self._ranks.get(class_id)
         if found is None:
-            found = self._ranks[class_id] = ClassRanks(self.index[class_id].tolist())
+            rows = self.index[class_id], self._least[class_id], self._falls[class_id]
+            found = self._ranks[class_id] = ClassRanks(*(row.tolist() for row in rows))
         return found
 
     def recompute(self) -> None:
@@ -244,6 +210,15 @@ def gittins(hazard: Floats) -> Floats:
         s *= survival[ahead:]
         np.maximum(b, np.divide(h, t, out=x), out=b)
     return best.T
+
+
+def falling(index: Floats) -> tuple[Floats, Ints]:
+    """Per row, `least` and `falls` of `ClassRanks`."""
+    least = np.minimum.accumulate(index, 1)
+    falls = np.full(index.shape, BUCKETS)
+    rows, buckets = (least[:, 1:] < least[:, :-1]).nonzero()
+    falls[rows, buckets] = buckets + 1
+    return least, np.minimum.accumulate(falls[:, ::-1], 1)[:, ::-1]
 
 
 def _checked(path: Path, held: dict[str, Any]) -> list[ClassKey]:

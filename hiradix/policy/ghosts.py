@@ -71,20 +71,21 @@ EMPTY = Trail((), 0)
 
 
 def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
-    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 1 us per block of 512."""
+    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 0.6 us per block of 512."""
     known = trail.num_blocks
     if known >= num_blocks:
         return trail
     size, lookahead = page_size * pages_per_block, key.space.lookahead
-    tokens, name = key.tokens, trail.last or key.space.seed
+    name = trail.last or key.space.seed
     names: list[bytes] = []
     for at in range(known * size, num_blocks * size, size):
-        data = name + tokens[at : at + size + lookahead].tobytes()
-        if key.extras is not None:
+        run = key.packed(at, at + size + lookahead)[0]
+        if key.extras is None:
+            number = hash((name, run))
+        else:
             page = at // page_size
-            found = key.extras_of(page, page + pages_per_block)
-            data += b"" if found is None else repr(found).encode()
-        name = hash(data).to_bytes(NAME_BYTES, "little", signed=True)
+            number = hash((name, run, key.extras_of(page, page + pages_per_block)))
+        name = number.to_bytes(NAME_BYTES, "little", signed=True)
         names.append(name)
     return trail.joined(names[0] if len(names) == 1 else b"".join(names))
 

@@ -89,9 +89,8 @@ class UseLog:
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
 
-    def may_evict(self, tier: Tier, node: Node, num_pages: int) -> int:
-        """Of `num_pages` to be evicted from `tier` so that `node` may enter it: how many are worth less."""
-        return num_pages
+    def make_way(self, tier: Tier, node: Node | None) -> None:
+        """What leaves `tier` from here on is to be worth less than `node`; None: whatever it is worth."""
 
     # -- a request ends ---------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError
-from hiradix.policy.ghd_tables import BUCKETS, CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables, gittins
+from hiradix.policy.ghd_tables import CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables, gittins
+from hiradix.policy.ranks import BUCKETS
 from hiradix.policy.segments import Segments
 
 

@@ -12,17 +12,20 @@ from hypothesis import strategies as st
 
 from hiradix.policy import ghd
 from hiradix.policy.ghd_order import LaneOrder
-from hiradix.policy.ghd_tables import BUCKETS, EDGE_LIST, ClassRanks, ClassTables
+from hiradix.policy.ghd_tables import ClassTables, falling
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
+from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Note, Use
 from hiradix.replay.generate import generate
 from hiradix.replay.play import Player
 from hiradix.replay.readers import read_trace
 from hiradix.replay.stage import Tiers
 from hiradix.replay.trace import Trace
-from hiradix.tree.node import Residency
+from hiradix.tree.node import Node, Residency
+from tests.simulation import world
+from tests.simulation.run import play
 
 TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "conversation_trace.jsonl.xz"
 CLASS = 2
@@ -45,11 +48,12 @@ class Life:
     def new_index(self) -> None:
         """Few values, so that ages are often equal."""
         self.tables.index[CLASS] = [self.rng.randint(1, 6) for _ in range(BUCKETS)]
-        self.ranks = ClassRanks(self.tables.index[CLASS].tolist())
+        (least,), (falls,) = falling(self.tables.index[[CLASS]])
+        self.ranks = ClassRanks(self.tables.index[CLASS].tolist(), least.tolist(), falls.tolist())
 
     def add(self) -> None:
         used = max(0, self.clock - int(self.rng.choice([0, 0, 10 ** self.rng.uniform(0, 11)])))
-        place = Place(Residency(None), Note(Use(0, 0, EMPTY), used, CLASS, 0))
+        place = Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), used, CLASS, 0), 0)
         self.number += 1
         depth = -self.rng.randint(0, 3)
         before = self.lane.rank, self.lane.until
@@ -146,3 +150,53 @@ def test_every_decision_is_that_of_a_search_over_all_leaves(
     searched = Player(trace, "ghd", tiers).play()
     assert quick.decisions == searched.decisions
     assert sum(int(hits.sum()) for hits in quick.hits.values()) > 0
+
+
+class Watched(LaneOrder):
+    """The same order; whenever it is asked, all that may leave is in a lane or would follow what is."""
+
+    num_asked = 0
+
+    def coldest(self) -> Residency | None:
+        self._look()
+        return super().coldest()
+
+    def victims(self, num_pages: int) -> list[Residency]:
+        self._look()
+        return super().victims(num_pages)
+
+    def _look(self) -> None:
+        self._settle()
+        for entry in self._live:
+            assert is_blocked(self._context, entry) or self._stands(entry), f"{entry.node} cannot leave"
+        Watched.num_asked += 1
+
+    def _stands(self, entry: Residency) -> bool:
+        if entry.rank is not None:
+            return entry.rank.entry is entry and entry.rank.lane is not None
+        node = entry.node
+        assert node is not None
+        return self._covers and any(
+            child.note is node.note is not None and child.host in self._live and self._stands(child.host)
+            for child in node.children.values()
+        )
+
+
+@pytest.mark.parametrize("tiers", [Tiers(150_000), Tiers(60_000, 250_000)], ids=["device", "host"])
+@pytest.mark.parametrize("name", TRACES)
+def test_all_that_may_leave_is_to_be_found(
+    name: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ghd, "LaneOrder", Watched)
+    monkeypatch.setattr(Watched, "num_asked", 0)
+    Player(TRACES[name](), "ghd", tiers).play()
+    assert Watched.num_asked > 100
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_that_may_leave_is_to_be_found_in_lives_with_failures(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ghd, "LaneOrder", Watched)
+    monkeypatch.setattr(world, "eviction_policies", lambda: ["ghd"])
+    assert play(seed, 300).num_moves >= 300
