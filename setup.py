@@ -9,8 +9,11 @@ from setuptools import Extension, setup
 AT_EACH_TURN = {
     "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret ranks segments uses write",
     "cache": "backup core flights load_back pages",
-    "transfer": "counters desk gate jobs",
+    "transfer": "controller counters desk gate jobs runners",
+    "memory": "allocator",
+    "prefix_cache": "figures hiradix lower_tiers radix slots",
 }
+NOT_OF_THE_TREE = ("__init__", "native")
 
 
 def extensions() -> list:
@@ -22,11 +25,13 @@ def extensions() -> list:
         from mypyc.build import mypycify
     except ImportError:
         raise SystemExit("HIRADIX_COMPILE=1 needs mypy and numpy: pip install mypy numpy") from None
-    modules = sorted(str(path) for path in Path("hiradix/tree").glob("*.py") if path.name != "__init__.py")
+    tree = (path for path in Path("hiradix/tree").glob("*.py") if path.stem not in NOT_OF_THE_TREE)
+    modules = sorted(map(str, tree))
     modules += [
         f"hiradix/{folder}/{name}.py" for folder, names in AT_EACH_TURN.items() for name in names.split()
     ]
     options = ["--config-file=", "--strict", "--follow-imports=silent", "--python-version=3.11"]
+    options += ["--ignore-missing-imports"]  # torch, where the package is built by itself
     compiled = mypycify(
         [*options, *modules],
         opt_level="3",

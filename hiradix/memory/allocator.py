@@ -15,10 +15,12 @@ import torch
 from hiradix.errors import ConfigError
 from hiradix.memory.upload import upload
 from hiradix.tree import ids
+from hiradix.tree.native import mypyc_attr
 
 Pages = npt.NDArray[np.int32]
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PageAllocator:
     """Page ids `first_page` .. `first_page + num_pages - 1`; a page is free or out, never both.
 
@@ -81,6 +83,7 @@ class PageAllocator:
         return f"{self.first_page}..{self.first_page + self.num_pages - 1}"
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SlotAllocator:
     """SGLang's token_to_kv_pool_allocator over our pages: slots of pages 1 .. num_tokens / page_size.
 
@@ -130,6 +133,7 @@ class SlotAllocator:
         self.pages.clear()
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ReqToTokenPool:
     """Each running request's slots: `req_to_token` int32 [size, max_context_len] on `device`, a row each."""
 

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from hiradix.cache import HierarchicalCache
+from hiradix.prefix_cache.lower_tiers import NoLowerTiers
 from hiradix.prefix_cache.records import STATE, WINDOW, CacheStats, PoolStats, SlotAllocatorLike
 from hiradix.prefix_cache.slots import SlotPages, slots_of
 from hiradix.storage import Stores
 from hiradix.tree import BACKBONE, Node, RadixTree, Tier
+from hiradix.tree.native import mypyc_attr
 
 
-class Figures:
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Figures(NoLowerTiers):
     """The reading half of `RadixCache`. Sizes are in tokens."""
 
     cache: HierarchicalCache
@@ -139,4 +142,5 @@ class Figures:
         """Assert all invariants, O(tree)."""
         self.cache.check()
 
-    sanity_check = check
+    def sanity_check(self) -> None:
+        self.check()

@@ -23,6 +23,7 @@ from hiradix.storage import Stores
 from hiradix.transfer import JobKind, LayerDoneCounter
 from hiradix.tree import Node, RadixKey
 from hiradix.tree.key import as_tokens
+from hiradix.tree.native import mypyc_attr
 
 DETACH_TIMEOUT_S = 10.0
 
@@ -38,6 +39,7 @@ class OpenedStorage:
     storage: Stores
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class HiRadixCache(RadixCache):
     """See the module's docstring. Built by `build_prefix_cache`.
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from hiradix.tree import Node
+from hiradix.tree.native import mypyc_attr
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class NoLowerTiers:
     """The lower tiers' side of the contract for a device-only cache."""
 

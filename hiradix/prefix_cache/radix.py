@@ -15,7 +15,6 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.figures import Figures
-from hiradix.prefix_cache.lower_tiers import NoLowerTiers
 from hiradix.prefix_cache.records import (
     CacheInitParams,
     EvictParams,
@@ -30,9 +29,11 @@ from hiradix.prefix_cache.records import (
 from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of
 from hiradix.tree import DEVICE, Lock, Match, Node, RadixKey, RadixTree
 from hiradix.tree.key import as_tokens
+from hiradix.tree.native import mypyc_attr
 
 
-class RadixCache(NoLowerTiers, Figures):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RadixCache(Figures):
     """Reuses the KV of equal prefixes on the device. See the module's docstring."""
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):

@@ -12,6 +12,7 @@ import torch
 from hiradix.memory.upload import upload
 from hiradix.prefix_cache.records import SlotAllocatorLike
 from hiradix.tree import ids
+from hiradix.tree.native import mypyc_attr
 
 Pages = npt.NDArray[np.int32]
 MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
@@ -72,6 +73,7 @@ class Slots:
             return ids.slots_of(pages, self._page_size)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SlotPages:
     """A foreign slot allocator as a source of pages. Uses page calls where the allocator has them."""
 

@@ -53,10 +53,12 @@ from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
 from hiradix.transfer.worker import Crew, Task, Worker
 from hiradix.tree.hashing import PageRows
+from hiradix.tree.native import mypyc_attr
 
 Size = tuple[int, int]  # pages, bytes
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TransferController:
     """Moves pages between the device pool, the host pool and storage. See the module's rules."""
 
