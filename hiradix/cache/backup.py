@@ -11,7 +11,6 @@ the whole path and takes every run of nodes that the host lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,16 +32,19 @@ from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Node, RadixTree, Segment, ids
 
 
-class Down(NamedTuple):
+class Down:
     """What one copy takes down: the backbone's pages [start, node.end) of the path, and segments of others.
 
     host: the pages they go to, per component; the segments' in their order.
     """
 
-    node: Node
-    start: int
-    others: list[Segment]
-    host: PagesOf
+    __slots__ = ("host", "node", "others", "start")
+
+    def __init__(self, node: Node, start: int, others: list[Segment], host: PagesOf):
+        self.node = node
+        self.start = start
+        self.others = others
+        self.host = host
 
     def copies(self) -> list[Copy]:
         """What the controller copies beside the backbone."""
@@ -50,12 +52,15 @@ class Down(NamedTuple):
         return [Copy(pages, self.host[c], c) for c, pages in source.items()]
 
 
-class WriteBack(NamedTuple):
+class WriteBack:
     """A copy of a node that is to leave the device. locks: what it gives back when it ends."""
 
-    ticket: Ticket
-    node: Node
-    locks: list[Lock]
+    __slots__ = ("locks", "node", "ticket")
+
+    def __init__(self, ticket: Ticket, node: Node, locks: list[Lock]):
+        self.ticket = ticket
+        self.node = node
+        self.locks = locks
 
 
 class Backup:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
 from hiradix.transfer import JobKind, Result, Ticket
 
+NOTHING: PagesOf = MappingProxyType({})
 
-@dataclass(slots=True)
+
 class Flight:
     """One submitted job.
 
@@ -25,11 +26,20 @@ class Flight:
     Both by component.
     """
 
-    kind: JobKind
-    on_result: Callable[[Result], None]
-    owns: PagesOf = field(default_factory=dict)
-    reads: PagesOf = field(default_factory=dict)
-    orphaned: bool = False
+    __slots__ = ("kind", "on_result", "orphaned", "owns", "reads")
+
+    def __init__(
+        self,
+        kind: JobKind,
+        on_result: Callable[[Result], None],
+        owns: PagesOf = NOTHING,
+        reads: PagesOf = NOTHING,
+    ):
+        self.kind = kind
+        self.on_result = on_result
+        self.owns = owns
+        self.reads = reads
+        self.orphaned = False
 
     @property
     def num_pages(self) -> int:

@@ -38,12 +38,15 @@ class Filled(NamedTuple):
     start: int
 
 
-class Up(NamedTuple):
+class Up:
     """What one load brings: the backbone's pages [start, node.end) of the path, and segments of others."""
 
-    node: Node
-    start: int
-    others: list[Segment]
+    __slots__ = ("node", "others", "start")
+
+    def __init__(self, node: Node, start: int, others: list[Segment]):
+        self.node = node
+        self.start = start
+        self.others = others
 
 
 class LoadBack:

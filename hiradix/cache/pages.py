@@ -118,8 +118,9 @@ class PageSupply:
     def release(self, freed: Iterable[Freed]) -> int:
         """Free pages the tree dropped. Returns how many of them were device backbone pages."""
         before = self.num_dropped[BACKBONE]
-        for component, tier, pages in freed:
-            if tier is HOST:
+        for drop in freed:
+            component, pages = drop.component, drop.pages
+            if drop.tier is HOST:
                 self.free_host(pages, component)
                 self.counters.evicted_host += len(pages) if component == BACKBONE else 0
             else:

@@ -30,6 +30,8 @@ class Move(Enum):
     LOAD = "load"  # host to device
     FETCH = "fetch"  # storage to host
 
+    __hash__ = object.__hash__  # asked at each load; an enum's own is slow
+
 
 class Cost:
     """Seconds by number of units: a line through the last few measurements."""

@@ -122,9 +122,10 @@ class Desk:
         self.on_finish(task, text)
         duration_s = 0.0 if task.started_s is None else self._clock() - task.started_s
         total = sum(part.num_pages for part in job.parts)
-        for ticket, num_pages, all_bytes in job.parts:
-            done = task.num_pages if len(job.parts) == 1 else num_pages if task.num_pages == total else 0
-            num_bytes = all_bytes * done // num_pages if num_pages else 0
+        for part in job.parts:
+            ticket, asked = part.ticket, part.num_pages
+            done = task.num_pages if len(job.parts) == 1 else asked if task.num_pages == total else 0
+            num_bytes = part.num_bytes * done // asked if asked else 0
             self._post(
                 Result(ticket, job.kind, done, task.hashes, text, reason, duration_s, num_bytes, job.epoch)
             )

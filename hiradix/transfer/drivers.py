@@ -11,6 +11,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from hiradix.tree.native import mypyc_attr
+
 BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
 BREATH_S = 200e-6  # what it then leaves to the workers: they need the interpreter between their system calls
 IDLE_CHECK_S = 5.0  # how often an idle thread looks whether its controller still exists
@@ -42,6 +44,7 @@ class Driver(Protocol):
     def let_run(self, has_news: Callable[[], bool], /) -> None: ...
 
 
+@mypyc_attr(native_class=False)
 class _WorkerThread:
     """One daemon thread. It holds its worker weakly, so a forgotten controller ends its threads."""
 
@@ -83,10 +86,12 @@ class _WorkerThread:
             return True
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ThreadDriver:
     """One daemon thread per worker, started with its first job."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._threads: dict[int, _WorkerThread] = {}  # by the worker's id(), which another may get after it
         self._changed = threading.Condition()
         self._num_waiting = 0
@@ -138,9 +143,9 @@ class ThreadDriver:
 
         Until `has_news`, for `BREATH_S` at most: every look at the outbox takes the interpreter from them.
         """
-        if time.monotonic() - self._asked_s < BUSY_POLL_S:
+        if self._clock() - self._asked_s < BUSY_POLL_S:
             self.wait_for(has_news, BREATH_S)
-        self._asked_s = time.monotonic()
+        self._asked_s = self._clock()
 
 
 class StepDriver:

@@ -64,12 +64,14 @@ class Copy(NamedTuple):
 Copies = tuple[Copy, ...]  # that succeed or fail as one
 
 
-@dataclass(frozen=True, eq=False)
 class LoadBatch:
     """All loads of one `start_loading`, copied layer by layer behind the gate's `producer` index."""
 
-    copies: Copies
-    producer: int
+    __slots__ = ("copies", "producer")
+
+    def __init__(self, copies: Copies, producer: int):
+        self.copies = copies
+        self.producer = producer
 
 
 class Trail(NamedTuple):
@@ -125,26 +127,34 @@ class Store:
 Payload = Copies | LoadBatch | Query | Read | Store
 
 
-class Part(NamedTuple):
+class Part:
     """One ticket of a job."""
 
-    ticket: Ticket
-    num_pages: int
-    num_bytes: int
+    __slots__ = ("num_bytes", "num_pages", "ticket")
+
+    def __init__(self, ticket: Ticket, num_pages: int, num_bytes: int):
+        self.ticket = ticket
+        self.num_pages = num_pages
+        self.num_bytes = num_bytes
 
 
-class Job(NamedTuple):
+class Job:
     """One order to a worker.
 
     parts: the tickets it answers, with the pages and bytes of each; one, but for a layer-wise load.
     after: what the copies must wait for on the device (an event of the compute stream), or None.
     """
 
-    kind: JobKind
-    parts: tuple[Part, ...]
-    payload: Payload
-    epoch: int
-    after: Any = None
+    __slots__ = ("after", "epoch", "kind", "parts", "payload")
+
+    def __init__(
+        self, kind: JobKind, parts: tuple[Part, ...], payload: Payload, epoch: int, after: Any = None
+    ):
+        self.kind = kind
+        self.parts = parts
+        self.payload = payload
+        self.epoch = epoch
+        self.after = after
 
 
 class Result(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hiradix.transfer.jobs import FailReason, Job, JobKind
 from hiradix.transfer.ports import Clock
+from hiradix.tree.native import mypyc_attr
 
 
 class Stopped(Exception):
@@ -73,6 +74,7 @@ class Crew:
     clock: Clock
 
 
+@mypyc_attr(native_class=False)  # the drivers hold it weakly
 class Worker:
     """Serves its lanes in order of priority; a job of a higher lane goes between two steps of a lower one."""
 

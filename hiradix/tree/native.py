@@ -1,4 +1,4 @@
-"""What mypyc is told of a class that it compiles (see setup.py). Run by Python, or imported, it means nothing."""
+"""What mypyc is told of a class that it compiles (see setup.py). Run by Python it means nothing."""
 
 from __future__ import annotations
 

@@ -18,15 +18,21 @@ class Match(NamedTuple):
     loadable_node: Node
 
 
-class Lock(NamedTuple):
+class Lock:
     """A receipt: component c is pinned on every node of `node`'s path that starts at floors[c] or later.
 
     Give it back exactly once. Splits between lock and unlock do not matter: floors are depths.
     """
 
-    node: Node
-    tier: Tier
-    floors: tuple[int, ...]
+    __slots__ = ("node", "tier", "floors")
+
+    def __init__(self, node: Node, tier: Tier, floors: tuple[int, ...]):
+        self.node = node
+        self.tier = tier
+        self.floors = floors
+
+    def __repr__(self) -> str:
+        return f"Lock({self.node}, {self.tier}, {self.floors})"
 
 
 class Segment(NamedTuple):
@@ -42,20 +48,29 @@ class Segment(NamedTuple):
     pages: Pages
 
 
-class Insertion(NamedTuple):
+class Insertion:
     """What an insert did.
 
     lock: on the whole key, in the tier of the insert; the caller's to give back.
     duplicates: per component, the page ids the tree did not take: the caller's to free.
     """
 
-    lock: Lock
-    duplicates: list[Pages]
+    __slots__ = ("duplicates", "lock")
+
+    def __init__(self, lock: Lock, duplicates: list[Pages]):
+        self.lock = lock
+        self.duplicates = duplicates
 
 
-class Freed(NamedTuple):
+class Freed:
     """Page ids the tree gave up; the caller's to free in `tier`, exactly once, in the records' order."""
 
-    component: int
-    tier: Tier
-    pages: Pages
+    __slots__ = ("component", "pages", "tier")
+
+    def __init__(self, component: int, tier: Tier, pages: Pages):
+        self.component = component
+        self.tier = tier
+        self.pages = pages
+
+    def __repr__(self) -> str:
+        return f"Freed(component {self.component}, {self.tier.name}, {self.pages})"

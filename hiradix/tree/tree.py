@@ -105,7 +105,7 @@ class RadixTree(TreeView):
         Nodes of a path that is long and free now may be merged. Locks from before a `clear` are void:
         unlocking them does nothing.
         """
-        node, tier, floors = lock
+        node, tier, floors = lock.node, lock.tier, lock.floors
         if not self._is_plain:
             for c in range(1, len(floors)):
                 for n in reversed(list(self.path(node, floors[c]))):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
-from hiradix.transfer.jobs import Query, Read, Store, Tail, Trail
+from hiradix.transfer.jobs import FailReason, Query, Read, Store, Tail, Trail
 from hiradix.transfer.runtime import Runtime, TransferLimits
 from hiradix.transfer.storage_runner import MAX_LOOKS, StorageRunner
 from hiradix.transfer.worker import Stopped
@@ -125,7 +125,7 @@ def test_a_query_that_is_stopped_before_it_knows_has_found_nothing() -> None:
     def check() -> None:
         calls.append(1)
         if len(calls) == 15:
-            raise Stopped(cast(Any, SimpleNamespace(value="cancelled")))
+            raise Stopped(FailReason.CANCELLED)
 
     task = task_of(Query(ROWS, MANY, (Trail(1, 2),)), check)
     with pytest.raises(Stopped):

@@ -14,20 +14,8 @@ from hiradix.transfer.drivers import BREATH_S, BUSY_POLL_S, ThreadDriver
 from tests.transfer.rig import Rig
 
 
-class Watched(ThreadDriver):
-    """Notes how long it waited at most, instead of waiting."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[float] = []
-
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
-        self.waited.append(timeout_s)
-        return predicate()
-
-
 class Clock:
-    """Stands for the module `time`: it moves only by hand."""
+    """Moves only by hand."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -36,19 +24,25 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(drivers, "time", clock)
-    return clock
+class Watched(ThreadDriver):
+    """Notes how long it waited at most, instead of waiting."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock.monotonic)
+        self.waited: list[float] = []
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
+        return predicate()
 
 
 def no_news() -> bool:
     return False
 
 
-def test_asking_again_at_once_lets_workers_run(clock: Clock) -> None:
-    driver = Watched()
+def test_asking_again_at_once_lets_workers_run() -> None:
+    clock = Clock()
+    driver = Watched(clock)
     driver.let_run(no_news)
     assert driver.waited == [], "the first time nobody knows that it only polls"
     clock.now_s += BUSY_POLL_S / 2
@@ -56,8 +50,9 @@ def test_asking_again_at_once_lets_workers_run(clock: Clock) -> None:
     assert driver.waited == [BREATH_S]
 
 
-def test_a_scheduler_that_computes_in_between_is_not_held_up(clock: Clock) -> None:
-    driver = Watched()
+def test_a_scheduler_that_computes_in_between_is_not_held_up() -> None:
+    clock = Clock()
+    driver = Watched(clock)
     for _ in range(5):
         driver.let_run(no_news)
         clock.now_s += BUSY_POLL_S * 2
@@ -82,9 +77,20 @@ def test_a_result_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     timer.join()
 
 
-def test_only_a_poll_that_waits_for_jobs_lets_workers_run(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[ThreadDriver] = []
-    monkeypatch.setattr(ThreadDriver, "let_run", lambda self, _: asked.append(self))
+class Asked(ThreadDriver):
+    """Notes who lets it run workers, and does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.news: list[Callable[[], bool]] = []
+
+    def let_run(self, has_news: Callable[[], bool]) -> None:
+        self.news.append(has_news)
+
+
+def test_only_a_poll_that_waits_for_jobs_lets_workers_run() -> None:
+    driver = Asked()
+    rig, asked = Rig(driver=driver), driver.news
     assert rig.controller.poll() == [] and not asked
     ticket = rig.controller.load([0], [1])
     assert rig.controller.poll() == [] and len(asked) == 1

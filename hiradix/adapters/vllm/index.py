@@ -213,8 +213,9 @@ class HostIndex:
         return dropped
 
     def _release(self, freed: Iterable[Freed]) -> None:
-        for component, tier, pages in freed:
-            assert tier is Tier.HOST, f"pages {pages} in {tier.name}"
+        for drop in freed:
+            assert drop.tier is Tier.HOST, f"{drop} is not of the host"
+            component, pages = drop.component, drop.pages
             self._state[component][pages] = READY
             self._pools[component].free(pages)
             if component == BACKBONE:
