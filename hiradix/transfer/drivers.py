@@ -44,7 +44,6 @@ class Driver(Protocol):
     def let_run(self, has_news: Callable[[], bool], /) -> None: ...
 
 
-@mypyc_attr(native_class=False)
 class _WorkerThread:
     """One daemon thread. It holds its worker weakly, so a forgotten controller ends its threads."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
@@ -115,9 +113,10 @@ class OneStep:
 def test_threads_of_workers_that_are_gone_are_forgotten(is_same_id: bool) -> None:
     """Also that of one whose id() the next worker got: it has ended, or is about to."""
     driver, worker = ThreadDriver(), OneStep()
-    gone = cast(Any, SimpleNamespace(worker=lambda: None, wake=lambda: None))
+    gone = drivers._WorkerThread(OneStep())
+    assert gone.worker() is None, "nothing but this line had it"
     driver._threads[id(worker) if is_same_id else 0] = gone
     driver.wake(worker)
     assert worker.done.wait(30.0)
     assert gone not in driver._threads.values() and len(driver._threads) == 1
-    assert driver.stop(worker, 30.0)
+    assert driver.stop(worker, 30.0) and gone.stop(30.0)

@@ -230,8 +230,9 @@ def test_s1_pages_a_running_request_reads_are_not_freed_by_a_reinsert() -> None:
     assert done.duplicates[1].tolist() == [], "the window is revived with the new ones"
     assert tree.pages(node, DEVICE).tolist() == [0, 1, 2, 3]
     assert tree.pages(node, DEVICE, component=1).tolist() == [60, 61, 62, 63]
-    ((component, tier, pages),) = tree.evict(1, DEVICE, 9)
-    assert (component, tier, pages.tolist()) == (1, DEVICE, [60, 61]), "the lock covers the window that came"
+    (freed,) = tree.evict(1, DEVICE, 9)
+    found = freed.component, freed.tier, freed.pages.tolist()
+    assert found == (1, DEVICE, [60, 61]), "the lock covers the window that came"
     for held in (running, done.lock):
         tree.unlock(held)
     tree.check([])
