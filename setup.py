@@ -1,4 +1,4 @@
-"""HIRADIX_COMPILE=1 compiles hiradix/tree and what policies, cache and transfers do at each turn: with mypyc,
+"""HIRADIX_COMPILE=1 compiles hiradix/tree and what all floors up to the drop-in classes do at each turn: with mypyc,
 the same source, and the tree's `_ids.c`. Faster. Who sets it: build_backend.py. The rest: pyproject.toml."""
 
 import os
