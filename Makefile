@@ -12,7 +12,7 @@
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
 # make test-gpu      copies, order, pinning and the engine on a CUDA device, skipped where there is none
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
-# make compiled      the tree, and what policies, cache and transfers do at each turn, compiled with mypyc: a package under
+# make compiled      the tree, and what all up to the drop-in classes do at each turn, compiled with mypyc: a package under
 #                    build/compiled (needs a C compiler)
 # make bench-gpu     all that a GPU has still to show, in pieces of ten minutes: GPU_FLAGS="--piece copies"
 # make bench-tree    one scheduler step of the cache beside SGLang's and vLLM's (installs them under build/peers)
