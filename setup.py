@@ -1,5 +1,5 @@
-"""HIRADIX_COMPILE=1 compiles hiradix/tree, and what the floors up to the drop-in classes do at each turn:
-by mypyc, the same source, and the tree's `_ids.c`. Who sets it: build_backend.py. The rest: pyproject.toml."""
+"""HIRADIX_COMPILE=1 compiles hiradix/tree, and what the floors up to the drop-in classes do at each turn: by
+mypyc from the same source, and the tree's `_ids.c`. Set by build_backend.py. The rest: pyproject.toml."""
 
 import os
 from pathlib import Path
