@@ -62,6 +62,21 @@ def test_no_pass_is_spent_on_records(make_recurrent: MakeEngine) -> None:
     assert steps[0] == steps[1], steps
 
 
+@pytest.mark.parametrize(("name", "num_slots"), [("off", 2), ("device", 4)])
+def test_what_running_requests_have(name: str, num_slots: int, make_recurrent: MakeEngine) -> None:
+    """A slot each; and one for the next record, where somebody will ask for it."""
+    engine = make_recurrent(cache=CONFIGS[name])
+    for rid, prompt in enumerate(prompts([9, 12], seed=2)):
+        engine.add_request(str(rid), prompt, GREEDY)
+    states: Any = engine._pools.states
+    most = 0
+    while engine.has_work:
+        engine.step()
+        most = max(most, states.num_pages - states.available - len(records(engine)))
+    assert most == num_slots
+    assert_no_state_out(engine)
+
+
 @pytest.mark.parametrize("name", ["device", "tiers"])
 def test_where_prompts_part_a_record_is_taken_for_the_next(
     name: str, lfm2: Reference, make_recurrent: MakeEngine
