@@ -1,7 +1,7 @@
 """Pages on their way through a worker's staging memory, with their seals: copied, checked, and copied out.
 
-A long batch passes in chunks. While one is being read the chunk before it is checked and copied out, so that
-neither the network nor the processor waits for the other.
+A long batch passes in chunks. While one is being read the chunk before it is checked and copied out; while
+one is stored the chunk after it is copied and sealed. So neither network nor processor wait for each other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hiradix.storage.spoilt import Spoilt
 Work = Callable[[range, Sequence[Page]], Callable[[], object]]
 """The backend's call for a chunk of the batch, whose bytes are in or go to those pages."""
 _Read = tuple[range, list[memoryview], list[bool]]
+_Write = tuple[range, Callable[[], object]]
 _REASON = {
     Verdict.DAMAGED: MissReason.DAMAGED,
     Verdict.FOREIGN: MissReason.FOREIGN,
@@ -54,17 +55,27 @@ class Staged:
 
     def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
         """Store the chunks `runs`; bad pages that were read under their names are deleted before."""
-        for chunk in runs:
-            views = session.stage(batch, chunk, self.seal_bytes)
-            for index, view in zip(chunk, views):
-                payload = view[: len(view) - self.seal_bytes]
-                gather(batch.pages[index], payload)
-                if self._sealer is not None:
-                    view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
-            spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
-            if spoilt:
-                session.run(partial(self._delete, spoilt))
-            batch.answered(chunk, session.run(work(chunk, [[view] for view in views])))
+        before: _Write | None = None
+        try:
+            for number, chunk in enumerate(runs):
+                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
+                self._fill(batch, chunk, views)
+                done, before = before, None
+                _answer(batch, done)
+                spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
+                if spoilt:
+                    session.run(partial(self._delete, spoilt))
+                before = chunk, session.start(work(chunk, [[view] for view in views]))
+        finally:
+            _answer(batch, before)
+
+    def _fill(self, batch: Batch, chunk: range, views: Sequence[memoryview]) -> None:
+        """Copy a chunk's pages to the staging memory, each with its seal."""
+        for index, view in zip(chunk, views):
+            payload = view[: len(view) - self.seal_bytes]
+            gather(batch.pages[index], payload)
+            if self._sealer is not None:
+                view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
 
     def _take(self, batch: Batch, read: _Read | None) -> None:
         """Check what was read, and copy to the batch's pages what is good."""
@@ -85,3 +96,10 @@ class Staged:
         if self._sealer is None:
             return Verdict.GOOD
         return self._sealer.check(view[-SEAL_BYTES:], key, [view[:-SEAL_BYTES]])
+
+
+def _answer(batch: Batch, write: _Write | None) -> None:
+    """Wait for a chunk's call, and take its answers."""
+    if write is not None:
+        chunk, ended = write
+        batch.answered(chunk, ended())

@@ -273,6 +273,75 @@ def test_a_lane_is_not_given_back_while_it_reads(make: Make, monkeypatch: pytest
     assert second.ended.is_set() and world.storage.stats()["workers_busy"] == 0
 
 
+class FirstWrite:
+    """Writes to `memory`, of which the first goes on only when it may."""
+
+    def __init__(self, memory: MemoryBackend):
+        self._put, self._number = memory.put, 0
+        self.begun, self.may_go_on, self.ended = (threading.Event() for _ in range(3))
+
+    def __call__(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        self._number += 1
+        if self._number != 1:
+            return self._put(keys, pages)
+        self.begun.set()
+        assert self.may_go_on.wait(5.0), "the next pages were not sealed meanwhile"
+        try:
+            return self._put(keys, pages)
+        finally:
+            self.ended.set()
+
+
+def test_pages_are_sealed_while_those_before_are_being_stored(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is stored is what was sealed, whatever the next pages are."""
+    world = make(IN_TWO_CHUNKS)
+    first, seal, keys = FirstWrite(world.memory), Sealer.seal, keys_of(5)
+
+    def sealed(sealer: Sealer, key: str, page: Page) -> bytes:
+        made = seal(sealer, key, page)
+        if key == keys[3]:
+            assert first.begun.wait(30.0) and not first.ended.is_set()
+            first.may_go_on.set()
+        return made
+
+    monkeypatch.setattr(world.memory, "put", first)
+    monkeypatch.setattr(Sealer, "seal", sealed)
+    assert all(put(world.storage, keys)) and hits(world.storage, keys) == [True] * 5
+
+
+def test_a_lane_is_not_given_back_while_it_stores(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was stored before our own code failed counts."""
+    world = make(IN_TWO_CHUNKS)
+    first, seal, keys = FirstWrite(world.memory), Sealer.seal, keys_of(4)
+
+    def fail(sealer: Sealer, key: str, page: Page) -> bytes:
+        if key != keys[2]:
+            return seal(sealer, key, page)
+        assert first.begun.wait(30.0)
+        threading.Timer(0.0, first.may_go_on.set).start()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(world.memory, "put", first)
+    monkeypatch.setattr(Sealer, "seal", fail)
+    assert put(world.storage, keys) == [True, True, False, False]
+    assert first.ended.is_set() and world.storage.stats()["workers_busy"] == 0
+
+
+def test_nothing_is_stored_after_a_piece_that_failed(make: Make) -> None:
+    world = make(IN_TWO_CHUNKS)
+    calls = []
+
+    def second_fails(call: Callable[..., Any], *args: Any) -> Any:
+        calls.append(args)
+        return raise_error(call) if len(calls) == 2 else call(*args)
+
+    world.fault(second_fails, "put")
+    assert put(world.storage, keys_of(8)) == [True] * 2 + [False] * 6
+    assert len(calls) == 2 and world.figure("put_missed_error") == 6
+
+
 def test_fault_in_stats_or_register_hurts_nobody(make: Make) -> None:
     world = make()
     world.fault(raise_error, "stats", "clear", "delete", "ping")
