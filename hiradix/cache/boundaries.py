@@ -252,19 +252,17 @@ def lacking(tree: RadixTree, node: Node | None, floor: int, end: int) -> list[in
     first = [floor if node is None else node.end]
     for component, kind in list(enumerate(tree.components))[1:]:
         begin = max(floor, end - (kind.reach if kind.per_page else 1))
-        first.append(_first_gap(path, component, kind, (begin, end)))
+        first.append(_first_gap(path, component, begin))
     for n in path:
         if n.end > min(first[1:]) and not n.resident(HOST):
             first[BACKBONE] = max(n.start, min(first[1:]))
     return first
 
 
-def _first_gap(path: Sequence[Node], component: int, kind: Component, span: tuple[int, int]) -> int:
-    """The first page of [begin, end) that a component has in no tier, of a path given deepest first."""
-    at, end = span
+def _first_gap(path: Sequence[Node], component: int, at: int) -> int:
+    """The first page from `at` on that a component has in no tier, of a path given deepest first."""
     for n in reversed(path):
-        is_there = any(n.resident(tier, component) for tier in Tier)
-        if is_there and (n.end == end if not kind.per_page else n.start <= at < n.end):
+        if n.start <= at < n.end and any(n.resident(tier, component) for tier in Tier):
             at = n.end
     return at
 

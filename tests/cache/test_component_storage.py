@@ -182,6 +182,27 @@ def test_of_pages_that_only_the_device_has_no_more_is_read_than_the_window_lies_
     world.assert_drained()
 
 
+def test_beside_a_record_one_page_is_read() -> None:
+    world = restarted(12, window="none", has_state=True, dead_leaf="keep")
+    without_windows(world, 12, DEVICE)
+    assert fetched(world, TOKENS) == 12
+    assert world.gets == [(0, 1), (1, 1)]
+    world.assert_drained()
+
+
+def test_what_is_there_stays_while_storage_is_asked() -> None:
+    """Which may have it no more."""
+    world = restarted(12, dead_leaf="keep")
+    without_windows(world, 12, HOST)
+    world.depot.lose_page(0, world.hashes(RadixKey(TOKENS))[5])
+    world.set_policy("wait_complete")
+    world.prefetch(RadixKey(TOKENS))
+    world.cache.supply.evict(HOST, 100)
+    world.settle()
+    assert loadable(world) == 12 and world.gets == [(1, 3)]
+    world.assert_drained()
+
+
 def test_a_boundary_above_the_end_of_what_is_there_needs_its_own_window() -> None:
     """What goes on from it has parted from the path that the host has."""
     world = restarted(8, 12)
@@ -192,18 +213,24 @@ def test_a_boundary_above_the_end_of_what_is_there_needs_its_own_window() -> Non
     world.assert_drained()
 
 
+@pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize(("lost", "read"), [((), 0), ((8, 11), 1), ((9,), 3), ((10,), 2)])
-def test_of_a_window_what_is_there_before_its_first_gap_is_not_read(lost: tuple[int, ...], read: int) -> None:
+def test_of_a_window_what_is_there_before_its_first_gap_is_not_read(
+    lost: tuple[int, ...], read: int, tier: Tier
+) -> None:
     world = restarted(11, 12, dead_leaf="keep")
     assert fetched(world, TOKENS[:11]) == 11
     world.gets.clear()
     assert fetched(world, TOKENS) == 12
     assert world.gets == [(0, 1), (1, 1)]
+    if tier is DEVICE:
+        serve_key(world, TOKENS)
+        world.cache.supply.evict(HOST, 100, 1)
     for page in range(8, 12):
         world.tree.cut(world.tree.find(RadixKey(TOKENS)), page)
     for page in lost:
         node = world.tree.find(RadixKey(TOKENS[: page + 1]))
-        world.cache.supply.release(world.tree.drop_other(node, 1, HOST))
+        world.cache.supply.release(world.tree.drop_other(node, 1, tier))
     world.gets.clear()
     assert fetched(world, TOKENS) == 12
     assert world.gets == [(1, read)][: len(lost)]
@@ -417,10 +444,10 @@ def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
 WHOLE = [(0, 12), (1, 3)]
 
 
-def on_the_way(world: StoredWorld, policy: str = "best_effort") -> int:
-    """Begin to prefetch `TOKENS`, with a boundary every four pages."""
+def on_the_way(world: StoredWorld, policy: str = "best_effort", step: int = 4) -> int:
+    """Begin to prefetch `TOKENS`, with a boundary every so many pages."""
     world.set_policy(policy)
-    world.set_step(4)
+    world.set_step(step)
     world.gets.clear()
     return world.prefetch(RadixKey(TOKENS))
 
@@ -459,6 +486,42 @@ def test_boundaries_on_the_way_are_where_storage_has_them() -> None:
     on_the_way(world)
     world.settle()
     assert world.gets == [(0, 2), (1, 2), (0, 5), (1, 3), (0, 5), (1, 3)] and loadable(world) == 12
+
+
+def test_a_stretch_without_a_boundary_has_none_on_the_way() -> None:
+    world = restarted(4, 12)
+    on_the_way(world)
+    world.settle()
+    assert world.gets == [(0, 4), (1, 3), (0, 8), (1, 3)] and loadable(world) == 12
+
+
+def test_a_boundary_on_the_way_has_its_whole_window_in_storage() -> None:
+    """Also the part behind which another one might have ended."""
+    world = restarted(5, 12)
+    for name in world.hashes(RadixKey(TOKENS))[2:4]:
+        world.depot.lose_page(1, name)
+    on_the_way(world)
+    world.settle()
+    assert world.gets == WHOLE and loadable(world) == 12
+
+
+def test_let_go_while_boundaries_on_the_way_are_looked_for_it_reads_nothing() -> None:
+    world = restarted(4, 8, 12)
+    handle = on_the_way(world)
+    while len(world.cache.flights.tickets(JobKind.QUERY)) != 2:
+        world.driver.step()
+        world.cache.tick()
+    assert world.cache.prefetcher is not None and world.cache.prefetcher.progress(handle)
+    world.settle()
+    assert not world.gets and world.cache.counters.unfulfilled == {"dropped": 12}
+    world.assert_drained()
+
+
+def test_there_is_no_boundary_on_the_way_right_before_the_end() -> None:
+    world = restarted(5, 10, 12)
+    on_the_way(world, step=5)
+    world.settle()
+    assert world.gets == [(0, 5), (1, 3), (0, 7), (1, 3)] and loadable(world) == 12
 
 
 def test_what_is_there_is_no_step_on_the_way() -> None:
@@ -517,6 +580,16 @@ def test_a_gap_leaves_the_boundaries_before_it(component: int, page: int, want: 
     prefetcher = world.cache.prefetcher
     assert prefetcher is not None and prefetcher.progress(handle)
     assert prefetcher.pop_loaded_span(handle) == (0, want)
+    world.assert_drained()
+
+
+def test_behind_a_gap_nothing_more_is_read() -> None:
+    world = restarted(4, 8, 12)
+    world.depot.damaged.add((0, world.hashes(RadixKey(TOKENS))[2]))
+    on_the_way(world)
+    while world.driver.step():
+        world.cache.tick()
+    assert world.gets == [(0, 4)]
     world.assert_drained()
 
 
