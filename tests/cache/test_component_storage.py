@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -145,6 +146,25 @@ def without_windows(world: StoredWorld, end: int, *tiers: Tier) -> None:
     assert [t for t in Tier if node.resident(t)] == list(tiers) and node.end == end
 
 
+class Ears:
+    """Hears what reads tell the gate, which goes on saying what they may."""
+
+    def __init__(self, world: StoredWorld):
+        assert world.cache.prefetcher is not None
+        self._reads: Any = world.cache.prefetcher.reads
+        self._gate: NoRegret = self._reads.no_regret
+        self._reads.no_regret = self
+        self.takes, self.predicted_s = self._gate.takes, self._gate.predicted_s
+        self.heard: list[tuple[Move, int]] = []
+
+    def moved(self, move: Move, num_pages: int, seconds: float) -> None:
+        self.heard.append((move, num_pages))
+
+    def leave(self) -> None:
+        """The gate hears for itself again."""
+        self._reads.no_regret = self._gate
+
+
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("tiers", [[HOST], [DEVICE, HOST]])
 def test_a_window_that_was_lost_comes_back_beside_the_pages_that_are_there(
@@ -154,11 +174,10 @@ def test_a_window_that_was_lost_comes_back_beside_the_pages_that_are_there(
     without_windows(world, 12, *tiers)
     names = world.hashes(RadixKey(TOKENS))
     world.depot.lose_page(0, names[5])
-    host, moved = world.host[0].available, []
-    world.cache.no_regret.moved = lambda *move: moved.append(move)  # type: ignore[method-assign]
+    host, ears = world.host[0].available, Ears(world)
     assert fetched(world, TOKENS) == 12
     assert world.gets == [(1, 3), (2, 1)][: 1 + has_state], "none of full attention, asked for or read"
-    assert world.host[0].available == host and not moved, "nothing is learned of what twelve pages cost"
+    assert world.host[0].available == host and not ears.heard, "nothing is learned of what twelve pages cost"
     assert serve_key(world, TOKENS) == 0
     world.assert_drained()
 
@@ -423,11 +442,10 @@ def test_a_boundary_that_keeps_vanishing_is_not_asked_for_for_ever() -> None:
 
 def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
     world = restarted(12)
-    gate, moved = world.cache.no_regret, []
-    gate.moved = lambda move, num_pages, seconds: moved.append((move, num_pages))  # type: ignore[method-assign]
+    gate, ears = world.cache.no_regret, Ears(world)
     assert fetched(world, TOKENS) == 12
-    assert moved == [(Move.FETCH, 12)], "the window's pages are no further tokens"
-    del gate.moved
+    assert ears.heard == [(Move.FETCH, 12)], "the window's pages are no further tokens"
+    ears.leave()
     world.restart()
     gate.enabled = True
     gate.computed(1000, 1.0)
