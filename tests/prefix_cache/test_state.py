@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -103,6 +105,17 @@ def test_pages_without_a_record_are_found_by_nobody() -> None:
     assert len(bench.match(list(range(12)))) == 0
     bench.insert(list(range(12)))
     assert len(bench.match(list(range(12)))) == 12 and bench.cache.total_size() == (12, 1)
+
+
+def test_where_nothing_may_be_inserted_the_record_stays_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed load is on the way: pages and record are the request's, which goes on with both."""
+    bench, taken = Bench(), []
+    req = SimpleNamespace(rid="r", swa_uuid_for_lock=bench.cache.inc_lock_ref(bench.cache.root_node))
+    req.take_record = taken.append
+    monkeypatch.setattr(bench.cache.cache, "is_blocked", lambda key: True)
+    lock = bench.cache.insert_row(RadixKey(list(range(12))), torch.arange(PAGE, PAGE + 12), req)
+    assert lock.node is bench.cache.root_node and taken == []
+    assert bench.cache.total_size() == (0, 0)
 
 
 def test_it_needs_records() -> None:
