@@ -22,16 +22,17 @@ def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tens
     """int64 [len(pages) * page_size] on `device`: the slots of `pages` in order. A fresh tensor."""
     if len(pages) * page_size >= MANY_SLOTS and page_size > 1 and not ids.IS_BUILT:
         spread = torch.add(torch.arange(page_size), torch.from_numpy(pages.copy())[:, None], alpha=page_size)
-        return _moved(spread.view(-1), device)
+        return moved(spread.view(-1), device)
     return on_device(ids.slots_of(pages, page_size), device)
 
 
 def on_device(wide: npt.NDArray[np.int64], device: object) -> torch.Tensor:
     """`wide` as a tensor on `device`: over the same memory on a CPU. Does not wait for a GPU."""
-    return _moved(torch.from_numpy(wide), device)
+    return moved(torch.from_numpy(wide), device)
 
 
-def _moved(slots: torch.Tensor, device: object) -> torch.Tensor:
+def moved(slots: torch.Tensor, device: object) -> torch.Tensor:
+    """Slots or page ids of a CPU on `device`; itself on a CPU. Does not wait for a GPU."""
     return slots if _is_cpu(device) else upload(slots, cast(torch.device, device))
 
 

@@ -55,7 +55,7 @@ def on_cpu(pool: RowPool, allocator: SegmentFree) -> Rows:
 
 def as_on_gpu(pool: RowPool, allocator: SegmentFree) -> Rows:
     rows = on_cpu(pool, allocator)
-    rows._slots = None
+    rows._slots, rows._frees_pages = None, False
     return rows
 
 

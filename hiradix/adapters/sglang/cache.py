@@ -199,6 +199,10 @@ class HiRadixPrefixCache(Front):
     def evict(self, params: EvictParams) -> EvictResult:
         """Free so many device tokens, or all that nothing holds."""
         start_s = time.perf_counter()
+        if not self._has_windows:
+            num_tokens = self.inner.cache.evict(-(-params.num_tokens // self.page_size)) * self.page_size
+            self.update_eviction_metrics(num_tokens, start_s)
+            return EvictResult(num_tokens)
         done = self.inner.evict(OwnEvictParams(params.num_tokens, params.swa_num_tokens))
         self.update_eviction_metrics(done.num_tokens_evicted, start_s)
         return EvictResult(done.num_tokens_evicted, done.swa_num_tokens_evicted)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hiradix.cache.pages import PageSource
-from hiradix.prefix_cache.slots import Pages, on_device, pages_of, slots_of
+from hiradix.prefix_cache.slots import Pages, moved, on_device, pages_of, slots_of
 from hiradix.storage import Stores
 from hiradix.transfer.jobs import JobKind
 from hiradix.transfer.streams import CudaStreams
@@ -39,6 +39,7 @@ class PageNumbers:
             first, end = found[0], found[0] + len(found)
             if found == list(range(first, end)):
                 return self._all[first:end]
+            return moved(torch.frombuffer(array("q", found), dtype=torch.int64), self._device)
         return on_device(pages.astype(np.int64), self._device)
 
 
@@ -150,6 +151,7 @@ class Rows:
         self._width = table.shape[1]
         self._all: Any = table.view(-1).numpy() if table.is_cpu else None
         self._slots: Any = None if self._all is None else self._all.data
+        self._frees_pages = self._slots is not None and port.takes_page_ids
 
     def pages(self, index: int, start: int, end: int) -> Pages:
         """int32 [end - start], read-only: what a row names at pages [start, end). Waits for a GPU."""
@@ -172,7 +174,7 @@ class Rows:
         Never waits for the device.
         """
         size, port = self._page_size, self._port
-        if self._slots is None or not port.takes_page_ids:
+        if not self._frees_pages:
             port.free_segment(self._pool.req_to_token[index, start:end], start)
             return
         assert start % size == 0, f"position {start} is inside a page of {size}"
