@@ -73,7 +73,7 @@ class Lane:
             self._sort_out()
         if self.head is not None:
             return self._compared(item, clock)
-        if self.rank != INFINITE and items[0] is not item:
+        if self.rank != INFINITE and items[0][3] is not place:
             return False  # the bound is of one that is older
         self.bound(clock)
         return True
