@@ -94,8 +94,8 @@ class GhdLearner(UseLog):
             self.recompute()
 
     def _interval(self) -> int:
-        """Requests between two countings: a power of two, at most a quarter of all so far."""
-        return min(max(1 << (self._requests // 4).bit_length() - 1, _COUNT_FIRST), _DECAY_EVERY)
+        """Requests between two countings: a power of two, at most as many as all so far."""
+        return min(max(1 << self._requests.bit_length() - 1, _COUNT_FIRST), _DECAY_EVERY)
 
     def recompute(self) -> None:
         """Count what happened; the index and every order follow when they are asked."""
