@@ -18,6 +18,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     StateRadixCache,
 )
+from hiradix.tree import Tier
 
 PAGE = 4
 
@@ -107,14 +108,18 @@ def test_pages_without_a_record_are_found_by_nobody() -> None:
     assert len(bench.match(list(range(12)))) == 12 and bench.cache.total_size() == (12, 1)
 
 
-def test_where_nothing_may_be_inserted_the_record_stays_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_may_be_inserted_the_record_stays_the_requests() -> None:
     """A failed load is on the way: pages and record are the request's, which goes on with both."""
     bench, taken = Bench(), []
-    req = SimpleNamespace(rid="r", swa_uuid_for_lock=bench.cache.inc_lock_ref(bench.cache.root_node))
+    root, tree = bench.cache.root_node, bench.cache.tree
+    req = SimpleNamespace(rid="r", swa_uuid_for_lock=bench.cache.inc_lock_ref(root))
     req.take_record = taken.append
-    monkeypatch.setattr(bench.cache.cache, "is_blocked", lambda key: True)
-    lock = bench.cache.insert_row(RadixKey(list(range(12))), torch.arange(PAGE, PAGE + 12), req)
-    assert lock.node is bench.cache.root_node and taken == []
+    blocked = SimpleNamespace(
+        is_blocked=lambda key: True, insert=lambda key, pages, at: tree.lock(at.node, Tier.DEVICE)
+    )
+    cache = SimpleNamespace(page_size=PAGE, cache=blocked, _held=bench.cache._held)
+    lock = StateRadixCache.insert_row(cache, RadixKey(list(range(12))), torch.arange(PAGE, PAGE + 12), req)
+    assert lock.node is root and taken == []
     assert bench.cache.total_size() == (0, 0)
 
 
