@@ -20,7 +20,8 @@ from hiradix.storage.registered import RegisteredMemory
 
 FILE_PLUGINS = ("POSIX", "GDS", "GDS_MT")
 PLUGINS = (*FILE_PLUGINS, "OBJ")
-POSIX_ENGINES = ("use_uring", "use_aio", "use_posix_aio")
+ANSWER_AT_THE_END = ("use_uring", "use_aio")
+POSIX_ENGINES = (*ANSWER_AT_THE_END, "use_posix_aio")
 QUICK_POLLS = 20
 LONGEST_NAP_S = 0.0005
 UNDER_WAY, DONE, FAILED = "PROC", "DONE", "ERR"
@@ -87,14 +88,17 @@ class NixlLink:
         self._name = f"hiradix-{os.getpid()}-{next(_agents)}"
         self._lock = threading.Lock()
         self._segment = "FILE" if config.plugin in FILE_PLUGINS else "OBJ"
-        self._agent = self._made(config, {**parameters, **config.plugin_options})
+        self._agent, chosen = self._made(config, {**parameters, **config.plugin_options})
+        answers = [engine for engine in POSIX_ENGINES if chosen.get(engine) == "true"]
+        self._is_whole = config.plugin == "POSIX" and bool(answers) and set(answers) <= set(ANSWER_AT_THE_END)
         self.memory = RegisteredMemory(config.buffer_bytes, self._register)
 
     def run(self, write: bool, transfers: Sequence[Transfer]) -> list[bool]:
-        """Which pages were moved: of files, all or none, as the library does not say which failed.
+        """Which pages were moved. Nothing is under way when this returns.
 
-        Each piece of an object is a transfer of its own: one of several would be answered for at its first
-        failure, while the others go on writing into memory that is somebody else's by then.
+        Each piece is a transfer of its own, but for engines known to answer at the end of all: others
+        answer at the first failure, and go on writing into memory that is another page's by then. Pages that
+        are one transfer are moved all or none, as the library does not say which failed.
         """
         if not transfers:
             return []
@@ -104,7 +108,7 @@ class NixlLink:
             for index, one in enumerate(transfers)
             for offset, address, length in one.pieces
         ]
-        together = [pieces] if self._segment == "FILE" else [[piece] for piece in pieces]
+        together = [pieces] if self._is_whole else [[piece] for piece in pieces]
         try:
             with _os_errors(), self._registered(whole):
                 moved = self._move("WRITE" if write else "READ", together)
@@ -121,7 +125,8 @@ class NixlLink:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _made(self, config: NixlConfig, parameters: Mapping[str, str]) -> Any:
+    def _made(self, config: NixlConfig, parameters: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
+        """The agent, and the parameters its plugin was made with."""
         choices: list[Mapping[str, str]] = [parameters]
         if config.plugin == "POSIX" and not set(POSIX_ENGINES) & set(parameters):
             choices = [{**parameters, engine: "true"} for engine in POSIX_ENGINES]
@@ -130,7 +135,7 @@ class NixlLink:
             try:
                 agent = nixl_agent(self._name, nixl_agent_config(backends=[]))
                 agent.create_backend(config.plugin, dict(choice))
-                return agent
+                return agent, choice
             except Exception as error:  # as in `_os_errors`
                 fault = error
         raise ConfigError(f"{flag('plugin')}: cannot use {config.plugin}: {type(fault).__name__}: {fault}")

@@ -15,7 +15,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.nixl_backend import NixlBackend
-from hiradix.storage.nixl_link import NixlConfig, NixlLink, Transfer
+from hiradix.storage.nixl_link import POSIX_ENGINES, NixlConfig, NixlLink, Transfer
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import S3Backend
 from tests.contracts.storage import (
@@ -102,7 +102,7 @@ def test_page_files_are_those_of_the_file_backend_and_moved_by_the_plugin(tmp_pa
     plain.close()
 
 
-@pytest.mark.parametrize("engine", ["use_uring", "use_aio", "use_posix_aio"])
+@pytest.mark.parametrize("engine", POSIX_ENGINES)
 def test_registered_memory_is_read_and_written_in_place(tmp_path: Path, engine: str) -> None:
     store = NixlBackend(file_context(tmp_path, plugin_options={engine: "true"}))
     memory = memoryview(mmap.mmap(-1, 100 * PAGE_BYTES))
@@ -242,6 +242,28 @@ def test_nothing_is_under_way_after_a_transfer_that_failed() -> None:
     link.close()
     server.shutdown()
     server.server_close()
+
+
+@pytest.mark.parametrize("engine", POSIX_ENGINES)
+def test_a_file_engine_that_answers_at_its_first_failure_has_one_page_at_a_time(
+    tmp_path: Path, engine: str
+) -> None:
+    """Found: pages of a batch that failed came in after `use_posix_aio` had answered for it."""
+    link = NixlLink(NixlConfig("POSIX", {engine: "true"}, 1 << 16, True, {}), {})
+    memory = memoryview(mmap.mmap(-1, 3 * 4096))
+    link.memory.add(memory)
+    pages = []
+    for index, length in enumerate([4096, 100, 4096]):
+        path = tmp_path / str(index)
+        path.write_bytes(bytes([index + 1]) * length)
+        file = os.open(path, os.O_RDONLY)
+        pages.append(Transfer(file, 4096, [(0, address_of(memory) + 4096 * index, 4096)]))
+    is_single = engine == "use_posix_aio"
+    assert link.run(False, pages) == [is_single, False, is_single]
+    assert not is_single or memory[:4096] == b"\x01" * 4096 and memory[8192:] == b"\x03" * 4096
+    link.close()
+    for page in pages:
+        os.close(page.device)
 
 
 def test_objects_are_those_of_the_s3_backend_and_moved_by_the_plugin(s3_server: Server) -> None:
