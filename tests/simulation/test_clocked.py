@@ -34,7 +34,7 @@ def _all(self: NoRegret, move: Move, num_pages: int) -> bool:
 def _own_cost_only(self: NoRegret, move: Move, num_pages: int) -> bool:
     """A fetch is not asked to be worth its load."""
     speed = self._computing()
-    return speed <= 0 or self._speed[move]() <= 0 or self._seconds(move, num_pages) <= num_pages / speed
+    return speed <= 0 or self._speed[move]() <= 0 or self.predicted_s(move, num_pages) <= num_pages / speed
 
 
 def _by_rates(self: NoRegret, move: Move, num_pages: int) -> bool:
