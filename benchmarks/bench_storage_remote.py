@@ -269,7 +269,10 @@ def measure_redis(folder: Path, pages: Pages, rounds: int) -> list[Row]:
 
 def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
     rows: list[Row] = []
-    for case, server in (("s3", servers.weed(folder / "weed")), ("s3 in memory", _memory_server(folder))):
+    for case, server in (
+        ("s3", servers.weed(folder / "weed", 100)),
+        ("s3 in memory", _memory_server(folder)),
+    ):
         with server:
             store = opened("s3", pages, timeout_s=60.0, **servers.s3_keys(server, "ours"))
             (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, store, pages)

@@ -126,8 +126,8 @@ BUCKET = "pages"
 ACCESS = {"access_key_id": "testkey", "secret_access_key": "testsecret", "region": "us-east-1"}
 
 
-def weed(folder: Path) -> Server:
-    """SeaweedFS: master, volume, filer and S3 gateway in one process. No telemetry."""
+def weed(folder: Path, num_volumes: int = 20) -> Server:
+    """SeaweedFS: master, volume, filer and S3 gateway in one process, 64 MB a volume. No telemetry."""
     master, volume, filer, s3 = (free_port() for _ in range(4))
     grpc = [free_port() for _ in range(4)]
     others = [f"-s3.port.{name}={free_port()}" for name in ("lance", "iceberg")]
@@ -142,7 +142,7 @@ def weed(folder: Path) -> Server:
         f"-master.port={master}", f"-master.port.grpc={grpc[0]}", f"-volume.port={volume}",
         f"-volume.port.grpc={grpc[1]}", "-filer", f"-filer.port={filer}", f"-filer.port.grpc={grpc[2]}",
         "-s3", f"-s3.port={s3}", f"-s3.port.grpc={grpc[3]}", f"-s3.config={folder / 's3.json'}",
-        *others, "-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64",
+        *others, "-master.telemetry=false", f"-volume.max={num_volumes}", "-master.volumeSizeLimitMB=64",
     ]  # fmt: skip
     return Server(command, s3, folder, ready=lambda: can_connect(s3) and makes_bucket(s3))
 
