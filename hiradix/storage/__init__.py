@@ -13,7 +13,7 @@ from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.meters import Histogram, MissReason, Op
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key
+from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
 from hiradix.storage.registry import (
     create_storage_backend,
     load_storage_backend,
@@ -22,6 +22,7 @@ from hiradix.storage.registry import (
 )
 
 __all__ = [
+    "BadKey",
     "BreakerLimits",
     "BreakerState",
     "ComponentPages",

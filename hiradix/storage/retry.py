@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, StorageBackend
+from hiradix.storage.protocol import BadKey, Page, StorageBackend
 from hiradix.storage.wrapper import Wrapper
 
 T = TypeVar("T")
@@ -16,8 +16,8 @@ T = TypeVar("T")
 class RetryingStorage(Wrapper):
     """Asks `retries` times more when the inner backend raises StorageError or OSError.
 
-    Every call may be repeated: pages are named by their content. A miss is an answer and is not repeated. The
-    guard's deadline still holds for all attempts together.
+    Every call may be repeated: pages are named by their content. A miss is an answer and is not repeated, nor
+    is what a bad key gives. The guard's deadline still holds for all attempts together.
     """
 
     def __init__(
@@ -54,6 +54,8 @@ class RetryingStorage(Wrapper):
         for attempt in range(self._retries):
             try:
                 return call()
+            except BadKey:
+                raise
             except (StorageError, OSError):
                 self._num_retried += 1
                 self._sleep(self._wait_s * 2**attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hiradix.storage import (
     register_storage_backend,
 )
 from hiradix.storage.negative import MAX_KEYS, NegativeCache
+from hiradix.storage.protocol import BadKey, check_keys
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.tier import TierBackend
 from hiradix.storage.wrap import WrapConfig, wrap
@@ -128,6 +130,18 @@ class TestRetry:
         backend = FaultyBackend(MemoryBackend(CONTEXT))
         assert hits(RetryingStorage(backend, 5, 0.0), keys_of(1)) == [False]
         assert backend.calls == ["get"]
+
+    def test_a_bad_key_is_not_tried_again(self) -> None:
+        waits: list[float] = []
+        backend = FaultyBackend(MemoryBackend(CONTEXT))
+        store = RetryingStorage(backend, 5, 0.5, waits.append)
+        names = ("exists", "get", "put", "delete")
+        backend.faults = dict.fromkeys(names, lambda _, keys, *__: check_keys(keys))
+        for call in (store.exists, partial(hits, store), partial(put, store), store.delete):
+            with pytest.raises(BadKey):
+                call(["../x"])
+        assert backend.calls == list(names)
+        assert waits == [] and store.stats()["retried_calls"] == 0
 
     def test_our_own_bugs_are_not_tried_again(self) -> None:
         backend = FaultyBackend(MemoryBackend(CONTEXT))
