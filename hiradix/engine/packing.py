@@ -85,16 +85,13 @@ def pack(work: Sequence[Work], pools: Pools, device: torch.device) -> PackedPass
 
 def _state_pass(work: Sequence[Work], pool: StatePool, device: torch.device) -> StatePass:
     """The part of a pass over the state pool."""
-    pieces, start = [], 0
-    for part in work:
-        pieces += _pieces(part, start)
-        start += len(part.token_ids)
-    return StatePass(pool, pieces, device)
+    ends = accumulate(len(part.token_ids) for part in work)
+    return StatePass(pool, [_pieces(part, end) for part, end in zip(work, ends, strict=True)], device)
 
 
-def _pieces(part: Work, start: int) -> list[Piece]:
-    """`part` as the packed rows from `start` on, cut where a record of its state is taken."""
-    use, end = part.state, start + len(part.token_ids)
+def _pieces(part: Work, end: int) -> list[Piece]:
+    """`part` as the packed rows up to `end`, cut where a record of its state is taken."""
+    use, start = part.state, end - len(part.token_ids)
     assert use is not None, "a sequence without a state"
     if use.record is None:
         return [Piece(start, end, use.source, (use.target,))]

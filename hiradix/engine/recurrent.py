@@ -149,11 +149,12 @@ class _Group:
 class StatePass:
     """A pass's part over the state pool."""
 
-    def __init__(self, pool: StatePool, pieces: Sequence[Piece], device: torch.device):
+    def __init__(self, pool: StatePool, sequences: Sequence[Sequence[Piece]], device: torch.device):
+        """sequences: the pieces of each, one behind the other."""
         self._pool = pool
         self._at = {layer: at for at, layer in enumerate(pool.layers)}
-        decodes = [p for p in pieces if p.end - p.start == 1 and p.source is not None]
-        others = [[p] for p in pieces if p.end - p.start > 1 or p.source is None]
+        decodes = [pieces[0] for pieces in sequences if pieces[-1].end - pieces[0].start == 1]
+        others = [[p] for pieces in sequences if pieces[-1].end - pieces[0].start > 1 for p in pieces]
         self._groups = [_Group.of(group, device) for group in ([decodes] if decodes else []) + others]
         self._new: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # array, slots, values
 

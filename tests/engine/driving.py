@@ -36,9 +36,9 @@ def collect(answers: dict[str, Answer], outputs: Sequence[Output]) -> None:
         answer.finish_reason, answer.usage, answer.error = output.finish_reason, output.usage, output.error
 
 
-def drain(engine: Engine) -> dict[str, Answer]:
-    """Step until nothing is left to do."""
-    answers: dict[str, Answer] = {}
+def drain(engine: Engine, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
+    """Step until nothing is left to do; what is said then is added to `answers`, if given."""
+    answers = {} if answers is None else answers
     for _ in range(MAX_STEPS):
         if not engine.has_work:
             return answers

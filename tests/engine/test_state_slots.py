@@ -62,6 +62,29 @@ def test_no_pass_is_spent_on_records(make_recurrent: MakeEngine) -> None:
     assert steps[0] == steps[1], steps
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("first", "chunk"), [(8, 8), (30, 15)])
+def test_a_page_that_ends_behind_the_first_token_of_a_chunk(
+    first: int, chunk: int, family: str, reference: Callable[[str], Reference], make_recurrent: MakeEngine
+) -> None:
+    """Found: the rest of the chunk went on from the states of whatever was computed in between.
+
+    The second prompt gets the 7 tokens that the first, a decode or a prefill, leaves of a pass, and its next
+    part is of 5, with the end of the page behind one.
+    """
+    judge, asked = reference(family), prompts([first, 12], seed=5)
+    engine = make_recurrent(model_path=str(judge.path), chunked_prefill_size=chunk)
+    answers: dict[str, Answer] = {}
+    engine.add_request("r0", asked[0], GREEDY)
+    if chunk == 8:
+        collect(answers, engine.step())
+    engine.add_request("r1", asked[1], GREEDY)
+    drain(engine, answers)
+    judge.judge(asked, tokens([answers["r0"], answers["r1"]])).assert_holds()
+    settle(engine)
+    assert_no_state_out(engine)
+
+
 @pytest.mark.parametrize(("name", "num_slots"), [("off", 2), ("device", 4)])
 def test_what_running_requests_have(name: str, num_slots: int, make_recurrent: MakeEngine) -> None:
     """A slot each; and one for the next record, where somebody will ask for it."""
