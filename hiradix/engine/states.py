@@ -12,11 +12,10 @@ in the middle of a pass where that is where the page ends: no pass is cut short 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from hiradix.engine.recurrent import NO_STATE
+from hiradix.engine.request import Request
 from hiradix.memory import PageAllocator
-from hiradix.prefix_cache import EvictParams
+from hiradix.prefix_cache import EvictParams, StateRadixCache
 
 # what one request may need at a time: its own slot, the record it takes, the one that its prefix is locked
 # by, and while a longer prefix is loaded back for it, that one's
@@ -57,37 +56,19 @@ class RequestState:
         return record
 
 
-class _Cache(Protocol):
-    """The part of `StateRadixCache` that is used here."""
-
-    disable: bool
-
-    def record(self, node: Any) -> int: ...
-
-    def evict(self, params: Any) -> Any: ...
-
-
-class _Request(Protocol):
-    """The part of a request that is used here."""
-
-    last_node: Any
-    num_computed: int
-    state: RequestState | None
-
-
 class NoStates:
     """In place of `StateSlots` in models without recurrent layers."""
 
-    def open(self, request: _Request, num_tokens: int) -> bool:
+    def open(self, request: Request, num_tokens: int) -> bool:
         return True
 
-    def use(self, request: _Request, num_tokens: int) -> None:
+    def use(self, request: Request, num_tokens: int) -> None:
         return None
 
-    def computed(self, request: _Request, num_tokens: int) -> None:
+    def computed(self, request: Request, num_tokens: int) -> None:
         return None
 
-    def close(self, request: _Request) -> None:
+    def close(self, request: Request) -> None:
         return None
 
 
@@ -97,12 +78,12 @@ NO_STATES = NoStates()
 class StateSlots:
     """The pool's slots, and who has which. `page_size`: tokens from one possible boundary to the next."""
 
-    def __init__(self, cache: _Cache, slots: PageAllocator, page_size: int):
+    def __init__(self, cache: StateRadixCache, slots: PageAllocator, page_size: int):
         self._cache = cache
         self._slots = slots
         self._page_size = page_size
 
-    def open(self, request: _Request, num_tokens: int) -> bool:
+    def open(self, request: Request, num_tokens: int) -> bool:
         """See that `request`, which is running or about to be, has what its next pass needs.
 
         num_tokens: at most so many are computed. False, when no slot can be had: nothing more was taken.
@@ -111,35 +92,34 @@ class StateSlots:
             slot = self._alloc()
             if slot is None:
                 return False
-            found = self._cache.record(request.last_node) if request.num_computed else NO_STATE
-            request.state = RequestState(slot, found)
+            request.state = RequestState(slot, self._cache.record(request.last_node))
         if request.state.record is None and self._boundary(request, num_tokens):
             request.state.record = self._alloc()
             return request.state.record is not None
         return True
 
-    def use(self, request: _Request, num_tokens: int) -> StateUse:
+    def use(self, request: Request, num_tokens: int) -> StateUse:
         """What a pass that computes the next `num_tokens` tokens does with the state."""
         state = request.state
         assert state is not None, "a running request without a state"
         boundary = self._boundary(request, num_tokens)
         return StateUse(state.source, state.slot, boundary, state.record if boundary else None)
 
-    def computed(self, request: _Request, num_tokens: int) -> None:
+    def computed(self, request: Request, num_tokens: int) -> None:
         """A pass is done that has computed the `num_tokens` tokens after `num_computed`."""
         state = request.state
         assert state is not None, "a running request without a state"
         state.source = state.slot
         state.record_tokens = self._boundary(request, num_tokens) or state.record_tokens
 
-    def close(self, request: _Request) -> None:
+    def close(self, request: Request) -> None:
         """Take back what a request has; nothing if it has nothing."""
         if request.state is not None:
             own = [request.state.slot, *([] if request.state.record is None else [request.state.record])]
             self._slots.free(own)
             request.state = None
 
-    def _boundary(self, request: _Request, num_tokens: int) -> int:
+    def _boundary(self, request: Request, num_tokens: int) -> int:
         """Where the last page ends that the next `num_tokens` tokens fill; 0: none, or nobody asks."""
         if self._cache.disable:
             return 0
