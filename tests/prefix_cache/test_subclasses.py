@@ -19,6 +19,7 @@ from hiradix.prefix_cache import (
     RadixCache,
     RadixKey,
 )
+from hiradix.prefix_cache.records import RequestLike
 from hiradix.prefix_cache.slots import Pages, SlotPages
 from hiradix.tree import Lock, Node
 from tests.prefix_cache.bench_engine import Request
@@ -61,9 +62,11 @@ class OwnCache(RadixCache):
         self.seen.append("slots")
         return super().device_slots(node, start)
 
-    def insert_row(self, key: RadixKey, row: torch.Tensor, held: Lock, ended: Finished | None = None) -> Lock:
+    def insert_row(
+        self, key: RadixKey, row: torch.Tensor, req: RequestLike, ended: Finished | None = None
+    ) -> Lock:
         self.seen.append("row")
-        return super().insert_row(key, row, held, ended)
+        return super().insert_row(key, row, req, ended)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         found = super().match_prefix(params)
