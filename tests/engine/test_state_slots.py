@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hiradix.config import parse_extra_config
-from hiradix.engine import EngineConfig, Output, SamplingParams
+from hiradix.engine import EngineConfig, SamplingParams
 from hiradix.engine.ranks import build_engine
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import EvictParams, MatchPrefixParams
@@ -266,9 +266,7 @@ def test_a_load_that_fails_advances_no_state(
     monkeypatch.setattr(pool, "get_arrays", get_arrays)
     last_layer.clear()
     engine.add_request("loads", stem, GREEDY)
-    for rid, rest in drain(engine).items():
-        last = Output(rid, tuple(rest.token_ids), rest.usage, finish_reason=rest.finish_reason)
-        collect(answers, [last])
+    drain(engine, answers)
     assert failed == [1] and cache.cache.counters.load_failed > 0
     asked = {"runs": other, "loads": stem}
     lfm2.judge([asked[r] for r in answers], [answers[r].token_ids for r in answers]).assert_holds()
@@ -301,9 +299,7 @@ def test_a_storm_of_requests_loses_no_state(
             collect(answers, engine.step())
         if rng.random() < 0.3:
             engine.abort(rng.choice(list(asked)))
-    for rid, rest in drain(engine).items():
-        last = Output(rid, tuple(rest.token_ids), rest.usage, finish_reason=rest.finish_reason)
-        collect(answers, [last])
+    drain(engine, answers)
     whole = [rid for rid in asked if answers[rid].finish_reason == "length"]
     assert len(whole) >= 5 and set(answers) == set(asked)
     judge.judge([asked[rid] for rid in whole], [answers[rid].token_ids for rid in whole]).assert_holds()
