@@ -6,23 +6,26 @@ import random
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.policy import ghd
+from hiradix.policy.ghd_learner import GhdLearner
 from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import ClassTables, falling
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
-from hiradix.policy.uses import Note, Use
+from hiradix.policy.uses import Finished, Note, Use
 from hiradix.replay.generate import generate
 from hiradix.replay.play import Player
 from hiradix.replay.readers import read_trace
 from hiradix.replay.stage import Tiers
 from hiradix.replay.trace import Trace
+from hiradix.tree import OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.node import Node, Residency
 from tests.simulation import world
 from tests.simulation.run import play
@@ -200,3 +203,67 @@ def test_all_that_may_leave_is_to_be_found_in_lives_with_failures(
     monkeypatch.setattr(ghd, "LaneOrder", Watched)
     monkeypatch.setattr(world, "eviction_policies", lambda: ["ghd"])
     assert play(seed, 300).num_moves >= 300
+
+
+DEVICE, HOST = Tier.DEVICE, Tier.HOST
+
+
+class TwoTiers:
+    """A tree under ghd, with everything that may happen to its nodes in either tier."""
+
+    def __init__(self, seed: int):
+        self.rng = random.Random(seed)
+        self.learner = GhdLearner(1, 512)
+        self.tree = RadixTree(1, order=self.order_of)
+        self.talks: list[list[int]] = [[]]
+
+    def order_of(self, context: OrderContext) -> LaneOrder:
+        order = LaneOrder(context, self.learner, self.learner.tables)
+        self.learner.orders.append(order)
+        return order
+
+    def request(self) -> None:
+        """A talk goes on, or another begins as it did; its pages go down now, or with a later one's."""
+        talk = self.rng.choice(self.talks)
+        tokens = talk[: self.rng.choice([0, 2, 99])] + [self.rng.randint(0, 2) for _ in range(3)]
+        self.talks.append(tokens)
+        key, pages = RadixKey(tokens), np.arange(len(tokens), dtype=np.int32)
+        done = self.tree.insert(key, DEVICE, [pages])
+        self.learner.finished(self.tree, done.lock.node, key, Finished(512 * len(tokens), 100))
+        if self.rng.random() < 0.5:
+            self.tree.adopt(done.lock.node, 0, HOST, pages)
+        self.tree.unlock(done.lock)
+
+    def some_node(self) -> Node | None:
+        nodes = [node for node in self.tree.nodes() if node.parent is not None]
+        return self.rng.choice(nodes) if nodes else None
+
+    def demote(self) -> None:
+        for node in list(self.tree.nodes()):
+            if self.rng.random() < 0.3:
+                self.tree.demote(node)
+
+    def evict(self) -> None:
+        self.tree.evict(0, self.rng.choice([DEVICE, HOST, HOST]), self.rng.randint(1, 4))
+
+    def drop(self) -> None:
+        if (node := self.some_node()) is not None:
+            self.tree.drop(node)
+
+    def hint(self) -> None:
+        if (node := self.some_node()) is not None:
+            self.learner.hint(self.tree.path(node), "end_of_session")
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_whatever_became_of_its_path_all_that_is_evictable_leaves(seed: int) -> None:
+    life = TwoTiers(seed)
+    steps = [life.request, life.demote, life.evict, life.drop, life.hint]
+    for _ in range(30):
+        life.rng.choices(steps, [6, 2, 3, 1, 1])[0]()
+    life.tree.check([])
+    for tier in (HOST, DEVICE):
+        evictable = life.tree.evictable_pages(tier)
+        freed = life.tree.evict(0, tier, evictable)
+        assert sum(len(f.pages) for f in freed if f.tier is tier) == evictable
