@@ -54,11 +54,10 @@ class NixlFiles(FileBackend):
         for part in self._link.memory.lay_out([read.key for read in todo], [read.page for read in todo]):
             group = todo[done : done + len(part)]
             done += len(part)
-            if self._moved(False, part, [read.fd for read in group]):
-                for index, read in enumerate(group):
-                    read.verdict = part.check(index, self._sealer)
-            else:
-                super()._read(group)
+            moved = self._moved(False, part, [read.fd for read in group])
+            for index in itertools.compress(range(len(group)), moved):
+                group[index].verdict = part.check(index, self._sealer)
+            super()._read(group)
 
     def _write(self, writes: Sequence[FileWrite]) -> None:
         done = 0
@@ -67,23 +66,22 @@ class NixlFiles(FileBackend):
             done += len(part)
             part.gather()
             part.seal(self._sealer)
-            if self._moved(True, part, [write.fd for write in group]):
-                for write in group:
-                    write.is_filled = True
-            else:
-                super()._write(group)
+            moved = self._moved(True, part, [write.fd for write in group])
+            for file, good in zip(group, moved):
+                file.is_filled = good
+            super()._write([file for file in group if not file.is_filled])
 
-    def _moved(self, write: bool, part: LaidOut, fds: Sequence[int]) -> bool:
+    def _moved(self, write: bool, part: LaidOut, fds: Sequence[int]) -> list[bool]:
         transfers = [
             Transfer(fd, num_bytes, seal_first(spans))
             for fd, num_bytes, spans in zip(fds, part.num_bytes, part.spans, strict=True)
         ]
         self._count("pages_copied", part.num_copied)
         self._count("pages_in_place", len(part) - part.num_copied)
-        whole = all(self._link.run(write, transfers))
-        if not whole:
+        moved = self._link.run(write, transfers)
+        if not all(moved):
             self._count("transfer_errors")
-        return whole
+        return moved
 
 
 class NixlObjects(S3Backend):
@@ -126,7 +124,7 @@ class NixlObjects(S3Backend):
             if write:
                 part.gather()
             moved = self._link.run(write, self._transfers(part))
-            for index in (index for index, good in enumerate(moved) if good and not write):
+            for index in () if write else itertools.compress(range(len(part)), moved):
                 part.scatter(index)
             failed = [index for index, good in enumerate(moved) if not good]
             for index, good in zip(failed, self._moved_plainly(write, group, failed)):

@@ -13,7 +13,7 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, file, open_storage
 from hiradix.storage.nixl_backend import NixlBackend
 from hiradix.storage.nixl_link import POSIX_ENGINES, NixlConfig, NixlLink, Transfer
 from hiradix.storage.retry import RetryingStorage
@@ -152,6 +152,27 @@ def test_page_that_a_transfer_cannot_move_costs_only_itself(
     monkeypatch.setattr(store._link, "run", shrink_and_run)
     assert hits(store, keys_of(8)) == [index != 3 for index in range(8)]
     assert store.stats()["transfer_errors"] == 1
+    store.close()
+
+
+def test_what_was_moved_is_not_moved_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a transfer of which one page failed, only that page is moved without NIXL."""
+    store = NixlBackend(file_context(tmp_path))
+    run, plainly = store._link.run, []
+
+    def fail_one(write: bool, transfers: Any) -> list[bool]:
+        assert all(run(write, transfers))
+        return [index != 3 for index in range(len(transfers))]
+
+    def noted(name: str) -> None:
+        call = getattr(file, name)
+        monkeypatch.setattr(file, name, lambda *args: plainly.append(name) or call(*args))
+
+    monkeypatch.setattr(store._link, "run", fail_one)
+    noted("read_into")
+    noted("write_from")
+    assert put(store, keys_of(8)) == [True] * 8 and hits(store, keys_of(8)) == [True] * 8
+    assert plainly == ["write_from", "read_into"]
     store.close()
 
 
