@@ -66,6 +66,7 @@ FIRST_WINDOW = 4096  # tokens of a key packed at once, so that it is not packed 
 WINDOW_TOKENS = 16384  # and at once further on
 FEW_TOKENS = 1536  # up to here array('q') is packed without numpy, which is slower with cold caches
 _IN_HALVES = sys.byteorder == "little" and not ids.IS_BUILT
+_NO_TOKENS: Tokens = np.empty(0, np.int64)
 
 
 def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
@@ -139,7 +140,7 @@ class RadixKey:
         page_extras: Sequence[bytes | None] | None = None,
     ):
         self._array: array[int] | None = None
-        self._tokens: Tokens | None = None
+        self._tokens = _NO_TOKENS  # of an array, each look at it makes a view of its own: it may grow
         if isinstance(token_ids, array) and token_ids.typecode == "q":
             self._array = token_ids
         else:
@@ -147,7 +148,7 @@ class RadixKey:
         self.bookmark = Bookmark()
         self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
-        num_tokens = len(token_ids) if self._tokens is None else len(self._tokens)
+        num_tokens = len(self._tokens if self._array is None else self._array)
         self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)
 
     def _set(self, space: Namespace, num_tokens: int) -> None:
@@ -158,18 +159,13 @@ class RadixKey:
     def first(token_ids: Any, num_tokens: int, space: Namespace) -> RadixKey:
         """The key of the first `num_tokens` tokens, or of all if there are fewer. Looks at none.
 
-        An `array('q')` may grow while the key lives, until `tokens` is asked for; they may not change.
+        An `array('q')` may grow while the key lives; its tokens may not change.
         """
         key = RadixKey(token_ids)
-        if num_tokens < key.num_tokens and key._tokens is not None:
+        if num_tokens < key.num_tokens and key._array is None:
             key._tokens = key._tokens[:num_tokens]
         key._set(space, min(num_tokens, key.num_tokens))
         return key
-
-    def let_go(self) -> None:
-        """Have an `array('q')` be free to grow again; what is packed of it stays."""
-        if self._array is not None:
-            self._tokens = None
 
     def resume(self, token_ids: Any, num_tokens: int, space: Namespace) -> bool:
         """Become the key of the first `num_tokens` tokens, which may be more or fewer, with what is packed.
@@ -179,18 +175,13 @@ class RadixKey:
         known = self._array
         if known is None or known is not token_ids or self.space != space:
             return False
-        self._tokens = None
         self._set(space, min(num_tokens, len(known)))
         return True
 
     @property
     def tokens(self) -> Tokens:
-        """int64 [num_tokens]: a view."""
-        found = self._tokens
-        if found is None:
-            assert self._array is not None
-            self._tokens = found = as_tokens(self._array)[: self.num_tokens]
-        return found
+        """int64 [num_tokens]: a view. An `array('q')` cannot grow while somebody has one of it."""
+        return self._tokens if self._array is None else as_tokens(self._array)[: self.num_tokens]
 
     def _like(self, tokens: Tokens, space: Namespace) -> RadixKey:
         key = RadixKey(tokens)
@@ -279,12 +270,10 @@ class RadixKey:
         return self._packed(start, end)
 
     def _packed(self, start: int, end: int) -> tuple[bytes, int]:
-        if self._array is None:
-            return packed(self.tokens, start, end)
         assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
-        if _IN_HALVES:
+        if _IN_HALVES and self._array is not None:
             return _packed_array(self._array, start, end)
-        return packed(as_tokens(self._array), start, end)  # its own view, gone at once: the array may grow
+        return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:
         """Names a page below its parent: equal iff tokens, extra and (for page 0) namespace are."""

@@ -27,6 +27,7 @@ TIMEOUT_S = 300.0
 CACHE, TIERS, PORTS, FRONT, BUILD = (
     f"adapters/sglang/{name}.py" for name in ("cache", "tiers", "ports", "front", "build")
 )
+KEY = "tree/key.py"
 
 FAULTS = [
     Fault(
@@ -98,7 +99,13 @@ FAULTS = [
     Fault(
         "load back: the quota is not looked at", TIERS, "load_back(match, quota)", "load_back(match, None)"
     ),
-    Fault("match: the request's array stays held", CACHE, "            key.let_go()\n", ""),
+    Fault(
+        "match: the request's array stays held",
+        KEY,
+        "return self._tokens if self._array is None else as_tokens(self._array)[: self.num_tokens]",
+        "self._tokens = self._tokens if len(self._tokens) else as_tokens(self._array)[: self.num_tokens]\n"
+        "        return self._tokens",
+    ),
     Fault(
         "checkpoint: the key is what was matched",
         CACHE,

@@ -102,7 +102,6 @@ def test_a_key_is_resumed_when_its_array_has_grown(is_bigram: bool, num_tokens: 
     insert(tree, RadixKey([0, 1, 2, 3, 99, 99, 99, 99], "adapter", is_bigram, cache_salt="salt"))
     key = RadixKey.first(tokens, 7, space)
     assert depth(tree, key) == 2 - is_bigram and len(key.tokens) == 7
-    key.let_go()
     tokens.extend(range(8, 40))
     assert key.resume(tokens, num_tokens, space)
     fresh = RadixKey.first(array("q", range(40)), num_tokens, space)

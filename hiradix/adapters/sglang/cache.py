@@ -88,7 +88,6 @@ class HiRadixPrefixCache(Front):
             return MatchResult(0, root, root, root)
         node, loadable = self.inner.cache.match(key)
         if params.req is not None:  # what was packed is looked at again when it has run
-            key.let_go()
             params.req.hiradix_key = key
         size, num_host = self.page_size, loadable.end - node.end
         num_window = self._window_tokens_on_host(loadable) if num_host and self._has_windows else 0
