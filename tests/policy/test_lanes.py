@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hiradix.policy import ghd
 from hiradix.policy.ghd_learner import GhdLearner
 from hiradix.policy.ghd_order import LaneOrder
-from hiradix.policy.ghd_tables import ClassTables, falling
+from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables, falling
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
@@ -267,3 +267,35 @@ def test_whatever_became_of_its_path_all_that_is_evictable_leaves(seed: int) -> 
         evictable = life.tree.evictable_pages(tier)
         freed = life.tree.evict(0, tier, evictable)
         assert sum(len(f.pages) for f in freed if f.tier is tier) == evictable
+
+
+def followers(*class_ids: int) -> tuple[RadixTree, list[Node]]:
+    """A path of nodes in both tiers, one page each, the first two with one note: the first, which has no
+    place in its lane, is to follow the second."""
+    tree, path = TwoTiers(0).tree, []
+    for end, class_id in enumerate(class_ids, 1):
+        done = tree.insert(RadixKey(list(range(end))), DEVICE, [np.arange(end, dtype=np.int32)])
+        path.append(done.lock.node)
+        path[-1].note = Note(Use(0, 0, EMPTY), 0, class_id, 1)
+        tree.unlock(done.lock)
+    path[1].note = path[0].note
+    tree.adopt(path[-1], 0, HOST, np.arange(len(path), dtype=np.int32))
+    assert tree.coldest(0, HOST, 1) == [path[1]]
+    return tree, path
+
+
+def test_where_one_can_no_longer_leave_the_one_is_found_that_was_to_follow_him() -> None:
+    """What is below the second keeps it on the host; the first is on the device too, so it may go."""
+    tree, path = followers(SHARED, SHARED, CONVERSATION)
+    tree.demote(path[2])
+    tree.demote(path[1])
+    tree.evict(0, HOST, 1)
+    assert [node.resident(HOST) for node in path] == [False, True, True]
+
+
+def test_where_one_was_used_again_the_one_is_found_that_was_to_follow_him() -> None:
+    tree, path = followers(SHARED, SHARED)
+    for node, class_id in zip(path, (SHARED, CONVERSATION), strict=True):
+        node.note = Note(Use(1, 0, EMPTY), 0, class_id, 2)
+    tree.evict(0, HOST, 1)
+    assert [node.resident(HOST) for node in path] == [False, True]
