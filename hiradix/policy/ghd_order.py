@@ -52,12 +52,14 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.update(entries)
-        if self._is_plain:  # a path, deepest first: what follows has a child
-            if entries:
-                self._came(entries[0])
-        else:
+        if not self._is_plain:
             self.touched(entries)
-        self.num_pages += self._pages_of(entries)
+            self.num_pages += _pages_of(entries)
+        elif entries:  # a path without gaps, deepest first: what follows has a child
+            self._came(entries[0])
+            deepest, top = entries[0].node, entries[-1].node
+            assert deepest is not None and top is not None
+            self.num_pages += deepest.end - top.start
         if self.num_pages > self._most_pages:
             self._most_pages = self.num_pages
             self._log.grow(self.num_pages)
@@ -66,18 +68,7 @@ class LaneOrder:
         if not isinstance(entries, list):
             entries = list(entries)
         self._live.difference_update(entries)
-        self.num_pages -= self._pages_of(entries)
-
-    def _pages_of(self, entries: list[Residency]) -> int:
-        """Pages of what is pushed or removed at once; in a plain order a path without gaps, either way up."""
-        if self._is_plain and entries:
-            first, last = entries[0].node, entries[-1].node
-            assert first is not None and last is not None
-            return first.end - last.start if first.end > last.start else last.end - first.start
-        count = 0
-        for entry in entries:
-            count += len(entry.pages)  # type: ignore[arg-type]
-        return count
+        self.num_pages -= _pages_of(entries)  # a path too, but in any order
 
     def touched(self, entries: Iterable[Residency]) -> None:
         """As `remove` and `push` of them, but that a place stands for as long as its note does."""
@@ -276,3 +267,10 @@ class LaneOrder:
             self._came(entry)
             if self._covers and before is not None and before is not entry.rank:
                 self._uncover(entry)
+
+
+def _pages_of(entries: list[Residency]) -> int:
+    count = 0
+    for entry in entries:
+        count += len(entry.pages)  # type: ignore[arg-type]
+    return count

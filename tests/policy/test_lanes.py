@@ -299,3 +299,19 @@ def test_where_one_was_used_again_the_one_is_found_that_was_to_follow_him() -> N
         node.note = Note(Use(1, 0, EMPTY), 0, class_id, 2)
     tree.evict(0, HOST, 1)
     assert [node.resident(HOST) for node in path] == [False, True]
+
+
+def test_what_a_lock_covers_is_counted_once_in_whatever_order_it_comes() -> None:
+    """The last of four nodes is on the host alone, the third in both tiers: for its copy on the host the
+    first two, which are on the device alone, are locked there before the third is."""
+    tree = TwoTiers(0).tree
+    for end in (1, 2, 3, 4):
+        done = tree.insert(RadixKey(list(range(end))), DEVICE, [np.arange(end, dtype=np.int32)])
+        tree.unlock(done.lock)
+    last = done.lock.node
+    tree.adopt(last, 0, HOST, np.arange(2, dtype=np.int32))
+    tree.demote(last)
+    lock = tree.lock(last, DEVICE)
+    assert tree.evictable_pages(DEVICE) == 0
+    tree.unlock(lock)
+    assert tree.evictable_pages(DEVICE) == 3
