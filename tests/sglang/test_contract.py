@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 
 from hiradix.tree import Tier
 from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig
@@ -100,6 +100,21 @@ def test_what_is_kept_is_what_a_request_has_computed_not_what_it_was_matched_by(
     rig.finish(req)
     found = [rig.match(rig.request([token] * 4 * PAGE + [1])).device_prefix_len for token in (3, 4)]
     assert found == [0, 4 * PAGE]
+    rig.check()
+
+
+@pytest.mark.parametrize("num_tokens", [1, PAGE, PAGE + 1])
+def test_an_eviction_frees_whole_pages_and_says_how_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    rig, told = Rig(), []
+    for first in range(1, 6):
+        rig.run([first] * PAGE + [1])
+    monkeypatch.setattr(rig.cache, "update_eviction_metrics", lambda count, since: told.append(count))
+    before = rig.allocator.available_size()
+    freed = rig.cache.evict(EvictParams(num_tokens=num_tokens)).num_tokens_evicted
+    assert freed == -(-num_tokens // PAGE) * PAGE == rig.allocator.available_size() - before
+    assert told == [freed]
     rig.check()
 
 

@@ -166,6 +166,18 @@ def test_page_ids_that_nobody_can_write_are_kept_as_they_are(is_kept: bool) -> N
     assert not np.shares_memory(parted.device.pages, pages)
 
 
+@pytest.mark.parametrize("kind", ["others may write", "no int32"])
+def test_page_ids_over_other_memory_are_copied(kind: str) -> None:
+    ids = np.arange(6, dtype=np.int32)
+    pages = np.frombuffer(bytearray(ids), np.int32) if kind == "others may write" else ids.astype(">i4")
+    if kind == "no int32":
+        pages = np.frombuffer(pages.tobytes(), ">i4")
+    tree = RadixTree(4)
+    node = tree.insert(RadixKey(range(24)), DEVICE, [pages]).lock.node
+    assert node.device.pages.dtype == np.int32 and node.device.pages.tolist() == ids.tolist()
+    assert not np.shares_memory(node.device.pages, pages)
+
+
 # -- parts ------------------------------------------------------------------------------
 
 

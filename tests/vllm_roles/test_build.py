@@ -10,7 +10,7 @@ import torch
 
 from hiradix.adapters.vllm import build
 from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker
-from hiradix.adapters.vllm.layout import grouping
+from hiradix.adapters.vllm.layout import Interior, grouping
 from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.prefix_cache import ModelIdentity
 from hiradix.storage import ComponentPages
@@ -33,7 +33,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
-def built(folder: object, groups: list[tuple[Any, list[int]]]) -> None:
+def built(
+    folder: object, groups: list[tuple[Any, list[int]]], interior: Interior = Interior.TOKENS
+) -> None:
     """A worker over `groups`, each a spec and its layers, with a store of files; closed again."""
     named = [KVGroup(spec, [f"layers.{layer}.attn" for layer in layers]) for spec, layers in groups]
     keys = {"file_storage_path": str(folder)}
@@ -42,7 +44,7 @@ def built(folder: object, groups: list[tuple[Any, list[int]]]) -> None:
     }  # fmt: skip
     plan = WorkerPlan(
         parse_settings(extra, S), grouping([spec for spec, _ in groups]), named, BLOCKS, None,
-        ModelIdentity("m"), 1,
+        ModelIdentity("m"), 1, interior,
     )  # fmt: skip
     caches = {name: torch.zeros(BLOCKS, HEADS, S, 8) for group in named for name in group.layers}
     made = build_worker(plan, caches)
@@ -73,3 +75,14 @@ def test_one_group_is_the_backbone_whatever_it_is(asked: Asked, tmp_path: object
     for spec in (FullAttentionSpec(), SlidingWindowSpec()):
         built(tmp_path, [(spec, [0, 1])])
         assert [pages.fingerprint.component for pages in asked] == [""]
+
+
+def test_pages_that_only_a_kernel_understands_are_stored_under_names_of_their_own(
+    asked: Asked, tmp_path: object
+) -> None:
+    digests = []
+    for interior in (Interior.TOKENS, Interior.K_THEN_V, Interior.OWN):
+        built(tmp_path, [(FullAttentionSpec(), [0, 1])], interior)
+        digests += [pages.fingerprint.digest() for pages in asked]
+    plain, translated, own = digests
+    assert plain == translated != own

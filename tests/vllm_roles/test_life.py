@@ -369,6 +369,25 @@ def test_what_a_request_left_before_a_reset_is_not_saved_after_it(policy: str) -
     assert orders.saves == ()
 
 
+@pytest.mark.parametrize(
+    ("policy", "saved", "num_fences"),
+    [("write_through", [[[1]]], 0), ("write_through_selective", [], 0), ("write_back", [[[1, 2, 3]]], 1)],
+)
+def test_a_step_waits_for_what_a_request_left_only_under_write_back(
+    policy: str, saved: list[list[list[int]]], num_fences: int
+) -> None:
+    """Else what this step writes to, and what is behind it, is not saved."""
+    vllm = MiniVLLM(World(write_policy=policy))
+    one = request("a", 3)
+    vllm.role.arrived(one)
+    vllm.role.allocated(one, lambda: [[1, 2, 3]], 0)
+    one.num_computed_tokens = 3 * S
+    vllm.role.finished(one, [[1, 2, 3]])
+    orders = vllm.role.step([StepRequest("b", 1, [2])], lambda request_id: [[2]])
+    assert [[move.device.tolist() for move in save.moves] for save in orders.saves] == saved
+    assert len(orders.fences) == num_fences and all(save.before_forward for save in orders.saves)
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_worker_that_ends_waits_for_storage_up_to_its_deadline(hangs: bool) -> None:
     store: list[dict[str, bytes]] = [{}]
