@@ -28,7 +28,7 @@ Span = tuple[str, int, int]  # of a file: path, first byte, number of bytes
 
 
 def host_memory(num_bytes: int) -> Any:
-    """uint8 [num_bytes], as host pools are: into pages of 4 KiB a disk reads half as fast, and unevenly."""
+    """uint8 [num_bytes], as host pools are: a disk reads slower, and unevenly, into pages of 4 KiB."""
     from hiradix.memory.host_memory import allocate
 
     return allocate(num_bytes, pin=False, unit=1)[0].numpy()

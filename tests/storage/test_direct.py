@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import BreakerLimits, BreakerState, GuardedStorage, GuardLimits
+from hiradix.storage.direct import DirectCalls
 from hiradix.storage.protocol import check_keys
 from tests.contracts.storage import FINGERPRINT, HOSTILE_KEYS, PAGE_BYTES, blank, hits, keys_of, page_of, put
 from tests.storage.doubles import (
@@ -95,6 +96,17 @@ def test_everybody_else_gets_misses_while_a_call_is_overdue(world: World) -> Non
     assert found == [[True] * 3], "the pages came, if late"
     assert world.storage.exists(keys_of(3)) == 3
     world.faulty.faults.clear()
+
+
+def test_one_overdue_call_of_several_is_enough() -> None:
+    calls = DirectCalls()
+    assert not calls.overdue(1e9)
+    calls.begin(9.0)
+    hung = calls.begin(2.0)
+    calls.begin(7.0)
+    assert not calls.overdue(2.0) and calls.overdue(2.1)
+    calls.end(hung)
+    assert not calls.overdue(2.1) and calls.overdue(7.1)
 
 
 def test_no_piece_is_begun_after_the_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
