@@ -97,6 +97,15 @@ def test_records_and_pages_leave_by_themselves() -> None:
     assert bench.cache.total_size() == (0, 0)
 
 
+def test_records_that_leave_with_their_pages_count_as_evicted() -> None:
+    bench = Bench()
+    for first in (0, 100, 200):
+        bench.insert(list(range(first, first + 12)))
+    assert bench.cache.evict(EvictParams(12, mamba_num=1)) == EvictResult(12, mamba_num_evicted=1)
+    assert bench.cache.total_size() == (24, 2)
+    bench.check()
+
+
 def test_pages_without_a_record_are_found_by_nobody() -> None:
     bench = Bench()
     own = bench.slots.alloc(12)
