@@ -10,16 +10,13 @@ import pytest
 import torch
 import transformers
 
-from hiradix.config import HiCacheConfig
 from hiradix.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
+from tests.engine.configs import TIERED
 from tests.engine.doubles import build_no_reuse
 
 MakeEngine = Callable[..., Engine]
-_TIERED = HiCacheConfig(
-    page_size=8, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0
-)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -76,11 +73,28 @@ def lfm2(reference: Callable[[str], Reference]) -> Reference:
 
 
 @pytest.fixture
+def gemma(reference: Callable[[str], Reference]) -> Reference:
+    """Layers 0 and 2 see 24 tokens, layers 1 and 3 all of them."""
+    return reference("gemma3")
+
+
+@pytest.fixture
 def make_recurrent(make_engine: MakeEngine, lfm2: Reference) -> MakeEngine:
+    return tiered(make_engine, lfm2, max_mamba_cache_size=24)
+
+
+@pytest.fixture
+def make_hybrid(make_engine: MakeEngine, gemma: Reference) -> MakeEngine:
+    return tiered(make_engine, gemma, swa_full_tokens_ratio=0.5)
+
+
+def tiered(make_engine: MakeEngine, model: Reference, **own: object) -> MakeEngine:
+    """Engines with a host tier, and device pools that do not hold the workload."""
+
     def make(**fields: object) -> Engine:
         sizes: dict[str, object] = {
-            "model_path": str(lfm2.path), "cache": _TIERED, "max_total_tokens": 384,
-            "chunked_prefill_size": 32, "max_mamba_cache_size": 24,
+            "model_path": str(model.path), "cache": TIERED, "max_total_tokens": 384,
+            "chunked_prefill_size": 32, **own,
         }  # fmt: skip
         return make_engine(**{**sizes, **fields})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hiradix.engine import Engine, Output, SamplingParams, TokenLogprob, Usage
 from hiradix.prefix_cache.records import STATE
 from hiradix.tree import Tier
+from tests.engine.checkpoints import Reference, prompts
 
 MAX_STEPS = 5000
 
@@ -81,3 +83,24 @@ def assert_no_state_out(engine: Engine) -> None:
     states: Any = engine._pools.states
     assert cache.mamba_protected_size() == 0
     assert states.available + cache.mamba_evictable_size() == states.num_pages
+
+
+def storm(engine: Engine, judge: Reference, rng: random.Random, seed: int) -> None:
+    """Shared beginnings, short and long answers, aborts at any step; what was answered whole is right."""
+    stems = prompts([70, 45], seed=seed)
+    asked: dict[str, list[int]] = {}
+    answers: dict[str, Answer] = {}
+    for number in range(14):
+        rid, stem = f"r{number}", rng.choice(stems)
+        [more] = prompts([rng.randrange(1, 40)], seed=99 + number)
+        asked[rid] = stem[: rng.randrange(8, len(stem))] + more
+        engine.add_request(rid, asked[rid], SamplingParams(max_new_tokens=rng.randrange(1, 40)))
+        for _ in range(rng.randrange(4)):
+            collect(answers, engine.step())
+        if rng.random() < 0.3:
+            engine.abort(rng.choice(list(asked)))
+    drain(engine, answers)
+    whole = [rid for rid in asked if answers[rid].finish_reason == "length"]
+    assert len(whole) >= 5 and set(answers) == set(asked)
+    judged = judge.judge([asked[rid] for rid in whole], [answers[rid].token_ids for rid in whole])
+    judged.assert_holds()

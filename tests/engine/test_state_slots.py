@@ -23,10 +23,10 @@ from hiradix.prefix_cache.records import STATE
 from hiradix.server.engine_service import snapshot_of
 from hiradix.tree import RadixKey, Tier
 from tests.engine.checkpoints import Reference, prompts
+from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, stored_in, with_storage
 from tests.engine.conftest import MakeEngine
-from tests.engine.driving import Answer, assert_no_state_out, collect, drain, records, serve, tokens
+from tests.engine.driving import Answer, assert_no_state_out, collect, drain, records, serve, storm, tokens
 from tests.engine.test_tiers import GREEDY, served_from, settle
-from tests.engine.test_windows import CONFIGS, DEVICE_ONLY, TIERED, stored_in, with_storage
 
 FAMILIES = ["lfm2", "qwen3-next"]
 
@@ -287,22 +287,7 @@ def test_a_storm_of_requests_loses_no_state(
         max_total_tokens=rng.choice([256, 400, 640]), max_mamba_cache_size=rng.choice([4, 7, 12, 30]),
         chunked_prefill_size=rng.choice([8, 24, 40, 13]), max_running_requests=rng.choice([2, 5]),
     )  # fmt: skip
-    stems = prompts([70, 45], seed=seed)
-    asked: dict[str, list[int]] = {}
-    answers: dict[str, Answer] = {}
-    for number in range(14):
-        rid, stem = f"r{number}", rng.choice(stems)
-        [more] = prompts([rng.randrange(1, 40)], seed=99 + number)
-        asked[rid] = stem[: rng.randrange(8, len(stem))] + more
-        engine.add_request(rid, asked[rid], SamplingParams(max_new_tokens=rng.randrange(1, 40)))
-        for _ in range(rng.randrange(4)):
-            collect(answers, engine.step())
-        if rng.random() < 0.3:
-            engine.abort(rng.choice(list(asked)))
-    drain(engine, answers)
-    whole = [rid for rid in asked if answers[rid].finish_reason == "length"]
-    assert len(whole) >= 5 and set(answers) == set(asked)
-    judge.judge([asked[rid] for rid in whole], [answers[rid].token_ids for rid in whole]).assert_holds()
+    storm(engine, judge, rng, seed)
     settle(engine)
     assert_no_state_out(engine)
 

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from hiradix.engine import SamplingParams
-from hiradix.memory import HostPool
 from hiradix.prefix_cache import MatchPrefixParams
-from hiradix.prefix_cache.records import STATE
 from hiradix.storage import ComponentPages, Stores, open_stores
-from hiradix.storage.seal import SEAL_BYTES
-from hiradix.tree import RadixKey, Tier
+from hiradix.tree import RadixKey
 from tests.engine.checkpoints import Reference, prompts
+from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, with_storage
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import assert_no_state_out, serve, tokens
+from tests.engine.test_mixed import spoil
 from tests.engine.test_tiers import GREEDY, converse, served_from, settle
-from tests.engine.test_windows import CONFIGS, DEVICE_ONLY, TIERED, with_storage
 
 FAMILIES = ["lfm2", "qwen3-next"]
-
-
-def spoil(array: torch.Tensor) -> None:
-    array.normal_(generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -117,40 +108,6 @@ def test_page_sizes(
     assert served_from(answers)["device"] + served_from(answers)["host"] > 0
 
 
-@pytest.mark.parametrize("policy", ["wait_complete", "best_effort", "timeout"])
-def test_answers_do_not_depend_on_storage(
-    policy: str, lfm2: Reference, make_recurrent: MakeEngine, tmp_path: Path
-) -> None:
-    config = with_storage(tmp_path, "disk")
-    engine = make_recurrent(cache=replace(config, hicache_storage_prefetch_policy=policy))
-    identity, _ = converse(engine, lfm2)
-    identity.assert_holds()
-    assert_no_state_out(engine)
-
-
-@pytest.mark.parametrize("backend", ["file", "disk"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_storage_serves_states_after_a_flush_and_in_another_engine(
-    backend: str,
-    family: str,
-    reference: Callable[[str], Reference],
-    make_recurrent: MakeEngine,
-    tmp_path: Path,
-) -> None:
-    judge, asked = reference(family), prompts([97, 129, 73], seed=2)
-    config = with_storage(tmp_path, backend)
-    engine = make_recurrent(model_path=str(judge.path), cache=config)
-    first = serve(engine, asked, GREEDY)
-    judge.judge(asked, tokens(first)).assert_holds()
-    settle(engine)
-    assert engine.flush()
-    for served in (engine, make_recurrent(model_path=str(judge.path), cache=config)):
-        answers = serve(served, asked, GREEDY)
-        judge.judge(asked, tokens(answers)).assert_holds()
-        assert [answer.usage.cached_storage for answer in answers if answer.usage] == [96, 128, 72]
-        settle(served)
-        assert_no_state_out(served)
-
 
 def test_what_storage_is_told_of_records(
     make_recurrent: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,47 +127,6 @@ def test_what_storage_is_told_of_records(
     assert {mark.page_size for mark in marks} == {8} and len({mark.digest() for mark in marks}) == 6
 
 
-def test_storage_serves_no_states_to_other_weights(
-    lfm2: Reference, make_recurrent: MakeEngine, tmp_path: Path
-) -> None:
-    """Same name, shapes and folder of pages: only the weights say that the records are not theirs."""
-    other = tmp_path / lfm2.path.name
-    shutil.copytree(lfm2.path, other)
-    file = other / "model.safetensors"
-    save_file({name: own * 1.25 for name, own in load_file(file).items()}, file, {"format": "pt"})
-    asked, config = prompts([97, 129], seed=4), with_storage(tmp_path, "file")
-    first = make_recurrent(cache=config)
-    serve(first, asked, GREEDY)
-    settle(first)
-    second = make_recurrent(model_path=str(other), cache=config)
-    answers = serve(second, asked, GREEDY)
-    Reference.load(other).judge(asked, tokens(answers)).assert_holds()
-    assert [answer.usage.cached_storage for answer in answers if answer.usage] == [0, 0]
-
-
-@pytest.mark.parametrize("component", [0, STATE])
-@pytest.mark.parametrize("is_checked", [True, False])
-def test_a_corrupted_page_from_storage_is_seen(
-    component: int, is_checked: bool, lfm2: Reference, make_recurrent: MakeEngine, tmp_path: Path
-) -> None:
-    """Damaged files are misses; with the checks off the answer goes wrong, so these records are read."""
-    asked = prompts([121], seed=3)
-    config = with_storage(tmp_path, "file")
-    extra = config.hicache_storage_backend_extra_config.with_backend(checksum=is_checked)
-    engine = make_recurrent(cache=replace(config, hicache_storage_backend_extra_config=extra))
-    serve(engine, asked, GREEDY)
-    settle(engine)
-    part = engine.cache.storage.parts[component]  # type: ignore[attr-defined]
-    for path in (tmp_path / "file" / part.backend.inner._folder.namespace).rglob("*.page"):
-        data = bytearray(path.read_bytes())
-        junk = torch.empty((len(data) - SEAL_BYTES) // 4)
-        spoil(junk)
-        data[SEAL_BYTES:] = junk.numpy().tobytes()
-        path.write_bytes(data)
-    assert engine.flush()
-    [answer] = serve(engine, asked, GREEDY)
-    assert answer.usage is not None and (answer.usage.cached_storage == 0) == is_checked
-    assert lfm2.judge(asked, [answer.token_ids]).holds == is_checked
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,22 +146,3 @@ def test_identity_rule_goes_red_on_one_corrupted_device_record(
         for layer in hybrid.other.array(name):
             spoil(layer[cache.record(match.last_device_node)])
         assert not judge.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
-
-
-@pytest.mark.parametrize("component", [0, STATE])
-def test_identity_rule_goes_red_on_one_corrupted_host_page(
-    component: int, lfm2: Reference, make_recurrent: MakeEngine, host_pools: list[HostPool]
-) -> None:
-    engine = make_recurrent()
-    asked = prompts([97], seed=2)
-    assert lfm2.judge(asked, tokens(serve(engine, asked, GREEDY))).holds
-    settle(engine)
-    serve(engine, prompts([170, 170], seed=5), GREEDY)
-    settle(engine)
-    cache: Any = engine.cache
-    for page in cache.tree.all_pages(Tier.HOST, component).tolist():
-        for view in host_pools[component].page_views(page):
-            spoil(torch.frombuffer(view, dtype=torch.float32))
-    [answer] = serve(engine, asked, GREEDY)
-    assert answer.usage is not None and answer.usage.cached_host > 0
-    assert not lfm2.judge(asked, [answer.token_ids]).holds
