@@ -213,14 +213,18 @@ def test_objects_of_another_length_in_own_memory_are_not_copied(owner: MooncakeB
     assert owner._own.find(owner._store, owner._names(keys_of(2)), lengths).keys() == {0}
 
 
-@pytest.mark.parametrize("moved", [-(1 << 40), 1 << 40])
-def test_addresses_outside_of_the_lent_memory_are_not_read(owner: MooncakeBackend, moved: int) -> None:
-    """Whatever the master says: what an earlier life of this process had lent is not mapped any more."""
+@pytest.mark.parametrize(("moved", "elsewhere"), [(-(1 << 40), ""), (1 << 40, ""), (0, "-other")])
+def test_addresses_outside_of_the_lent_memory_are_not_read(
+    owner: MooncakeBackend, moved: int, elsewhere: str
+) -> None:
+    """Whatever the master says: what an earlier life of this process had lent is not mapped any more, and
+    another member may have its memory at the same addresses.
+    """
 
     def replica(of: Any) -> Any:
         there = of.get_memory_descriptor().buffer_descriptor
         buffer = SimpleNamespace(
-            transport_endpoint=there.transport_endpoint,
+            transport_endpoint=there.transport_endpoint + elsewhere,
             size=there.size,
             buffer_address=there.buffer_address + moved,
         )
