@@ -16,7 +16,7 @@ from hiradix.policy.ghd_learner import GhdLearner
 from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables, falling
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import INFINITE, Lane, Place
+from hiradix.policy.lanes import FEW, INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Finished, Note, Use
@@ -315,3 +315,36 @@ def test_what_a_lock_covers_is_counted_once_in_whatever_order_it_comes() -> None
     assert tree.evictable_pages(DEVICE) == 0
     tree.unlock(lock)
     assert tree.evictable_pages(DEVICE) == 3
+
+
+def test_who_has_left_takes_no_room_in_a_lane() -> None:
+    life = Life(random.Random(0))
+    lane, places = Lane(CLASS, life.ranks), []
+    for number in range(1000):
+        place = Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), number, CLASS, 0), 0)
+        lane.enter(place, 0, number, number)
+        places.append(place)
+        if number:
+            place.entry = None
+    assert len(lane._items) <= 2 * FEW
+    lane.choose(1000)
+    assert lane.head is places[0]
+
+
+def test_who_left_before_anybody_asked_waits_for_no_lane() -> None:
+    life = TwoTiers(0)
+    for token in range(1000):
+        done = life.tree.insert(RadixKey([token]), DEVICE, [np.zeros(1, np.int32)])
+        life.tree.unlock(done.lock)
+        if token:
+            life.tree.drop(done.lock.node)
+    order = life.learner.orders[0]
+    assert len(order._fresh) < 200
+    assert len(life.tree.coldest(0, DEVICE, 1)) == 1
+
+
+def test_a_cache_remembers_four_times_what_it_holds() -> None:
+    learner = GhdLearner(1, 512)
+    learner.grow(1 << 20)
+    learner.grow(5)
+    assert learner.ghosts.limit == 4 << 20
