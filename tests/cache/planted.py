@@ -144,6 +144,8 @@ FAULTS = [
           "0 < predicted_s"),
     Fault("way: through what is there", READS,
           "first = found.start + found.known\n        step", "first = found.start\n        step"),
+    Fault("way: as many as there are", READS,
+          "step = max(self.step_pages, -(-(found.end - first) // MAX_STEPS))", "step = self.step_pages"),
     Fault("way: one right before the end", READS, "found.end - step // 2, step", "found.end, step"),
     Fault("way: again after one did not come", READS, "if p.tries or p.limit_s", "if p.limit_s"),
     Fault("way: one's window is not asked for whole", READS,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.cache.boundaries import MAX_TRIES, pages_of_a_step
+from hiradix.cache.boundaries import MAX_STEPS, MAX_TRIES, pages_of_a_step
 from hiradix.errors import StorageError
 from hiradix.policy.no_regret import Move, NoRegret
 from hiradix.transfer import JobKind
@@ -548,6 +548,22 @@ def test_what_is_there_is_no_step_on_the_way() -> None:
     on_the_way(world)
     world.settle()
     assert world.gets == [(0, 4), (1, 3)] and loadable(world) == 12
+
+
+def test_a_long_prompt_has_no_more_boundaries_on_the_way_than_a_prefetch_may_read() -> None:
+    tokens = list(range(6 * MAX_STEPS))
+    world = roomy()
+    for end in range(3, len(tokens) + 1, 3):
+        serve_key(world, tokens[:end])
+    world.restart()
+    world.set_policy("best_effort")
+    world.set_step(1)
+    world.gets.clear()
+    world.prefetch(RadixKey(tokens))
+    world.settle()
+    assert world.gets == [(0, 6), (1, 3)] * MAX_STEPS
+    assert world.cache.match(RadixKey(tokens)).loadable_node.end == len(tokens)
+    world.assert_drained()
 
 
 def test_who_waits_for_all_of_it_pays_for_no_boundary_on_the_way() -> None:
