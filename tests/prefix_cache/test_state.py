@@ -70,6 +70,16 @@ def test_a_match_ends_where_a_record_is() -> None:
     assert whole.mamba_branching_seqlen is None
 
 
+def test_another_namespace_learns_nothing_of_what_is_there() -> None:
+    bench = Bench()
+    bench.insert(list(range(12)))
+    tokens = [*range(8), 99, 99, 99, 99]
+    assert bench.cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).mamba_branching_seqlen == 8
+    for key in (RadixKey(tokens, "adapter"), RadixKey(tokens, cache_salt="tenant")):
+        found = bench.cache.match_prefix(MatchPrefixParams(key))
+        assert len(found.device_indices) == 0 and found.mamba_branching_seqlen is None
+
+
 def test_what_the_tree_has_already_is_freed() -> None:
     bench = Bench()
     first = bench.insert(list(range(12)))
