@@ -35,9 +35,10 @@ def _require(ok: bool, name: str, value: object, want: str) -> None:
 class SamplingParams:
     """How one request picks its tokens and when it ends; a bad value raises RequestError naming the field.
 
-    `temperature` 0 is greedy. `seed` None draws from the engine's own stream; an integer makes the request
-    repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's and the N
-    most likely tokens' log probabilities of the unscaled distribution. `stop` strings need a tokenizer.
+    `temperature` 0, or next to 0, is greedy. `seed` None draws from the engine's own stream; an integer makes
+    the request repeatable whatever runs beside it. `logprobs` None returns none, N returns the chosen token's
+    and the N most likely tokens' log probabilities of the unscaled distribution. `stop` strings need a
+    tokenizer.
     """
 
     max_new_tokens: int = 128

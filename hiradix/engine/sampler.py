@@ -10,6 +10,9 @@ import torch
 
 from hiradix.engine.api import SamplingParams, TokenLogprob
 
+GREEDY_BELOW = 1e-5
+"""A temperature under which the best token is all there is, and logits over it are no numbers any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -28,7 +31,7 @@ class SeedSource:
 
     def generator(self, params: SamplingParams) -> torch.Generator | None:
         """A fresh generator for a request that samples, None for a greedy one."""
-        if params.temperature == 0.0:
+        if params.temperature < GREEDY_BELOW:
             return None
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         return torch.Generator(self._device).manual_seed(seed)
@@ -51,7 +54,9 @@ def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generat
         return int(torch.multinomial(probs, 1, generator=generator))
     ordered, tokens = probs.sort(descending=True, stable=True)
     before = ordered.cumsum(0) - ordered
-    kept = ordered.masked_fill_(before >= params.top_p, 0.0)
+    dropped = before >= params.top_p
+    dropped[0] = False  # a top_p that float32 takes for 0 would leave nothing to draw from
+    kept = ordered.masked_fill_(dropped, 0.0)
     return int(tokens[torch.multinomial(kept, 1, generator=generator)])
 
 

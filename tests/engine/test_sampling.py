@@ -98,3 +98,17 @@ def test_greedy_takes_the_largest_logit() -> None:
     logits[0, 5] = logits[1, 0] = logits[2, VOCAB - 1] = 1.0
     draws = [Draw(SamplingParams(), None)] * 3
     assert [entry.token_id for entry in sample(logits, draws)] == [5, 0, VOCAB - 1]
+
+
+@pytest.mark.parametrize("smallest", [1e-6, 1e-37, 1e-45, 5e-324])
+def test_next_to_no_temperature_is_greedy_and_ends_no_engine(smallest: float) -> None:
+    logits = torch.tensor([2.0, -30.0, 40.0, 39.0])
+    params = SamplingParams(temperature=smallest, seed=1)
+    assert set(draw_many(logits, params, 5)) == {2}
+    assert set(draw_many(logits, replace(params, top_p=0.5), 5)) == {2}
+
+
+@pytest.mark.parametrize("smallest", [1e-9, 1e-46, 5e-324])
+def test_next_to_no_top_p_keeps_the_likeliest_token(smallest: float) -> None:
+    logits = torch.tensor([2.0, -30.0, 5.0, 4.0])
+    assert set(draw_many(logits, SamplingParams(temperature=1.0, top_p=smallest, seed=1), 5)) == {2}
