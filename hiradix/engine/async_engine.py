@@ -167,13 +167,14 @@ class EngineThread:
         return not (self._deferred and self._engine.is_idle())
 
     def _run_commands(self) -> None:
-        """Run what was submitted before this step, then what waited for an idle engine."""
+        """Run what was submitted before this step, then what waited for an idle engine and still does."""
         for _ in range(len(self._commands)):
             command = self._commands.popleft()
             if command.when_idle:
                 self._deferred.append(command)
             else:
                 _execute(command, self._engine)
+        self._deferred = [command for command in self._deferred if not command.future.cancelled()]
         while self._deferred and self._engine.is_idle():
             _execute(self._deferred.pop(0), self._engine)
 

@@ -118,6 +118,23 @@ def test_when_idle_waits_for_the_requests(served: EngineThread) -> None:
     assert flushed and num_outputs == 199
 
 
+def test_who_gave_up_waiting_for_an_idle_engine_takes_no_place(
+    served: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hiradix.engine.async_engine.MAX_COMMANDS", 4)
+
+    async def run() -> str | None:
+        outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))
+        for _ in range(10):  # flushes that the traffic never lets through
+            await anext(outputs)
+            served.submit(lambda engine: engine.flush(), when_idle=True).cancel()
+        answer = await stream(served, "b", [1, 2])
+        await outputs.aclose()
+        return answer[-1].finish_reason
+
+    assert asyncio.run(asyncio.wait_for(run(), WAIT_S)) == "length"
+
+
 def test_idle_engine_does_not_spin(
     served: EngineThread, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
