@@ -39,8 +39,11 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens the model wants at its start."""
-        return list(self._tokenizer.encode(text))
+        """Token ids of a prompt, with the special tokens the model wants at its start.
+
+        RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
@@ -57,7 +60,10 @@ class Tokenizer:
         return text
 
     def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation with the assistant's turn opened; RequestError if that fails."""
+        """Token ids of a conversation with the assistant's turn opened; RequestError where it has none.
+
+        The same where the text is none, as in `encode`.
+        """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use completions")
         from jinja2 import TemplateError
@@ -68,7 +74,15 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"messages: the chat template refused them: {error}") from error
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"half a character at {error.start} of the text") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 class TextStream:

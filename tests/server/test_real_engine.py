@@ -143,6 +143,16 @@ def test_chat_text_is_the_same_whole_and_streamed(model: Path) -> None:
     assert cached({"usage": chunks[-1]["usage"]})["device"] > 0
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "end_of_session"])
+def test_text_that_is_none_is_the_clients_mistake(model: Path, path: str) -> None:
+    field = "messages" if path.startswith("chat") else "prompt"
+    half = {"messages": '[{"role": "user", "content": "a\\ud83d"}]', "prompt": '"a\\ud83d"'}[field]
+    with serving(model) as http:
+        reply = http.post(f"/v1/{path}", content=f'{{"{field}": {half}}}')
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == field, reply.text
+        ask(http, "a\U0001f600")
+
+
 def test_requests_that_can_never_run(model: Path) -> None:
     with serving(model) as http:
         too_long = http.post("/v1/completions", json={"prompt": [7] * 5000})
