@@ -7,6 +7,7 @@ the process, so names of one file can be compared with each other and with nothi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -77,17 +78,24 @@ class TraceRecorder:
         if self._file.closed:
             return
         if len(text) > self._left:
-            logger.warning("--record-trace %s: full, recording has stopped", self._path)
-            self._file.close()
+            self._stop("full")
             return
         self._left -= len(text)
         try:
             self._file.write(text)
             self._file.flush()
         except OSError as error:
-            logger.warning("--record-trace %s: %s, recording has stopped", self._path, error)
-            self._left = 0
+            self._stop(str(error))
+
+    def _stop(self, why: str) -> None:
+        logger.warning("--record-trace %s: %s, recording has stopped", self._path, why)
+        with contextlib.suppress(OSError):  # what a full disk did not take is written once more
+            self._file.close()
 
     def close(self) -> None:
+        """End the recording; never raises."""
         with self._lock:
-            self._file.close()
+            try:
+                self._file.close()
+            except OSError as error:
+                logger.warning("--record-trace %s: its last line is lost: %s", self._path, error)

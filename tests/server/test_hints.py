@@ -100,6 +100,27 @@ def test_a_full_file_ends_the_recording_and_not_the_server(tmp_path: Path) -> No
     assert len(read_trace(tmp_path / "trace").calls) > 5
 
 
+@pytest.fixture
+def on_a_full_disk(tmp_path: Path) -> TraceRecorder:
+    """What was written stays in a buffer, and closing the file tries that again."""
+    recorder = TraceRecorder(tmp_path / "trace")
+    recorder._file.close()
+    recorder._file = open("/dev/full", "w", encoding="ascii")
+    return recorder
+
+
+def test_a_full_disk_ends_the_recording_and_not_a_request(on_a_full_disk: TraceRecorder) -> None:
+    for _ in range(3):
+        on_a_full_disk.record(list(range(200)), 1, Scope())
+    assert on_a_full_disk._file.closed
+
+
+def test_a_full_disk_does_not_keep_the_server_from_ending(on_a_full_disk: TraceRecorder) -> None:
+    on_a_full_disk._file.write("in the buffer")
+    on_a_full_disk.close()
+    assert on_a_full_disk._file.closed
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("mine")
     with pytest.raises(ConfigError, match="--record-trace"):
