@@ -22,6 +22,9 @@ class BreakerState(Enum):
     HALF_OPEN = "half_open"
 
 
+_CLOSED = BreakerState.CLOSED
+
+
 @dataclass(frozen=True)
 class BreakerLimits:
     """When to open, and how many seconds to stay open before the next probe."""
@@ -31,7 +34,7 @@ class BreakerLimits:
 
 
 class Breaker:
-    """Thread-safe. Every admission must be answered with `record`, once."""
+    """Thread-safe. Every admission must be answered with `record`, once. No lock while nothing fails."""
 
     def __init__(self, limits: BreakerLimits, clock: Callable[[], float]):
         self._limits = limits
@@ -49,6 +52,9 @@ class Breaker:
 
     def admit(self) -> Admission | None:
         """A receipt for one call, or None: refused. In half-open the first caller becomes the probe."""
+        epoch = self._epoch  # read before the state: one that has passed meanwhile makes the answer void
+        if self._state is _CLOSED:
+            return Admission(epoch)
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return Admission(self._epoch)
@@ -60,6 +66,8 @@ class Breaker:
 
     def record(self, admission: Admission, ok: bool) -> bool:
         """How an admitted call ended. True when this changed the state to open or closed."""
+        if ok and not self._failures and self._state is _CLOSED:
+            return False
         with self._lock:
             if admission != self._epoch:
                 return False

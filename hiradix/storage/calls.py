@@ -49,28 +49,32 @@ class Batch:
 
 @dataclass(slots=True)
 class Session:
-    """One call: how long it may take, and where it runs. This one runs on the caller's thread."""
+    """One call: until when it may take, by `clock`, and where it runs. This one runs on the caller's thread.
+    """
 
-    left_s: Callable[[], float]
-    afterwards: Callable[[], None]
+    clock: Callable[[], float]
+    deadline: float
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; less than 0 behind it."""
+        return self.deadline - self.clock()
 
     def run(self, work: Callable[[], T]) -> T:
         """What `work` returns or raises. CallTimeout, without asking, when no time is left."""
-        if self.left_s() < 0:
+        if self.clock() > self.deadline:
             raise CallTimeout("no time left for the rest of the batch")
         try:
             return work()
         except SystemExit as error:  # a caller's thread is no backend's to end
             raise StorageError(f"{type(error).__name__}: {error}") from error
-        finally:
-            self.afterwards()
 
 
 @dataclass(slots=True)
 class LaneSession(Session):
-    """Runs on a lane, which can be left behind."""
+    """Runs on a lane, which can be left behind. afterwards: to be called there when the work has ended."""
 
     lane: Lane
+    afterwards: Callable[[], None]
 
     def run(self, work: Callable[[], T]) -> T:
         return self.start(work)()
@@ -103,6 +107,8 @@ class LaneSession(Session):
 
 def checked_count(answer: object, limit: int) -> int:
     """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if type(answer) is int and 0 <= answer <= limit:
+        return answer
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
         raise BadAnswer(f"exists answered {answer!r:.80} for {limit} keys")
     return int(answer)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
 from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
@@ -100,12 +101,13 @@ class GuardedStorage:
 
         def ask(session: Session) -> None:
             nonlocal found
-            names, before = self._names(keys), self._names(prefix_keys)
-            found = checked_count(session.run(lambda: self.backend.exists(names, before)), len(keys))
+            work = partial(self.backend.exists, self._names(keys), self._names(prefix_keys))
+            found = checked_count(session.run(work), len(keys))
 
-        reason = self._call(Op.EXISTS, keys, 0, ask)
-        missed = (reason or MissReason.ABSENT, len(keys) - found)
-        self._meters.pages(Op.EXISTS, found, 0, (missed,))
+        reason, duration_s = self._call(Op.EXISTS, keys, 0, ask)
+        absent = len(keys) - found
+        missed = ((reason or MissReason.ABSENT, absent),) if absent else ()
+        self._meters.of(Op.EXISTS).ended(duration_s, found, 0, missed)
         return found
 
     def get(
@@ -181,7 +183,7 @@ class GuardedStorage:
 
     def histograms(self) -> Mapping[Op, Histogram]:
         """Durations of calls that reached the backend."""
-        return {op: self._meters.histogram(op) for op in Op}
+        return {op: self._meters.of(op).histogram() for op in Op}
 
     def stats(self) -> Mapping[str, float]:
         """Figures by name; the backend's own as `backend_*`, as of its last call. Never waits for I/O."""
@@ -198,10 +200,13 @@ class GuardedStorage:
 
     # -- one call -----------------------------------------------------------------------
 
-    def _names(self, keys: Sequence[str]) -> list[str]:
-        return list(keys) if self._traits.namespaced else [f"{self._digest[:32]}-{key}" for key in keys]
+    def _names(self, keys: Sequence[str]) -> Sequence[str]:
+        """What the backend knows `keys` as; the caller's own sequence only where it is waited for."""
+        if self._traits.namespaced:
+            return keys if self._traits.direct else list(keys)
+        return [f"{self._digest[:32]}-{key}" for key in keys]
 
-    def _before(self, prefix_keys: Sequence[str] | None) -> list[str] | None:
+    def _before(self, prefix_keys: Sequence[str] | None) -> Sequence[str] | None:
         return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
 
     def _move(self, op: Op, batch: Batch) -> list[bool]:
@@ -213,11 +218,11 @@ class GuardedStorage:
             runs = chunks(staged, self._piece_bytes(max(staged, default=0)))
             self._move_chunks(op, session, batch, runs)
 
-        reason = self._call(op, keys, sum(sizes), move)
+        reason, duration_s = self._call(op, keys, sum(sizes), move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
         missed = (*batch.refused.items(), (reason or MissReason.ABSENT, lost))
         num_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
-        self._meters.pages(op, batch.ok.count(True), num_bytes, missed)
+        self._meters.of(op).ended(duration_s, batch.ok.count(True), num_bytes, missed)
         return batch.ok
 
     def _piece_bytes(self, longest_bytes: int) -> int:
@@ -236,18 +241,21 @@ class GuardedStorage:
 
     def _call(
         self, op: Op, keys: Sequence[str], num_bytes: int, body: Callable[[Session], None]
-    ) -> MissReason | None:
-        """Run `body` behind breaker and deadline; the reason why it did not come to its end."""
+    ) -> tuple[MissReason | None, float | None]:
+        """Run `body` behind breaker and deadline: why it did not come to its end, and the seconds it took.
+
+        None for these: it did; it was not begun.
+        """
         if not (self._traits.checks_keys or self._keys_ok(op, keys)):
-            return MissReason.BAD_KEY
+            return MissReason.BAD_KEY, None
         start_s = self._clock()
         if self._closed:
-            return MissReason.CLOSED
+            return MissReason.CLOSED, None
         if self._direct is not None and self._direct.overdue(start_s):
-            return MissReason.BUSY
+            return MissReason.BUSY, None
         admission = self._breaker.admit()
         if admission is None:
-            return MissReason.BREAKER_OPEN
+            return MissReason.BREAKER_OPEN, None
         reason, why = None, ""
         try:
             self._within(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
@@ -255,28 +263,27 @@ class GuardedStorage:
             reason, why = _FAULTS[type(error)], str(error)
         except Exception as error:  # a backend may raise anything; none of it may reach a request
             reason, why = MissReason.ERROR, f"{type(error).__name__}: {error}"
-        self._meters.call(op, self._clock() - start_s)
+        duration_s = self._clock() - start_s
         if self._breaker.record(admission, reason is None or reason is MissReason.BAD_KEY):
             logger.warning("storage breaker is now %s %s", self._breaker.state.value, why)
         elif reason is not None:
             logger.info("storage %s failed: %s", op.value, why)
-        return reason
+        return reason, duration_s
 
     def _within(self, deadline: float, body: Callable[[Session], None]) -> None:
-        def left_s() -> float:
-            return deadline - self._clock()
-
         if self._direct is None:
-            with self._lanes.lane(left_s()) as lane:
-                self._begin(LaneSession(left_s, self._refresh_stats, lane), body)
+            with self._lanes.lane(deadline - self._clock()) as lane:
+                self._begin(LaneSession(self._clock, deadline, lane, self._refresh_stats), body)
             return
+        session = Session(self._clock, deadline)
         number = self._direct.begin(deadline)
         try:
-            self._begin(Session(left_s, _nothing), body)
+            self._begin(session, body)
         finally:
             self._direct.end(number)
-        if left_s() < 0:
-            raise CallTimeout(f"ended {-left_s():.3f} s late")
+        late_s = -session.left_s()
+        if late_s > 0:
+            raise CallTimeout(f"ended {late_s:.3f} s late")
 
     def _begin(self, session: Session, body: Callable[[Session], None]) -> None:
         """Run `body`, after a ping where it is the breaker's probe."""
@@ -318,7 +325,7 @@ class GuardedStorage:
         deadline = self._clock() + timeout_s
         try:
             with self._lanes.lane(timeout_s) as lane:
-                LaneSession(lambda: deadline - self._clock(), self._refresh_stats, lane).run(work)
+                LaneSession(self._clock, deadline, lane, self._refresh_stats).run(work)
         except Exception as error:  # as in _call
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False

@@ -23,9 +23,6 @@ class Op(Enum):
     PUT = "put"
 
 
-_DONE = {op: (f"{op.value}_pages", f"{op.value}_bytes") for op in Op}
-
-
 class MissReason(Enum):
     """Why a page was not read, or not stored. Few enough to label a metric."""
 
@@ -60,54 +57,83 @@ class Histogram:
         return self.bounds_s[-1]
 
 
+class OpMeter:
+    """Figures of the calls of one kind. Thread-safe."""
+
+    __slots__ = ("_buckets", "_lock", "_missed", "_num_bytes", "_num_pages", "_seconds")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_pages = self._num_bytes = 0
+        self._seconds = 0.0
+        self._buckets = [0] * (len(LATENCY_BOUNDS_S) + 1)
+        self._missed: Counter[MissReason] = Counter()
+
+    def ended(
+        self,
+        duration_s: float | None,
+        num_done: int,
+        num_bytes: int,
+        missed: Iterable[tuple[MissReason, int]],
+    ) -> None:
+        """One call: the pages that were found, read or stored, their bytes, and why others were not.
+
+        duration_s: None for a call that did not reach the backend.
+        """
+        with self._lock:
+            if duration_s is not None:
+                self._buckets[bisect.bisect_left(LATENCY_BOUNDS_S, duration_s)] += 1
+                self._seconds += duration_s
+            self._num_pages += num_done
+            self._num_bytes += num_bytes
+            for reason, num_pages in missed:
+                if num_pages:
+                    self._missed[reason] += num_pages
+
+    def histogram(self) -> Histogram:
+        """Durations so far."""
+        with self._lock:
+            return Histogram(LATENCY_BOUNDS_S, tuple(self._buckets), self._seconds)
+
+    def figures(self) -> dict[str, float]:
+        """`pages`, `missed_timeout`, `calls`, `seconds`, `p95_s`, ..."""
+        histogram = self.histogram()
+        with self._lock:
+            return {
+                "pages": self._num_pages,
+                "bytes": self._num_bytes,
+                "calls": sum(histogram.counts),
+                "seconds": histogram.total_s,
+                "p50_s": histogram.quantile_s(0.5),
+                "p95_s": histogram.quantile_s(0.95),
+                **{f"missed_{reason.value}": count for reason, count in self._missed.items()},
+            }
+
+
 class Meters:
     """Thread-safe counters. One call is counted once, with what became of its pages."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._buckets = {op: [0] * (len(LATENCY_BOUNDS_S) + 1) for op in Op}
-        self._seconds = dict.fromkeys(Op, 0.0)
+        self._ops = {op: OpMeter() for op in Op}
 
-    def call(self, op: Op, duration_s: float) -> None:
-        """One call that reached the backend's workers."""
-        bucket = bisect.bisect_left(LATENCY_BOUNDS_S, duration_s)
-        with self._lock:
-            self._buckets[op][bucket] += 1
-            self._seconds[op] += duration_s
-
-    def pages(
-        self, op: Op, num_done: int, num_bytes: int, missed: Iterable[tuple[MissReason, int]]
-    ) -> None:
-        """A call's pages: those that were found, read or stored, their bytes, and why others were not."""
-        pages, of_bytes = _DONE[op]
-        with self._lock:
-            self._counts[pages] += num_done
-            self._counts[of_bytes] += num_bytes
-            for reason, num_pages in missed:
-                if num_pages:
-                    self._counts[f"{op.value}_missed_{reason.value}"] += num_pages
+    def of(self, op: Op) -> OpMeter:
+        """The meter of one kind of call."""
+        return self._ops[op]
 
     def count(self, name: str, number: int = 1) -> None:
         """Anything else worth a counter."""
         with self._lock:
             self._counts[name] += number
 
-    def histogram(self, op: Op) -> Histogram:
-        """Durations of `op`'s calls so far."""
-        with self._lock:
-            return Histogram(LATENCY_BOUNDS_S, tuple(self._buckets[op]), self._seconds[op])
-
     def snapshot(self) -> Mapping[str, float]:
         """Every figure by name: `get_pages`, `get_missed_timeout`, `get_calls`, `get_seconds`, `get_p95_s`,
         ..."""
-        figures: dict[str, float] = {}
-        for op in Op:
-            histogram = self.histogram(op)
-            figures |= {f"{op.value}_pages": 0, f"{op.value}_bytes": 0}
-            figures[f"{op.value}_calls"] = sum(histogram.counts)
-            figures[f"{op.value}_seconds"] = histogram.total_s
-            figures[f"{op.value}_p50_s"] = histogram.quantile_s(0.5)
-            figures[f"{op.value}_p95_s"] = histogram.quantile_s(0.95)
+        figures = {
+            f"{op.value}_{name}": value
+            for op, meter in self._ops.items()
+            for name, value in meter.figures().items()
+        }
         with self._lock:
             return figures | dict(self._counts)

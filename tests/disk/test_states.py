@@ -114,6 +114,7 @@ class DiskStates(StoreStates):
                     segments = index.segments.items()
                     slots = sum(info.num_slots for _, info in segments if info.slot_bytes == slot_bytes)
                     assert len(shelf.pages) + len(shelf.free) == slots
+                    assert shelf.labels == set(shelf.pages)
                     assert not shelf.free & index.by_place.keys()
         assert all(pages == seen[0] for pages in seen)
 

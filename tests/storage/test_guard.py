@@ -240,7 +240,7 @@ def test_pages_are_checked_while_the_next_are_being_read(
 
 def test_what_checking_took_is_not_waited_for_once_more() -> None:
     """Found: a read that hung beside a check was waited for as long as if the check had taken no time."""
-    left, waits = [2.0], []
+    now, waits = [0.0], []
 
     class Waiting:
         def start(self, work: Callable[[], Any]) -> Callable[[], Any]:
@@ -250,9 +250,9 @@ def test_what_checking_took_is_not_waited_for_once_more() -> None:
             waits.append(timeout_s)
             return call()
 
-    session = LaneSession(lambda: left[0], lambda: None, cast(Any, Waiting()))
+    session = LaneSession(lambda: now[0], 2.0, cast(Any, Waiting()), lambda: None)
     ended = session.start(lambda: "read")
-    left[0] = 0.5
+    now[0] = 1.5
     assert ended() == "read" and waits == [0.5]
 
 

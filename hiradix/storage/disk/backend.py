@@ -63,16 +63,17 @@ class DiskBackend(StorageBackend):
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check_open()
-        known = self._store.shelf.pages.__contains__
-        if all(map(known, keys)):
+        known = self._store.shelf.labels
+        if known.issuperset(keys):
             return len(keys)
-        index = next((index for index, key in enumerate(keys) if not known(key)), len(keys))
+        index = next((index for index, key in enumerate(keys) if key not in known), len(keys))
         return index + self._exists_by_name(keys[index:])
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check_open()
-        known = self._store.shelf.pages
-        names = [key if key in known else name_of(key) for key in keys]
+        known = self._store.shelf.labels
+        all_there = known.issuperset(keys)
+        names = list(keys) if all_there else [key if key in known else name_of(key) for key in keys]
         self._check_lengths(into)
         reads = self._plan(names, into)
         damaged: list[Entry] = []
@@ -195,8 +196,7 @@ class DiskBackend(StorageBackend):
         """What to read for the names that are there; they count as used."""
         num_bytes = self._page_bytes
         with self._store.mutex:
-            pages = self._store.shelf.pages
-            if any([name not in pages for name in names]):
+            if not self._store.shelf.labels.issuperset(names):
                 self._store.refresh()
             reads = _Reads(self._store.state)
             self._recency.later("get", names, self._time_ns())
