@@ -27,7 +27,7 @@ def tokens(text: str) -> int:
     unit = _UNITS.get(text[-1:].lower(), 1)
     try:
         count = round(float(text[:-1] if unit > 1 else text) * unit)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens such as 3M or 64k") from None
     if count < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is negative")

@@ -9,7 +9,8 @@
 | rounds (TraceLab) | session_id, input_tokens, output_tokens | assumed: a session's prompt grows |
 | Azure, BurstGPT (CSV) | time, token counts, Session ID or none | assumed likewise; else nothing is shared |
 
-Files may be compressed (.gz, .xz). A bad line is an error that names it.
+Files may be compressed (.gz, .xz). A bad line is an error that names it, but for the last one of a recording
+that was cut off in it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import hashlib
 import io
 import json
 import lzma
+import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -45,7 +48,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     data = _contents(path)
     source = hashlib.sha256(data).hexdigest()
     name = path.name.split(".")[0]
-    lines = io.StringIO(data.decode("utf-8", "replace"))
+    lines = io.StringIO(data.decode("utf-8-sig", "replace"))
     first = lines.readline()
     lines.seek(0)
     records = _json_lines(path, lines) if first.lstrip().startswith("{") else _csv_lines(path, lines)
@@ -57,7 +60,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     for number, record in found:
         try:
             calls.append(read(record))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}:{number}: {type(error).__name__}: {error}") from error
     return Trace(name, source, block_tokens, tuple(calls))
 
@@ -67,7 +70,7 @@ def _contents(path: Path) -> bytes:
     try:
         with opened.get(path.suffix, open)(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
-    except (OSError, lzma.LZMAError, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
@@ -82,21 +85,30 @@ def _limited(records: Iterator[tuple[int, Record]], limit: int | None) -> Iterat
 
 
 def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
+    is_recorded = False
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
+            if is_recorded and not line.endswith("\n"):
+                return  # by a server that was killed, or whose disk was full
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from error
         if not isinstance(record, dict):
             raise ConfigError(f"{path}:{number}: not an object")
-        if "hiradix_trace" not in record:  # the heading of a recorded file
+        if "hiradix_trace" in record:  # the heading of a recorded file
+            is_recorded = True
+        else:
             yield number, record
 
 
 def _csv_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
-    yield from enumerate(csv.DictReader(lines), 2)
+    reader = csv.DictReader(lines)
+    try:
+        yield from enumerate(reader, 2)
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{reader.line_num + 1}: {error}") from error
 
 
 def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
@@ -109,7 +121,7 @@ def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
         size = _count(first, "block_tokens")
         if size < 1:
             raise ConfigError(f"{path}: block_tokens must be >= 1, got {size}")
-        return size, _recorded()
+        return size, _recorded(size)
     if "tokens" in first or "token_ids" in first:
         return PLAIN_BLOCK, _plain()
     if _field(first, _PROMPT) is not None:
@@ -131,13 +143,21 @@ def _count(record: Record, *names: str) -> int:
     return count
 
 
+def _answer(record: Record) -> int:
+    """Its tokens; 1 where nothing is said of them."""
+    return 1 if _field(record, _ANSWER) is None else max(1, _count(record, *_ANSWER))
+
+
 def _time(value: Any) -> float:
     if value is None:
         return 0.0
     try:
-        return float(value)
+        seconds = float(value)
     except ValueError:
         return datetime.fromisoformat(str(value)[:26]).timestamp()
+    if not math.isfinite(seconds):
+        raise ValueError(f"time is {seconds}")
+    return seconds
 
 
 def _ids(record: Record, name: str) -> list[int]:
@@ -166,15 +186,18 @@ def _gathering(count: int) -> Callable[[Record], Call]:
     return read
 
 
-def _recorded() -> Callable[[Record], Call]:
+def _recorded(size: int) -> Callable[[Record], Call]:
     namer = Namer()
 
     def read(record: Record) -> Call:
-        blocks = namer.blocks([str(name) for name in record["blocks"]])
+        tokens, names, own = _count(record, "prompt_tokens"), record["blocks"], record["block_tokens"]
+        if own != size or len(names) > tokens // size:
+            raise ValueError(f"{len(names)} blocks of {own} tokens, of {tokens} tokens in blocks of {size}")
+        blocks = namer.blocks([str(name) for name in names])
         hint = record.get("hint")
         return Call(
             _time(record["time_s"]),
-            _count(record, "prompt_tokens"),
+            tokens,
             _count(record, "output_tokens"),
             blocks,
             None if hint is None else str(hint),
@@ -190,8 +213,7 @@ def _plain() -> Callable[[Record], Call]:
         tokens = _ids(record, "tokens" if "tokens" in record else "token_ids")
         size = PLAIN_BLOCK
         contents = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) // size * size, size)]
-        answer = _field(record, _ANSWER)
-        return Call(_time(_field(record, _TIME)), len(tokens), int(answer or 1), namer.blocks(list(contents)))
+        return Call(_time(_field(record, _TIME)), len(tokens), _answer(record), namer.blocks(list(contents)))
 
     return read
 
@@ -206,6 +228,6 @@ def _sessions() -> Callable[[Record], Call]:
         session = _field(record, _SESSION)
         whose = ("alone", next(serial)) if session is None else ("session", str(session))
         blocks = namer.blocks([(whose, i) for i in range(tokens // SESSION_BLOCK)])
-        return Call(_time(_field(record, _TIME)), tokens, int(_field(record, _ANSWER) or 1), blocks)
+        return Call(_time(_field(record, _TIME)), tokens, _answer(record), blocks)
 
     return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +56,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
 def machine_of(args: argparse.Namespace) -> Machine:
     """The machine that the flags say; ConfigError names a bad one."""
     for name in _RATES:
-        if getattr(args, name) <= 0:
+        if not 0 < getattr(args, name) < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(args, name):g}")
     return Machine(**{name: getattr(args, name) for name in _RATES})
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import lzma
+import math
 import random
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ MOONCAKE = lines(
     {"timestamp": 0, "input_length": 1500, "output_length": 5, "hash_ids": [7, 8, 9]},
     {"timestamp": 2500, "input_length": 1024, "output_length": 6, "hash_ids": [7, 8]},
 )
+ANY = {"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": []}
 BAILIAN = lines(
     {"chat_id": 1, "parent_chat_id": -1, "timestamp": 1.5, "input_length": 130, "output_length": 5,
      "type": "text", "turn": 1, "hash_ids": [1, 2, 3, 4, 5, 6, 7, 8, 9]},
@@ -55,6 +57,8 @@ ROUNDS = lines(
     {"session_id": "t", "input_tokens": 64, "output_tokens": 2},
     {"session_id": "s", "input_tokens": 128, "output_tokens": 2},
 )
+RECORD = {"time_s": 1.5, "prompt_tokens": 130, "output_tokens": 3, "block_tokens": 64, "blocks": ["a", "b"]}
+RECORDED = lines({"hiradix_trace": 1, "block_tokens": 64}, RECORD, RECORD)
 FORMATS = {  # contents, tokens per block, blocks per call, leading blocks the last call shares with the first
     "mooncake": (MOONCAKE, 512, [2, 2], 2),
     "bailian": (BAILIAN, 64, [2, 1], 1),
@@ -62,6 +66,7 @@ FORMATS = {  # contents, tokens per block, blocks per call, leading blocks the l
     "azure": (AZURE, 64, [3, 1], 0),
     "burstgpt": (BURST, 64, [3, 4], 3),
     "rounds": (ROUNDS, 64, [1, 1, 2], 1),
+    "recorded": (RECORDED, 64, [2, 2], 2),
 }
 
 
@@ -94,12 +99,44 @@ def test_a_compressed_trace_has_the_name_of_its_contents(suffix: str, pack, tmp_
         (MOONCAKE + lines({"timestamp": 1, "input_length": -5, "output_length": 1, "hash_ids": []}), ":3:"),
         (MOONCAKE + lines({"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": "x"}), ":3:"),
         (MOONCAKE + lines({"timestamp": 1, "input_length": 5}), ":3:"),
+        (MOONCAKE + lines({**ANY, "input_length": math.inf}), ":3:"),
+        (MOONCAKE + lines({**ANY, "timestamp": math.nan}), ":3:"),
+        (MOONCAKE + b'{"timestamp": ' + b"9" * 5000 + b"}\n", ":3: not JSON"),
+        (MOONCAKE + b'{"timestamp": 1', ":3: not JSON"),
+        (BURST + b"9,a,m," + b"1" * 200_000 + b",5,275,x\n", ":4: field larger"),
+        (RECORDED + lines({**RECORD, "prompt_tokens": 127}), ":4: .*2 blocks"),
+        (RECORDED + lines({**RECORD, "block_tokens": 32}), ":4: .*32"),
+        (lines({"tokens": [1, 2], "output_tokens": -1}), ":1: .*-1"),
     ],
 )
 def test_a_bad_trace_is_an_error_that_names_the_line(data: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_bytes(data)
     with pytest.raises(ConfigError, match=said):
         read_trace(tmp_path / "trace.jsonl")
+
+
+def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(RECORDED + lines(RECORD)[:50])
+    assert len(read_trace(tmp_path / "trace").calls) == 2
+    (tmp_path / "trace").write_bytes(RECORDED + lines(RECORD)[:50] + b"\n")
+    with pytest.raises(ConfigError, match=":4: not JSON"):
+        read_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("data", [MOONCAKE, BURST])
+def test_a_byte_order_mark_is_no_part_of_a_trace(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(b"\xef\xbb\xbf" + data)
+    assert len(read_trace(tmp_path / "trace").calls) == 2
+
+
+def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path) -> None:
+    packed = gzip.compress(random.Random(0).randbytes(1000))
+    for at in range(10, len(packed)):
+        damaged = bytearray(packed)
+        damaged[at] ^= 0xFF
+        (tmp_path / "trace.gz").write_bytes(damaged)
+        with pytest.raises(ConfigError, match="trace.gz"):
+            read_trace(tmp_path / "trace.gz")
 
 
 def test_the_committed_trace_is_the_published_one() -> None:
@@ -257,6 +294,8 @@ def test_a_plot_without_what_draws_names_the_extra(monkeypatch: pytest.MonkeyPat
         ("--warm 1", "--warm"),
         ("--storage 1M", "--host"),
         ("--prefill-rate 0", "--prefill-rate"),
+        ("--prefill-rate nan", "--prefill-rate"),
+        ("--capacities inf", "--capacities"),
         ("--write-policy x", "--hicache-write-policy"),
     ],
 )
