@@ -17,13 +17,17 @@ import numpy as np
 
 from hiradix.errors import CacheError, ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.file_config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.options import parse_size
 
 BATCH = 64
-LOOKING = {"disk": {"verify": "always", "max_size": 1 << 60, "touch_interval_s": 1e9}}
+UNCUT: dict[str, Any] = {"max_size": 1 << 60, "touch_interval_s": 1e9}
+LOOKING: dict[str, dict[str, Any]] = {"disk": {"verify": "always", **UNCUT}, "file": UNCUT}
 """Keys for stores that are only looked at or emptied: check all, shrink nothing, count nothing as used."""
+WRITING: dict[str, dict[str, Any]] = {"file": UNCUT}
+"""Keys for stores that are written to: pages that are copied do not drive out others, copied before."""
 PATIENT = {"deadline_s": 60.0, "admin_timeout_s": 3600.0}
 
 
@@ -31,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run one tool; the process's exit status. 1: something is wrong with the store, 2: with the question."""
     args = _parser().parse_args(list(arguments))
     try:
-        with _only_errors_logged():
+        with _only_errors_logged(), _without_environment():
             status: int = args.run(args)
     except CacheError as error:
         print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
@@ -51,6 +55,17 @@ def _only_errors_logged() -> Iterator[None]:
         yield
     finally:
         log.setLevel(before)
+
+
+@contextlib.contextmanager
+def _without_environment() -> Iterator[None]:
+    """A URL says where a store is; what the environment says is for servers."""
+    before = os.environ.pop(PATH_ENV, None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[PATH_ENV] = before
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -207,7 +222,8 @@ def bench(args: argparse.Namespace) -> int:
     keys = [os.urandom(32).hex() for _ in range(count)]
     rows: list[tuple[str, float]] = [("memory copy", _timed(lambda: np.copyto(target, source))[0])]
     fingerprint = PageFingerprint("hiradix storage bench", revision=os.urandom(8).hex())
-    context = StorageContext(fingerprint, {**PATIENT, **address.config}, num_bytes)
+    settings = {**PATIENT, **WRITING.get(address.backend, {}), **address.config}
+    context = StorageContext(fingerprint, settings, num_bytes)
     store = open_storage(address.backend, context)
     try:
         seconds, stored = _timed(lambda: _in_batches(store.put, keys, _cut(source, num_bytes)))
@@ -238,7 +254,8 @@ class _Stores:
         if address.config.get("compression") not in (None, "none"):
             raise ConfigError("compressed pages do not show their length: only ls, stat and bench work")
         self._address = address
-        self._keys = {**PATIENT, **({} if is_target else LOOKING.get(address.backend, {})), **address.config}
+        own = (WRITING if is_target else LOOKING).get(address.backend, {})
+        self._keys = {**PATIENT, **own, **address.config}
         self._open: dict[tuple[str, int], GuardedStorage] = {}
 
     def of(self, page: StoredPage) -> GuardedStorage:

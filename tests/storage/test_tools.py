@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,10 @@ import pytest
 from hiradix.cli import main
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
+from hiradix.storage.file_config import PATH_ENV, FileConfig
 from hiradix.storage.inventory import StoreAddress
+from hiradix.storage.page_dir import footprint
+from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, bytes_of, hits, key_of, keys_of, put
 
 OURS, THEIRS = FINGERPRINT.digest()[:32], OTHER.digest()[:32]
@@ -107,6 +112,40 @@ def test_copy_says_what_did_not_arrive(folder: Path, capsys: Any, tmp_path: Path
     status, text = run(capsys, "copy", f"file://{folder}", f"file://{tmp_path / 'c'}", *ROOM, *small,
                        "--fingerprint", OURS)  # fmt: skip
     assert status == 1 and re.match(r"copied 1 pages; 1 could not be read, 3 could not be written\n", text)
+
+
+def test_a_store_that_is_looked_at_is_not_cut_to_a_cap(
+    folder: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileConfig, "max_bytes", 2 * footprint(SEAL_BYTES + PAGE_BYTES))  # if none is given
+    for path in folder.rglob("*.page"):
+        os.utime(path, (1.7e9, 1.7e9))
+    url, used = f"file://{folder}", mtimes(folder)
+    assert run(capsys, "verify", url) == (0, "7 pages are whole, 0 are not\n")
+    assert run(capsys, "copy", url, f"file://{tmp_path / 'b'}") == (
+        0, "copied 7 pages; 0 could not be read, 0 could not be written\n"
+    )  # fmt: skip
+    assert run(capsys, "verify", f"file://{tmp_path / 'b'}") == (0, "7 pages are whole, 0 are not\n")
+    assert run(capsys, "clear", url, "--fingerprint", THEIRS)[0] == 0
+    assert mtimes(folder) == {path: at for path, at in used.items() if OURS in path}, "or counted as used"
+
+
+def mtimes(folder: Path) -> dict[str, int]:
+    """When each page counts as used."""
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*.page")}
+
+
+def test_the_url_says_where_whatever_the_environment_does(
+    folder: Path, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = tmp_path / "live"
+    shutil.copytree(folder, live)
+    monkeypatch.setenv(PATH_ENV, str(live))
+    assert run(capsys, "copy", f"file://{folder}", f"file://{tmp_path / 'b'}")[0] == 0
+    assert run(capsys, "verify", f"file://{tmp_path / 'b'}") == (0, "7 pages are whole, 0 are not\n")
+    assert run(capsys, "clear", f"file://{folder}", "--all")[0] == 0
+    assert not list(folder.rglob("*.page")) and len(list(live.rglob("*.page"))) == 7
+    assert os.environ[PATH_ENV] == str(live)
 
 
 @pytest.mark.parametrize("scheme", ["file", "disk"])
