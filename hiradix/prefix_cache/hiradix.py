@@ -209,18 +209,21 @@ class HiRadixCache(RadixCache):
         return True, "HiCache storage backend already enabled with same backend; policies updated."
 
     def open_storage(self, name: str, extra_config_json: str | None) -> OpenedStorage:
-        """Open a backend to be attached; the caller's to close until it is. Any thread; may take its time.
+        """Open a backend to be attached, and tell it of the host pools' memory.
 
-        Raises StorageError with the answer for whoever asked.
+        The caller's to close until it is attached. Any thread; may take its time. StorageError has the answer
+        for whoever asked.
         """
         try:
             extra = parse_extra_config(extra_config_json)
         except ConfigError as error:
             raise StorageError(f"Failed to parse storage_backend_extra_config_json: {error}") from error
         try:
-            return OpenedStorage(name, extra, self._storage_factory(name, extra))
+            storage = self._storage_factory(name, extra)
         except (CacheError, OSError) as error:
             raise StorageError(f"Failed to attach storage backend '{name}': {error}") from error
+        self.controller.introduce(storage)
+        return OpenedStorage(name, extra, storage)
 
     def attach_opened(
         self, opened: OpenedStorage | None, prefetch: str | None = None, write: str | None = None

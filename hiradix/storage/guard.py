@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hiradix.os_memory import address_of
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
 from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
@@ -75,6 +76,7 @@ class GuardedStorage:
         self._breaker = Breaker(limits.breaker, clock)
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
+        self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
         self._ends_lanes = True
@@ -165,8 +167,11 @@ class GuardedStorage:
         return self._admin("ping", self._ping, self.limits.deadline_s)
 
     def register(self, memory: memoryview) -> bool:
-        """Tell the backend of a host pool's memory."""
-        return self._admin("register", lambda: self._register(memory))
+        """Tell the backend of a host pool's memory, once: what came of it is remembered."""
+        place = address_of(memory), memory.nbytes
+        if place not in self._told:
+            self._told[place] = self._admin("register", lambda: self._register(memory))
+        return self._told[place]
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent."""

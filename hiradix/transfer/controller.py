@@ -11,7 +11,7 @@ Rules:
  4. No call blocks the scheduler thread, but those that take a timeout, and `start_loading` while all
     producer slots are busy (bounded by the gate's timeout).
 
-All public methods belong to one thread, the scheduler's.
+All public methods belong to one thread, the scheduler's, but `introduce`.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ class TransferController:
         self.page_bytes = tuple(pair.host.page_bytes for pair in pairs)
         self._copies = CopyRunner(pairs, self._streams, gate, limits.copy_pages)
         self._storage_jobs = StorageRunner([pair.host for pair in pairs], runtime)
+        self.introduce = self._storage_jobs.introduce  # may take long: to be done on another thread
         self._detaching = False
         self._closed = False
         self._queued_loads: dict[Ticket, Copies] = {}
@@ -250,7 +251,7 @@ class TransferController:
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
     def attach(self, storage: StorageLike | PartedStorage) -> None:
-        """Serve storage jobs with `storage`, or its `parts`, one per pair of pools, which it is told of.
+        """Serve storage jobs with `storage`, a part per pair of pools, introduced if it was not before.
 
         StorageError if there is one.
         """
@@ -300,8 +301,7 @@ class TransferController:
 
     def stats(self) -> TransferStats:
         """Counts since start and what is under way; for metrics and health."""
-        now_s = self.runtime.clock()
-        tasks = [lane.active for lane in self._desk.lanes.values()]
+        now_s, tasks = self.runtime.clock(), [lane.active for lane in self._desk.lanes.values()]
         running = {task.job.kind: task.started_s for task in tasks if task is not None}
         return TransferStats(
             kinds=self._desk.counters.snapshot(),

@@ -41,15 +41,19 @@ class StorageRunner:
             JobKind.STORE: self.store,
         }
 
-    def use(self, storage: StorageLike | PartedStorage) -> None:
-        """Serve jobs with `storage`, or its `parts`; tell each of its pool's memory, if that is one piece."""
-        parts = tuple(getattr(storage, "parts", (storage,)))
-        if len(parts) != len(self._hosts):
-            raise StorageError(f"storage for {len(parts)} components of {len(self._hosts)}")
-        for part, host in zip(parts, self._hosts, strict=True):
+    def introduce(self, storage: StorageLike | PartedStorage) -> None:
+        """Tell `storage`, or each of its `parts`, of its pool's memory, if that is one piece. Any thread."""
+        for part, host in zip(_parts(storage), self._hosts):
             register, memory = getattr(part, "register", None), getattr(host, "memory", None)
             if register is not None and memory is not None:
                 register(memory)
+
+    def use(self, storage: StorageLike | PartedStorage) -> None:
+        """Serve jobs with `storage`, or its `parts`, introduced here if that was not done."""
+        parts = _parts(storage)
+        if len(parts) != len(self._hosts):
+            raise StorageError(f"storage for {len(parts)} components of {len(self._hosts)}")
+        self.introduce(storage)
         self.parts = parts
 
     @property
@@ -195,6 +199,10 @@ class StorageRunner:
         """Of one batch of a tail's pages, from `start` on."""
         page_views = self._hosts[tail.pair].page_views
         return [page_views(page) for page in tail.pages[start : start + self._batch_pages].tolist()]
+
+
+def _parts(storage: StorageLike | PartedStorage) -> tuple[StorageLike, ...]:
+    return tuple(getattr(storage, "parts", (storage,)))
 
 
 def _names(hashes: Sequence[bytes]) -> list[str]:

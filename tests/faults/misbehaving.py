@@ -11,7 +11,7 @@ from hiradix.storage import Page, StorageContext
 from tests.storage.doubles import MemoryBackend
 
 KINDS = ("hang", "error", "slow", "garbage", "full", "die")
-PHASES = ("attach", "exists", "get", "put", "detach")
+PHASES = ("attach", "register", "exists", "get", "put", "detach")
 SLOW_S = 0.05
 HANG_LIMIT_S = 30.0
 
@@ -57,6 +57,10 @@ class Misbehaving(MemoryBackend):
         if BEHAVIOUR.at("attach") in ("garbage", "full"):
             raise ValueError("injected: attach")
         super().__init__(context, BEHAVIOUR.places)
+
+    def register(self, memory: memoryview) -> None:
+        if BEHAVIOUR.at("register") in ("garbage", "full"):
+            raise ValueError("injected: register")
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
         if BEHAVIOUR.at("exists") in ("garbage", "full"):

@@ -89,7 +89,7 @@ async def story(service: EngineService, phase: str, kind: str) -> list[tuple[str
     await ask("before")  # what is stored here is there to be queried and read
     await emptied(service)
     BEHAVIOUR.set(phase, kind)
-    if phase in ("attach", "detach"):
+    if phase in ("attach", "register", "detach"):
         detaching = asyncio.ensure_future(service.detach(WAIT_S))
         await ask("detaching")
         await detaching
