@@ -351,6 +351,22 @@ def test_fault_in_stats_or_register_hurts_nobody(make: Make) -> None:
     assert world.storage.stats()["stats_failed"] >= 2
 
 
+@pytest.mark.parametrize("does", [True, False])
+def test_a_backend_is_told_of_memory_once(does: bool) -> None:
+    """It may take long, and may hang: nobody is to wait for it again, whatever came of it."""
+    world, told = World(PATIENT), []
+
+    def register(memory: memoryview) -> None:
+        told.append(memory.nbytes)
+        if not does:
+            raise OSError("no such memory")
+
+    world.storage._register = register
+    pool = memoryview(bytearray(64))
+    assert [world.storage.register(view) for view in (pool, pool[:32], pool)] == [does] * 3
+    assert told == [64, 32]
+
+
 def test_pages_of_another_fingerprint_in_the_same_store_are_misses() -> None:
     """Two guards on one store that cannot tell fingerprints apart; then even the keys are made to meet."""
     ours = World(PATIENT)

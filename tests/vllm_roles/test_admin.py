@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -94,6 +95,44 @@ def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:
     assert role.has_storage
     assert ordered() == [None] and not role.has_storage
     assert ordered() == []
+
+
+def test_a_store_is_told_of_the_host_pools_beside_the_models_thread() -> None:
+    """Registering hundreds of gigabytes takes seconds, and steps take the role's lock."""
+    rank = MiniVLLM(World()).ranks[0]
+    told: list[bool] = []
+
+    def steps() -> None:
+        if rank.role._lock.acquire(blocking=False):
+            rank.role._lock.release()
+            told.append(True)
+
+    def register(memory: memoryview) -> None:
+        if not told:  # as a guard: once
+            step = threading.Thread(target=steps)
+            step.start()
+            step.join()
+            assert told, "the model's thread waits"
+
+    rank.storage.parts[0].register = register  # type: ignore[attr-defined]
+    rank.role.attach("fake", {})
+    assert told == [True]
+
+
+@pytest.mark.parametrize("failure", [OSError("no such folder"), MemoryError()])
+def test_an_order_that_fails_is_answered_and_the_next_one_done(failure: Exception) -> None:
+    vllm = MiniVLLM(World())
+
+    def fail_once(name: str, keys: Mapping[str, Any]) -> Any:
+        role._open_storage = vllm.ranks[0]._open
+        raise failure
+
+    role = vllm.ranks[0].role
+    role._open_storage = fail_once
+    for _ in range(2):
+        vllm.role.storage.ask("fake", {})
+        vllm.step()
+    vllm.run(lambda: vllm.role.has_storage, max_steps=100_000)
 
 
 def test_storage_comes_and_goes_between_steps() -> None:

@@ -103,6 +103,7 @@ class WorkerRole:
         """Open a backend and use it. Raises CacheError; takes as long as the backend does."""
         storage = self._open_storage(name, keys)
         try:
+            self._controller.introduce(storage)  # beside the model's thread, which needs the lock
             with self._lock:
                 self._controller.attach(storage)
         except CacheError:
@@ -143,8 +144,8 @@ class WorkerRole:
                     error = "a storage job did not end"
                 elif order.name is not None:
                     self.attach(order.name, order.keys)
-            except CacheError as refusal:
-                error = str(refusal)
+            except Exception as refusal:  # whoever asked waits for an answer
+                error = str(refusal) or type(refusal).__name__
             if error is not None:
                 logger.warning("storage: %s", error)
             with self._lock:
