@@ -185,7 +185,7 @@ def test_random_life_keeps_every_promise(index: int) -> None:
     for seed in range(NUM_SEEDS):
         try:
             world = Player(SETUPS[index], seed).play()
-        except BaseException as error:
+        except Exception as error:
             raise AssertionError(f"setup {index}, seed {seed}: {error!r}") from error
         loaded += world.cache.counters.loaded
         fetched += world.cache.counters.prefetched

@@ -62,7 +62,10 @@ class Lockstep:
         """Run one body per rank to its end; raises what the first one to fail raised."""
         for baton in self._batons:
             baton.acquire()
-        threads = [threading.Thread(target=self._live, args=(r, body)) for r, body in enumerate(bodies)]
+        threads = [
+            threading.Thread(target=self._live, args=(rank, body), daemon=True)
+            for rank, body in enumerate(bodies)
+        ]
         for thread in threads:
             thread.start()
         self._batons[0].release()

@@ -20,7 +20,7 @@ def play(seed: int, kind: type[ComponentRanks] = ComponentRanks) -> ComponentRan
         ranks = kind(seed, setup_of(seed))
         ranks.play(NUM_MOVES)
         return ranks
-    except BaseException as error:
+    except Exception as error:
         raise AssertionError(f"replay with play({seed}) of {setup_of(seed)}: {error!r:.2000}") from error
 
 

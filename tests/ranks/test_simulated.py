@@ -33,7 +33,7 @@ def play(seed: int, num_moves: int = NUM_MOVES) -> Ranks:
     """One seed's life; its set-up follows from it."""
     try:
         return Ranks(seed, SETUPS[seed % len(SETUPS)]).play(num_moves)
-    except BaseException as error:
+    except Exception as error:
         raise AssertionError(f"replay with play({seed}, {num_moves}): {error!r:.2000}") from error
 
 

@@ -34,6 +34,7 @@ from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Tran
 
 PAGE_SIZE = 1
 POISON = -7
+MAX_WAITS = 1000  # between two collective calls: who waits for what is there waits for ever
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ class ScatteredPages:
             self._on_free(page)
 
 
+class RankDriver(StepDriver):
+    """Counts how often its rank waits without a collective call in between."""
+
+    num_waits = 0
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        self.num_waits += 1
+        assert self.num_waits < MAX_WAITS, "a rank waits again and again, and makes no collective call"
+        return super().wait_for(predicate, timeout_s)
+
+
 @dataclass(eq=False)
 class Admitted:
     key: RadixKey
@@ -90,7 +102,7 @@ class Rank:
         self.story = random.Random(seed)
         self.own = own = random.Random(seed * 1009 + number + 1)
         self.agree = agree
-        self.driver = StepDriver(own.getrandbits(30), max_step_s=own.choice([0.001, 0.01, 0.05]))
+        self.driver = RankDriver(own.getrandbits(30), max_step_s=own.choice([0.001, 0.01, 0.05]))
         self.speed = own.choice([1, 2, 6])
         self.page_s = random.Random(seed).choice([0.002, 0.02, 0.2])  # what computing a page takes
         offset = own.uniform(0, 1000)
@@ -424,7 +436,7 @@ class Ranks:
         now_s = max(rank.driver.now() for rank in self.ranks)
         first, *others = (rank.dump() for rank in self.ranks)
         for rank in self.ranks:
-            rank.driver._now_s = now_s
+            rank.driver._now_s, rank.driver.num_waits = now_s, 0
             rank.said.clear()
         for rank, other in zip(self.ranks[1:], others, strict=True):
             for part, one, two in zip(PARTS, first, other, strict=True):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable
 
+from tests.simulation.memory import Broken
 from tests.simulation.world import World
 
 MOVES = 2000
@@ -28,9 +29,7 @@ def play(seed: int, moves: int = MOVES) -> World:
                 world.check()
         world.check()
         world.drain()
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except (Exception, Broken) as error:
         where = f"python -m tests.simulation.run {seed} {moves}"
         at, setup = ("the start", "") if world is None else (f"move {world.num_moves}", world.setup)
         raise AssertionError(f"{at} of [{where}]: {type(error).__name__}: {error}\n{setup}") from error

@@ -220,17 +220,18 @@ def test_what_fails_for_one_component_is_left_alone_for_all(vaults: list[Vault])
 
 
 def test_closing_closes_all_and_ends_the_workers(vaults: list[Vault]) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     stores = open_stores("vault", {}, BOTH)
     fill(stores)
+    workers = set(threading.enumerate()) - before
     assert stores.stats()["backend_pages"] == stores.stats()["backend_window-64_pages"] == len(KEYS)
     stores.close()
     stores.close()
     assert [vault.is_closed for vault in vaults] == [True, True]
-    for thread in threading.enumerate():
-        if thread.name == "hiradix-storage":
-            thread.join(10.0)
-    assert threading.active_count() <= before
+    assert workers, "no thread reads or writes"
+    for thread in workers:
+        thread.join(60.0)
+    assert not [thread for thread in workers if thread.is_alive()]
     assert [part.get(KEYS[:1], pages(size, 0, 1)) for part, size in zip(stores.parts, (FULL, WINDOW))] == [
         [False]
     ] * 2
