@@ -182,6 +182,37 @@ class TestNegativeCache:
         self.backend.faults["exists"] = note
         assert self.store.exists(keys_of(3)) == 1 and seen == [1]
 
+    @pytest.mark.parametrize("asked", ["exists", "get"])
+    def test_an_answer_from_before_a_put_says_nothing_after_it(self, asked: str) -> None:
+        """One thread asks, another stores meanwhile: the answer was right, and is not any more."""
+
+        def overtaken(call: Any, *args: Any) -> Any:
+            answer = call(*args)
+            self.backend.faults.clear()
+            assert put(self.store, keys_of(2)) == [True, True]
+            return answer
+
+        self.backend.faults[asked] = overtaken
+        if asked == "get":
+            assert hits(self.store, keys_of(2)) == [False, False]
+        else:
+            assert self.store.exists(keys_of(2)) == 0
+        assert self.store.exists(keys_of(2)) == 2 and hits(self.store, keys_of(2)) == [True, True]
+
+    @pytest.mark.parametrize("stored", [True, False])
+    def test_a_page_that_is_asked_for_while_it_is_stored(self, stored: bool) -> None:
+        def overtaking(call: Any, *args: Any) -> Any:
+            self.backend.faults.clear()
+            assert hits(self.store, keys_of(1)) == [False]
+            return call(*args) if stored else [False]
+
+        self.backend.faults["put"] = overtaking
+        assert put(self.store, keys_of(1)) == [stored]
+        assert hits(self.store, keys_of(1)) == [stored]
+        self.backend.calls.clear()
+        hits(self.store, keys_of(1))
+        assert self.backend.calls == (["get"] if stored else []), "what is absent is not asked for again"
+
     def test_forgotten_after_a_while(self) -> None:
         assert hits(self.store, keys_of(1)) == [False]
         put(self.backend, keys_of(1))
@@ -205,8 +236,9 @@ class TestNegativeCache:
 
     def test_bounded(self) -> None:
         for start in range(0, MAX_KEYS + 1000, 1000):
-            self.store._remember([str(number) for number in range(start, start + 1000)])
-        assert self.store.own_stats()["negative_keys"] == MAX_KEYS
+            self.store.exists([str(start)])
+            self.store.get([str(number) for number in range(start + 1, start + 1000)], [[]] * 999)
+        assert self.store.own_stats()["negative_keys"] == MAX_KEYS and not self.store._asked
 
 
 class TestTiers:
