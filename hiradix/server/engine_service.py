@@ -130,11 +130,20 @@ class EngineService:
         except CacheError as error:
             await self._thread.acall(lambda engine: _hierarchy(engine).attach_opened(None), ADMIN_TIMEOUT_S)
             return Outcome(False, str(error))
-        return Outcome(
-            *await self._thread.acall(
-                lambda engine: _hierarchy(engine).attach_opened(opened, *policies), ADMIN_TIMEOUT_S
+        return await self._attached(opened, request)
+
+    async def _attached(self, opened: OpenedStorage, request: AttachRequest) -> Outcome:
+        """Hand an open backend to the engine; closed again where the engine does not take it in time."""
+        policies, handed = (request.prefetch_policy, request.write_policy), None
+        try:
+            handed = self._thread.submit(
+                lambda engine: _hierarchy(engine).attach_opened(opened, *policies)
             )
-        )
+            return Outcome(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
+        except BaseException:
+            if handed is None or handed.cancel():
+                await _off_loop(opened.storage.close)
+            raise
 
     async def _opened(self, request: AttachRequest) -> OpenedStorage:
         """A backend, opened within the deadline; one that comes later is closed again."""

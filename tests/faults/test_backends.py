@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from hiradix.server.engine_service import EngineService
 from hiradix.server.flags import parse_serve_args
 from hiradix.server.serve import build_service
 from hiradix.server.service import AttachRequest, Generation, Outcome
-from hiradix.storage import register_storage_backend
+from hiradix.storage import StorageContext, register_storage_backend
 from tests.e2e.load import flags
 from tests.faults.misbehaving import BEHAVIOUR, KINDS, PHASES
+from tests.storage.doubles import MemoryBackend
 
 PAGE = 16
 SEEN = [[(7 * n + i) % 500 + 5 for i in range(90 + 40 * n)] for n in range(4)]
@@ -134,6 +136,38 @@ def test_an_attach_that_hangs_is_given_up_at_its_deadline(service: EngineService
 
     outcome = asyncio.run(hang())
     assert not outcome.ok and "not open within" in outcome.message
+
+
+class Watched(MemoryBackend):
+    """Says when it is opened, and whether it was closed."""
+
+    opened: Callable[[], object]
+    num_closed = 0
+
+    def __init__(self, context: StorageContext):
+        super().__init__(context)
+        Watched.opened()
+
+    def close(self) -> None:
+        super().close()
+        Watched.num_closed += 1
+
+
+def test_what_was_opened_and_not_taken_in_time_is_closed(
+    service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `disk` store left open would keep its folder locked from every later attach."""
+    register_storage_backend("watched", "tests.faults.test_backends:Watched")
+    go_on = threading.Event()
+    Watched.opened = lambda: service._thread.submit(lambda engine: go_on.wait(REQUEST_LIMIT_S))
+    monkeypatch.setattr("hiradix.server.engine_service.ADMIN_TIMEOUT_S", 0.3)
+    try:
+        with pytest.raises(TimeoutError):
+            asyncio.run(service.attach(AttachRequest("watched", wait_s=WAIT_S)))
+    finally:
+        go_on.set()
+    assert Watched.num_closed == 1
+    assert asyncio.run(service.snapshot()).storage_backend is None
 
 
 def test_without_wait_a_busy_engine_refuses(service: EngineService) -> None:
