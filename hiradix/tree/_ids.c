@@ -1,5 +1,5 @@
-/* Arrays of page ids and tokens, as in ids.py, whose functions of the same names say what these do and are what they are
- * tested against. Ids are checked before anything is read or written through them. The caller holds the GIL. */
+/* Arrays of page ids and tokens, and what the garbage collector looks at: ids.py says what these do, and ids_numpy.py,
+ * whose functions have the same names, is what they are tested against. Ids are checked before anything is read or written through them. The caller holds the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
@@ -365,6 +365,26 @@ static PyObject *num_equal(PyObject *self, PyObject *const *args, Py_ssize_t nar
     return count < 0 ? NULL : PyLong_FromSsize_t(count);
 }
 
+static PyObject *untrack(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        if (PyObject_IS_GC(args[i]) && PyObject_GC_IsTracked(args[i])) {
+            PyObject_GC_UnTrack(args[i]);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
+static PyObject *track(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        if (PyObject_IS_GC(args[i]) && !PyObject_GC_IsTracked(args[i])) {
+            PyObject_GC_Track(args[i]);
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, NULL},
     {"joined", joined, METH_O, NULL},
@@ -375,6 +395,8 @@ static PyMethodDef methods[] = {
     {"pages_of", (PyCFunction)(void (*)(void))pages_of, METH_FASTCALL, NULL},
     {"narrow", (PyCFunction)(void (*)(void))narrow, METH_FASTCALL, NULL},
     {"num_equal", (PyCFunction)(void (*)(void))num_equal, METH_FASTCALL, NULL},
+    {"track", (PyCFunction)(void (*)(void))track, METH_FASTCALL, NULL},
+    {"untrack", (PyCFunction)(void (*)(void))untrack, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

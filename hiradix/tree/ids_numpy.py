@@ -128,6 +128,14 @@ def num_equal(run: bytes, width: int, tokens: Tokens, start: int, stop: int) -> 
     return first if differ[first] else len(own)
 
 
+def track(*objects: object) -> None:
+    """See `hiradix.tree.ids`."""
+
+
+def untrack(*objects: object) -> None:
+    """See `hiradix.tree.ids`."""
+
+
 def _narrow(pages: Ids) -> Pages:
     if pages.dtype == np.int32:
         return pages  # type: ignore[return-value]

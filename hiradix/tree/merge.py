@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hiradix.tree import ids
 from hiradix.tree.hashing import DIGEST_BYTES
 from hiradix.tree.node import TIERS, Node
 from hiradix.tree.store import Store
@@ -109,6 +110,7 @@ def _bury(node: Node, heir: Node, num_components: int) -> None:
         for tier in TIERS:
             entry = node.residency(c, tier)
             entry.pages = entry.node = None
+            ids.track(entry)  # an order may have a place for it still, which it refers to
 
 
 def revived(node: Node, split: Split) -> Node | None:

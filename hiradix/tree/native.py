@@ -1,7 +1,9 @@
-"""What mypyc is told of a class that it compiles (see setup.py). Run by Python it means nothing."""
+"""What the tree has Python run as it is: what mypyc is told of a class that it compiles (see setup.py; run by
+Python it means nothing), and an object with an end."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,4 +16,18 @@ else:
         return lambda cls: cls
 
 
-__all__ = ["mypyc_attr"]
+class AtEnd:
+    """Calls `do(root)` when it is let go itself, but not while Python ends. root: may be changed."""
+
+    __slots__ = ("_do", "root")
+
+    def __init__(self, do: Callable[[Any], None], root: object):
+        self._do = do
+        self.root = root
+
+    def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_over():
+            self._do(self.root)
+
+
+__all__ = ["AtEnd", "mypyc_attr"]

@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, unpacked
 
 Pages = npt.NDArray[np.int32]
@@ -186,6 +187,19 @@ class Node:
         if not self.children:
             self.children = {}
         self.children[child.row] = child  # type: ignore[index]
+        ids.untrack(self.children)
+
+    def untrack(self) -> None:
+        """Have the garbage collector look at it no more: `let_go`, or leaving the tree, breaks its cycles."""
+        ids.untrack(self, self.device, self.host)
+        if self.others:
+            ids.untrack(self.others, *self.others)
+
+    def let_go(self) -> None:
+        """Refer to no other node, and have no page: of a tree that is cleared or that nobody has any more."""
+        self.parent, self.children = None, NO_CHILDREN
+        for entry in (self.device, self.host, *self.others):
+            entry.pages = entry.node = entry.hotter = entry.colder = entry.rank = None
 
     def disown_child(self, child: Node) -> None:
         assert self.children[child.row] is child, f"{child} is no child of {self}"

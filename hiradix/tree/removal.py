@@ -133,12 +133,20 @@ def clear(store: Store, nodes: Iterable[Node]) -> list[Freed]:
     """See `RadixTree.clear`."""
     out = Dropped()
     for node in list(nodes):
-        node.parent = None
         for c in range(len(store.components)):
             for tier in TIERS:
                 entry = node.residency(c, tier)
                 if entry.pages is not None:
                     out.add(c, tier, entry.pages)
-                entry.pages = entry.node = entry.hotter = entry.colder = None
+        node.let_go()
     store.reset()
     return out.freed()
+
+
+def let_go(root: Node) -> None:
+    """Break the cycles of a tree that nobody has any more, as no garbage collector sees them. O(tree)."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        node.let_go()

@@ -239,7 +239,8 @@ class RadixTree(TreeView):
     def clear(self) -> list[Freed]:
         """Drop everything, locked or not. Locks and nodes from before are void."""
         freed = removal.clear(self._store, self.nodes())
-        self.root = self._make_root()
+        self.root.let_go()
+        self.root = self._end.root = self._make_root()
         if self._store.watch is not None:
             self._store.watch.cleared()
         return freed
@@ -303,6 +304,7 @@ class RadixTree(TreeView):
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
         start, size = parent.end, self.page_size
         leaf = Node(parent, start, end, len(self.components) - 1)
+        leaf.untrack()
         leaf.run, leaf.width = key.packed(start * size, end * size + key.space.lookahead)
         if key.extras is not None:
             leaf.extras = key.extras_of(start, end)
@@ -318,6 +320,7 @@ class RadixTree(TreeView):
         parent = node.parent
         assert parent is not None and 0 < at < node.num_pages, (node, at)
         upper = Node(parent, node.start, node.start + at, len(self.components) - 1)
+        upper.untrack()
         self._store.split(node, upper, at)
         pins_of_split(node, upper, len(self.components))
         split_run(node, upper, self.page_size)

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hiradix.tree import ids, rows
+from hiradix.tree import ids, removal, rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
 from hiradix.tree.merge import revived
+from hiradix.tree.native import AtEnd
 from hiradix.tree.node import (
     BACKBONE,
     DEVICE,
@@ -41,9 +42,11 @@ class TreeView:
         self.order_factory = order
         self._store = Store(components, page_size, order, rules)
         self.root = self._make_root()
+        self._end = AtEnd(removal.let_go, self.root)
 
     def _make_root(self) -> Node:
         root = Node(None, 0, 0, len(self.components) - 1)
+        root.untrack()
         for tier in TIERS:
             for c in range(len(self.components)):
                 root.residency(c, tier).pages = NO_PAGES

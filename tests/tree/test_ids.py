@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiradix.tree import ids, ids_numpy
+from hiradix.tree import RadixTree, ids, ids_numpy
 
 FORMS = [ids_numpy, ids._form] if ids.IS_BUILT else [ids_numpy]
 POOL = 90
@@ -240,6 +241,20 @@ def test_tokens_that_are_not_there(form: ModuleType, start: int, stop: int) -> N
         form.narrow(tokens, start, stop)
     with pytest.raises(AssertionError):
         form.num_equal(tokens.tobytes(), 8, tokens, start, stop)
+
+
+@over_forms
+def test_what_the_garbage_collector_looks_at(form: ModuleType) -> None:
+    looked_at: list[Any] = [[], {"a": []}, RadixTree(1).root.device]
+    nothing = [5, None, "text", np.arange(3)]
+    for _ in range(2):  # again changes nothing
+        form.track(*looked_at, *nothing)
+        assert all(map(gc.is_tracked, looked_at)) or form is ids_numpy
+    for _ in range(2):
+        form.untrack(*looked_at, *nothing)
+        assert not any(map(gc.is_tracked, looked_at)) or form is ids_numpy
+    form.track(*looked_at)
+    assert not any(map(gc.is_tracked, nothing))
 
 
 @pytest.mark.skipif(not ids.IS_BUILT, reason="numpy says so itself")
