@@ -14,6 +14,7 @@ from hiradix.prefix_cache.identity import (
     component_name,
     model_identity,
     page_fingerprint,
+    run_with,
     stored_pages,
     weights_digest,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "component_name",
     "model_identity",
     "page_fingerprint",
+    "run_with",
     "stored_pages",
     "weights_digest",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from hiradix.adapters.sglang import build
 from hiradix.adapters.sglang.ports import AllocatorPort
 from hiradix.errors import ConfigError
+from hiradix.prefix_cache import ModelIdentity
 from hiradix.prefix_cache.slots import Slots
 
 PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3
@@ -56,19 +58,53 @@ def test_a_page_is_its_bytes_in_every_layout(layout: str, spare: int) -> None:
                 assert torch.equal(seen[page].reshape(-1), entries)
 
 
-def test_pages_of_another_order_of_bytes_have_another_name() -> None:
-    def identity(layout: str) -> Any:
-        kvcache = MHATokenToKVPool(layout)
-        allocator = SimpleNamespace(get_kvcache=lambda: kvcache)
-        params = SimpleNamespace(
-            token_to_kv_pool_allocator=allocator, attn_tp_cache_group=None, tp_cache_group=None, pp_rank=0,
-            pp_size=1,
-        )  # fmt: skip
-        flags = SimpleNamespace(served_model_name="m", model_path="m", revision="r")
-        return build._identity(SimpleNamespace(params=params), flags)
+def identity(layout: str = "nhd", path: str = "m", **given: Any) -> ModelIdentity:
+    """Whose pages an SGLang has that was started with these flags."""
+    kvcache = MHATokenToKVPool(layout)
+    allocator = SimpleNamespace(get_kvcache=lambda: kvcache)
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=allocator, attn_tp_cache_group=None, tp_cache_group=None, pp_rank=0,
+        pp_size=1,
+    )  # fmt: skip
+    flags = SimpleNamespace(served_model_name="m", model_path=path, revision="r", **given)
+    return build._identity(SimpleNamespace(params=params), flags)
 
+
+def test_pages_of_another_order_of_bytes_have_another_name() -> None:
     assert identity("nhd").revision == "r:torch.float32"
     assert identity("hnd").revision == "r:torch.float32:hnd"
+
+
+def test_a_revision_says_nothing_of_the_weights_in_a_folder(tmp_path: Path) -> None:
+    names = set()
+    for weights in (b"one", b"two"):
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        names.add(identity(path=str(tmp_path)).revision)
+    assert len(names) == 2
+
+
+def test_the_same_weights_run_otherwise_have_another_name(tmp_path: Path) -> None:
+    """Flags under which one and the same folder computes other KV."""
+    scales = [tmp_path / name for name in ("one", "two")]
+    for file in scales:
+        file.write_text(file.name)
+    rows: list[dict[str, Any]] = [
+        {"json_model_override_args": '{"rope_scaling": {"factor": 2}}'},
+        {"json_model_override_args": '{"rope_scaling": {"factor": 4}}'},
+        {"quantization": "fp8"},
+        {"quantization": "awq"},
+        {"torchao_config": "int8dq"},
+        {"modelopt_quant": "fp8"},
+        {"quantization_param_path": str(scales[0])},
+        {"quantization_param_path": str(scales[1])},
+        {"load_format": "dummy"},
+    ]
+    usual = {"json_model_override_args": "{}", "quantization": None, "load_format": "auto"}
+    assert identity(**usual) == identity()
+    names = {identity(**usual | row).revision for row in rows}
+    assert len(names | {identity().revision}) == 1 + len(rows)
+    with pytest.raises(ConfigError, match="--json-model-override-args"):
+        identity(json_model_override_args="[1]")
 
 
 @pytest.mark.parametrize("flag", ["--pp-size", "--attn-cp-size", "--dcp-size"])

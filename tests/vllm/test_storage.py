@@ -16,7 +16,7 @@ from hiradix.storage_tools import main as storage_tool
 from tests.engine.driving import serve
 from tests.storage_servers.servers import Server, free_port, redis_like
 from tests.vllm.conftest import REAL
-from tests.vllm.player import Player, assert_same, cached
+from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation, shared_prefixes
 
 Start = Callable[..., Player]
@@ -78,6 +78,26 @@ def until(ours: Player, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, A
             return state
         ours.generate([[5, 6, 7]])
     raise AssertionError(f"never was as wanted: {ours.state()}")
+
+
+def test_the_same_weights_run_otherwise_have_pages_of_their_own(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    """As with positions that turn more slowly: the files are the same, and no number computed with them."""
+    store = with_storage("disk", disk_storage_path=str(tmp_path / "disk"), max_size="64MiB")
+    slow = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}
+    prompts = [conversation(seed, 200) for seed in range(3)]
+    first = start(store)
+    as_is = first.generate(prompts)
+    first.stop()
+    expected = start(None, hf_overrides=slow).generate(prompts)
+    assert not judge(expected, as_is).holds
+    other = start(store, hf_overrides=slow)
+    got = other.generate(prompts)
+    assert cached(got) == 0
+    assert_same(expected, got)
+    other.stop()
+    assert cached(start(store, hf_overrides=slow).generate(prompts)) == 3 * 192
 
 
 def test_a_store_that_misbehaves_costs_hits_and_nothing_else(start: Start, plain: Player) -> None:

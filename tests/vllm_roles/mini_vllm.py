@@ -37,6 +37,8 @@ S, HEADS, DIM, LAYERS = 4, 1, 1, 2
 class FakeLora:
     lora_name: str
     lora_path: str
+    lora_int_id: int = 1
+    load_inplace: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hiradix.adapters.vllm import build
-from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker
+from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.adapters.vllm.layout import Interior, grouping
 from hiradix.adapters.vllm.settings import parse_settings
-from hiradix.prefix_cache import ModelIdentity
+from hiradix.prefix_cache import ModelIdentity, model_identity
 from hiradix.storage import ComponentPages
 from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
 
@@ -33,9 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
-def built(
-    folder: object, groups: list[tuple[Any, list[int]]], interior: Interior = Interior.TOKENS
-) -> None:
+def built(folder: object, groups: list[tuple[Any, list[int]]], interior: Interior = Interior.TOKENS) -> None:
     """A worker over `groups`, each a spec and its layers, with a store of files; closed again."""
     named = [KVGroup(spec, [f"layers.{layer}.attn" for layer in layers]) for spec, layers in groups]
     keys = {"file_storage_path": str(folder)}
@@ -86,3 +86,48 @@ def test_pages_that_only_a_kernel_understands_are_stored_under_names_of_their_ow
         digests += [pages.fingerprint.digest() for pages in asked]
     plain, translated, own = digests
     assert plain == translated != own
+
+
+class Config:
+    """vLLM's configs as far as it is read which model's pages they make. given: fields of the model's."""
+
+    def __init__(self, path: str, dtype: str = "auto", load_format: str = "auto", **given: Any) -> None:
+        unset = {
+            "quantization": None,
+            "quantization_config": None,
+            "hf_overrides": {},
+            "hf_config_path": None,
+        }
+        seen = {"rope": 1, "transformers_version": "5", "_name_or_path": path} | given.get("hf_overrides", {})
+        self.model_config = SimpleNamespace(
+            model=path, revision=None, hf_config=SimpleNamespace(to_dict=lambda: seen), **unset | given
+        )
+        self.cache_config = SimpleNamespace(cache_dtype=dtype)
+        self.load_config = SimpleNamespace(load_format=load_format)
+
+
+def test_the_same_weights_run_otherwise_are_another_model(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+
+    def name(number: int = 0, **given: Any) -> ModelIdentity:
+        return identity_of(Config(str(folders[number]), **given), "m")
+
+    rows: list[dict[str, Any]] = [
+        {"hf_overrides": {"rope": 2}},
+        {"hf_overrides": {"rope": 3}},
+        {"hf_config_path": "elsewhere"},
+        {"quantization": "fp8"},
+        {"quantization_config": {"linear": "int8"}},
+        {"dtype": "fp8_e5m2"},
+        {"dtype": "fp8"},
+        {"load_format": "dummy"},
+    ]
+    assert name() == model_identity(str(folders[0]), "m"), "as in every engine that runs it as it is"
+    assert len({name(**row).revision for row in rows} | {name().revision}) == 1 + len(rows)
+    for row in rows:
+        assert name(0, **row) == name(1, **row), "wherever the model lies"
+    assert name(dtype="fp8") == name(dtype="fp8_e4m3") and name(dtype="bfloat16") == name()
+    assert identity_of(Config("org/model"), "") == ModelIdentity("model", "org/model@main")

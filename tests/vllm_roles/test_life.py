@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +94,34 @@ def test_namespaces_are_apart(fields: dict[str, object]) -> None:
     assert vllm.hit_tokens == 3 * S, "the third finds the second's alone"
 
 
+def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_path: Path) -> None:
+    """Same name, same folder. vLLM loads it again under another number, or for each step if told to; what
+    it has not loaded again it computes with as it was."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+
+    def train(weights: bytes) -> None:
+        (folder / "adapter_model.bin").write_bytes(weights)
+        os.utime(folder / "adapter_model.bin", ns=(0, next(times)))
+
+    def hits(**fields: Any) -> int:
+        before = vllm.hit_tokens
+        vllm.add(request(f"r{len(vllm.done)}", 3, lora_request=FakeLora("l", str(folder), **fields)))
+        vllm.drain()
+        return vllm.hit_tokens - before
+
+    vllm, times = MiniVLLM(World()), count()
+    train(b"first")
+    assert [hits(), hits()] == [0, 3 * S]
+    train(b"second")
+    assert hits() == 3 * S, "still computed with the first"
+    assert [hits(lora_int_id=2), hits(lora_int_id=2)] == [0, 3 * S]
+    train(b"number three")
+    assert [hits(lora_int_id=2, load_inplace=True) for _ in range(2)] == [0, 3 * S]
+    train(b"as it was 4.")
+    assert hits(lora_int_id=2, load_inplace=True) == 0
+
+
 def test_images_are_apart() -> None:
     """The tokens are the same in all; what they stand for, and where it begins, is not."""
     vllm = MiniVLLM(World())
@@ -101,6 +133,15 @@ def test_images_are_apart() -> None:
         vllm.drain()
         hits.append(vllm.hit_tokens - sum(hits))
     assert hits == [0, S, S, 3 * S, 3 * S], "the first page has nothing of the image"
+
+
+def test_a_name_for_an_image_is_not_taken_for_two_images() -> None:
+    """Clients may name their images themselves, as they like."""
+    two = [FakeFeature("cat", FakeSpan(0, 2)), FakeFeature("dog", FakeSpan(2, 2))]
+    one = [FakeFeature("cat 0 2\ndog", FakeSpan(2, 2))]
+    keys = [track(request("r", 2, mm_features=features), S) for features in (two, one)]
+    assert keys[0] is not None and keys[1] is not None
+    assert keys[0].extras != keys[1].extras
 
 
 def test_prompts_of_embeddings_and_streams_are_left_alone() -> None:
@@ -268,9 +309,7 @@ def test_whatever_storage_has_lost_the_hit_ends_where_all_is_there(
     held = [{page for page in range(on_host)}, {page for page in range(on_host - 2, on_host)}]
     there = [({*range(8)} - full) | held[0], ({*range(8)} - window) | held[1]]
     ends = [
-        end
-        for end in range(9)
-        if {*range(end)} <= there[0] and {*range(max(0, end - 2), end)} <= there[1]
+        end for end in range(9) if {*range(end)} <= there[0] and {*range(max(0, end - 2), end)} <= there[1]
     ]
     vllm.add(request("c", 8, max_tokens=1))
     vllm.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
-from hiradix.config import ExtraConfig, HiCacheConfig, parse_extra_config
+from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
     CacheInitParams,
@@ -20,7 +21,7 @@ from hiradix.prefix_cache import (
     build_hybrid_cache,
     build_prefix_cache,
 )
-from hiradix.prefix_cache.identity import weights_digest
+from hiradix.prefix_cache.identity import run_with, weights_digest
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
@@ -252,11 +253,26 @@ def _identity(context: Any, flags: Any) -> ModelIdentity:
     """What tells this model's pages from another's; the type of fp8 elements is not that of their memory."""
     kvcache, params = context.params.token_to_kv_pool_allocator.get_kvcache(), context.params
     tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
-    return ModelIdentity(
+    model = ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{flags.revision or _weights(flags.model_path)}:{kvcache.dtype}{_layout(kvcache)}",
+        revision=f"{_weights(flags.model_path) or flags.revision or ''}:{kvcache.dtype}{_layout(kvcache)}",
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,
         pp_size=params.pp_size,
     )
+    return run_with(model, _otherwise(flags))
+
+
+def _otherwise(flags: Any) -> dict[str, Any]:
+    """What has these weights give other KV than their files ask for: flags by name, what they name read."""
+    names = ("quantization", "torchao_config", "modelopt_quant")
+    given = {name: getattr(flags, name, None) for name in names}
+    overrides = getattr(flags, "json_model_override_args", None) or "{}"
+    given["json_model_override_args"] = load_mapping("--json-model-override-args", overrides)
+    scales = getattr(flags, "quantization_param_path", None)
+    if scales and Path(scales).is_file():
+        given["quantization_param_path"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+    if getattr(flags, "load_format", None) == "dummy":
+        given["load_format"] = "dummy"
+    return given

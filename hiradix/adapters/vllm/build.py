@@ -24,9 +24,12 @@ from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.worker import OpenStorage, WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
-from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, stored_pages
+from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
 from hiradix.storage import Stores, open_stores
 from hiradix.transfer import PoolPair
+
+_OF_NO_KV = ("_name_or_path", "transformers_version")  # in a model's config
+_FP8 = {"fp8": "fp8_e4m3"}  # names of one type; the type of the memory is not told by its tensors
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,32 @@ class BuiltWorker:
     layer_numbers: Mapping[str, int]
 
 
-def identity_of(path: str, revision: str | None, name: str) -> ModelIdentity:
-    """The model's name and its weights, or, where they are no local folder, the revision asked for."""
-    name = name or Path(path).name
-    if Path(path).is_dir():
-        return model_identity(str(Path(path).resolve()), name)
-    return ModelIdentity(name, f"{path}@{revision or 'main'}")
+def identity_of(config: Any, name: str) -> ModelIdentity:
+    """Whose pages a VllmConfig's model computes: the model's name and its weights, and how they are run.
+
+    Where the weights are no local folder, the revision asked for. What is told of how they are run: options
+    that give the same weights other KV than their files ask for.
+    """
+    model = config.model_config
+    name = name or Path(model.model).name
+    if Path(model.model).is_dir():
+        identity = model_identity(str(Path(model.model).resolve()), name)
+    else:
+        identity = ModelIdentity(name, f"{model.model}@{model.revision or 'main'}")
+    return run_with(identity, _otherwise(config))
+
+
+def _otherwise(config: Any) -> dict[str, Any]:
+    model, cache_dtype = config.model_config, config.cache_config.cache_dtype
+    is_changed = model.hf_overrides or (model.hf_config_path and model.hf_config_path != model.model)
+    seen = model.hf_config.to_dict() if is_changed else {}
+    return {
+        "config": {key: value for key, value in seen.items() if key not in _OF_NO_KV},
+        "quantization": model.quantization,
+        "quantization_config": model.quantization_config and str(model.quantization_config),
+        "cache_dtype": _FP8.get(cache_dtype, cache_dtype) if cache_dtype.startswith("fp8") else None,
+        "load_format": "dummy" if config.load_config.load_format == "dummy" else None,
+    }
 
 
 def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltWorker:

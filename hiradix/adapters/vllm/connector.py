@@ -311,11 +311,11 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     config, groups = connector._vllm_config, connector._kv_cache_config.kv_cache_groups
-    model, text = config.model_config, config.model_config.hf_text_config
+    text = config.model_config.hf_text_config
     rank_r = getattr(text, "kv_lora_rank", None)
     latent = Latent(rank_r, text.qk_rope_head_dim) if rank_r else None
     settings = connector._settings
-    identity = identity_of(model.model, model.revision, settings.cache.served_model_name)
+    identity = identity_of(config, settings.cache.served_model_name)
     tp, pp = get_tp_group(), get_pp_group()
     return WorkerPlan(
         settings,

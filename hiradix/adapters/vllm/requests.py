@@ -75,11 +75,23 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
 
 def _adapter(lora: Any) -> str | None:
     """What names an adapter in every process: its name and its weights, not vLLM's number for it."""
-    return None if lora is None else f"{lora.lora_name}@{_adapter_digest(str(lora.lora_path))}"
+    if lora is None:
+        return None
+    path = str(lora.lora_path)
+    return f"{lora.lora_name}@{_adapter_digest(path, lora.lora_int_id, _files(path, lora.load_inplace))}"
+
+
+def _files(path: str, is_reloaded: bool) -> tuple[tuple[str, int, int], ...]:
+    """Of an adapter that vLLM reads anew for each step, what would tell that its files were replaced."""
+    if not is_reloaded or not Path(path).is_dir():
+        return ()
+    stats = ((file.name, file.stat()) for file in sorted(Path(path).iterdir()))
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @lru_cache(maxsize=1024)
-def _adapter_digest(path: str) -> str:
+def _adapter_digest(path: str, _load: int, _as_of: tuple[tuple[str, int, int], ...]) -> str:
+    """Of the weights as they are when an adapter is first used after vLLM has loaded it as number `_load`."""
     if not Path(path).is_dir():
         return hashlib.sha256(path.encode()).hexdigest()[:32]
     return weights_digest(path, "adapter_config.json")
@@ -91,7 +103,8 @@ def _page_extras(features: Sequence[Any], page_size: int) -> tuple[bytes | None,
     for feature in features:
         begin, length = feature.mm_position.offset, feature.mm_position.length
         for page in range(begin // page_size, (begin + length - 1) // page_size + 1):
-            text = f"{feature.identifier} {begin - page * page_size} {length}\n"
+            name = feature.identifier  # any text: with its length, so that it is not taken for two
+            text = f"{len(name)} {name} {begin - page * page_size} {length}\n"
             digests.setdefault(page, hashlib.sha256()).update(text.encode())
     if not digests:
         return None
