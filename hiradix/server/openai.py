@@ -120,6 +120,7 @@ class OpenAI:
         else:
             assert body.prompt is not None, "scope() lets one of messages and prompt through"
             prompt_ids = await self._prompt_ids(body.prompt)
+        prompt_ids = prompt_ids[: self._service.context_length]  # what is behind was never served
         if not all(0 <= token < 1 << 31 for token in prompt_ids):
             raise ApiError("prompt: token ids must be in [0, 2**31)", param="prompt")
         return {"object": hint, "cached_tokens": await self._service.hint(prompt_ids, scope)}

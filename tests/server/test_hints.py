@@ -47,6 +47,14 @@ def test_a_call_names_the_conversation(hint: str) -> None:
     assert service.calls[0] == ([1, 2, 3], Scope(cache_salt="a", hint=hint))
 
 
+@pytest.mark.parametrize("body", [{"prompt": [7] * 100_000}, {"prompt": "x" * 100_000}])
+def test_a_conversation_longer_than_the_context_costs_the_engine_no_more(body: dict) -> None:
+    """Nothing of it behind that was ever served, and the engine looks it up between two steps."""
+    service = ScriptedService()
+    reply = TestClient(application(service)).post("/v1/end_of_session", json=body)
+    assert reply.status_code == 200 and len(service.calls[0][0]) == service.context_length
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"prompt": "x", "messages": USER}, {"prompt": [-1]}, {"prompt": [1 << 40]}]
 )
