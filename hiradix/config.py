@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ DEFAULT_PAGE_SIZE = 64
 DEFAULT_HICACHE_RATIO = 2.0
 RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
+MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 REFUSED = {
@@ -63,12 +65,16 @@ def require_int(flag: str, value: object, minimum: int = 0) -> int:
     return value
 
 
-def require_number(flag: str, value: object, minimum: float = 0.0) -> float:
-    """`value` as a float when it is a finite int or float (a bool is not) and at least `minimum`."""
+def require_number(
+    flag: str, value: object, minimum: float = 0.0, maximum: float = sys.float_info.max
+) -> float:
+    """`value` as a float when it is a finite int or float (a bool is not) in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{flag} must be number, got {type(value).__name__}")
-    if not math.isfinite(value) or value < minimum:
+    if isinstance(value, float) and not math.isfinite(value) or value < minimum:
         raise ConfigError(f"{flag} must be a finite number >= {minimum:g}, got {value}")
+    if value > maximum:
+        raise ConfigError(f"{flag} must be at most {maximum:g}, got {value}")
     return float(value)
 
 
@@ -235,10 +241,10 @@ class HiCacheConfig:
             raise ConfigError(_EXCLUSIVE)
         require_int("--page-size", self.page_size, 1)
         if self.hicache_ratio is not None:
-            require_number("--hicache-ratio", self.hicache_ratio)
+            require_number("--hicache-ratio", self.hicache_ratio, maximum=MAX_HOST_SIZE)
             if self.hicache_ratio == 0:
                 raise ConfigError("--hicache-ratio must be > 0, got 0")
-        require_number("--hicache-size", self.hicache_size)
+        require_number("--hicache-size", self.hicache_size, maximum=MAX_HOST_SIZE)
         fraction = require_number("--hicache-host-memory-fraction", self.hicache_host_memory_fraction)
         if not 0 < fraction <= 1:
             raise ConfigError("--hicache-host-memory-fraction must be in (0, 1].")

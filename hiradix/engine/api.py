@@ -26,6 +26,15 @@ FINISH_ABORT = "abort"
 FINISH_ERROR = "error"
 
 
+MAX_COUNT = 2**31 - 1  # slots are 32 bits wide
+MAX_THREADS = 1024  # with too many the thread library ends the process
+
+
+def most_of(count: str) -> int:
+    """The largest value of a field of `EngineConfig` that counts something."""
+    return MAX_THREADS if count == "num_threads" else MAX_COUNT
+
+
 def _require(ok: bool, name: str, value: object, want: str) -> None:
     if not ok:
         raise RequestError(f"{name}={value!r}: must be {want}")
@@ -159,6 +168,8 @@ class EngineConfig:
             value = getattr(self, f.name)
             if f.name in positive and value is not None and value < 1:
                 raise ConfigError(f"{f.name}={value!r}: must be at least 1")
+            if f.name in positive and value is not None and value > most_of(f.name):
+                raise ConfigError(f"{f.name}={value!r}: must be at most {most_of(f.name)}")
 
 
 @dataclass(frozen=True, slots=True)

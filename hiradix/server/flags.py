@@ -18,7 +18,7 @@ from hiradix.config import (
     normalise,
     parse_extra_config,
 )
-from hiradix.engine.api import EngineConfig
+from hiradix.engine.api import EngineConfig, most_of
 from hiradix.errors import ConfigError
 from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
@@ -27,6 +27,7 @@ from hiradix.storage import guard_limits, load_storage_backend
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
+MAX_DIST_TIMEOUT_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,11 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         raise ConfigError(
             f"--shutdown-timeout must be in 0..{MAX_SHUTDOWN_TIMEOUT_S:g}, got {args.shutdown_timeout}"
         )
-    if args.tp_size < 1 or not args.dist_timeout > 0:
+    if args.tp_size < 1:
+        raise ConfigError(f"--tp-size must be >= 1, got {args.tp_size}")
+    if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
         raise ConfigError(
-            f"--tp-size must be >= 1 and --dist-timeout positive, got {args.tp_size}, {args.dist_timeout}"
+            f"--dist-timeout must be above 0 and at most {MAX_DIST_TIMEOUT_S:g}, got {args.dist_timeout}"
         )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
@@ -236,9 +239,9 @@ def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) ->
         "chunked_prefill_size": None if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
     }
     for field_name, value in counts.items():
-        if value is not None and value < 1:
+        if value is not None and not 1 <= value <= most_of(field_name):
             flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
-            raise ConfigError(f"--{flag.replace('_', '-')} must be >= 1, got {value}")
+            raise ConfigError(f"--{flag.replace('_', '-')} must be in 1..{most_of(field_name)}, got {value}")
     if args.swa_full_tokens_ratio is not None and not 0 < args.swa_full_tokens_ratio <= 1:
         raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {args.swa_full_tokens_ratio}")
     return EngineConfig(

@@ -105,7 +105,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _resolved(host: str, port: int) -> tuple[Any, ...]:
     try:
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name whose parts are empty or too long is not encoded
         raise ConfigError(f"--host {host}: {error}") from error
 
 
@@ -127,7 +127,10 @@ def build_service(config: ServeConfig) -> EngineService:
         engine = build_engine(config.engine, config.tp_size, config.rank_timeout_s)
     except (OSError, MemoryError, RuntimeError, SafetensorError) as error:  # bad weights, too large pools
         chosen = config.engine
-        flags = f"--model-path {chosen.model_path} --max-total-tokens {chosen.max_total_tokens}"
+        flags = (
+            f"--model-path {chosen.model_path} --max-total-tokens {chosen.max_total_tokens} "
+            f"--max-running-requests {chosen.max_running_requests}"
+        )
         raise ConfigError(f"{flags}: cannot build the engine: {error}") from error
     if config.kv_events.is_on:
         try:

@@ -130,6 +130,7 @@ def test_yaml_without_its_package_says_what_to_install(
         ('{"prefetch_threshold": -1}', "prefetch_threshold must be >= 0"),
         ('{"prefetch_timeout_base": "1"}', "prefetch_timeout_base must be number, got str"),
         ('{"prefetch_timeout_base": NaN}', "prefetch_timeout_base must be a finite number"),
+        ('{"prefetch_timeout_base": 1' + 400 * "0" + "}", "prefetch_timeout_base must be at most"),
         (
             '{"prefetch_timeout_per_ki_token": false}',
             "prefetch_timeout_per_ki_token must be number, got bool",

@@ -192,6 +192,11 @@ def test_host_that_is_not_ours_is_one_line(model: str, capsys: pytest.CaptureFix
     assert "--host" in failed_start("--model-path", model, "--host", "192.0.2.1", capsys=capsys)
 
 
+@pytest.mark.parametrize("host", [".", "a" * 64])
+def test_host_that_is_no_name_is_one_line(host: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--host {host}" in failed_start("--model-path", model, "--host", host, capsys=capsys)
+
+
 def test_field_names_of_the_engine_become_flags() -> None:
     try:
         EngineConfig(model_path="x", max_waiting_requests=0)
