@@ -9,6 +9,7 @@ import pytest
 
 from hiradix.cache import core
 from hiradix.cache.agreement import Agreement
+from hiradix.policy import eviction
 
 
 def _own_results(self: Agreement, results: Any, ok: bool) -> Any:
@@ -59,6 +60,12 @@ def _attach_alone(self: Any, storage: Any) -> None:
         del self.settle
 
 
+def _by_own_pages(node: Any, use: Any) -> int:
+    """An order by page ids, which are a rank's own."""
+    pages = node.device.pages if node.host.pages is None else node.host.pages
+    return int(pages[0])
+
+
 _EXCHANGE = Agreement.exchange
 _SHARE = Agreement.share
 _APPLY = core.HierarchicalCache._apply
@@ -74,6 +81,7 @@ PLANTED: dict[str, tuple[str, Any]] = {
     "own load failures": ("hiradix.cache.agreement.Agreement.share", _own_share("_find_failed_slot")),
     "own host pool": ("hiradix.cache.core._common_pages", lambda host, agree: host.pages),
     "exchange only with news": ("hiradix.cache.core.HierarchicalCache._apply", _only_with_news),
+    "own page ids": ("hiradix.policy.eviction._SIMPLE", {**eviction._SIMPLE, "lfu": _by_own_pages}),
     "attach alone": ("hiradix.cache.core.HierarchicalCache.attach_storage", _attach_alone),
 }
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -25,14 +25,16 @@ SETUPS = (
     Setup(8, write_policy="write_through_selective", prefetch_policy="best_effort"),
     Setup(4, write_policy="write_back", replicated=True),
 )
+ORDERS = ("lru", "lfu", "ghd", "2q", "slru", "lru,ghd", "ghd,lru", "tlru", "mru", "filo")
 COUNTED = ("evicted_device", "evicted_host", "written", "loaded", "load_failed", "backed_up", "prefetched",
            "load_too_slow")  # fmt: skip
 
 
 def play(seed: int, num_moves: int = NUM_MOVES) -> Ranks:
     """One seed's life; its set-up follows from it."""
+    order = ORDERS[seed // len(SETUPS) % len(ORDERS)]
     try:
-        return Ranks(seed, SETUPS[seed % len(SETUPS)]).play(num_moves)
+        return Ranks(seed, replace(SETUPS[seed % len(SETUPS)], order=order)).play(num_moves)
     except Exception as error:
         raise AssertionError(f"replay with play({seed}, {num_moves}): {error!r:.2000}") from error
 

@@ -17,7 +17,9 @@ import numpy as np
 
 from hiradix.cache import HierarchicalCache, HostTier, least
 from hiradix.errors import CacheError
+from hiradix.policy.eviction import learning_policies, make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.uses import HINTS, Finished
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import (
     FOUR_WORKERS,
@@ -28,11 +30,12 @@ from hiradix.transfer import (
     TransferController,
     TransferLimits,
 )
-from hiradix.tree import Lock, RadixKey, RadixTree, Tier
+from hiradix.tree import EvictionOrder, Lock, RadixKey, RadixTree, Tier
 from tests.ranks.lockstep import Lockstep
 from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, loads_came
 
 PAGE_SIZE = 1
+PAGE_TOKENS = 512  # of a page, to policies that learn: each has a ghost
 POISON = -7
 MAX_WAITS = 1000  # between two collective calls: who waits for what is there waits for ever
 
@@ -47,6 +50,7 @@ class Setup:
     write_policy: str = "write_through"
     prefetch_policy: str = "timeout"
     replicated: bool = False  # all ranks have the same pages (MLA), one stores for all
+    order: str = "lru"
 
 
 class ScatteredPages:
@@ -142,7 +146,9 @@ class Rank:
             WritePolicy.from_name(self.setup.write_policy),
             PrefetchPolicy.from_name(self.setup.prefetch_policy, limits),
         )  # fmt: skip
-        return HierarchicalCache(RadixTree(PAGE_SIZE), self.device, tier, self.clock, self.agree)
+        learns = not {*self.setup.order.split(",")}.isdisjoint(learning_policies())
+        order = make_order(self.setup.order, {"page_tokens": PAGE_TOKENS} if learns else None)
+        return HierarchicalCache(RadixTree(PAGE_SIZE, order=order), self.device, tier, self.clock, self.agree)
 
     # -- what differs -----------------------------------------------------------------------
 
@@ -276,10 +282,19 @@ class Rank:
         for at, page in enumerate(one.pages.tolist()):
             self.device_pool.data[page] = self.stamp(one.key, start + at)
         self.cache.count_use(one.lock.node)
-        lock = self.cache.insert(one.key, one.pages, at=one.lock)
+        lock = self.cache.insert(one.key, one.pages, at=one.lock, ended=self._ended(one.key))
         tree.unlock(one.lock)
         self.read(one.key, tree.pages(lock.node, Tier.DEVICE))
         self.locks.append(lock)
+
+    def _ended(self, key: RadixKey) -> Finished | None:
+        """What a policy that learns is told of a request; now and then also a client's hint."""
+        learner = self.cache.learner
+        if learner is None:
+            return None
+        if self.story.random() < 0.2:
+            learner.hint_prefix(self.cache.tree, self.key(), self.story.choice(HINTS))
+        return Finished(len(key) * PAGE_TOKENS, self.story.choice([1, 50, 900]))
 
     def do_finish(self) -> None:
         if self.locks:
@@ -371,7 +386,7 @@ class Rank:
             )
             for n in tree.nodes()
         ]  # fmt: skip
-        orders = [[(e.node.created, e.node.end) for e in tree._store.orders[0][tier]] for tier in Tier]
+        orders = [standing(tree._store.orders[0][tier]) for tier in Tier]
         flights = [list(cache.flights.lane(kind)) for kind in JobKind]
         assert cache.prefetcher is not None and cache.supply.host is not None
         prefetches = [
@@ -388,6 +403,12 @@ MOVES = {
     "tick": 40, "request": 34, "finish": 22, "prefetch": 12, "progress": 12, "abort": 3, "evict": 5,
     "attach": 6, "detach": 2, "reset": 2, "drain": 4,
 }  # fmt: skip
+
+
+def standing(order: EvictionOrder) -> tuple[Any, ...]:
+    """Who is in an order, and who leaves it one after the other."""
+    leaving = [(e.node.created, e.node.end) for e in order.victims(1 << 30)]  # type: ignore[union-attr]
+    return order.num_pages, sorted((e.node.created, e.node.end) for e in order), leaving  # type: ignore[union-attr]
 
 
 def _poison(pool: Pool, page: int) -> None:
