@@ -18,6 +18,7 @@ _HINT_CLASS: Final = 8  # conversation classes from here on: hint, then sender
 _DECAY_EVERY: Final = 256  # requests
 _DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
 _COUNT_FIRST: Final = 32  # between two countings at the start; in the end as many as between two decays
+_MAY_WAIT: Final = 1024  # requests, if nobody asks who leaves
 
 
 # By the bits of a count of tokens, or of 512 tokens.
@@ -35,6 +36,8 @@ class GhdLearner(UseLog):
         self.segments = Segments(self.tables)
         self.orders: list[LaneOrder] = []
         self._requests = 0
+        self._decays = 0  # made
+        self._is_due = False  # counting
         self._own = [-1] * 256  # class by turn, size, answer
 
     # -- classes ----------------------------------------------------------------------------
@@ -46,15 +49,14 @@ class GhdLearner(UseLog):
         return self.tables.class_of((SHARED, min(visits.bit_length() - 1, 4), recency))
 
     def own_class(self, turn: int, num_known: int, request: Finished, key: RadixKey) -> int:
-        prompt_tokens, output_tokens, hint = request
-        if hint is not None:
-            return self._hinted(hint, key.space)
+        if request.hint is not None:
+            return self._hinted(request.hint, key.space)
         if turn:
-            fresh = prompt_tokens - num_known * self.page_tokens
+            fresh = request.prompt_tokens - num_known * self.page_tokens
             size = _FRESH[fresh.bit_length()] if fresh > 0 else 0
         else:
-            size = _FIRST[((prompt_tokens + 511) // 512).bit_length()]
-        kind = (turn if turn < 3 else 3) * 64 + size * 8 + _ANSWER[output_tokens.bit_length()]
+            size = _FIRST[((request.prompt_tokens + 511) // 512).bit_length()]
+        kind = (turn if turn < 3 else 3) * 64 + size * 8 + _ANSWER[request.output_tokens.bit_length()]
         found = self._own[kind]
         if found < 0:
             key_of = (CONVERSATION, kind // 64, kind // 8 % 8, kind % 8)
@@ -91,20 +93,31 @@ class GhdLearner(UseLog):
                     other.segment = number
         self._requests = count = self._requests + 1
         if count % _COUNT_FIRST == 0 and count % self._interval() == 0:
-            self.recompute()
+            self._is_due = True
+            if count % _MAY_WAIT == 0:
+                self.recompute()
 
     def _interval(self) -> int:
         """Requests between two countings: a power of two, at most as many as all so far."""
         return min(max(1 << self._requests.bit_length() - 1, _COUNT_FIRST), _DECAY_EVERY)
 
+    def settle(self) -> None:
+        """Count, if that is due: it can wait until somebody asks for an index."""
+        if self._is_due:
+            self.recompute()
+
     def recompute(self) -> None:
         """Count what happened; the index and every order follow when they are asked."""
+        self._is_due = False
         self.segments.count(self.clock)
-        if self._requests % _DECAY_EVERY == 0:
-            self.tables.decay(_DECAY)
+        decays = self._requests // _DECAY_EVERY - self._decays
+        if decays:
+            self._decays += decays
+            self.tables.decay(_DECAY**decays)
         self.tables.recompute()
 
     def make_way(self, tier: Tier, node: Node | None) -> None:
+        self.settle()
         for order in self.orders:
             if order.tier == tier:
                 order.limit = INFINITE if node is None else order.worth(node.note)

@@ -7,6 +7,7 @@ locked, so that a path that is locked and unlocked again costs next to nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
@@ -29,6 +30,8 @@ class LaneOrder:
     On the host all that is on the device too counts as a leaf. There a place covers the parent of its entry's
     node too, and that one's and so on, as long as they have the same note: they would follow it.
     """
+
+    path_moves_once: ClassVar[bool] = True
 
     def __init__(self, context: OrderContext, log: UseLog, tables: ClassTables):
         self.num_pages = 0
@@ -178,7 +181,9 @@ class LaneOrder:
 
     def _settle(self, gone: Mapping[int, int] = NONE_GONE) -> None:
         """Bring the lanes up to date: who has come, and what has grown older."""
-        self._lanes.settle(self._log.clock)
+        log = self._log
+        log.settle()
+        self._lanes.settle(log.clock)
         while self._fresh:
             self._enter_fresh(gone)
 

@@ -63,6 +63,7 @@ class ClassTables:
         self._least: Floats = np.zeros(shape)
         self._falls = np.zeros(shape, np.int64)
         self._counted: Floats | None = None  # what the index is to follow from, used or not
+        self._new: list[tuple[int, int]] = []  # classes since, and their parents, whose rows will be theirs
         self.version = 0  # of the index
         self._ranks: dict[int, ClassRanks] = {}
         for key in FAMILIES:
@@ -80,10 +81,9 @@ class ClassTables:
         parent = self.class_of(key[:-1])
         if len(self.keys) == MAX_CLASSES:
             return parent
-        index, number = self.index, len(self.keys)
+        number = len(self.keys)
         self._add(key)
-        for table in (index, self._least, self._falls):
-            table[number] = table[parent]
+        self._new.append((number, parent))
         return number
 
     def _add(self, key: ClassKey) -> None:
@@ -110,6 +110,11 @@ class ClassTables:
             n = len(votes)
             self._index[:n] = gittins(self._hazard(votes))
             self._least[:n], self._falls[:n] = falling(self._index[:n])
+        if self._new:
+            for number, parent in self._new:
+                for table in (self._index, self._least, self._falls):
+                    table[number] = table[parent]
+            self._new.clear()
         return self._index
 
     def ranks(self, class_id: int) -> ClassRanks:
@@ -123,27 +128,29 @@ class ClassTables:
     def recompute(self) -> None:
         """Have `index` follow from what has been counted up to here. A copy of the votes."""
         self._ranks.clear()
+        self._new.clear()
         n = len(self)
         self._counted = np.stack([self.used[:n], self.exposed[:n], self.started[:n]], 1)
         self.version += 1
 
     def _hazard(self, votes: Floats) -> Floats:
         """Per class and bucket, how likely the next use is. votes [classes, 3, 64]: used, exposed, started"""
-        used, exposed, started = np.moveaxis(self._with_descendants(votes), 1, 0)
+        families, *levels = [[c for c in level if c < len(votes)] for level in self._levels]
+        used, exposed, started = np.moveaxis(self._with_descendants(votes, levels), 1, 0)
         exposed = np.maximum(exposed, used)
         hazard: Floats = np.empty_like(used)
-        reuse = np.zeros(len(self))
-        family = np.array(self._levels[0])
+        reuse = np.zeros(len(votes))
+        family = np.array(families)
         prior = _PRIOR_REUSE / BUCKETS / (1 - _PRIOR_REUSE / BUCKETS * np.arange(BUCKETS))
         hazard[family] = (used[family] + _FAMILY_VOTES * prior) / (exposed[family] + _FAMILY_VOTES)
         np.minimum(hazard, _MAX_HAZARD, out=hazard)
         density: Floats = np.empty((len(family), BUCKETS))
-        for f in self._levels[0]:
+        for f in families:
             alive = np.concatenate([[1.0], np.cumprod(1 - hazard[f])])
             reuse[f] = 1 - alive[-1]
             density[f] = alive[:-1] * hazard[f] / reuse[f]
-        for level in self._levels[1:]:
-            c = np.array(level)
+        for level in levels:
+            c = np.array(level, np.int64)
             f = density[np.array(self._families)[c]]
             seen, votes = used[c].sum(1), (started[c] * f).sum(1)
             parent = reuse[np.array(self._parents)[c]]
@@ -155,9 +162,9 @@ class ClassTables:
             hazard[c] = np.minimum(own, _MAX_HAZARD)
         return hazard
 
-    def _with_descendants(self, total: Floats) -> Floats:
-        """Adds each class's votes to its ancestors', in place."""
-        for level in reversed(self._levels[1:]):
+    def _with_descendants(self, total: Floats, levels: list[list[int]]) -> Floats:
+        """Adds votes to those of the ancestors, in place. levels: class ids by depth below the families."""
+        for level in reversed(levels):
             for number in level:
                 total[self._parents[number]] += total[number]
         total[ROOT] += total[SHARED] + total[CONVERSATION]

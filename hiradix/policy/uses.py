@@ -8,7 +8,6 @@ Subclasses say which class of data a note is in.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
 from hiradix.tree import Node, OrderContext, RadixKey, RadixTree, Tier
@@ -19,12 +18,15 @@ MIN_GHOSTS = 1 << 16  # blocks
 GHOSTS_PER_BLOCK = 4
 
 
-class Finished(NamedTuple):
+class Finished:
     """What is known of a request when it ends. hint: one of `HINTS`, or None."""
 
-    prompt_tokens: int
-    output_tokens: int
-    hint: str | None = None
+    __slots__ = ("prompt_tokens", "output_tokens", "hint")
+
+    def __init__(self, prompt_tokens: int, output_tokens: int, hint: str | None = None):
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.hint = hint
 
 
 class Use:
@@ -89,6 +91,9 @@ class UseLog:
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
 
+    def settle(self) -> None:
+        """Somebody is about to choose who leaves."""
+
     def make_way(self, tier: Tier, node: Node | None) -> None:
         """What leaves `tier` from here on is to be worth less than `node`; None: whatever it is worth."""
 
@@ -99,8 +104,8 @@ class UseLog:
 
         O(nodes of the path) + about 2 us per 512 tokens that were not on it. May split nodes.
         """
-        prompt_tokens, output_tokens, _ = request
-        self.clock += prompt_tokens + output_tokens
+        prompt_tokens = request.prompt_tokens
+        self.clock += prompt_tokens + request.output_tokens
         nodes, stretches = _known(tree, node)
         num_known, turn, step, trail = 0, 0, 1, EMPTY
         if stretches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from hiradix.tree.node import Component, Residency, Tier
 
@@ -24,7 +24,11 @@ class OrderContext:
 
 
 class EvictionOrder(Protocol):
-    """The order of one (component, tier). Deterministic: equal calls give equal victims."""
+    """The order of one (component, tier). Deterministic: equal calls give equal victims.
+
+    It may say `path_moves_once = True`: after a path was `touched`, to do so with its upper part alone, with
+    nothing in between, changes nothing. Then it is not done.
+    """
 
     num_pages: int
 
@@ -66,6 +70,7 @@ class LruOrder:
     coldest is always a leaf (invariant 5).
     """
 
+    path_moves_once: ClassVar[bool] = True
     __slots__ = ("num_pages", "_end", "_upper_is_hotter")
 
     def __init__(self, context: OrderContext):

@@ -23,7 +23,7 @@ from hiradix.tree.node import (
     Rules,
     Tier,
 )
-from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
+from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
 from hiradix.tree.pins import Pinning, held
 from hiradix.tree.records import Freed
 from hiradix.tree.spare import SpareFirst, is_needed
@@ -67,7 +67,7 @@ class Store:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
-        self.host_is_lru = isinstance(self.orders[BACKBONE][HOST], LruOrder)
+        self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
@@ -168,7 +168,7 @@ class Store:
         self._drop_entry(node.host if tier else node.device, BACKBONE, tier, out)
         if tier == DEVICE:
             self._device_child_left(node)
-            is_moved = child_went and self.host_is_lru  # with its child: again would change nothing
+            is_moved = child_went and self.host_moves_once  # with its child: again would change nothing
             if node.host.pages is not None and node.host.lock_ref == 0 and not is_moved:
                 self._moved_down(node)
         if node.device.pages is None and node.host.pages is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from hiradix.cache import HierarchicalCache
 from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import GhdPolicy, make_order
+from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, extend
 from hiradix.policy.uses import HINTS, Finished, Note, UseLog
 from hiradix.replay.generate import generate
@@ -117,6 +119,34 @@ def test_no_clock_decides_anything(warp) -> None:
         trace.name, trace.source, 512, tuple(c._replace(time_s=warp(c.time_s)) for c in trace.calls)
     )
     assert decisions(trace) == decisions(warped)
+
+
+def test_counting_waits_until_somebody_asks_who_leaves_but_not_for_ever() -> None:
+    small = Small(2000)
+    tables: ClassTables = small.learner.tables  # type: ignore[attr-defined]
+    begun = tables.version
+    for i in range(1023):
+        small.request([i])
+    assert tables.version == begun
+    for _ in range(2):
+        small.tree.coldest(0, DEVICE, 1)
+        assert tables.version == begun + 1
+    small.request([1023])
+    assert tables.version == begun + 2
+
+
+@pytest.mark.parametrize("asks_each", [1, 100, 2000])
+def test_votes_halve_in_as_many_requests_however_often_they_are_counted(
+    asks_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Small(2000)
+    factors: list[float] = []
+    monkeypatch.setattr(small.learner.tables, "decay", factors.append)  # type: ignore[attr-defined]
+    for i in range(1024):
+        small.request([i])
+        if i % asks_each == asks_each - 1:
+            small.tree.coldest(0, DEVICE, 1)
+    assert math.prod(factors) == pytest.approx(2 ** (-1024 / 4096))
 
 
 def test_ghosts_and_what_they_keep_alive_are_bounded() -> None:

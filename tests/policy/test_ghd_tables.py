@@ -112,6 +112,26 @@ def test_classes_are_bounded_and_fall_back_to_their_parent() -> None:
     assert len(tables) == MAX_CLASSES and numbers[-1] == CONVERSATION
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_new_class_begins_with_its_parents_index(is_asked: bool) -> None:
+    """Also where the index is still to be made, and of the classes that there were then."""
+    tables, alone = taught(), taught()
+    parent = tables.class_of((CONVERSATION, 1))
+    if is_asked:
+        assert tables.index[parent, 0] > 0
+    child = tables.class_of((CONVERSATION, 1, 7, 2))
+    between = tables.class_of((CONVERSATION, 1, 7))
+    assert parent < between < child
+    for number in (between, child):
+        assert np.array_equal(tables.index[number], tables.index[parent])
+        assert tables.ranks(number).index == tables.ranks(parent).index
+        assert tables.ranks(number).falls == tables.ranks(parent).falls
+    assert np.array_equal(tables.index[: len(alone)], alone.index[: len(alone)])
+    tables.class_of((CONVERSATION, 1, 7, 3))
+    tables.recompute()
+    assert not np.array_equal(tables.index[child], tables.index[parent])
+
+
 def test_tables_come_back_as_they_were_saved(tmp_path: Path) -> None:
     tables, fresh = taught(), ClassTables()
     tables.save(tmp_path / "deep" / "tables.npz")

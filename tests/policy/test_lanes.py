@@ -155,6 +155,22 @@ def test_every_decision_is_that_of_a_search_over_all_leaves(
     assert sum(int(hits.sum()) for hits in quick.hits.values()) > 0
 
 
+class Repeating(LaneOrder):
+    """The same order, told of each part of a path that moves down."""
+
+    path_moves_once = False
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_what_has_moved_with_its_child_need_not_move_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, tiers = TRACES[name](), Tiers(60_000, 250_000)
+    once = Player(trace, "ghd", tiers).play()
+    monkeypatch.setattr(ghd, "LaneOrder", Repeating)
+    assert Player(trace, "ghd", tiers).play().decisions == once.decisions
+
+
 class Watched(LaneOrder):
     """The same order; whenever it is asked, all that may leave is in a lane or would follow what is."""
 
