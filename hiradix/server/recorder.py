@@ -99,3 +99,8 @@ class TraceRecorder:
                 self._file.close()
             except OSError as error:
                 logger.warning("--record-trace %s: its last line is lost: %s", self._path, error)
+
+    def discard(self) -> None:
+        """As if it had never been made: the file is gone."""
+        self.close()
+        self._path.unlink(missing_ok=True)

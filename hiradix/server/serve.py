@@ -27,6 +27,7 @@ from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
 if TYPE_CHECKING:
     import uvicorn
 
+    from hiradix.engine.engine import Engine
     from hiradix.server.engine_service import EngineService
 
 logger = logging.getLogger(__name__)
@@ -113,16 +114,31 @@ def build_service(config: ServeConfig) -> EngineService:
     """A running engine; loads torch and the model. CacheError when it cannot be built."""
     for note in config.notes:
         print(f"hiradix serve: {note}", flush=True)
-    from safetensors import SafetensorError
-
     from hiradix.engine.async_engine import EngineThread
-    from hiradix.engine.ranks import build_engine
     from hiradix.server.engine_service import EngineService
     from hiradix.server.ranked_service import RankedService
     from hiradix.server.recorder import TraceRecorder
 
     _check_device(config.engine.device)
     recorder = None if config.record_trace is None else TraceRecorder(config.record_trace)
+    try:
+        engine = _build_engine(config)
+    except BaseException:
+        if recorder is not None:
+            recorder.discard()
+        raise
+    thread = EngineThread(engine)
+    thread.start()
+    make = EngineService if config.tp_size == 1 else RankedService
+    return make(engine, thread, recorder)
+
+
+def _build_engine(config: ServeConfig) -> Engine:
+    """The engine, which publishes its KV events if it is to; CacheError when it cannot be built."""
+    from safetensors import SafetensorError
+
+    from hiradix.engine.ranks import build_engine
+
     try:
         engine = build_engine(config.engine, config.tp_size, config.rank_timeout_s)
     except (OSError, MemoryError, RuntimeError, SafetensorError) as error:  # bad weights, too large pools
@@ -138,10 +154,7 @@ def build_service(config: ServeConfig) -> EngineService:
         except BaseException:
             engine.close()
             raise
-    thread = EngineThread(engine)
-    thread.start()
-    make = EngineService if config.tp_size == 1 else RankedService
-    return make(engine, thread, recorder)
+    return engine
 
 
 def _check_device(name: str) -> None:

@@ -192,6 +192,16 @@ def test_host_that_is_not_ours_is_one_line(model: str, capsys: pytest.CaptureFix
     assert "--host" in failed_start("--model-path", model, "--host", "192.0.2.1", capsys=capsys)
 
 
+def test_a_start_that_fails_leaves_no_trace_behind(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next start would be refused because of it."""
+    trace = tmp_path / "trace"
+    for _ in range(2):
+        said = failed_start("--model-path", model, "--record-trace", str(trace), "--port", "0", capsys=capsys)
+        assert "--model-path" in said and not trace.exists()
+
+
 @pytest.mark.parametrize("host", [".", "a" * 64])
 def test_host_that_is_no_name_is_one_line(host: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--host {host}" in failed_start("--model-path", model, "--host", host, capsys=capsys)
