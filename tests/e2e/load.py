@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from hiradix.bench_client import Answer, ChatRequest, ChatServer, Limits, Message, replay
-from hiradix.demo.process import ServerProcess
 from hiradix.demo.workload import long_text
+from tests.e2e.warm import WarmServer
 
 MODEL_NAME = "tiny"
 PAGE_SIZE = 16
@@ -71,7 +71,7 @@ def ask_all(url: str, requests: Sequence[ChatRequest], concurrency: int = 4) -> 
 
 def reference_answers(model: Path, requests: Sequence[ChatRequest], log: Path) -> list[Answer]:
     """What a server without any cache answers."""
-    with ServerProcess(flags(model, "--disable-radix-cache"), log) as server:
+    with WarmServer(flags(model, "--disable-radix-cache"), log) as server:
         return ask_all(server.url, requests)
 
 

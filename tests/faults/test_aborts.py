@@ -11,8 +11,8 @@ import pytest
 
 from hiradix.bench_client import ChatRequest
 from hiradix.bench_report import compare
-from hiradix.demo.process import ServerProcess
 from tests.e2e.load import ask_all, leave_early, prompts, reference_answers, three_tiers
+from tests.e2e.warm import WarmServer
 
 NUM_CLIENTS = 12
 NUM_CHARS = 2400
@@ -52,7 +52,7 @@ def test_abort_storms_leave_nothing_behind(tiny_model: Path, tmp_path: Path, num
     asked = prompts(NUM_CLIENTS, NUM_CHARS, seed=1000)
     probes = asked[:3]
     reference = reference_answers(tiny_model, probes, tmp_path / "off.log")
-    with ServerProcess(three_tiers(tiny_model, tmp_path / "storage"), log) as server:
+    with WarmServer(three_tiers(tiny_model, tmp_path / "storage"), log) as server:
         for run in range(num_runs):
             # Seen prompts are loaded or prefetched when their client leaves, new ones are computed.
             fresh = prompts(NUM_CLIENTS // 2, NUM_CHARS, seed=run)

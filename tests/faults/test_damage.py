@@ -10,8 +10,8 @@ import pytest
 
 from hiradix.bench_client import Answer
 from hiradix.bench_report import compare, tokens_by_source
-from hiradix.demo.process import ServerProcess
 from tests.e2e.load import ask_all, prompts, three_tiers
+from tests.e2e.warm import WarmServer
 
 REQUESTS = prompts(4, 1600, seed=77)
 
@@ -30,7 +30,7 @@ def life(model: Path, storage: Path, checked: bool) -> list[Answer]:
     """What a server with this storage directory answers."""
     extra = json.dumps({"prefetch_threshold": 16, "checksum": checked})
     arguments = three_tiers(model, storage, "--hicache-storage-backend-extra-config", extra)
-    with ServerProcess(arguments, storage.with_suffix(".log")) as server:
+    with WarmServer(arguments, storage.with_suffix(".log")) as server:
         return ask_all(server.url, REQUESTS)
 
 

@@ -20,6 +20,7 @@ from hiradix.storage.inventory import StoreAddress, scan
 from hiradix.storage_tools import main as verify
 from tests.e2e.load import MODEL_NAME, ask_all, prompts, reference_answers, tiers_over
 from tests.e2e.tiny_model import write_window_model
+from tests.e2e.warm import WarmServer
 
 NUM_PROMPTS = 4
 NUM_CHARS = 1600
@@ -115,7 +116,7 @@ def assert_survives(model: Path, store: Store, folder: Path, when: list[int], *m
     num_restored = 0
     known: list[ChatRequest] = []
     for requests, num_new in zip(rounds, when, strict=True):
-        with ServerProcess(command, log) as server:
+        with WarmServer(command, log) as server:
             answers = ask_all(server.url, known[-NUM_PROMPTS:])
             identity = compare(answers, [reference[request] for request in known[-NUM_PROMPTS:]])
             assert identity.holds or not answers, (identity, log.read_text()[-2000:])
@@ -129,9 +130,9 @@ def assert_survives(model: Path, store: Store, folder: Path, when: list[int], *m
 
 
 def assert_all_is_served(command: list[str], log: Path, pairs: list) -> None:  # type: ignore[type-arg]
-    """A last life, stopped properly, answers from storage and leaves only whole pages behind."""
+    """A life, stopped properly, and a last one of a new interpreter, which answers from storage."""
     requests, reference = zip(*pairs, strict=True)
-    with ServerProcess(command, log) as server:
+    with WarmServer(command, log) as server:
         assert compare(ask_all(server.url, requests), reference).holds
     with ServerProcess(command, log) as server:
         answers = ask_all(server.url, requests)

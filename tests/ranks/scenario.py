@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,6 +15,7 @@ from typing import Any
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.errors import CacheError
+from tests.e2e.warm import fork
 from tests.engine.checkpoints import prompts
 
 PAGE_SIZE = 16
@@ -47,11 +47,7 @@ def cache_config(folder: Path) -> HiCacheConfig:
 
 def start(plan: Plan) -> list[BaseProcess]:
     """All ranks as child processes."""
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run, args=(rank, plan), daemon=True) for rank in range(plan.size)]
-    for process in ranks:
-        process.start()
-    return ranks
+    return [fork(run, rank, plan) for rank in range(plan.size)]
 
 
 def run(rank: int, plan: Plan) -> None:

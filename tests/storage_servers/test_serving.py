@@ -17,6 +17,7 @@ from hiradix.demo.driver import Demo, DemoConfig
 from hiradix.demo.view import View
 from hiradix.demo.workload import Size, make_workload
 from tests.e2e.tiny_model import write_tiny_model
+from tests.e2e.warm import WarmServer
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
 from tests.storage_servers.servers import (
     Server,
@@ -83,8 +84,11 @@ def keys_of_backend(name: str, servers: dict[str, Server], folder: Path) -> dict
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "dynamic"])
-def test_demo_on(name: str, model: Path, servers: dict[str, Server], tmp_path: Path) -> None:
+def test_demo_on(
+    name: str, model: Path, servers: dict[str, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Six conversations, a restart of the server, and the answers of a server with the cache off."""
+    monkeypatch.setattr("hiradix.demo.driver.ServerProcess", WarmServer)
     out = io.StringIO()
     view = View(Console(file=out, force_terminal=False, width=100, highlight=False))
     workload = make_workload(Size(6, 2, 1, 2, 1, 1))
