@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,11 +12,15 @@ import pytest
 
 from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
 from hiradix.adapters.vllm.orders import Outcome, Stage
+from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
 
-Asked = list[tuple[str | None, Mapping[str, Any]]]
+Asked = list[tuple[str | None, ExtraConfig, str | None]]
+KEY = "schlüssel"
+BACKEND, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
 
 
 @pytest.fixture
@@ -27,39 +30,52 @@ def asked() -> Asked:
 
 @pytest.fixture
 def server(asked: Asked) -> Iterator[AdminServer]:
-    calls = AdminCalls(lambda name, keys: asked.append((name, keys)), lambda: {"password": "x"}, "k")
+    calls = AdminCalls(lambda *what: asked.append(what), lambda: {"password": "x"}, KEY)
     server = AdminServer(0, calls)
     yield server
     server.close()
 
 
-def call(server: AdminServer, method: str, body: object = None, path: str = PATH, key: str = "k") -> Any:
-    """The status and the answer."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}"}
-    asking = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", data, headers, method=method)
-    try:
-        with urllib.request.urlopen(asking, timeout=10) as reply:
-            return reply.status, json.load(reply)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+def call(server: AdminServer, method: str, body: object = None, path: str = PATH, key: str = KEY) -> Any:
+    """The status and the answer. body: JSON, or the bytes of what is none."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}".encode()}
+    asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    asking.request(method, path, data, headers)
+    reply = asking.getresponse()
+    return reply.status, json.load(reply)
 
 
 def test_put_and_delete_are_asked_and_shown(server: AdminServer, asked: Asked) -> None:
-    keys = json.dumps({"file_storage_path": "/tmp/x"})
-    body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": keys}
+    keys = json.dumps({"file_storage_path": "/tmp/x", "prefetch_threshold": 7})
+    body = {BACKEND: "file", KEYS: keys, "hicache_storage_prefetch_policy": "wait_complete"}
     assert call(server, "PUT", body)[0] == 202
+    assert call(server, "PUT", {BACKEND: "disk"})[0] == 202
     assert call(server, "DELETE")[0] == 202
-    assert asked == [("file", {"file_storage_path": "/tmp/x"}), (None, {})]
+    extra = ExtraConfig(prefetch_threshold=7, backend={"file_storage_path": "/tmp/x"})
+    assert asked == [
+        ("file", extra, "wait_complete"),
+        ("disk", ExtraConfig(), None),
+        (None, ExtraConfig(), None),
+    ]
     assert call(server, "GET") == (200, {"password": "***"})
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({}, "hicache_storage_backend"),
-        ({"hicache_storage_backend": "no such"}, "unknown storage backend"),
-        ({"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": 3}, "must be text"),
+        ({}, BACKEND),
+        ({BACKEND: "no such"}, "unknown storage backend"),
+        ({BACKEND: "file", KEYS: 3}, "must be text"),
+        ({BACKEND: "file", KEYS: "[" * 5000}, "not valid"),
+        ({BACKEND: "file", KEYS: '{"prefetch_threshold": -1}'}, "prefetch_threshold"),
+        ({BACKEND: "file", "hicache_storage_prefetch_policy": "never"}, "hicache_storage_prefetch_policy"),
+        ({BACKEND: "file", "hicache_write_policy": "write_back"}, "hicache_write_policy"),
+        ({BACKEND: "file", "hicache_storage_backend_extra_config": {}}, "extra_config: not known"),
+        ([BACKEND], BACKEND),
+        (b"[" * 100_000, "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"", "no JSON"),
     ],
 )
 def test_bad_bodies_are_named(server: AdminServer, asked: Asked, body: object, words: str) -> None:
@@ -67,12 +83,25 @@ def test_bad_bodies_are_named(server: AdminServer, asked: Asked, body: object, w
     assert status == 400 and words in answer["message"] and not asked
 
 
+def test_what_is_attached_brings_its_prefetch_policy() -> None:
+    """And keeps it until another one is asked for."""
+    role = MiniVLLM(World(num_workers=1)).role
+    before, other = role.fetches.policy, PrefetchPolicy("timeout", PrefetchLimits(page_size=S))
+    seen = []
+    for name, policy in (("first", None), ("second", other), ("third", None), (None, None)):
+        role.storage.ask(name, {}, policy)
+        assert [order.name for order in role.step([], lambda request_id: []).storage] == [name]
+        role.apply([Outcome(len(seen) + 1, Stage.ATTACHED, 1)])
+        seen.append(role.fetches.policy)
+    assert seen == [before, other, other, other]
+
+
 def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
     assert call(server, "DELETE", key="wrong")[0] == 401
     assert call(server, "DELETE", path="/elsewhere")[0] == 404
     assert not asked
     with pytest.raises(ConfigError, match="admin_port"):
-        AdminServer(server.port, AdminCalls(lambda name, keys: None, dict))
+        AdminServer(server.port, AdminCalls(lambda *what: None, dict))
 
 
 def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:

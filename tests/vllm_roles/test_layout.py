@@ -190,6 +190,12 @@ def test_settings_have_the_flags_names_and_defaults() -> None:
         ({"load_mode": "later"}, "load_mode"),
         ({"admin_port": 70_000}, "admin_port"),
         ({"hicache_storage_backend_extra_config": "{}"}, "must be an object"),
+        ({"radix_eviction_policy": None}, "radix_eviction_policy must be text"),
+        ({"radix_eviction_policy": ["lru"]}, "radix_eviction_policy must be text"),
+        ({"radix_eviction_policy_config": "x"}, "radix_eviction_policy_config must be an object"),
+        ({"served_model_name": ["m"]}, "served_model_name must be text"),
+        ({"admin_api_key": 5}, "admin_api_key must be text"),
+        ({"admin_api_key": ""}, "admin_api_key is empty"),
     ],
 )
 def test_bad_settings_are_named(values: dict[str, Any], words: str) -> None:

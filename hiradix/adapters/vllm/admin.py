@@ -2,7 +2,8 @@
 
     GET     /hicache/storage-backend    what is attached or asked for, and figures
     PUT     the same                    attach: {"hicache_storage_backend": NAME,
-                                                 "hicache_storage_backend_extra_config_json": TEXT}
+                                                 "hicache_storage_backend_extra_config_json": TEXT,
+                                                 "hicache_storage_prefetch_policy": NAME}
     DELETE  the same                    detach
 
 vLLM has no place for endpoints of a connector, so this is a listener of its own in the scheduler's process,
@@ -20,13 +21,22 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig, load_mapping, redact
+from hiradix.config import (
+    EXTRA_CONFIG_FLAG,
+    PREFETCH_POLICIES,
+    ExtraConfig,
+    load_mapping,
+    redact,
+    require_choice,
+)
 from hiradix.errors import ConfigError
 from hiradix.storage.registry import load_storage_backend
 
 logger = logging.getLogger(__name__)
 
 PATH = "/hicache/storage-backend"
+NAME, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
+POLICY = "hicache_storage_prefetch_policy"
 MAX_BODY_BYTES = 1 << 20
 
 
@@ -34,10 +44,11 @@ MAX_BODY_BYTES = 1 << 20
 class AdminCalls:
     """What the endpoint does: both may be called on any thread.
 
-    ask: attach the named backend with its keys, or detach where the name is None. show: for GET.
+    ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
+    the name is None. show: for GET.
     """
 
-    ask: Callable[[str | None, Mapping[str, Any]], None]
+    ask: Callable[[str | None, ExtraConfig, str | None], None]
     show: Callable[[], Mapping[str, Any]]
     api_key: str | None = None
 
@@ -59,23 +70,23 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may():
             return
         try:
-            name, keys = _parsed(self.rfile.read(self._length()))
+            asked = _parsed(self.rfile.read(self._length()))
         except ConfigError as error:
             self._answer(400, {"message": str(error)})
             return
-        self.server.calls.ask(name, keys)
-        self._answer(202, {"message": f"{name} is attached with the next step"})
+        self.server.calls.ask(*asked)
+        self._answer(202, {"message": f"{asked[0]} is attached with the next step"})
 
     def do_DELETE(self) -> None:
         if self._may():
-            self.server.calls.ask(None, {})
+            self.server.calls.ask(None, ExtraConfig(), None)
             self._answer(202, {"message": "storage is detached with the next step"})
 
     def _may(self) -> bool:
         if self.path.partition("?")[0] != PATH:
             self._answer(404, {"message": f"there is only {PATH}"})
             return False
-        given = self.headers.get("Authorization", "").encode()
+        given = self.headers.get("Authorization", "").encode("latin-1")  # the bytes that came
         if self.server.calls.api_key is not None and not hmac.compare_digest(
             given, f"Bearer {self.server.calls.api_key}".encode()
         ):
@@ -117,17 +128,22 @@ class AdminServer:
         self._server.server_close()
 
 
-def _parsed(body: bytes) -> tuple[str, Mapping[str, Any]]:
-    """The backend's name and keys. Raises ConfigError naming what is wrong."""
+def _parsed(body: bytes) -> tuple[str, ExtraConfig, str | None]:
+    """The backend's name, its configuration and a prefetch policy. Raises ConfigError naming the field."""
     try:
         values = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is no JSON: {error}") from error
-    name = values.get("hicache_storage_backend") if isinstance(values, dict) else None
+    name = values.get(NAME) if isinstance(values, dict) else None
     if not isinstance(name, str) or not name:
-        raise ConfigError("hicache_storage_backend: the name of a storage backend is needed")
+        raise ConfigError(f"{NAME}: the name of a storage backend is needed")
     load_storage_backend(name)
-    text = values.get("hicache_storage_backend_extra_config_json")
+    for key in values:
+        if key not in (NAME, KEYS, POLICY):
+            raise ConfigError(f"{key}: not known here; known: {NAME}, {KEYS}, {POLICY}")
+    text, policy = values.get(KEYS), values.get(POLICY)
     if text is not None and not isinstance(text, str):
-        raise ConfigError("hicache_storage_backend_extra_config_json must be text")
-    return name, dict(ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text)).backend)
+        raise ConfigError(f"{KEYS} must be text")
+    if policy is not None:
+        require_choice(POLICY, policy, PREFETCH_POLICIES)
+    return name, ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text)), policy

@@ -33,6 +33,7 @@ from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.worker import NOTHING
+from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
@@ -95,7 +96,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
             if settings.admin_port is not None:
-                calls = AdminCalls(self.scheduler.storage.ask, self._shown, settings.admin_api_key)
+                calls = AdminCalls(self._ask, self._shown, settings.admin_api_key)
                 self.admin = AdminServer(settings.admin_port, calls)
 
     @property
@@ -117,6 +118,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
         )
+
+    def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:
+        """What the admin endpoint asks of storage. Any thread."""
+        planner, prefetch = self._planner, None
+        if name is not None:
+            limits = prefetch_limits(self._grouping.page_size, extra)
+            prefetch = PrefetchPolicy.from_name(policy or planner.fetches.policy.name, limits)
+        planner.storage.ask(name, extra.backend, prefetch)
 
     def _shown(self) -> dict[str, Any]:
         role = self._planner

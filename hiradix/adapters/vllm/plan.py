@@ -56,20 +56,25 @@ class Figures:
     fences: int = 0
 
 
-Asked = tuple[str | None, Mapping[str, Any]]
+class Asked(NamedTuple):
+    """A backend to attach, or a detach (name None). prefetch: the policy from then on, None for the same."""
+
+    name: str | None
+    keys: Mapping[str, Any]
+    prefetch: PrefetchPolicy | None = None
 
 
 @dataclass
 class StorageAsks:
-    """A backend to attach (name, keys) or a detach (name None), taken up by the next step. Any thread asks.
+    """What is asked of storage, taken up by the next step. Any thread asks.
 
     The last word counts: what was asked before it and not yet taken is forgotten.
     """
 
     _asked: deque[Asked] = field(default_factory=lambda: deque(maxlen=1))
 
-    def ask(self, name: str | None, keys: Mapping[str, Any]) -> None:
-        self._asked.append((name, dict(keys)))
+    def ask(self, name: str | None, keys: Mapping[str, Any], prefetch: PrefetchPolicy | None = None) -> None:
+        self._asked.append(Asked(name, dict(keys), prefetch))
 
     @property
     def is_asked(self) -> bool:

@@ -41,9 +41,8 @@ class SchedulerRole:
         self.plan = plan
         self.index = plan.index
         self.figures = Figures()
-        self.has_storage = False
         self.storage = StorageAsks()
-        self._is_switching = False  # storage is attached or detached at this moment
+        self.has_storage = self._is_switching = False  # the second: while it is attached or detached
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
         self.tally = Tally(plan.num_workers)
@@ -70,7 +69,8 @@ class SchedulerRole:
         if self._is_switching or (asked := self.storage.take()) is None:
             return ()
         self.has_storage, self._is_switching = False, True  # until every worker has followed
-        return (StorageOrder(self._ticket(), *asked),)
+        self.fetches.policy = asked.prefetch or self.fetches.policy
+        return (StorageOrder(self._ticket(), asked.name, asked.keys),)
 
     # -- one request's life -------------------------------------------------------------------
 

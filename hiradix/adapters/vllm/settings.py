@@ -18,6 +18,7 @@ CONFIG_KEYS = (
     "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config", "radix_eviction_policy",
     "radix_eviction_policy_config", "served_model_name",
 )  # fmt: skip
+TEXTS = {"served_model_name": None, "admin_api_key": None, "radix_eviction_policy": "lru"}  # and what is none
 WRITE_BACK = (
     "saves what vLLM's own prefix cache evicts, and that is off; use --enable-prefix-caching or write_through"
 )
@@ -48,6 +49,7 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
+    _check_texts(values)
     port = values.get("admin_port")
     if port is not None and (require_int("admin_port", port) > 65535):
         raise ConfigError(f"admin_port must be at most 65535, got {port}")
@@ -58,6 +60,17 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         port,
         values.get("admin_api_key"),
     )
+
+
+def _check_texts(values: Mapping[str, Any]) -> None:
+    for key, unset in TEXTS.items():
+        value = values.get(key, unset)
+        if value != unset and not isinstance(value, str):
+            raise ConfigError(f"{key} must be text, got {type(value).__name__}")
+    if values.get("admin_api_key") == "":
+        raise ConfigError("admin_api_key is empty: leave it out, or give one")
+    if not isinstance(values.get("radix_eviction_policy_config", {}), Mapping):
+        raise ConfigError("radix_eviction_policy_config must be an object")
 
 
 def check_write_policy(settings: Settings, has_prefix_cache: bool) -> None:
