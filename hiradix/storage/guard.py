@@ -219,15 +219,18 @@ class GuardedStorage:
         assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
 
         def move(session: Session) -> None:
-            staged = [size + self._staged.seal_bytes for size in sizes]
+            more = self._staged.seal_bytes
+            staged = [size + more for size in sizes] if more else sizes
             runs = chunks(staged, self._piece_bytes(max(staged, default=0)))
             self._move_chunks(op, session, batch, runs)
 
         reason, duration_s = self._call(op, keys, sum(sizes), move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
         missed = (*batch.refused.items(), (reason or MissReason.ABSENT, lost))
-        num_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
-        self._meters.of(op).ended(duration_s, batch.ok.count(True), num_bytes, missed)
+        num_done = batch.ok.count(True)
+        done = sizes if num_done == len(sizes) else [size for size, ok in zip(sizes, batch.ok) if ok]
+        num_bytes = sum(done)
+        self._meters.of(op).ended(duration_s, num_done, num_bytes, missed)
         return batch.ok
 
     def _piece_bytes(self, longest_bytes: int) -> int:

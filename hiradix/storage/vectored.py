@@ -16,10 +16,13 @@ or a virtual machine has to get it from its host, the same bytes then cost six t
 IOV_MAX = min(os.sysconf("SC_IOV_MAX"), 1024) if "SC_IOV_MAX" in os.sysconf_names else 1024
 
 
-def read_into(fd: int, buffers: Sequence[Buffer], offset: int = 0) -> int:
-    """Fill `buffers` from `offset`; bytes read, fewer only at the end of the file. Raises OSError."""
+def read_into(fd: int, buffers: Sequence[Buffer], offset: int = 0, num_bytes: int = 0) -> int:
+    """Fill `buffers` from `offset`; bytes read, fewer only at the end of the file. Raises OSError.
+
+    num_bytes: of all buffers, where the caller knows it.
+    """
     done = preadv(fd, buffers, offset) if 0 < len(buffers) <= IOV_MAX else 0
-    if done and done == sum([memoryview(buffer).nbytes for buffer in buffers]):
+    if done and done == (num_bytes or sum([memoryview(buffer).nbytes for buffer in buffers])):
         return done
     left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     _advance(left, done)

@@ -20,7 +20,7 @@ from hiradix.os_memory import address_of
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.disk.log import Log
-from hiradix.storage.disk.moves import Move, PageIO
+from hiradix.storage.disk.moves import PageIO, _Batch
 from hiradix.storage.disk.recency import MOMENT_NS, Recency
 from hiradix.storage.disk.record import (
     RECORD_BYTES,
@@ -249,7 +249,7 @@ def test_a_check_that_raises_leaves_no_read_behind(pages: Path) -> None:
     into = memory(64)
     io = PageIO(UringEngine(), use_cache=False, write_direct=False)
     segment = Segment(str(pages), direct=True)
-    moves = [Move(segment, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in range(0, 64, 2)]
+    moves = [(segment, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in range(0, 64, 2)]
 
     def fail(index: int) -> bool:
         raise MemoryError
@@ -260,6 +260,31 @@ def test_a_check_that_raises_leaves_no_read_behind(pages: Path) -> None:
         into[:] = bytes(len(into))  # the traceback is alive, the reads are not
         assert error.__traceback__ is not None and not any(into)
     assert all(io.read(moves, PAGE)[0]) and into[62 * PAGE] == 62
+    io.close()
+
+
+@pytest.mark.parametrize("use_cache", [False, True], ids=["past the cache", "through it"])
+def test_pages_go_in_the_order_of_the_disk_and_to_where_each_was_asked_for(
+    pages: Path, monkeypatch: pytest.MonkeyPatch, use_cache: bool
+) -> None:
+    """Neighbours are one operation in whatever order, also around one that is asked for twice."""
+    asked, into = [9, 40, 8, 41, 90, 10, 9], memory(7)
+    io, starts = PageIO(UringEngine(), use_cache, write_direct=False), []
+    operation, plainly = _Batch.operation, _Batch.plainly
+
+    def seen(call: Any) -> Any:
+        def counted(batch: _Batch, run: Any) -> Any:
+            starts.append((batch.moves[run.indices[0]][1] // PAGE, len(run.indices)))
+            return call(batch, run)
+
+        return counted
+
+    monkeypatch.setattr(_Batch, "operation", seen(operation))
+    monkeypatch.setattr(_Batch, "plainly", seen(plainly))
+    segment = Segment(str(pages), direct=not use_cache)
+    moves = [(segment, n * PAGE, [into[at * PAGE : (at + 1) * PAGE]]) for at, n in enumerate(asked)]
+    assert io.read(moves, PAGE) == ([True] * 7, []) and [into[at * PAGE] for at in range(7)] == asked
+    assert starts == [(8, 2), (9, 2), (40, 2), (90, 1)], "8 and 9, 9 once more and 10, 40 and 41, 90"
     io.close()
 
 

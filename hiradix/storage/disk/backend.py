@@ -80,17 +80,19 @@ class DiskBackend(StorageBackend):
 
         def check(index: int) -> bool:
             entry = reads.entries[index]
-            if self._is_intact(entry, reads.moves[index].page):
+            if self._is_intact(entry, reads.moves[index][2]):
                 return True
             damaged.append(entry)
             return False
 
-        checked = any(self._must_check(entry) for entry in reads.entries)
+        checked = self._must_check_some(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
         ok = [False] * len(keys)
         with self._store.mutex:
             self._store.refresh()
             still = self._still_there(reads)
+            if not checked and len(whole) == len(ok) and all(whole) and all(still):
+                return whole
             for index, entry, good, there in zip(reads.indices, reads.entries, whole, still):
                 ok[index] = good and there
                 if good and there and checked:
@@ -172,9 +174,10 @@ class DiskBackend(StorageBackend):
     # -- inside -------------------------------------------------------------------------
 
     def _check_lengths(self, pages: Sequence[Page]) -> None:
-        for page in pages:
-            if page_bytes(page) != self._page_bytes:
-                raise StorageError(f"a page of {page_bytes(page)} bytes, expected {self._page_bytes}")
+        sizes = [page[0].nbytes if len(page) == 1 else page_bytes(page) for page in pages]
+        if sizes.count(self._page_bytes) != len(sizes):
+            wrong = next(size for size in sizes if size != self._page_bytes)
+            raise StorageError(f"a page of {wrong} bytes, expected {self._page_bytes}")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -202,10 +205,9 @@ class DiskBackend(StorageBackend):
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
                 self._use([])
-            pages, slot_size = self._store.shelf.pages, self._store.slot_size
+            slot_size = self._store.slot_size
             segments: dict[int, Segment | None] = {}
-            for index, name in enumerate(names):
-                entry = pages.get(name)
+            for index, entry in enumerate(map(self._store.shelf.pages.get, names)):
                 if entry is None or entry.num_bytes != num_bytes:
                     continue
                 number, slot = entry.place
@@ -215,7 +217,7 @@ class DiskBackend(StorageBackend):
                 if segment is not None:
                     reads.indices.append(index)
                     reads.entries.append(entry)
-                    reads.moves.append(Move(segment, slot * slot_size, into[index]))
+                    reads.moves.append((segment, slot * slot_size, into[index]))
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)
         return reads
@@ -233,7 +235,7 @@ class DiskBackend(StorageBackend):
         segment = self._store.segment(place[0])
         if segment is None:
             return None
-        return Move(segment, self._store.offset(place), page)
+        return segment, self._store.offset(place), page
 
     def _all_there(self, names: Sequence[Name], uses: Uses) -> bool:
         """Whether no page is missing; they count as used then. False if the log cannot tell just now."""
@@ -269,6 +271,10 @@ class DiskBackend(StorageBackend):
         used, self._used = self._used, {}
         self._store.touch(sorted(used.values(), key=lambda entry: entry.used_ns))
 
+    def _must_check_some(self, entries: Sequence[Entry]) -> bool:
+        verify = self.config.verify
+        return verify == "always" or (verify == "recovered" and not all([e.verified for e in entries]))
+
     def _must_check(self, entry: Entry) -> bool:
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not entry.verified)
@@ -300,10 +306,10 @@ class DiskBackend(StorageBackend):
             if good:
                 if self._algorithm != NONE:
                     record.algorithm = self._algorithm
-                    record.checksum = CHECKSUMS[self._algorithm](move.page)
+                    record.checksum = CHECKSUMS[self._algorithm](move[2])
                 records.append(record)
         if self.config.fsync:
-            self._store.sync_segments({move.segment for _, move in writes})
+            self._store.sync_segments({segment for _, (segment, _, _) in writes})
         with self._store.mutex:
             self._store.publish(records)
             for record in records:

@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.disk import kernel
@@ -34,12 +33,8 @@ NUM_WAVES = 4
 """A batch whose pages are checked is looked at in that many parts, each while the rest is being read."""
 
 
-class Move(NamedTuple):
-    """A page and where it is on disk. offset: a multiple of ALIGNMENT, with room up to the next behind it."""
-
-    segment: Segment
-    offset: int
-    page: Page
+Move = tuple[Segment, int, Page]
+"""A page's file, its offset there, its memory. Offset and room for the page are multiples of ALIGNMENT."""
 
 
 class PageIO:
@@ -102,14 +97,14 @@ class PageIO:
 
     def _cut(self, batch: _Batch, run: _Run) -> Iterator[_Run]:
         """The run, in parts that are in the page cache and parts that are not."""
-        first = batch.moves[run.indices[0]]
-        if first.segment.direct_fd < 0 or (batch.write and not self._write_direct):
+        segment, offset, _ = batch.moves[run.indices[0]]
+        if segment.direct_fd < 0 or (batch.write and not self._write_direct):
             run.is_cached = True
             yield run
         elif batch.write or not self._use_cache:
             yield run
         else:
-            share = kernel.cached_share(first.segment.fd, first.offset, len(run.indices) * batch.num_bytes)
+            share = kernel.cached_share(segment.fd, offset, len(run.indices) * batch.num_bytes)
             run.is_cached = share == 1
             if share in (0, 1) or len(run.indices) == 1:
                 yield run
@@ -146,18 +141,18 @@ class PageIO:
     def _bounce_group(self, batch: _Batch, group: Sequence[int], views: Sequence[memoryview]) -> None:
         num_bytes, operations = batch.num_bytes, []
         for index, view in zip(group, views):
-            move = batch.moves[index]
+            segment, offset, page = batch.moves[index]
             if batch.write:
-                gather(move.page, view[:num_bytes])
+                gather(page, view[:num_bytes])
             spans = [(address_of(view), len(view))]
-            operations.append(Operation(move.segment.direct_fd, move.offset, [view], spans))
+            operations.append(Operation(segment.direct_fd, offset, [view], spans))
         with closing(self._engine.run(operations, batch.write, len(operations))) as landings:
             for i, result in ((i, result) for landing in landings for i, result in zip(*landing)):
                 if result < num_bytes:
                     batch.again(group[i])
                     continue
                 if not batch.write:
-                    scatter(views[i][:num_bytes], batch.moves[group[i]].page)
+                    scatter(views[i][:num_bytes], batch.moves[group[i]][2])
                 batch.arrived(group[i])
 
     def _take_bounce(self, num_bytes: int) -> memoryview:
@@ -183,7 +178,7 @@ class _Run:
 
     __slots__ = ("_spans", "indices", "is_cached", "pages")
 
-    def __init__(self, indices: list[int], pages: list[Page]):
+    def __init__(self, indices: Sequence[int], pages: list[Page]):
         self.indices = indices
         self.pages = pages
         self.is_cached = False
@@ -233,33 +228,52 @@ class _Batch:
         self.faults: list[OSError] = []
 
     def runs(self) -> Iterator[_Run]:
-        """The batch's pages, those that follow each other together."""
-        run = _Run([], [])
+        """The batch's pages in the order in which they lie on disk, those that follow each other together."""
+        if not self.moves:
+            return
+        segments, offsets, pages = zip(*self.moves)
+        if self._is_one_run(segments, offsets, pages):
+            yield _Run(range(len(pages)), list(pages))
+            return
+        indices: list[int] = []
         segment, end, num_views = None, -1, 0
-        for index, (at, offset, page) in enumerate(self.moves):
-            num_views += len(page)
-            if run.indices and not (at is segment and offset == end and num_views <= IOV_MAX):
-                yield run
-                run, num_views = _Run([], []), len(page)
-            run.indices.append(index)
-            run.pages.append(page)
-            segment, end = at, offset + self.num_bytes
-        if run.indices:
-            yield run
+        for index in sorted(range(len(pages)), key=lambda index: (segments[index].fd, offsets[index])):
+            num_views += len(pages[index])
+            follows = segments[index] is segment and offsets[index] == end and num_views <= IOV_MAX
+            if indices and not follows:
+                yield _Run(indices, [pages[at] for at in indices])
+                indices, num_views = [], len(pages[index])
+            indices.append(index)
+            segment, end = segments[index], offsets[index] + self.num_bytes
+        yield _Run(indices, [pages[at] for at in indices])
+
+    def _is_one_run(
+        self, segments: Sequence[Segment], offsets: tuple[int, ...], pages: Sequence[Page]
+    ) -> bool:
+        """Whether each page lies behind the one before: the usual case, told without a look at each."""
+        count, first, size = len(pages), offsets[0], self.num_bytes
+        return (
+            segments.count(segments[0]) == count
+            and offsets == tuple(range(first, first + count * size, size))
+            and sum(map(len, pages)) <= IOV_MAX
+        )
 
     def operation(self, run: _Run) -> Operation:
         """A run as one operation."""
-        first = self.moves[run.indices[0]]
-        fd = first.segment.fd if run.is_cached else first.segment.direct_fd
+        segment, offset, _ = self.moves[run.indices[0]]
+        fd = segment.fd if run.is_cached else segment.direct_fd
         views = [view for page in run.pages for view in page if view.nbytes]
-        return Operation(fd, first.offset, views, [span for spans in run.spans for span in spans])
+        return Operation(fd, offset, views, [span for spans in run.spans for span in spans])
 
     def plainly(self, run: _Run) -> None:
         """Move a run with plain calls, through the page cache."""
-        first = self.moves[run.indices[0]]
+        segment, offset, _ = self.moves[run.indices[0]]
         views = [view for page in run.pages for view in page]
         try:
-            done = (write_from if self.write else read_into)(first.segment.fd, views, first.offset)
+            if self.write:
+                done = write_from(segment.fd, views, offset)
+            else:
+                done = read_into(segment.fd, views, offset, len(run.indices) * self.num_bytes)
         except OSError as error:
             done = -(error.errno or 1)
         self.landed(run, done)
@@ -267,6 +281,9 @@ class _Batch:
     def landed(self, run: _Run, num_bytes: int) -> None:
         """A run has ended with so many bytes; pages that are not whole are tried again."""
         if self.check is None and num_bytes == len(run.indices) * self.num_bytes:
+            if len(run.indices) == len(self.ok):
+                self.ok = [True] * len(self.ok)
+                return
             for index in run.indices:
                 self.ok[index] = True
             return
@@ -281,9 +298,9 @@ class _Batch:
 
     def again(self, index: int) -> None:
         """Move a page with plain calls, through the page cache; its faults count."""
-        move = self.moves[index]
+        segment, offset, page = self.moves[index]
         try:
-            done = (write_from if self.write else read_into)(move.segment.fd, move.page, move.offset)
+            done = (write_from if self.write else read_into)(segment.fd, page, offset)
         except OSError as error:
             self.faults.append(error)
             return
