@@ -74,7 +74,7 @@ class DiskBackend(StorageBackend):
         known = self._store.shelf.labels
         all_there = known.issuperset(keys)
         names = list(keys) if all_there else [key if key in known else name_of(key) for key in keys]
-        self._check_lengths(into)
+        _check_lengths(into, self._page_bytes)
         reads = self._plan(names, into)
         damaged: list[Entry] = []
 
@@ -108,7 +108,7 @@ class DiskBackend(StorageBackend):
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
         names = [name_of(key) for key in keys]
-        self._check_lengths(pages)
+        _check_lengths(pages, self._page_bytes)
         uses = self._recency.used("put", names, self._time_ns())
         if self._all_there(names, uses):
             return [True] * len(keys)
@@ -172,12 +172,6 @@ class DiskBackend(StorageBackend):
         self._store.check()
 
     # -- inside -------------------------------------------------------------------------
-
-    def _check_lengths(self, pages: Sequence[Page]) -> None:
-        sizes = [page[0].nbytes if len(page) == 1 else page_bytes(page) for page in pages]
-        if sizes.count(self._page_bytes) != len(sizes):
-            wrong = next(size for size in sizes if size != self._page_bytes)
-            raise StorageError(f"a page of {wrong} bytes, expected {self._page_bytes}")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -346,3 +340,10 @@ class _Reads:
         self.entries: list[Entry] = []
         self.moves: list[Move] = []
         self.state = state
+
+
+def _check_lengths(pages: Sequence[Page], expected: int) -> None:
+    sizes = [page[0].nbytes if len(page) == 1 else page_bytes(page) for page in pages]
+    if sizes.count(expected) != len(sizes):
+        wrong = next(size for size in sizes if size != expected)
+        raise StorageError(f"a page of {wrong} bytes, expected {expected}")
