@@ -213,6 +213,30 @@ def test_object_that_goes_while_it_is_read_costs_only_itself(
     store.close()
 
 
+def test_error_of_one_object_is_a_miss_beside_those_that_came(
+    s3_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an error where nothing came, as in `s3`."""
+    keys = s3_keys(s3_server, "half") | {"plugin": "OBJ", "timeout_s": 30.0}
+    store = NixlBackend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    put(store, keys_of(8))
+    run, failed = store._link.run, {3}
+
+    def fail(write: bool, transfers: Any) -> list[bool]:
+        return [good and index not in failed for index, good in enumerate(run(write, transfers))]
+
+    def refuse(*_: Any) -> list[bool]:
+        raise StorageError("no answer")
+
+    monkeypatch.setattr(store._link, "run", fail)
+    monkeypatch.setattr(S3Backend, "_read_all", refuse)
+    assert hits(store, keys_of(8)) == [index != 3 for index in range(8)]
+    failed |= set(range(8))
+    with pytest.raises(StorageError, match="no answer"):
+        hits(store, keys_of(8))
+    store.close()
+
+
 class LateServer(ThreadingHTTPServer):
     """Answers for objects named `gone` with 404 at once; others come when that was said."""
 
