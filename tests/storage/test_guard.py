@@ -18,6 +18,7 @@ from hiradix.storage import (
     PageFingerprint,
     Traits,
 )
+from hiradix.storage.breaker import Breaker
 from hiradix.storage.calls import LaneSession
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
@@ -581,6 +582,22 @@ def test_failed_ping_spares_the_call(make: Make) -> None:
     num_calls = world.faulty.calls.count("get")
     assert not any(hits(world.storage, keys_of(1))) and world.faulty.calls.count("get") == num_calls
     assert world.storage.state is BreakerState.OPEN
+
+
+@pytest.mark.parametrize("ended_well", [True, False])
+def test_a_call_from_before_the_breaker_opened_says_nothing_after_it(ended_well: bool) -> None:
+    """It may have hung all that time: neither its success closes the breaker, nor its failure opens it."""
+    clock = FakeClock()
+    breaker = Breaker(BreakerLimits(failures_to_open=1, retry_after_s=5.0), clock)
+    early, failing = breaker.admit(), breaker.admit()
+    assert early is not None and failing is not None and breaker.record(failing, False)
+    assert not breaker.record(early, ended_well) and breaker.state is BreakerState.OPEN
+    clock.now_s += 5.0
+    probe = breaker.admit()
+    assert probe is not None and not breaker.record(early, ended_well)
+    assert breaker.state is BreakerState.HALF_OPEN and breaker.admit() is None
+    assert breaker.record(probe, True) and not breaker.record(early, ended_well)
+    assert breaker.state is BreakerState.CLOSED and breaker.num_opened == 1
 
 
 def test_only_one_caller_probes(make: Make) -> None:

@@ -123,6 +123,17 @@ def test_pages_in_very_many_pieces_pass_through_a_block() -> None:
         assert part.num_copied == copied
 
 
+def test_a_page_that_reaches_out_of_what_the_library_knows_passes_through_a_block() -> None:
+    library = Library()
+    memory = RegisteredMemory(BLOCK_BYTES, library.tell)
+    pool = memoryview(bytearray(4096))
+    memory.add(pool[1024:3072])
+    for start, num_copied in ((0, 1), (1023, 1), (1024, 0), (2048, 0), (2049, 1), (3072, 1)):
+        (part,) = memory.lay_out(keys_of(1), [[pool[start : start + 1024]]], 0)
+        assert part.num_copied == num_copied, start
+        library.write(part)
+
+
 def test_calls_side_by_side_have_blocks_of_their_own_and_leave_them_to_later_ones() -> None:
     library = Library()
     memory = RegisteredMemory(BLOCK_BYTES, library.tell)
