@@ -59,10 +59,15 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """A pass's part over one pool: slots int64 [T] to write, and who attends to what. Masks are made once."""
+    """A pass's part over one pool: slots int64 [T] to write, and who attends to what. Masks are made once.
+
+    tails: int64 slots behind the last tokens of pages that the pass begins. They are gathered with their page
+    and hidden; but what is hidden has to be a number, so these are set to zero.
+    """
 
     pool: KVBuffers
     slots: torch.Tensor
+    tails: torch.Tensor
     prefills: tuple[Chunk, ...]
     decodes: tuple[DecodeGroup, ...]
     masks: dict[tuple[str, int, int | None], torch.Tensor] = field(default_factory=dict)
@@ -89,9 +94,15 @@ class PagedPass:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write latents [1, 1, T, C] and [1, 1, T, R]; the module expands one row in vain."""
         step, at = self._at[layer]
-        rows = step.pool.get_key_buffer(at)
-        rows.index_copy_(0, step.slots, torch.cat([latent[0, 0], rope[0, 0]], dim=-1)[:, None].to(rows.dtype))
+        _write(step, step.pool.get_key_buffer(at), torch.cat([latent[0, 0], rope[0, 0]], dim=-1)[:, None])
         return latent[:, :, :1], rope[:, :, :1]
+
+
+def _write(step: PagedStep, buffer: torch.Tensor, new: torch.Tensor) -> None:
+    """Put the pass's new rows [T, H, D] into `buffer` [slots, H, D]."""
+    buffer.index_copy_(0, step.slots, new.to(buffer.dtype))
+    if len(step.tails):
+        buffer.index_fill_(0, step.tails, 0)
 
 
 def _gather(buffer: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -200,8 +211,8 @@ def _layer_of(
 
         return _Layer(keys, None, expand, scale, window)
     values = step.pool.get_value_buffer(at)
-    keys.index_copy_(0, step.slots, new[0][0].transpose(0, 1).to(keys.dtype))
-    values.index_copy_(0, step.slots, new[1][0].transpose(0, 1).to(values.dtype))
+    _write(step, keys, new[0][0].transpose(0, 1))
+    _write(step, values, new[1][0].transpose(0, 1))
     return _Layer(keys, values, None, scale, window)
 
 

@@ -154,7 +154,7 @@ class PagedModel:
         and the states behind them.
 
         Waits per layer on the pool's load-back gate; LoadFailed and the like pass through, and the pass has
-        then written only slots of its own new tokens, and no state.
+        then written only slots of its own new tokens, or behind them in a page begun, and no state.
         """
         packed = pack(work, pools, self.device)
         latent: dict[str, Any] = {"attention_mask": None}

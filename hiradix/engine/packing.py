@@ -109,12 +109,21 @@ def _step(work: Sequence[Work], pool: LayerPool, device: torch.device) -> PagedS
         chunks.append(_chunk(part, pool, start, device))
         slots.append(pool.slots(part.row[part.num_tokens - len(part.token_ids) : part.num_tokens]))
         start = chunks[-1].end
+    tails = [tail for part in work if len(tail := _tail(part, pool.buffers.page_size))]
     return PagedStep(
         pool=pool.buffers,
         slots=torch.cat(slots).to(device),
+        tails=pool.slots(torch.cat(tails) if tails else work[0].row[:0]).to(device),
         prefills=tuple(chunk for chunk in chunks if chunk.end - chunk.start > 1),
         decodes=_group_decodes([chunk for chunk in chunks if chunk.end - chunk.start == 1]),
     )
+
+
+def _tail(part: Work, page_size: int) -> torch.Tensor:
+    """The slots behind the last token of `part` in that one's page, if the page begins in this pass."""
+    page = (part.num_tokens - 1) // page_size * page_size
+    begins = part.num_tokens - len(part.token_ids) <= page
+    return part.row[part.num_tokens : page + page_size if begins else part.num_tokens]
 
 
 def _chunk(part: Work, pool: LayerPool, start: int, device: torch.device) -> Chunk:
