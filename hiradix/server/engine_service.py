@@ -74,8 +74,8 @@ class EngineService:
             )
             async for output in outputs:
                 if self._recorder is not None and output.finish_reason is not None:
-                    record, num_done = self._recorder.record, output.usage.completion_tokens
-                    await asyncio.to_thread(record, generation.prompt_ids, num_done, generation.scope)
+                    num_done = output.usage.completion_tokens
+                    self._recorder.later(generation.prompt_ids, num_done, generation.scope)
                 yield output
         finally:
             self._open.discard(generation.rid)

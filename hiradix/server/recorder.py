@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +30,17 @@ logger = logging.getLogger(__name__)
 BLOCK_TOKENS = 64
 NAME_BYTES = 8
 MAX_BYTES = 256 << 20
+MAX_WAITING = 256
+"""Requests that wait to be written; further ones are left out."""
+
+
+class _Ended(NamedTuple):
+    """A request that has ended, and when."""
+
+    time_s: float
+    prompt_ids: Sequence[int]
+    output_tokens: int
+    scope: Scope
 
 
 class TraceRecorder:
@@ -40,7 +53,12 @@ class TraceRecorder:
         self._path, self._left, self._clock = path, max_bytes, clock
         self._started = clock()
         self._key = secrets.token_bytes(32)
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of who waits
+        self._file_lock = threading.Lock()
+        self._waiting: SimpleQueue[_Ended | None] = SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._is_closing = False
+        self.num_lost = 0
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
@@ -48,10 +66,29 @@ class TraceRecorder:
         self._file = os.fdopen(descriptor, "w", encoding="ascii")
         self._write({"hiradix_trace": 1, "block_tokens": BLOCK_TOKENS})
 
+    def later(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
+        """`record` on a thread of its own: nobody waits for the disk. If it hangs, requests are left out."""
+        with self._lock:
+            if self._waiting.qsize() >= MAX_WAITING or self._is_closing:
+                self.num_lost += 1
+                return
+            self._waiting.put(_Ended(self._clock(), prompt_ids, output_tokens, scope))
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write_on, name="hiradix-trace", daemon=True)
+                self._writer.start()
+
+    def _write_on(self) -> None:
+        while (ended := self._waiting.get()) is not None:
+            self._add(ended)
+
     def record(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
         """Add a request that has ended. About 1 us per block; never raises."""
+        self._add(_Ended(self._clock(), prompt_ids, output_tokens, scope))
+
+    def _add(self, ended: _Ended) -> None:
+        time_s, prompt_ids, output_tokens, scope = ended
         line: dict[str, object] = {
-            "time_s": round(self._clock() - self._started, 3),
+            "time_s": round(time_s - self._started, 3),
             "prompt_tokens": len(prompt_ids),
             "output_tokens": output_tokens,
             "block_tokens": BLOCK_TOKENS,
@@ -59,7 +96,7 @@ class TraceRecorder:
         }
         if scope.hint is not None:
             line["hint"] = scope.hint
-        with self._lock:
+        with self._file_lock:
             self._write(line)
 
     def names(self, prompt_ids: Sequence[int], scope: Scope) -> list[str]:
@@ -92,9 +129,19 @@ class TraceRecorder:
         with contextlib.suppress(OSError):  # what a full disk did not take is written once more
             self._file.close()
 
-    def close(self) -> None:
-        """End the recording; never raises."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the recording, within the deadline; never raises."""
         with self._lock:
+            self._is_closing = True
+            self._waiting.put(None)
+        if self._writer is not None:
+            self._writer.join(timeout_s)
+            if self._writer.is_alive():
+                logger.warning("--record-trace %s: hangs; its last lines are lost", self._path)
+                return
+        if self.num_lost:
+            logger.warning("--record-trace %s: %d requests are left out", self._path, self.num_lost)
+        with self._file_lock:
             try:
                 self._file.close()
             except OSError as error:

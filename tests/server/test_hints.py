@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from starlette.testclient import TestClient
 from hiradix.engine.api import Scope
 from hiradix.errors import ConfigError
 from hiradix.replay.readers import read_trace
-from hiradix.server.recorder import BLOCK_TOKENS, TraceRecorder
+from hiradix.server.recorder import BLOCK_TOKENS, MAX_WAITING, TraceRecorder
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.scripted import ScriptedService, application
 from tests.server.test_real_engine import flags, real_application
@@ -127,6 +128,26 @@ def test_a_full_disk_does_not_keep_the_server_from_ending(on_a_full_disk: TraceR
     on_a_full_disk._file.write("in the buffer")
     on_a_full_disk.close()
     assert on_a_full_disk._file.closed
+
+
+def test_a_disk_that_hangs_holds_up_no_request(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "trace")
+    reading, writing = os.pipe()  # nobody reads: it takes 64 KiB
+    recorder._file = open(writing, "w", encoding="ascii")
+    for _ in range(1000):
+        recorder.later(list(range(200 * BLOCK_TOKENS)), 1, Scope())
+    assert recorder.num_lost >= 1000 - MAX_WAITING - 64
+    recorder.close(0.01)
+    os.close(reading)
+
+
+def test_what_is_recorded_later_is_in_the_file_at_the_end(tmp_path: Path) -> None:
+    recorder = TraceRecorder(tmp_path / "trace", clock=iter(range(100)).__next__)
+    for number in range(20):
+        recorder.later(list(range(number)), 1, Scope())
+    recorder.close()
+    calls = read_trace(tmp_path / "trace").calls
+    assert [(call.time_s, call.prompt_tokens) for call in calls] == [(n + 1, n) for n in range(20)]
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
