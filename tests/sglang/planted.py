@@ -71,8 +71,8 @@ FAULTS = [
     Fault(
         "checkpoint: the extra key is left out",
         CACHE,
-        "namespace(req.extra_key,",
-        "namespace(None,",
+        "_space(req.extra_key,",
+        "_space(None,",
     ),
     Fault(
         "checkpoint: the last bigram's second token is left out",
@@ -124,6 +124,12 @@ FAULTS = [
         TIERS,
         "        return self.inner.ready_to_load_host_cache()",
         "        self.inner.ready_to_load_host_cache()\n        return -1",
+    ),
+    Fault(
+        "storage: an adapter's weights are left out of the name",
+        TIERS,
+        "        extra_key = self.adapters.named(extra_key)\n",
+        "",
     ),
     Fault(
         "storage: the extra key is left out of the name",

@@ -6,7 +6,7 @@ Workers move one step at a time, when the test says so: `rig.driver.held` names 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from hiradix.adapters.sglang.adapters import Adapters
 from hiradix.adapters.sglang.build import device_pool, gate_reads, hybrid_pools, own_params
 from hiradix.adapters.sglang.ports import ControllerView, HybridPort
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
@@ -74,11 +75,20 @@ class Request:
 
 
 class Rig:
-    """A cache over `NUM_TOKENS` device tokens. storage: a folder that the file backend stores in."""
+    """A cache over `NUM_TOKENS` device tokens. storage: a folder that the file backend stores in.
+
+    adapters: digests of adapters' weights by the ids SGLang has for them.
+    """
 
     window: int | None = None
 
-    def __init__(self, storage: Path | None = None, is_eagle: bool = False, **flags: Any):
+    def __init__(
+        self,
+        storage: Path | None = None,
+        is_eagle: bool = False,
+        adapters: Mapping[str, str] | None = None,
+        **flags: Any,
+    ):
         self.kvcache, self.allocator = self.make_pool()
         self.rows = ReqToTokenPool(8, 2 * NUM_TOKENS, "cpu", enable_memory_saver=False)
         params = CacheInitParams(
@@ -108,7 +118,7 @@ class Rig:
         controller = ControllerView(inner.layer_done_counter)
         self.gate = controller.layer_done_counter
         gate_reads(params, self, self.gate)
-        self.cache = HiRadixHostCache(params, inner, controller)
+        self.cache = HiRadixHostCache(params, inner, controller, Adapters(adapters or {}))
         self._num_requests = 0
 
     def make_pool(self) -> tuple[Any, Any]:

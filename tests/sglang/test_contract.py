@@ -205,6 +205,28 @@ def test_a_prefetch_continues_what_is_cached(tmp_path: Path) -> None:
     rig.check()
 
 
+def test_what_an_adapter_stored_is_another_ones_when_it_is_trained_further(tmp_path: Path) -> None:
+    """SGLang's id of an adapter given at the start is made of name and path: the same after a restart."""
+    lora = "0f" * 16
+
+    def stored(weights: str, **space: str) -> int:
+        """Tokens that an SGLang started with these weights finds in storage; it stores what it has not."""
+        rig = Rig(tmp_path, adapters={lora: weights})
+        handle = rig.prefetch(rig.request(PROMPT + [1], **space))
+        rig.settle()
+        assert rig.cache.check_prefetch_progress(handle)
+        num_tokens = int(rig.cache.pop_prefetch_loaded_span(handle)[0])
+        rig.run(PROMPT + [1], **space)
+        assert rig.match(rig.request(PROMPT + [1], **space)).device_prefix_len == len(PROMPT)
+        rig.settle()
+        rig.check()
+        return num_tokens
+
+    for key in (lora, "tenant" + lora):
+        assert [stored(weights, extra_key=key) for weights in ("a", "b", "a")] == [0, 0, len(PROMPT)]
+    assert [stored(weights, extra_key="other") for weights in "ab"] == [0, len(PROMPT)]
+
+
 def test_flush_while_pages_go_to_storage(tmp_path: Path) -> None:
     """A flush gives the host pages back only when the worker that reads them has ended."""
     rig = Rig(tmp_path)

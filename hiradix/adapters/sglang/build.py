@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hiradix.adapters.sglang.adapters import Adapters
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
 from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
@@ -53,7 +54,7 @@ class _Flags:
             from sglang.srt import runtime_context as resolved
         except ImportError:  # older ones change their arguments in place
             resolved = None
-        names = ("get_memory", "get_serving", "get_disagg")
+        names = ("get_memory", "get_serving", "get_disagg", "get_lora")
         self._sources = [getattr(resolved, name)() for name in names if hasattr(resolved, name)]
         self._sources.append(server_args)
 
@@ -117,13 +118,14 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
         from hiradix.adapters.sglang.legacy import HiRadixLegacyCache
 
         return HiRadixLegacyCache(params, inner, controller)
+    adapters = Adapters.given(getattr(flags, "lora_paths", None))
     if not isinstance(inner, HiRadixCache) or controller is None:
         from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 
-        return HiRadixPrefixCache(params, inner)
+        return HiRadixPrefixCache(params, inner, adapters)
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
-    return HiRadixHostCache(params, inner, controller)
+    return HiRadixHostCache(params, inner, controller, adapters)
 
 
 def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:

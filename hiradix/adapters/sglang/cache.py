@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 
+from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
 from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.ports import Rows
@@ -30,7 +31,6 @@ from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.prefix_cache.records import WINDOW, LockReceipt
 from hiradix.tree import DEVICE, HOST, Lock, Node
-from hiradix.tree.key import namespace
 
 
 @dataclass
@@ -53,8 +53,8 @@ class LockGiven(DecLockRefParams):  # type: ignore[misc]
 class HiRadixPrefixCache(Front):
     """hiradix's radix tree as SGLang's `tree_cache`; device only."""
 
-    def __init__(self, params: Any, inner: RadixCache):
-        super().__init__(params, inner)
+    def __init__(self, params: Any, inner: RadixCache, adapters: Adapters = NO_ADAPTERS):
+        super().__init__(params, inner, adapters)
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size
         self.draft_swa_window = params.draft_swa_window
@@ -62,7 +62,7 @@ class HiRadixPrefixCache(Front):
         port: Any = inner.token_to_kv_pool_allocator
         self._rows = Rows(params.req_to_token_pool, port)
         self._lookahead = int(self.is_eagle)
-        self._events = watch(params, inner.tree, self.storage_name)
+        self._events = watch(params, inner.tree, self.storage_name, adapters)
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -120,7 +120,7 @@ class HiRadixPrefixCache(Front):
     def _request_key(self, req: Any, num_pages: int) -> RadixKey:
         """The first pages of what `req` has computed."""
         num_tokens = num_pages * self.page_size + self._lookahead if num_pages else 0
-        space = namespace(req.extra_key, req.cache_salt or None, self.is_eagle)
+        space = self._space(req.extra_key, req.cache_salt or None, self.is_eagle)
         tokens, matched = req.full_untruncated_fill_ids, getattr(req, "hiradix_key", None)
         if matched is not None:
             req.hiradix_key = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation import kv_events as sglang_records
 
+from hiradix.adapters.sglang.adapters import Adapters
 from hiradix.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -19,13 +20,16 @@ from hiradix.events import (
 from hiradix.tree import RadixTree
 
 
-def watch(params: Any, tree: RadixTree, storage_name: Callable[[], str | None]) -> KVEvents | None:
+def watch(
+    params: Any, tree: RadixTree, storage_name: Callable[[], str | None], adapters: Adapters
+) -> KVEvents | None:
     """Notes what moves in `tree`, if SGLang's CacheInitParams ask for events."""
     if not params.enable_kv_cache_events:
         return None
     names = params.kv_event_lora_names
     is_dynamo = params.dynamo_kv_event_format
-    naming = Naming(is_dynamo, names.resolve if is_dynamo else names.get)
+    name_of = names.resolve if is_dynamo else names.get
+    naming = Naming(is_dynamo, lambda extra_key: name_of(adapters.plain(extra_key)))
     return KVEvents(tree, naming, lambda: storage_medium(storage_name()))
 
 

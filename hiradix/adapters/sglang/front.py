@@ -7,21 +7,24 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
+from hiradix.adapters.sglang.adapters import Adapters
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.tree import DEVICE, Node
-from hiradix.tree.key import namespace
+from hiradix.tree.key import Namespace, namespace
 
 
 class Front(BasePrefixCache):  # type: ignore[misc]
     """A prefix cache of SGLang's in front of one of ours. Every method runs on SGLang's scheduler thread.
 
-    params: SGLang's CacheInitParams. inner: the cache over the same pools, which does the work.
+    params: SGLang's CacheInitParams. inner: the cache over the same pools, which does the work. adapters:
+    those that SGLang names by where they lie.
     """
 
     disable = False
 
-    def __init__(self, params: Any, inner: RadixCache):
+    def __init__(self, params: Any, inner: RadixCache, adapters: Adapters):
         self.inner = inner
+        self.adapters = adapters
         self._tree = inner.tree
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
@@ -37,8 +40,11 @@ class Front(BasePrefixCache):  # type: ignore[misc]
     def _key(self, key: Any) -> RadixKey:
         """SGLang's key as ours; its tokens are looked at, not copied."""
         tokens, salt = key.token_ids, getattr(key, "cache_salt", None)  # in 0.5.15 a part of the extra key
-        space = namespace(key.extra_key, salt, key.is_bigram or self.is_eagle)
+        space = self._space(key.extra_key, salt, key.is_bigram or self.is_eagle)
         return RadixKey.first(tokens, len(tokens) if key.limit is None else key.limit, space)
+
+    def _space(self, extra_key: str | None, salt: str | None, is_bigram: bool) -> Namespace:
+        return namespace(self.adapters.named(extra_key), salt, is_bigram)
 
     def reset(self) -> None:
         """Empty device and host. Storage keeps what it has."""

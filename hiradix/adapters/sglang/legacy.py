@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from hiradix.adapters.sglang.adapters import NO_ADAPTERS
 from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
 from hiradix.cache.pages import BACKBONE
@@ -52,7 +53,7 @@ class HiRadixLegacyCache(Front):
     """hiradix's radix tree as the `tree_cache` of an older SGLang, with a host tier if `inner` has one."""
 
     def __init__(self, params: Any, inner: RadixCache, controller: ControllerView | None):
-        super().__init__(params, inner)
+        super().__init__(params, inner, NO_ADAPTERS)  # without storage, nothing outlives an adapter's id
         self.enable_storage = False
         self.hicache_storage_pass_prefix_keys = False
         self.cache_controller = controller

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
+from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.meters import Meters
 from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
@@ -27,8 +28,14 @@ class HiRadixHostCache(HiRadixPrefixCache):
     inner: HiRadixCache
     hicache_storage_pass_prefix_keys = False  # storage gets them from the transfer workers, not from SGLang
 
-    def __init__(self, params: Any, inner: HiRadixCache, controller: ControllerView):
-        super().__init__(params, inner)
+    def __init__(
+        self,
+        params: Any,
+        inner: HiRadixCache,
+        controller: ControllerView,
+        adapters: Adapters = NO_ADAPTERS,
+    ):
+        super().__init__(params, inner, adapters)
         self.cache_controller = controller
         self.token_to_kv_pool_host = HostPoolView(inner.cache.supply.host_pools[BACKBONE], self.page_size)
         self._meters = Meters(self, params.enable_metrics)
@@ -124,6 +131,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if not self.enable_storage or not len(new_input_tokens):
             return False
         tokens = np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])
+        extra_key = self.adapters.named(extra_key)
         key = RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)
         return self._prefetcher.start(handle, key.page_aligned(self.page_size), last_host_node)
 
