@@ -45,8 +45,11 @@ def test_client_that_leaves_is_aborted(kind: Callable[[], ScriptedService], stre
             task = asyncio.create_task(http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S))
             await seen(service.asked)
             task.cancel()
-        await seen(service.stopped)
+            await seen(service.stopped)
+            metrics = (await http.get(f"{url}/metrics", timeout=DEADLINE_S)).text
         assert service.aborted == [service.requests[0].rid]
+        ended = [line for line in metrics.splitlines() if line.startswith("sglang:num_requests_total{")]
+        assert len(ended) == 1 and 'finish_reason="client_gone"' in ended[0] and ended[0].endswith(" 1.0")
 
     played(story, kind())
 

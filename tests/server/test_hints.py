@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.engine.api import Scope
+from hiradix.engine.api import Output, SamplingParams, Scope
 from hiradix.errors import ConfigError
 from hiradix.replay.readers import read_trace
+from hiradix.server.engine_service import EngineService
 from hiradix.server.recorder import BLOCK_TOKENS, MAX_WAITING, TraceRecorder
+from hiradix.server.service import Generation
 from tests.e2e.tiny_model import write_tiny_model
-from tests.server.scripted import ScriptedService, application
+from tests.server.scripted import ScriptedService, application, piece
 from tests.server.test_real_engine import flags, real_application
 
 USER = [{"role": "user", "content": "hi"}]
@@ -137,6 +141,16 @@ def test_a_disk_that_hangs_holds_up_no_request(tmp_path: Path) -> None:
     for _ in range(1000):
         recorder.later(list(range(200 * BLOCK_TOKENS)), 1, Scope())
     assert recorder.num_lost >= 1000 - MAX_WAITING - 64
+
+    class Answers:
+        async def generate(self, *_: object) -> AsyncIterator[Output]:
+            yield piece("!", "stop")
+
+    async def ask() -> list[Output]:
+        service = EngineService(None, Answers(), recorder)  # type: ignore[arg-type]
+        return [output async for output in service.generate(Generation("a", [1], SamplingParams()))]
+
+    assert [output.finish_reason for output in asyncio.run(asyncio.wait_for(ask(), 60.0))] == ["stop"]
     recorder.close(0.01)
     os.close(reading)
 
