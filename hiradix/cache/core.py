@@ -337,7 +337,7 @@ class HierarchicalCache:
             if left < CLOCK_STEP_S:
                 return False
             self.start_loading()
-            self.controller.wait(self.flights.tickets(), left)
+            self.controller.wait(self.flights.tickets(), min(left, COPY_WAIT_S))
             self.settle()
         return True
 

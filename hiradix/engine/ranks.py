@@ -138,8 +138,12 @@ def _config_of(plain: dict[str, Any]) -> EngineConfig:
 
 def _run_follower(member: Membership) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for rank 0, which tells this one
-    group = ProcessGroup(member)
-    engine = Engine(_config_of(group.share(None)), group=group)
+    try:
+        group = ProcessGroup(member)
+        engine = Engine(_config_of(group.share(None)), group=group)
+    except CacheError as error:  # the other ranks hear of it, too
+        logger.error("rank %d of %d cannot start: %s", member.rank, member.size, error)
+        raise SystemExit(1) from error
     try:
         follow(engine, group)
     except RankLost as lost:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from hiradix.engine.api import EngineStopped, Output, Scope
+from hiradix.engine.api import Output, Scope
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
 from hiradix.errors import CacheError, StorageError
@@ -201,7 +201,7 @@ class EngineService:
             drained = self._thread.call(
                 lambda engine: engine.drain(timeout_s), 2 * timeout_s + ADMIN_TIMEOUT_S
             )
-        except (EngineStopped, TimeoutError) as error:
+        except (CacheError, TimeoutError) as error:  # stopped already, or a rank is lost
             logger.warning("no drain before the stop: %s", error)
             drained = False
         try:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from hiradix.engine import ranks
 from hiradix.errors import CacheError, ConfigError
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 
@@ -75,3 +76,14 @@ def test_ranks_that_never_meet_are_told_so_within_the_deadline(tmp_path: Path) -
 def test_impossible_memberships_are_refused(rank: int, size: int, timeout_s: float) -> None:
     with pytest.raises(ConfigError):
         Membership(rank, size, "127.0.0.1:1", timeout_s)
+
+
+def test_a_rank_that_cannot_start_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ranks.signal, "signal", lambda *given: None)
+    with pytest.raises(SystemExit) as ended:
+        ranks._run_follower(Membership(1, 2, f"file://{tmp_path / 'meet'}", 0.2))
+    (record,) = caplog.records
+    assert ended.value.code == 1 and record.exc_info is None
+    assert record.getMessage().startswith("rank 1 of 2 cannot start: ")

@@ -7,12 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hiradix.cache.core import COPY_WAIT_S
 from tests.ranks.planted import PLANTED, assert_caught
-from tests.ranks.world import Ranks, Setup
+from tests.ranks.world import Rank, Ranks, Setup
 
 BUDGET_S = float(os.environ.get("HIRADIX_RANKS_BUDGET_S", "40"))
 MIN_SEEDS = 60
@@ -74,3 +77,22 @@ def test_a_seed_replays() -> None:
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_fault_is_caught(name: str) -> None:
     assert_caught(name, play, MIN_SEEDS)
+
+
+def test_a_rank_that_drains_meets_the_others_while_it_waits() -> None:
+    """However long it may take: who hears nothing of a rank for `--dist-timeout` takes it for lost."""
+    met_s: list[float] = []
+
+    def agree(vector: np.ndarray) -> np.ndarray:
+        met_s.append(rank.driver.now() if rank is not None else 0.0)
+        return vector
+
+    rank: Rank | None = None
+    rank = Rank(0, 1, Setup(1), agree, None)
+    rank.cache.attach_storage(rank.storage)  # type: ignore[arg-type]
+    rank.do_request()
+    rank.driver.held = {w.name for w in rank.controller._desk.workers.values()}
+    begin_s = rank.driver.now()
+    assert len(rank.cache.flights) and not rank.cache.drain(600.0)
+    assert rank.driver.now() - begin_s >= 600.0
+    assert max(after - before for before, after in pairwise(met_s)) <= COPY_WAIT_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,10 +19,14 @@ from starlette.testclient import TestClient
 from hiradix.cli import main
 from hiradix.demo.process import ServerProcess
 from hiradix.demo.workload import long_text
+from hiradix.engine.api import Output
+from hiradix.engine.async_engine import EngineThread
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.auth import Keys
+from hiradix.server.engine_service import EngineService
 from hiradix.server.flags import parse_serve_args
 from hiradix.server.serve import build_service
+from hiradix.transfer.process_group import RankLost
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.live import DEADLINE_S, running
 
@@ -299,3 +304,35 @@ def test_storage_survives_an_orderly_end_and_a_process_stops_with_status_0(
     assert tokens(again) == tokens(first)
     log = (tmp_path / "server.log").read_text()
     assert "tiny ready at" in log and "page size 16" in log and "Traceback" not in log
+
+
+class RankIsLost:
+    """An engine whose other rank died before the drain."""
+
+    has_work = is_blocked = closed = False
+
+    def __init__(self) -> None:
+        self._news = threading.Event()
+        self.notify = self._news.set
+        self.wait = self._news.wait
+
+    def step(self) -> list[Output]:
+        self._news.clear()
+        return []
+
+    def is_idle(self) -> bool:
+        return True
+
+    def drain(self, timeout_s: float) -> bool:
+        raise RankLost("rank 1 of 2 is gone")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_engine_that_cannot_drain_is_closed_all_the_same() -> None:
+    engine: Any = RankIsLost()
+    thread = EngineThread(engine)
+    thread.start()
+    assert not EngineService(engine, thread).close(1.0)
+    assert engine.closed and not thread.is_alive
