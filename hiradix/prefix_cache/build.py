@@ -81,7 +81,7 @@ def build_hybrid_cache(
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return kind.on_device(params)
-    hosts = _hybrid_hosts(config, pools)
+    hosts = _hybrid_hosts(config, pools, model.tp_size * model.pp_size)
     pairs = [
         PoolPair(pool, host, make_transport(config.hicache_io_backend, pool.device, (pool, host)), layers)
         for pool, host, layers in zip(
@@ -114,11 +114,11 @@ def _kind(params: CacheInitParams) -> _Kind:
     return _Kind(SWARadixCache, SWAHiRadixCache, component_name(params.sliding_window_size))
 
 
-def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools) -> list[HostPool]:
+def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools, num_ranks: int) -> list[HostPool]:
     """A host pool for each of the device pools."""
     devices = (pools.full, pools.other)
     bytes_of = [page_bytes(pool.shape, pool.page_size) for pool in devices]
-    counts = size_host_pools(bytes_of, [pool.num_pages for pool in devices], config)
+    counts = size_host_pools(bytes_of, [pool.num_pages for pool in devices], config, num_ranks)
     return [
         HostPool(pool.shape, count, pool.page_size, layout=config.hicache_mem_layout, device=pool.device)
         for pool, count in zip(devices, counts, strict=True)
