@@ -28,6 +28,8 @@ from hiradix.storage import guard_limits, load_storage_backend
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
 MAX_DIST_TIMEOUT_S = 86400.0
+OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason", "figure"})
+"""By which metrics tell their values apart: a label of that name for all of them would be lost or refused."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ def _metric_labels(text: str | None) -> dict[str, str]:
     for name, value in labels.items():
         if not _LABEL.match(name) or name.startswith("__") or not isinstance(value, str):
             raise ConfigError(f"--extra-metric-labels: {name!r} must be a label name with a text value")
+        if name in OWN_LABELS:
+            raise ConfigError(f"--extra-metric-labels: {name!r} is a label of the metrics themselves")
     return labels
 
 

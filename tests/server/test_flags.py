@@ -154,6 +154,8 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         ("--radix-eviction-policy-config []", "--radix-eviction-policy-config"),
         ('--extra-metric-labels {"a-b":"c"}', "--extra-metric-labels"),
         ('--extra-metric-labels {"a":1}', "--extra-metric-labels"),
+        ('--extra-metric-labels {"le":"1"}', "--extra-metric-labels"),
+        ('--extra-metric-labels {"finish_reason":"x"}', "--extra-metric-labels"),
         ("--enable-hicache --hicache-storage-backend nosuch --file-storage-path /x", "nosuch"),
         ("--enable-hicache --hicache-storage-backend nosuch", "--hicache-storage-backend nosuch"),
         ("--radix-eviction-policy nosuch", "--radix-eviction-policy"),
