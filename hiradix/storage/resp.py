@@ -77,7 +77,10 @@ class RespStream:
         return ok
 
     def set_from(self, heads: Sequence[bytes], pages: Sequence[Page], tails: Sequence[bytes]) -> list[bytes]:
-        """Send head, page and tail of each command; the one-line replies, errors included."""
+        """Send head, page and tail of each command; the one-line replies, errors included.
+
+        Replies are read when the pages behind them are sent, so that the server does not wait for these.
+        """
         replies: list[bytes] = []
         for start in range(0, len(pages), _SET_BATCH):
             parts: list[memoryview] = []
@@ -85,7 +88,8 @@ class RespStream:
             for index in range(start, stop):
                 parts += [memoryview(heads[index]), *pages[index], memoryview(tails[index])]
             self._send(parts)
-            replies += [self._line(_BUFFER_BYTES) for _ in range(start, stop)]
+            replies += [self._line(_BUFFER_BYTES) for _ in range(len(replies), start)]
+        replies += [self._line(_BUFFER_BYTES) for _ in range(len(replies), len(pages))]
         return replies
 
     # -- the wire -----------------------------------------------------------------------

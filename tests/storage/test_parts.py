@@ -7,8 +7,10 @@ import importlib.metadata
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +39,7 @@ from hiradix.storage import (
 from hiradix.storage.build import GUARD_KEYS
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.options import parse_size
+from hiradix.storage.resp import RespStream, encode_around
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
@@ -371,3 +374,34 @@ def test_no_write_call_is_longer_than_the_page_cache_likes(
     os.close(fd)
     assert lengths == [WRITE_CALL_BYTES, WRITE_CALL_BYTES, 4000]
     assert (tmp_path / "f").read_bytes()[64:] == data
+
+
+def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
+    """Replies that come only when the pages of two batches are there are no standstill, and stay in order."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5.0)
+    frames = [encode_around([b"SET", b"%d" % number], 8, []) for number in range(40)]
+    pages = [[memoryview(b"%08d" % number)] for number in range(40)]
+    received = bytearray()
+    wanted = sum(len(head) + 8 + len(tail) for head, tail in frames)
+
+    def serve() -> None:
+        while len(received) < wanted and (more := theirs.recv(1 << 16)):
+            received.extend(more)
+            if received.count(b"SET") >= 32 and not replied:
+                replied.append(theirs.send(b"".join(b"+%d\r\n" % number for number in range(32))))
+        if len(received) == wanted:
+            theirs.send(b"".join(b"-NO %d\r\n" % number for number in range(32, 40)))
+
+    replied: list[int] = []
+    server = threading.Thread(target=serve)
+    server.start()
+    heads, tails = [head for head, _ in frames], [tail for _, tail in frames]
+    try:
+        found = RespStream(ours).set_from(heads, pages, tails)
+    finally:
+        ours.close()
+        server.join(10.0)
+        theirs.close()
+    assert found == [b"+%d" % n for n in range(32)] + [b"-NO %d" % n for n in range(32, 40)]
+    assert received == b"".join(h + bytes(p[0]) + t for h, p, t in zip(heads, pages, tails))
