@@ -8,10 +8,10 @@ median of its rounds; rows named `best` have each one's best round, which is nea
 is 1e9 bytes per second. `cold`: taken out of the page cache with fadvise, which cachestat confirms. `warm`:
 read ahead into it. `as stored`: there since they were written, which is how pages of a store come there. raw:
 the same bytes of our files, 2 MiB at a time by four threads with O_DIRECT. pread: the same through the page
-cache, by one thread. memcpy: one thread. `per processor second`: by the time the calling thread was on a
-processor, the kernel's part included, which other work on the machine does not lengthen. `spin`: a thread of
-pure Python runs in the store's process and wants the interpreter lock. hiradix is the backend behind its
-guard, LRU and log on. Writes build/bench/storage.json.
+cache, by one thread; pread_pair: by two. memcpy: one thread. `per processor second`: by the time the calling
+thread was on a processor, the kernel's part included, which other work on the machine does not lengthen.
+`spin`: a thread of pure Python runs in the store's process and wants the interpreter lock. hiradix is the
+backend behind its guard, LRU and log on. Writes build/bench/storage.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 PEERS = ("sglang-file", "lmcache-disk")
-COLUMNS = ("raw", "pread", "memcpy", *PEERS)
+COLUMNS = ("raw", "pread", "pread_pair", "memcpy", *PEERS)
 SPIN_PAGES = 256
 
 
@@ -99,8 +99,9 @@ class Bench:
         self.physical.do("open", folder=str(self.physical.folder), **how)
 
     def rates(self, before: Callable[[Worker], None], limit: int, **how: Any) -> dict[str, list[float]]:
-        """GB/s of each in rounds in which all take turns."""
-        found: dict[str, list[float]] = {name: [] for name in (*self.stores, "raw", "memcpy")}
+        """GB/s of each in rounds in which all take turns; also of plain reads where they are cached."""
+        limits = ("raw", "memcpy") if before is cold else ("raw", "pread", "pread_pair", "memcpy")
+        found: dict[str, list[float]] = {name: [] for name in (*self.stores, *limits)}
         limit = min(limit, self.num_pages)
         self._find_pages()
         for _ in range(self.rounds):
@@ -108,7 +109,7 @@ class Bench:
                 before(store)
                 found[name].append(limit * self.page_bytes / store.call("get", **how) / 1e9)
                 if name == "hiradix":
-                    for limit_name in ("raw", "memcpy"):
+                    for limit_name in limits:
                         seconds = self.physical.call(limit_name)
                         found[limit_name].append(self.total_bytes / seconds / 1e9)
         return found

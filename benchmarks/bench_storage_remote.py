@@ -11,9 +11,10 @@ lengthen. GB/s is 1e9 bytes per second; a batch is 128 pages. Stores are emptied
 Pages lie in memory with huge pages, as host pools do. tcp: as many bytes from another process over loopback.
 memcpy: one thread. redis-py: MGET, and SET in a pipeline. boto3: get_object and put_object, 16 at a time,
 which is SGLang's way. library: what ours is built on, called alone, without seals, checks or copies of ours:
-obstore, 16 at a time; mooncake, a batch at a time. s3: SeaweedFS, which hashes, stores and passes on;
-`s3 in memory`: a server that does nothing but move bytes (storage_peers/s3_memory.py), so that it is the
-clients that are compared. Writes build/bench/storage-remote.json.
+obstore, 16 at a time; mooncake, a batch at a time; checked: the same with a checksum of each page, the
+least that sealed pages take. s3: SeaweedFS, which hashes, stores and passes on; `s3 in memory`: a server
+that does nothing but move bytes (storage_peers/s3_memory.py), so that it is the clients that are
+compared. Writes build/bench/storage-remote.json.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from storage_peers.systems import host_memory  # noqa: E402
 from tests.storage_servers import servers  # noqa: E402
 
 BATCH = 128
-PEERS = ("tcp", "memcpy", "redis-py", "boto3", "library")
+PEERS = ("tcp", "memcpy", "redis-py", "boto3", "library", "checked")
 SENDER = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0))
@@ -233,6 +234,27 @@ def mooncake_way(store: Any, pages: Pages) -> tuple[Way, Way]:
     return Way(put, clear), Way(lambda: move(library.batch_get_into, pages.page_bytes))
 
 
+def checked(pages: Pages, ways: tuple[Way, Way]) -> tuple[Way, Way]:
+    """Put and get of a library with a checksum of each page before or after, and nothing else of ours."""
+    from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM
+
+    put, get = ways
+
+    def look() -> None:
+        for view in pages.views:
+            CHECKSUMS[DEFAULT_ALGORITHM]([view])
+
+    def put_checked() -> None:
+        look()
+        put.run()
+
+    def get_checked() -> None:
+        get.run()
+        look()
+
+    return Way(put_checked, put.before), Way(get_checked, get.before)
+
+
 def _innermost(store: Any) -> Any:
     backend = store.backend
     while hasattr(backend, "inner"):
@@ -304,11 +326,12 @@ def measure_mooncake(folder: Path, pages: Pages, rounds: int) -> list[Row]:
             store = opened("mooncake", pages, **keys)
             (put, get), (bare_put, bare_get) = ours(store, pages), mooncake_way(store, pages)
             case, copy = f"mooncake {where}", memcpy(pages)
-            ways = {"hiradix": put, "library": bare_put, "memcpy": copy}
+            checked_put, checked_get = checked(pages, (bare_put, bare_get))
+            ways = {"hiradix": put, "library": bare_put, "checked": checked_put, "memcpy": copy}
             rows += rows_of(f"{case} set", ways, pages, rounds)
             with tcp(pages) as receive:
-                ways = {"hiradix": get, "library": bare_get, "memcpy": copy, "tcp": receive}
-                rows += rows_of(f"{case} get", ways, pages, rounds)
+                ways = {"hiradix": get, "library": bare_get, "checked": checked_get, "memcpy": copy}
+                rows += rows_of(f"{case} get", ways | {"tcp": receive}, pages, rounds)
             assert store.clear()
             store.close()
     return rows

@@ -171,7 +171,7 @@ class Physical(System):
 
     def _open(self) -> None:
         self.to_read: list[Span] = []
-        self.executor = ThreadPoolExecutor(4)
+        self.executor, self.pair = ThreadPoolExecutor(4), ThreadPoolExecutor(2)
         self.other = host_memory(self.pool.num_bytes)
         self.other.fill(1)
 
@@ -182,6 +182,10 @@ class Physical(System):
     def pread(self) -> None:
         """The same through the page cache, by this thread."""
         self._read(0, map)
+
+    def pread_pair(self) -> None:
+        """The same by two threads."""
+        self._read(0, self.pair.map)
 
     def _read(self, flags: int, run: Callable[..., Iterable[bool]]) -> None:
         jobs, start, memory = [], 0, self.pool.memory
