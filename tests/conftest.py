@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from itertools import zip_longest
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -18,6 +20,24 @@ settings.register_profile(
 )
 settings.load_profile("shared-machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long(seconds): about what it takes; begun early, the longest first")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first, a short one behind each, so that no worker idles beside a long one at the end.
+
+    A worker holds the test after the one it runs: that should not be a long one that another could begin.
+    Module fixtures are made again for a test that is moved away from its neighbours.
+    """
+    marks = {item: item.get_closest_marker("long") for item in items}
+    long = [(mark.args[0], item) for item, mark in marks.items() if mark is not None]
+    first = [item for _, item in sorted(long, key=lambda one: -one[0])]
+    others = [item for item, mark in marks.items() if mark is None]
+    pairs = zip_longest(first, others[: len(first)])
+    items[:] = [item for pair in pairs for item in pair if item is not None] + others[len(first) :]
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -18,6 +18,7 @@ from hiradix.demo.workload import Size, make_workload
 pytest.importorskip("chitchat_dataset")
 
 
+@pytest.mark.long(25)
 @pytest.mark.timeout(600)
 def test_demo_serves_from_all_tiers_and_answers_the_same(tiny_model: Path, tmp_path: Path) -> None:
     out = io.StringIO()

@@ -46,6 +46,7 @@ def assert_nothing_leaked(url: str, log: Path) -> None:
     assert info["available_tokens"] == info["max_total_tokens"], info
 
 
+@pytest.mark.long(15)
 @pytest.mark.timeout(1800)
 def test_abort_storms_leave_nothing_behind(tiny_model: Path, tmp_path: Path, num_runs: int) -> None:
     log, rng = tmp_path / "server.log", random.Random(21)

@@ -59,6 +59,7 @@ def resident_bytes(server: ServerProcess) -> int:
     return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.long(25)
 @pytest.mark.timeout(0 if NUM_CYCLES > 50 else 600)
 def test_storage_is_swapped_under_load(
     tiny_model: Path, tmp_path: Path, record_property: Callable[[str, object], None]

@@ -78,6 +78,7 @@ async def kill_while_writing(
         pass  # the answers that the crash cut off
 
 
+@pytest.mark.long(30)
 @pytest.mark.timeout(1800)
 def test_killed_while_writing_it_restarts_and_answers_the_same(
     tiny_model: Path, tmp_path: Path, num_runs: int
@@ -88,6 +89,7 @@ def test_killed_while_writing_it_restarts_and_answers_the_same(
     assert leftovers == []
 
 
+@pytest.mark.long(40)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("make_store", [file_store, disk_store])
 def test_killed_while_writing_windows_it_restarts_and_answers_the_same(

@@ -66,6 +66,7 @@ def same_everywhere(seen: list[dict[str, Any] | None]) -> dict[str, Any]:
     return seen[0]
 
 
+@pytest.mark.long(10)
 @pytest.mark.timeout(200)
 def test_two_ranks_answer_as_one(model: Path, tmp_path: Path) -> None:
     phases = ("corrupted", "converse", "from_storage", "one_bad_backend", "attach_on_one_rank_only")
@@ -86,6 +87,7 @@ def test_two_ranks_answer_as_one(model: Path, tmp_path: Path) -> None:
                                                False, False, False, True, True]  # fmt: skip
 
 
+@pytest.mark.long(10)
 @pytest.mark.timeout(200)
 def test_four_ranks_answer_as_one_until_one_is_killed(model: Path, tmp_path: Path) -> None:
     seen, codes = play(Plan(model, tmp_path, 4, ("converse", "from_storage", "killed")))
@@ -99,6 +101,7 @@ def test_four_ranks_answer_as_one_until_one_is_killed(model: Path, tmp_path: Pat
     assert said["from_storage"][0]["cached"][2] > 0
 
 
+@pytest.mark.long(10)
 @FULL
 def test_a_hanging_rank_is_noticed_within_the_deadline(model: Path, tmp_path: Path) -> None:
     seen, _ = play(Plan(model, tmp_path, 2, ("hanging",), timeout_s=4.0))
@@ -106,6 +109,7 @@ def test_a_hanging_rank_is_noticed_within_the_deadline(model: Path, tmp_path: Pa
     assert seen[0]["error"]["s"] < 15.0
 
 
+@pytest.mark.long(30)
 @FULL
 @pytest.mark.timeout(600)
 def test_smollm2_on_three_ranks(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def exit_code(server: ServerProcess) -> int | None:
     return server._process.wait(DEADLINE_S)
 
 
+@pytest.mark.long(12)
 @pytest.mark.timeout(300)
 def test_two_ranks_serve_administer_and_end_together(model: Path, tmp_path: Path) -> None:
     with serving(model) as http:
@@ -78,6 +79,7 @@ def ask_badly(http: httpx.Client) -> int:
     return http.post("/v1/completions", json=body).status_code
 
 
+@pytest.mark.long(15)
 @pytest.mark.timeout(300)
 def test_a_killed_rank_ends_the_server_and_a_killed_server_its_ranks(model: Path, tmp_path: Path) -> None:
     server = ServerProcess(flags(model, "--tp-size", "2"), tmp_path / "server.log")

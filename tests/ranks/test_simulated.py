@@ -17,7 +17,7 @@ from hiradix.cache.core import COPY_WAIT_S
 from tests.ranks.planted import PLANTED, assert_caught
 from tests.ranks.world import Rank, Ranks, Setup
 
-BUDGET_S = float(os.environ.get("HIRADIX_RANKS_BUDGET_S", "40"))
+BUDGET_S = float(os.environ.get("HIRADIX_RANKS_BUDGET_S", "10"))
 MIN_SEEDS = 60
 NUM_MOVES = 250
 SETUPS = (
@@ -48,6 +48,7 @@ def counts(ranks: Ranks) -> Counter[str]:
     return Counter({name: getattr(counters, name) for name in names})
 
 
+@pytest.mark.long(40)
 @pytest.mark.timeout(600)
 def test_ranks_keep_identical_trees(record_property: Callable[[str, object], None]) -> None:
     """As many seeds as the budget allows, at least MIN_SEEDS; HIRADIX_RANKS_BUDGET_S=3600 for a long run."""

@@ -14,6 +14,7 @@ from tests.simulation.clocked import play, totals
 SEEDS = 24
 
 
+@pytest.mark.long(16)
 def test_no_request_regrets_the_cache(record_property: Callable[[str, object], None]) -> None:
     ledgers = [play(seed) for seed in range(SEEDS)]
     found = totals(ledgers)

@@ -23,7 +23,7 @@ from tests.simulation.run import MOVES, first_failure, play
 
 NUM_SHARDS = 2
 FLOOR_MOVES = int(os.environ.get("HIRADIX_SIM_OPS", "1000000"))
-BUDGET_S = float(os.environ.get("HIRADIX_SIM_SECONDS", "100"))  # goes on beyond the floor until this is over
+BUDGET_S = float(os.environ.get("HIRADIX_SIM_SECONDS", "60"))  # goes on beyond the floor until this is over
 FIRST_SEED = int(os.environ.get("HIRADIX_SIM_SEED", "0"))
 MEBIBYTE = 1 << 20
 WARM_SEEDS = 50
@@ -54,6 +54,7 @@ class Memory:
         return (y1 - y0) / MEBIBYTE / ((x1 - x0) / 1e6)
 
 
+@pytest.mark.long(60)
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_every_promise_holds_under_every_fault(
@@ -87,6 +88,7 @@ def test_a_seed_replays() -> None:
     assert story(3) != story(4)
 
 
+@pytest.mark.long(9)
 def test_a_planted_fault_is_seen_and_its_seed_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positive control: what storage does not have is taken for a hit; somebody reads it."""
 

@@ -12,6 +12,7 @@ from tests.storage_servers.servers import Server
 NUM_RUNS = 3
 
 
+@pytest.mark.long(20)
 @pytest.mark.timeout(600)
 def test_killed_while_writing_windows_it_restarts_and_answers_the_same(
     own_redis: Server, tmp_path: Path
