@@ -34,6 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     marks = {item: item.get_closest_marker("long") for item in items}
     long = [(mark.args[0], item) for item, mark in marks.items() if mark is not None]
+    for _, item in long:
+        if item.get_closest_marker("timeout") is None:  # for hangs, not for slow machines
+            item.add_marker(pytest.mark.timeout(600))
     first = [item for _, item in sorted(long, key=lambda one: -one[0])]
     others = [item for item, mark in marks.items() if mark is None]
     pairs = zip_longest(first, others[: len(first)])
