@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,11 @@ class FakeRequest:
         space = f"{self.cache_salt}/{self.lora_request and self.lora_request.lora_name}/{images}".encode()
         return zlib.crc32(np.array(self.all_token_ids[: position + 1], np.int64).tobytes() + space) % 999_983
 
+    def name(self, page: int) -> Any:
+        """What vLLM's own prefix cache knows a page by."""
+        lora = self.lora_request and self.lora_request.lora_name
+        return tuple(self.all_token_ids[: (page + 1) * S]), self.cache_salt, lora, tuple(self.mm_features)
+
     @property
     def block_hashes(self) -> list[bytes]:
         return [self.number(end - 1).to_bytes(4, "big") for end in range(S, self.num_tokens + 1, S)]
@@ -157,7 +163,10 @@ class FakePart:
 
 @dataclass(frozen=True)
 class World:
-    """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages."""
+    """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages.
+
+    prefix_cache: whether vLLM has one of its own; only without a window.
+    """
 
     num_blocks: int = 24
     host_pages: int = 16
@@ -168,6 +177,7 @@ class World:
     max_running: int = 3
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
+    prefix_cache: bool = False
     seed: int = 0
 
 
@@ -241,6 +251,10 @@ class MiniVLLM:
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
         self.role.open([world.host_pages] * len(self.groups), store is not None)
         self.free = list(range(world.num_blocks - 1, 0, -1))  # block 0 is vLLM's null block
+        self.known: dict[Any, int] = {}  # vLLM's own prefix cache: blocks by all that is before their end
+        self.name_of: dict[int, Any] = {}
+        self.users: dict[int, int] = {}
+        self.local_tokens = 0
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
@@ -272,8 +286,42 @@ class MiniVLLM:
 
     def _free(self, request: FakeRequest) -> None:
         for table in request.tables:
-            self.free += [block for block in table if block]
+            for block in filter(None, table):
+                self._let_go(block)
         request.tables = []
+
+    def _let_go(self, block: int) -> None:
+        self.users[block] -= 1
+        if not self.users[block]:
+            self.free.append(block)
+
+    def _take(self) -> int:
+        """A free block to be written to: what it held is known no more."""
+        block = self.free.pop()
+        self.users[block] = 1
+        self.known.pop(self.name_of.pop(block, None), None)
+        return block
+
+    def _local(self, request: FakeRequest) -> list[int]:
+        """The blocks that vLLM's own prefix cache has of a prompt, all before its last token."""
+        pages = range((request.num_tokens - 1) // S)
+        return list(takewhile(bool, (self.known.get(request.name(page), 0) for page in pages)))
+
+    def _share(self, request: FakeRequest, blocks: list[int]) -> None:
+        """Its table begins with these."""
+        for block in blocks:
+            self.users[block] = self.users.get(block, 0) + 1
+            if self.users[block] == 1:
+                self.free.remove(block)
+        request.tables = [list(blocks)]
+        self.local_tokens += len(blocks) * S
+
+    def _remember(self, request: FakeRequest) -> None:
+        """Whole blocks that have been computed are found by the next one."""
+        for page in range(request.num_computed_tokens // S if self.world.prefix_cache else 0):
+            block, name = request.tables[0][page], request.name(page)
+            if block not in self.name_of and name not in self.known:
+                self.known[name], self.name_of[block] = block, name
 
     def _preempt(self) -> None:
         request = self.running.pop()
@@ -342,7 +390,7 @@ class MiniVLLM:
         new = []
         for table in request.tables:
             while len(table) < -(-end // S):
-                table.append(self.free.pop())
+                table.append(self._take())
                 new.append(table[-1])
         return new
 
@@ -355,7 +403,7 @@ class MiniVLLM:
             table = request.tables[1]
             for page in range(min(self._skipped(num_tokens), len(table))):
                 if table[page]:
-                    self.free.append(table[page])
+                    self._let_go(table[page])
                     table[page] = 0
 
     def _schedule_waiting(self, plans: list[Any], budget: int) -> bool:
@@ -365,19 +413,25 @@ class MiniVLLM:
                 continue
             if budget == 0 or len(self.running) >= self.world.max_running:
                 break
-            external = 0
+            external, local = 0, []
             if request.num_computed_tokens == 0:
-                found = self.role.lookup(request, 0)
+                local = self._local(request)
+                found = self.role.lookup(request, len(local) * S)
                 if found is None:
                     continue
                 external = found
             goes_async = external > 0 and self.world.load_async
-            start = request.num_computed_tokens + external
+            start = request.num_computed_tokens + len(local) * S + external
             count = 0 if goes_async else min(budget, request.num_tokens - start)
             if goes_async and not self._fits_whole(request):
                 break
+            if local:
+                self._share(request, local)
             new = self._admit(request, start, start + count)
             if new is None:
+                if local:
+                    self.local_tokens -= len(local) * S
+                    self._free(request)
                 break
             self.hit_tokens += external
             self.role.allocated(request, lambda r=request: r.tables, external)
@@ -415,7 +469,7 @@ class MiniVLLM:
         for table, skip in zip(tables, skipped, strict=True):
             table += [0] * (min(skip, pages) - len(table))
             while len(table) < pages:
-                table.append(self.free.pop())
+                table.append(self._take())
                 if len(table) * S > start:
                     new.append(table[-1])
         request.tables = tables
@@ -469,6 +523,7 @@ class MiniVLLM:
                 self.num_recomputed += 1
                 continue
             request.num_computed_tokens += count
+            self._remember(request)
             if request.num_computed_tokens == request.num_tokens:
                 request.all_token_ids.append(request.number(request.num_tokens - 1) % 3)
                 if request.num_tokens >= request.num_prompt + request.max_tokens:

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm import index, saves, scheduler, worker
+from hiradix.adapters.vllm import index, loads, saves, scheduler, worker
 from hiradix.adapters.vllm.orders import Orders
+from hiradix.adapters.vllm.requests import Tracked
+from hiradix.adapters.vllm.saves import BlockTable
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
 PREFIXES = 3
@@ -31,8 +33,9 @@ def drawn_world(rng: random.Random) -> World:
         load_async=bool(window) or rng.random() < 0.5,
         budget=rng.choice([3, 9, 40]),
         max_running=rng.choice([1, 3, 6]),
-        write_policy=rng.choice(["write_through", "write_through", "write_back"]),
+        write_policy=rng.choice(["write_through", "write_through", "write_through_selective", "write_back"]),
         prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]),
+        prefix_cache=not window and rng.random() < 0.6,
         seed=rng.randrange(1 << 30),
     )
 
@@ -167,7 +170,30 @@ def blocks_are_taken_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker.WorkerRole, "before_forward", before_forward)
 
 
+def what_vllm_has_is_promised_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scheduler.SchedulerRole.lookup
+
+    def lookup(self: scheduler.SchedulerRole, request: FakeRequest, local_tokens: int) -> int | None:
+        found = whole(self, request, local_tokens)
+        return found + local_tokens if found else found
+
+    monkeypatch.setattr(scheduler.SchedulerRole, "lookup", lookup)
+
+
+def what_vllm_has_is_loaded_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = loads.LoadBook.order
+
+    def order(self: loads.LoadBook, tracked: Tracked, table: BlockTable, num_tokens: int) -> None:
+        local, tracked.local_tokens = tracked.local_tokens, 0
+        whole(self, tracked, table, num_tokens)
+        tracked.local_tokens = local
+
+    monkeypatch.setattr(loads.LoadBook, "order", order)
+
+
 FAULTS = (
+    what_vllm_has_is_promised_again,
+    what_vllm_has_is_loaded_over,
     blocks_are_taken_without_waiting,
     no_fences,
     promised_before_it_is_there,
