@@ -6,7 +6,7 @@ back, so work of an earlier epoch can never touch the tree of a later one.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -53,7 +53,7 @@ class Flights:
     def __init__(self, free_host: Callable[[PagesOf], None]):
         self._free_host = free_host
         self._lanes: dict[JobKind, dict[Ticket, Flight]] = {kind: {} for kind in JobKind}
-        self.num_owned: Counter[int] = Counter()
+        self.num_owned: defaultdict[int, int] = defaultdict(int)
 
     def __len__(self) -> int:
         return sum(map(len, self._lanes.values()))
@@ -95,7 +95,8 @@ class Flights:
                 }
                 flight.orphaned = True
                 more = {c: len(pages) - len(owns.get(c, NO_PAGES)) for c, pages in flight.owns.items()}
-                self.num_owned.update(more)
+                for c, count in more.items():
+                    self.num_owned[c] += count
 
     def owned(self, component: int = BACKBONE) -> Pages:
         """Host pages owned by flights, for conservation: each is in no other place."""

@@ -6,7 +6,7 @@ The tree hands back the pages it drops; everything that frees a page of either p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -256,13 +256,17 @@ def gathered(segments: Sequence[Segment], components: Iterable[int]) -> dict[int
     }
 
 
-def shared_out(pages: PagesOf, segments: Iterable[Segment]) -> Iterator[tuple[Segment, Pages]]:
+def shared_out(pages: PagesOf, segments: Sequence[Segment]) -> list[tuple[Segment, Pages]]:
     """Each segment with its part of `pages`, which are as many as `sizes` says, in the segments' order."""
+    found: list[tuple[Segment, Pages]] = []
+    if not segments:
+        return found
     at = dict.fromkeys(pages, 0)
     for segment in segments:
         begin = at[segment.component]
         at[segment.component] = begin + len(segment.pages)
-        yield segment, pages[segment.component][begin : at[segment.component]]
+        found.append((segment, pages[segment.component][begin : at[segment.component]]))
+    return found
 
 
 def sizes(segments: Iterable[Segment]) -> dict[int, int]:

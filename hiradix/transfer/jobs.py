@@ -181,7 +181,7 @@ class Result(NamedTuple):
 
 def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
     """A private int32 copy, so that nobody changes a job's pages under a worker."""
-    return ids.copied(np.asarray(pages, np.int32))
+    return ids.copied(pages if isinstance(pages, np.ndarray) else np.asarray(pages, np.int32))
 
 
 def as_tails(host_pages: PageIds, others: Iterable[Tail]) -> Tails:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -110,7 +109,7 @@ class Residency:
         self.rank: Any = None
 
 
-NO_CHILDREN: Mapping[Hashable, Node] = MappingProxyType({})
+NO_CHILDREN: Final[dict[Hashable, Node]] = {}  # of all nodes that have none: never written
 
 
 class Node:
@@ -139,7 +138,7 @@ class Node:
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
         self.parent = parent
-        self.children: Mapping[Hashable, Node] = NO_CHILDREN
+        self.children: dict[Hashable, Node] = NO_CHILDREN
         self.row: Hashable = None
         self.run = b""
         self.width = NARROW
@@ -186,7 +185,7 @@ class Node:
     def adopt_child(self, child: Node) -> None:
         if not self.children:
             self.children = {}
-        self.children[child.row] = child  # type: ignore[index]
+        self.children[child.row] = child
         ids.untrack(self.children)
 
     def untrack(self) -> None:
@@ -206,5 +205,5 @@ class Node:
         if len(self.children) == 1:
             self.children = NO_CHILDREN
         else:
-            del self.children[child.row]  # type: ignore[attr-defined]
+            del self.children[child.row]
         child.parent = None

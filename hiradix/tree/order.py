@@ -103,37 +103,31 @@ class LruOrder:
 
     def push(self, entries: Iterable[Residency]) -> None:
         end = self._end
-        hottest = end.colder
+        hottest: Residency = end.colder  # type: ignore[assignment]
         count = 0
-        for entry in entries:
+        for entry in _as_list(entries):
             entry.colder = hottest
-            hottest.hotter = entry  # type: ignore[union-attr]
+            hottest.hotter = entry
             hottest = entry
             count += len(entry.pages)  # type: ignore[arg-type]
-        hottest.hotter = end  # type: ignore[union-attr]
+        hottest.hotter = end
         end.colder = hottest
         self.num_pages += count
 
     def remove(self, entries: Iterable[Residency]) -> None:
         count = 0
-        for entry in entries:
-            hotter, colder = entry.hotter, entry.colder
-            hotter.colder = colder  # type: ignore[union-attr]
-            colder.hotter = hotter  # type: ignore[union-attr]
-            entry.hotter = entry.colder = None
+        for entry in _as_list(entries):
+            _unlink(entry)
             count += len(entry.pages)  # type: ignore[arg-type]
         self.num_pages -= count
 
     def touched(self, entries: Iterable[Residency]) -> None:
-        entries = list(entries)
+        entries = _as_list(entries)
         self.remove(entries)
         self.push(entries)
 
     def dropped(self, entry: Residency) -> None:
-        hotter, colder = entry.hotter, entry.colder
-        hotter.colder = colder  # type: ignore[union-attr]
-        colder.hotter = hotter  # type: ignore[union-attr]
-        entry.hotter = entry.colder = None
+        _unlink(entry)
         self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
 
     def split(self, entry: Residency, upper: Residency) -> None:
@@ -145,3 +139,15 @@ class LruOrder:
 
     def expose(self, entry: Residency) -> None:
         pass  # a ring needs no telling: descendants are always colder
+
+
+def _as_list(entries: Iterable[Residency]) -> list[Residency]:
+    return entries if isinstance(entries, list) else list(entries)
+
+
+def _unlink(entry: Residency) -> None:
+    """Take an entry out of its ring."""
+    hotter: Residency = entry.hotter  # type: ignore[assignment]
+    colder: Residency = entry.colder  # type: ignore[assignment]
+    hotter.colder, colder.hotter = colder, hotter
+    entry.hotter = entry.colder = None
