@@ -186,13 +186,15 @@ class Node:
         if not self.children:
             self.children = {}
         self.children[child.row] = child
-        ids.untrack(self.children)
+        if ids.IS_BUILT:
+            ids.untrack(self.children)
 
     def untrack(self) -> None:
         """Have the garbage collector look at it no more: `let_go`, or leaving the tree, breaks its cycles."""
-        ids.untrack(self, self.device, self.host)
-        if self.others:
-            ids.untrack(self.others, *self.others)
+        if ids.IS_BUILT:
+            ids.untrack(self, self.device, self.host)
+            if self.others:
+                ids.untrack(self.others, *self.others)
 
     def let_go(self) -> None:
         """Refer to no other node, and have no page: of a tree that is cleared or that nobody has any more."""

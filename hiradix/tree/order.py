@@ -105,7 +105,7 @@ class LruOrder:
         end = self._end
         hottest: Residency = end.colder  # type: ignore[assignment]
         count = 0
-        for entry in _as_list(entries):
+        for entry in entries if isinstance(entries, list) else list(entries):
             entry.colder = hottest
             hottest.hotter = entry
             hottest = entry
@@ -116,18 +116,24 @@ class LruOrder:
 
     def remove(self, entries: Iterable[Residency]) -> None:
         count = 0
-        for entry in _as_list(entries):
-            _unlink(entry)
+        for entry in entries if isinstance(entries, list) else list(entries):
+            hotter: Residency = entry.hotter  # type: ignore[assignment]
+            colder: Residency = entry.colder  # type: ignore[assignment]
+            hotter.colder, colder.hotter = colder, hotter
+            entry.hotter = entry.colder = None
             count += len(entry.pages)  # type: ignore[arg-type]
         self.num_pages -= count
 
     def touched(self, entries: Iterable[Residency]) -> None:
-        entries = _as_list(entries)
+        entries = list(entries)
         self.remove(entries)
         self.push(entries)
 
     def dropped(self, entry: Residency) -> None:
-        _unlink(entry)
+        hotter: Residency = entry.hotter  # type: ignore[assignment]
+        colder: Residency = entry.colder  # type: ignore[assignment]
+        hotter.colder, colder.hotter = colder, hotter
+        entry.hotter = entry.colder = None
         self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
 
     def split(self, entry: Residency, upper: Residency) -> None:
@@ -139,15 +145,3 @@ class LruOrder:
 
     def expose(self, entry: Residency) -> None:
         pass  # a ring needs no telling: descendants are always colder
-
-
-def _as_list(entries: Iterable[Residency]) -> list[Residency]:
-    return entries if isinstance(entries, list) else list(entries)
-
-
-def _unlink(entry: Residency) -> None:
-    """Take an entry out of its ring."""
-    hotter: Residency = entry.hotter  # type: ignore[assignment]
-    colder: Residency = entry.colder  # type: ignore[assignment]
-    hotter.colder, colder.hotter = colder, hotter
-    entry.hotter = entry.colder = None

@@ -63,11 +63,7 @@ def parts_of(tree: RadixTree) -> list[Any]:
     found: list[Any] = []
     for node in nodes_of(tree):
         found += [node, node.device, node.host, *node.others]
-        found += [
-            x
-            for x in (node.others, node.children)
-            if x and not isinstance(x, type(Node(None, 0, 0, 0).children))
-        ]
+        found += [part for part in (node.others, node.children) if part]
     return found
 
 
