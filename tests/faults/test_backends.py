@@ -143,6 +143,7 @@ class Watched(MemoryBackend):
 
     opened: Callable[[], object]
     num_closed = 0
+    closed = threading.Event()
 
     def __init__(self, context: StorageContext):
         super().__init__(context)
@@ -151,6 +152,7 @@ class Watched(MemoryBackend):
     def close(self) -> None:
         super().close()
         Watched.num_closed += 1
+        Watched.closed.set()
 
 
 def test_what_was_opened_and_not_taken_in_time_is_closed(
@@ -168,6 +170,23 @@ def test_what_was_opened_and_not_taken_in_time_is_closed(
         go_on.set()
     assert Watched.num_closed == 1
     assert asyncio.run(service.snapshot()).storage_backend is None
+
+
+def test_what_is_open_after_the_deadline_is_closed(service: EngineService) -> None:
+    register_storage_backend("watched", "tests.faults.test_backends:Watched")
+    go_on = threading.Event()
+    Watched.opened = lambda: go_on.wait(REQUEST_LIMIT_S)
+    Watched.closed.clear()
+
+    async def late() -> Outcome:
+        outcome = await service.attach(AttachRequest("watched", wait_s=0.1))
+        assert not Watched.closed.is_set()
+        go_on.set()
+        assert await asyncio.to_thread(Watched.closed.wait, REQUEST_LIMIT_S)
+        return outcome
+
+    outcome = asyncio.run(late())
+    assert not outcome.ok and "not open within" in outcome.message
 
 
 def test_without_wait_a_busy_engine_refuses(service: EngineService) -> None:
