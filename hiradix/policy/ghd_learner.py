@@ -16,15 +16,15 @@ from hiradix.tree.key import Namespace
 SENDERS: Final = 16  # namespaces are told apart in so many groups where they give hints
 _HINT_CLASS: Final = 8  # conversation classes from here on: hint, then sender
 _DECAY_EVERY: Final = 256  # requests
-_DECAY = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
+_DECAY: Final = 0.9576032806985737  # 2 ** (-1 / 16): half in 4096 requests
 _COUNT_FIRST: Final = 32  # between two countings at the start; in the end as many as between two decays
 _MAY_WAIT: Final = 1024  # requests, if nobody asks who leaves
 
 
 # By the bits of a count of tokens, or of 512 tokens.
-_FRESH = [min(max(bits - 9, 0), 5) for bits in range(64)]
-_FIRST = [min(max(bits - 1, 0), 7) // 2 for bits in range(64)]
-_ANSWER = [min(max(bits - 1, 0), 10) // 2 for bits in range(64)]
+_FRESH: Final = [min(max(bits - 9, 0), 5) for bits in range(64)]
+_FIRST: Final = [min(max(bits - 1, 0), 7) // 2 for bits in range(64)]
+_ANSWER: Final = [min(max(bits - 1, 0), 10) // 2 for bits in range(64)]
 
 
 class GhdLearner(UseLog):

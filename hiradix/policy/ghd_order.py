@@ -115,15 +115,17 @@ class LaneOrder:
     def _inherited(self, entry: Residency) -> bool:
         """Whether the place of `entry`, which leaves, has gone to its parent's: one with the same note, which
         is to be a leaf now. It would get one right behind."""
-        node, place = entry.node, entry.rank
+        node = entry.node
+        place: Place = entry.rank
         parent = None if node is None else node.parent
         if parent is None or parent.note is not place.note:
             return False
         above = parent.host if self._covers else parent.device
         if above not in self._live or not (self._covers or parent.num_device_children == 1):
             return False
-        if above.rank is not None:
-            if above.rank.note is place.note and above.rank.start == parent.start:
+        own: Place | None = above.rank
+        if own is not None:
+            if own.note is place.note and own.start == parent.start:
                 return False
             self._unseat(above)
         above.rank, entry.rank = place, None
@@ -167,9 +169,9 @@ class LaneOrder:
             self._lanes.left(place, place.lane)
 
     def _reseat(self, entry: Residency) -> None:
-        note = entry.rank.note
+        place: Place = entry.rank
         self._unseat(entry)
-        self._seat(entry, note)
+        self._seat(entry, place.note)
 
     def renoted(self, node: Node) -> None:
         """The note of `node` has changed while it may have a place here."""

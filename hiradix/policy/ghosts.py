@@ -7,13 +7,15 @@ it. A wrong match (once in 2^64) costs a wrong statistic, never a wrong hit.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from struct import Struct
+from typing import Final, Generic, TypeVar
 
 from hiradix.tree import RadixKey
 
-BLOCK_TOKENS = 512
-NAME_BYTES = 8
-_SHORT = 512  # bytes of names that are copied rather than shared
+BLOCK_TOKENS: Final = 512
+NAME_BYTES: Final = 8
+_SHORT: Final = 512  # bytes of names that are copied rather than shared
+_name: Final = Struct("<q").pack
 
 NoteT = TypeVar("NoteT")
 
@@ -67,7 +69,7 @@ class Trail:
         return self._pieces[-1][-NAME_BYTES:] if self._pieces else b""
 
 
-EMPTY = Trail((), 0)
+EMPTY: Final = Trail((), 0)
 
 
 def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
@@ -78,15 +80,17 @@ def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_p
     size, lookahead = page_size * pages_per_block, key.space.lookahead
     name = trail.last or key.space.seed
     names: list[bytes] = []
-    for at in range(known * size, num_blocks * size, size):
+    at, end = known * size, num_blocks * size
+    while at < end:
         run = key.packed(at, at + size + lookahead)[0]
         if key.extras is None:
             number = hash((name, run))
         else:
             page = at // page_size
             number = hash((name, run, key.extras_of(page, page + pages_per_block)))
-        name = number.to_bytes(NAME_BYTES, "little", signed=True)
+        name = _name(number)
         names.append(name)
+        at += size
     return trail.joined(names[0] if len(names) == 1 else b"".join(names))
 
 

@@ -14,7 +14,7 @@ def _edges() -> list[int]:
     return edges
 
 
-EDGE_LIST = _edges()  # tokens; bucket b is [edge b, edge b + 1), the last one open: 10**10 tokens
+EDGE_LIST: Final = _edges()  # tokens; bucket b is [edge b, edge b + 1), the last one open: 10**10 tokens
 
 
 class ClassRanks:

@@ -185,7 +185,7 @@ class UseLog:
         """`entry` leaves its tier: a ghost stays of what is in no other."""
         node = entry.node
         assert node is not None
-        note = node.note
+        note: Note | None = node.note
         if note is None or (node.device if entry is node.host else node.host).pages is not None:
             return
         size = self.pages_per_block
@@ -243,10 +243,11 @@ def _known(tree: RadixTree, node: Node) -> tuple[list[Node], list[Stretch]]:
     """The path of `node`, deepest first; and those of its nodes that have notes as stretches, root first."""
     nodes: list[Node] = []
     found: list[Stretch] = []
-    last, at = None, tree.current(node)
+    last: Note | None = None
+    at = tree.current(node)
     while at is not None and at.parent is not None:
         nodes.append(at)
-        note = at.note
+        note: Note | None = at.note
         if note is not last and note is not None:
             last = note
             found.append((at.end, note))
@@ -267,6 +268,11 @@ def _cut(tree: RadixTree, nodes: list[Node], noted: list[tuple[int, Note]]) -> l
 def _write(nodes: list[Node], noted: list[tuple[int, Note]]) -> None:
     """Put the notes on the nodes, which come deepest first."""
     at = len(noted) - 1
+    if at == 0:
+        only = noted[0][1]
+        for node in nodes:
+            node.note = only
+        return
     for node in nodes:
         while at and noted[at - 1][0] >= node.end:
             at -= 1
