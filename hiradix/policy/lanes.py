@@ -81,18 +81,21 @@ class Lane:
     def _compared(self, item: Item, clock: int) -> bool:
         """Whether the head, which `item` may be from here on, has another `rank` or `until` for it."""
         used, ranks, rank, until = item[0], self._ranks, self.rank, self.until
-        bucket = _bucket_of(clock - used)
-        index = ranks.index[bucket]
-        if bucket == self._bucket:
+        age, bucket = clock - used, self._bucket
+        if EDGE_LIST[bucket] <= age and (age < EDGE_LIST[bucket + 1] or bucket == BUCKETS - 1):
             if self._item is not None and self._item < item:
                 return False
-        elif index > rank or (index == rank and bucket > self._bucket):
-            entries = ranks.entries(self._bucket)
-            at = bisect_right(entries, bucket)
-            if at < len(entries):
-                self.until = min(until, used + EDGE_LIST[entries[at]])
-            return self.until != until
-        self.head, self._item, self._bucket, self.rank = item[3], item, bucket, index
+        else:
+            bucket = _bucket_of(age)
+            index = ranks.index[bucket]
+            if index > rank or (index == rank and bucket > self._bucket):
+                entries = ranks.entries(self._bucket)
+                at = bisect_right(entries, bucket)
+                if at < len(entries):
+                    self.until = min(until, used + EDGE_LIST[entries[at]])
+                return self.until != until
+            rank = index
+        self.head, self._item, self._bucket, self.rank = item[3], item, bucket, rank
         self.until = min(until, _leaves(used, bucket))
         return True
 
@@ -100,8 +103,9 @@ class Lane:
         """`place` has become void; whether `rank` or `until` is another. O(log n)."""
         if place is not self.head:
             return False
-        following = self._first(place.note.clock)
-        if following is not None and _bucket_of(clock - following[0]) == self._bucket:
+        items = self._items
+        following = self._first(0 if items and items[0][3] is place else place.note.clock)
+        if following is not None and clock - following[0] >= EDGE_LIST[self._bucket]:  # nor is it older
             self.head, self._item = following[3], following
             return False
         self.bound(clock)
