@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.lanes import scatter
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import (
@@ -33,6 +34,8 @@ from hiradix.storage.s3_config import S3Config
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
+STREAM_BYTES = 1 << 20
+"""Longer objects are copied as their pieces come, which the library would put together first."""
 
 
 class S3Backend(StorageBackend):
@@ -201,12 +204,15 @@ class S3Backend(StorageBackend):
             found = obstore.get(self._client, self._path(key))
         except FileNotFoundError:
             return False
-        if not fits(found.meta["size"], page, self._ragged):
+        size = found.meta["size"]
+        if not fits(size, page, self._ragged):
             return False
+        if size >= STREAM_BYTES and len(page) == 1:
+            return _poured(found.stream(min_chunk_size=1), page[0].cast("B")[:size])
         data = memoryview(found.bytes())
-        if data.nbytes != found.meta["size"]:
+        if data.nbytes != size:
             return False
-        fill_head(data, page)
+        (scatter if size == page_bytes(page) else fill_head)(data, page)
         return True
 
     def _write(self, key: str, page: Page) -> bool:
@@ -284,6 +290,18 @@ class S3Backend(StorageBackend):
 def key_in(entry: Mapping[str, Any]) -> str:
     """The page key of a listed object."""
     return str(entry["path"]).rpartition("/")[2]
+
+
+def _poured(pieces: Iterable[Any], view: memoryview) -> bool:
+    """Copy the pieces of an object to `view`, as they come; False unless they are of its length."""
+    at = 0
+    for piece in pieces:
+        data = memoryview(piece)
+        if at + data.nbytes > view.nbytes:
+            return False
+        view[at : at + data.nbytes] = data
+        at += data.nbytes
+    return at == view.nbytes
 
 
 def _throw(error: BaseException) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.retry import RetryingStorage
-from hiradix.storage.s3_backend import S3Backend
+from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend, _poured
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -303,3 +304,29 @@ def test_read_only_page_of_pieces(backend: S3Backend) -> None:
     page = page_of(key_of(0))
     pieces = [page[0][:1000].toreadonly(), page[0][1000:].toreadonly()]
     assert backend.put(keys_of(1), [pieces]) == [True] and hits(backend, keys_of(1)) == [True]
+
+
+def test_long_pages_arrive_whole_in_pieces(own_s3: Server) -> None:
+    """Also where an object is of another length than its page, or was cut on its way."""
+    length = 3 * STREAM_BYTES + 12345
+    fingerprint = PageFingerprint("long")
+    keys = {"timeout_s": 30.0, **s3_keys(own_s3, "long")}
+    store = S3Backend(StorageContext(fingerprint, keys, length))
+    pages = [random.Random(number).randbytes(length) for number in range(3)]
+    assert store.put(keys_of(3), [[memoryview(page)] for page in pages]) == [True] * 3
+    short = S3Backend(StorageContext(fingerprint, keys, length - 1))
+    assert short.get(keys_of(3), [[memoryview(bytearray(length - 1))] for _ in range(3)]) == [False] * 3
+    into = [bytearray(length) for _ in range(4)]
+    assert store.get(keys_of(4), [[memoryview(page)] for page in into]) == [True, True, True, False]
+    assert into == [*pages, bytes(length)]
+    for close in (store.close, short.close):
+        close()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "good"),
+    [([b"abc", b"", b"de"], True), ([b"abcd"], False), ([b"abc", b"def"], False), ([b"abcdef"], False)],
+)
+def test_pieces_of_another_length_are_no_page(pieces: list[bytes], good: bool) -> None:
+    page = bytearray(b"12345678")
+    assert _poured(pieces, memoryview(page)[:5]) is good and page[5:] == b"678", "written behind the page"
