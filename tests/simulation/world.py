@@ -440,6 +440,8 @@ class World:
         assert self.controller.is_idle and len(cache.cache.flights) == 0
         assert cache.num_in_flight == 0, cache.num_in_flight
         assert not cache._prefetcher._active and not cache._prefetcher._loaded and not cache._counted
+        assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
+        assert not self.controller._desk._open and not cache._backup.storing._ending
         for tier in Tier:
             assert tree.protected_pages(tier) == 0, f"{tree.protected_pages(tier)} {tier.name} pages locked"
         assert sum(lanes.num_busy for lanes in self.lanes) == 0
