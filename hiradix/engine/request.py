@@ -42,6 +42,7 @@ class Request:
         self.max_new_tokens = params.max_new_tokens
         self.usage = Usage(prompt_tokens=len(self.origin_input_ids))
         self.num_admissions = 0
+        self.num_failed_passes = 0
         self.storage_hit_length = 0
         self.lock: Any = None
         self.leave_row()

@@ -27,6 +27,7 @@ from hiradix.tree import RadixKey
 
 _MIN_RESERVE = 0.2  # share of a running request's remaining answer that admission keeps free
 _RESERVE_DECAY = 0.98  # per plan, back to the minimum after a retraction
+_MAX_FAILED_PASSES = 2  # a request whose admissions failed so often with a load computes what is on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Scheduler:
         self._release(request, is_insert=False)
         self.waiting.appendleft(request)
         request.num_admissions -= 1
+        request.num_failed_passes += 1
 
     # -- running requests ---------------------------------------------------------------
 
@@ -292,7 +294,7 @@ class Scheduler:
     def _take_slots(self, request: Request) -> bool:
         """Load the host part back, lock the prefix, fill the request's row; False leaves nothing held."""
         loaded = 0
-        if request.host_hit_length > 0:
+        if request.host_hit_length > 0 and request.num_failed_passes < _MAX_FAILED_PASSES:
             indices, node = self._cache.init_load_back(request.last_host_node, request.host_hit_length)
             loaded = len(indices)
             request.prefix_indices = torch.cat([request.prefix_indices, indices])

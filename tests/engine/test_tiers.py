@@ -13,8 +13,9 @@ import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.engine import Engine, SamplingParams, Scope
-from hiradix.memory import HostPool
+from hiradix.memory import HostPool, make_transport
 from hiradix.prefix_cache import MatchPrefixParams, build_prefix_cache
+from hiradix.transfer import JobKind
 from hiradix.tree import RadixKey, Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -160,6 +161,45 @@ def test_flush_keeps_storage_only(configure: Configure, llama: Reference, make_c
     assert answer.usage is not None
     assert (answer.usage.cached_device, answer.usage.cached_host, answer.usage.cached_storage) == (0, 0, 96)
     llama.judge(asked, [answer.token_ids]).assert_holds()
+
+
+class FailingLoads:
+    """Copies pages, but none to the device while `fails`."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.fails = False
+
+    def copy_pages(self, src: Any, dst: Any, *more: Any) -> None:
+        if self.fails and isinstance(src, HostPool):
+            raise OSError("bus error")
+        self.inner.copy_pages(src, dst, *more)
+
+
+def test_loads_that_always_fail_cost_time_and_count_as_nothing_used(
+    configure: Configure, llama: Reference, make_cached: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def failing(*arguments: Any) -> FailingLoads:
+        made.append(FailingLoads(make_transport(*arguments)))
+        return made[-1]
+
+    monkeypatch.setattr("hiradix.prefix_cache.build.make_transport", failing)
+    engine = make_cached(cache=configure("tiers"))
+    asked = prompts([100], seed=2)
+    serve(engine, asked, GREEDY)
+    settle(engine)
+    serve(engine, prompts([170, 170], seed=5), GREEDY)  # pushes the first off the device
+    settle(engine)
+    made[0].fails = True
+    [answer] = serve(engine, asked, GREEDY)
+    loads = engine.cache.stats().transfers.kinds[JobKind.LOAD]
+    assert sum(loads.failures.values()) == 2, "tried again once, then computed"
+    assert answer.usage is not None and answer.usage.cached_tokens == 0
+    llama.judge(asked, [answer.token_ids]).assert_holds()
+    settle(engine)
+    assert_empty(engine)
 
 
 def test_namespaces_share_nothing(configure: Configure, llama: Reference, make_cached: MakeEngine) -> None:
