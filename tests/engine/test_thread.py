@@ -59,6 +59,27 @@ def test_leaving_a_stream_aborts_its_request(served: EngineThread) -> None:
     served.call(assert_empty, WAIT_S, when_idle=True)
 
 
+def test_a_loop_that_is_closed_ends_its_requests(served: EngineThread) -> None:
+    entered, leave, steps = threading.Event(), threading.Event(), []
+
+    def block(engine: Engine) -> None:
+        steps.append(engine.num_steps)
+        entered.set()
+        assert leave.wait(WAIT_S)
+
+    loop = asyncio.new_event_loop()
+    outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))
+    loop.run_until_complete(asyncio.wait_for(anext(outputs), WAIT_S))
+    blocking = served.submit(block)
+    assert entered.wait(WAIT_S)
+    loop.close()  # with nobody to close the stream
+    leave.set()
+    blocking.result(WAIT_S)
+    steps.append(served.call(lambda engine: engine.num_steps, WAIT_S, when_idle=True))
+    assert steps[1] - steps[0] <= 2, steps
+    served.call(assert_empty, WAIT_S)
+
+
 def test_abort_ends_the_stream(served: EngineThread) -> None:
     async def run() -> Output:
         outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))

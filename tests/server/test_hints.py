@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.engine.api import Output, SamplingParams, Scope
+from hiradix.engine.api import EngineStopped, Output, SamplingParams, Scope
 from hiradix.errors import ConfigError
 from hiradix.replay.readers import read_trace
 from hiradix.server.engine_service import EngineService
@@ -162,6 +162,26 @@ def test_what_is_recorded_later_is_in_the_file_at_the_end(tmp_path: Path) -> Non
     recorder.close()
     calls = read_trace(tmp_path / "trace").calls
     assert [(call.time_s, call.prompt_tokens) for call in calls] == [(n + 1, n) for n in range(20)]
+
+
+def test_the_services_end_is_the_recordings(tmp_path: Path) -> None:
+    """What waits to be written is, and no file stays open."""
+    recorder = TraceRecorder(tmp_path / "trace")
+
+    class Stopped:
+        def call(self, *_: object) -> bool:
+            raise EngineStopped("before")
+
+        def close(self, timeout_s: float) -> None: ...
+
+    service = EngineService(None, Stopped(), recorder)  # type: ignore[arg-type]
+    for number in range(1, 21):
+        recorder.later(list(range(number * BLOCK_TOKENS)), 1, Scope())
+    service.close(0.0)
+    assert recorder._file.closed
+    assert len(read_trace(tmp_path / "trace").calls) == 20
+    recorder.later([1], 1, Scope())
+    assert recorder.num_lost == 1
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:

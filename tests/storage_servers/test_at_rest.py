@@ -201,6 +201,26 @@ def test_garbage_is_no_compressed_page() -> None:
             assert bytes(into[0]) == bytes(PAGE_BYTES), f"damage {number} passed as another page"
 
 
+@pytest.mark.parametrize("says", [PAGE_BYTES + 1, 100 * PAGE_BYTES, 0])
+def test_a_frame_that_says_another_length_is_not_even_unpacked(
+    says: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stored frame claims decides how much memory its unpacking takes."""
+    store = CompressedStorage(MemoryBackend(StorageContext(FINGERPRINT, {}, PAGE_BYTES)), 1)
+    page = [memoryview(bytearray(b"x" * PAGE_BYTES))]
+    whole = memoryview(bytearray(store._pack([memoryview(bytes(PAGE_BYTES))])))
+    assert store._unpack(whole, page), "the control"
+
+    class Unpacks:
+        def decompress(self, body: object) -> bytes:
+            raise AssertionError("unpacked")
+
+    stored = memoryview(bytearray(store._pack([memoryview(bytes(says))])))
+    monkeypatch.setattr(store, "_decompressor", Unpacks)
+    assert not store._unpack(stored, page)
+    assert store.stats()["compress_damaged"] == 1
+
+
 def test_damaged_compressed_page_is_replaced_by_the_next_put(own_redis: Server, client: Any) -> None:
     store = open_redis(own_redis, compression="zstd")
     put(store, keys_of(3))
