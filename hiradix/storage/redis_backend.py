@@ -13,12 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import redis
-
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
 from hiradix.storage.redis_commands import ClientCommands, Commands, SocketCommands
-from hiradix.storage.redis_link import RedisConfig, connect, server_memory
+from hiradix.storage.redis_link import CLIENT_FAULTS, RedisConfig, connect, server_memory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -131,5 +129,5 @@ class RedisBackend(StorageBackend):
     def _ask(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except redis.RedisError as error:
+        except CLIENT_FAULTS as error:
             raise StorageError(f"redis: {type(error).__name__}: {error}") from error

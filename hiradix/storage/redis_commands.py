@@ -10,10 +10,11 @@ import redis
 
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, fill_head, fits, page_bytes
+from hiradix.storage.redis_link import CLIENT_FAULTS
 from hiradix.storage.resp import ReplyError, RespStream, encode_around
 
 T = TypeVar("T")
-REFUSED = re.compile(rb"-?(?:OOM|MISCONF|READONLY)\b")
+REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
 
@@ -40,12 +41,14 @@ class SocketCommands:
     """Payload between the socket and the pages, no copy in between.
 
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
+    After a fault of a cluster's node the next call asks first who has its slots.
     """
 
     def __init__(self, client: Any, ragged: bool = False):
         self._client = client
         self._ragged = ragged
         self._is_cluster = isinstance(client, redis.RedisCluster)
+        self._is_outdated = False
         self._fallback = ClientCommands(client, ragged)
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
@@ -63,6 +66,8 @@ class SocketCommands:
         return self._each_node(names, ask, lambda: self._fallback.get(names, pages, ttl_ms))
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
+        read_only: list[bytes] = []
+
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             mine = [pages[index] for index in which]
             frames = [
@@ -70,9 +75,14 @@ class SocketCommands:
                 for index, page in zip(which, mine)
             ]
             replies = stream.set_from([head for head, _ in frames], mine, [tail for _, tail in frames])
+            read_only.extend(reply for reply in replies if _is_replicas(reply))
             return [_stored(reply) for reply in replies]
 
-        return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
+        try:
+            return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
+        finally:
+            if read_only:
+                _leave(self._client)
 
     def _each_node(
         self,
@@ -82,6 +92,9 @@ class SocketCommands:
     ) -> list[T]:
         """Answers in the order of `names`; a cluster that moves its slots is left to redis-py."""
         answers: dict[int, T] = {}
+        if self._is_outdated:
+            self._client.nodes_manager.initialize()
+            self._is_outdated = False
         try:
             for pool, which in self._by_pool(names):
                 answers.update(zip(which, self._on_socket(pool, ask, which)))
@@ -89,6 +102,9 @@ class SocketCommands:
             if not self._is_cluster or error.code not in _MOVED:
                 raise
             return otherwise()
+        except (OSError, *CLIENT_FAULTS):
+            self._is_outdated = self._is_cluster
+            raise
         return [answers[index] for index in range(len(names))]
 
     def _by_pool(self, names: Sequence[bytes]) -> list[tuple[Any, list[int]]]:
@@ -137,7 +153,10 @@ class ClientCommands:
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
-        return [_stored(reply) for reply in self._run(commands)]
+        replies = self._run(commands)
+        if any(_is_replicas(reply) for reply in replies):
+            _leave(self._client)
+        return [_stored(reply) for reply in replies]
 
     def _run(self, commands: Sequence[Sequence[bytes]]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
@@ -178,6 +197,19 @@ def _stored(reply: Any) -> bool:
     if REFUSED.match(text.encode()):
         return False
     raise ReplyError(text)
+
+
+def _is_replicas(reply: Any) -> bool:
+    """Whether a write was refused by a server that is no master."""
+    return isinstance(reply, redis.exceptions.ReadOnlyError) or (
+        isinstance(reply, bytes) and reply.startswith(b"-READONLY")
+    )
+
+
+def _leave(client: Any) -> None:
+    """Close what connections are idle, so that the next call connects to who is master by then."""
+    if not isinstance(client, redis.RedisCluster):
+        client.connection_pool.disconnect(inuse_connections=False)
 
 
 def _copied(reply: Any, page: Page, ragged: bool) -> bool:

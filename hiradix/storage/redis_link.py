@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import RedisCluster
+from redis.connection import parse_url
+from redis.exceptions import RedisClusterException
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
@@ -19,7 +22,10 @@ from hiradix.storage.options import Options, flag
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:\-]{0,63}")
-_FAULTS = (redis.RedisError, OSError, ValueError)
+CLIENT_FAULTS = (redis.RedisError, RedisClusterException)
+"""All that redis-py raises of its own: the second is none of the first."""
+_FAULTS = (*CLIENT_FAULTS, OSError, ValueError, TypeError)
+_OURS = ("protocol", "decode_responses")  # pages are read as RESP2, as bytes
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class RedisConfig:
         url = options.text("url", default.url)
         if not url.startswith(SCHEMES):
             raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}")
+        _require_url(url)
         config = RedisConfig(
             url=url,
             secrets=_secrets(options),
@@ -69,6 +76,26 @@ class RedisConfig:
         if config.cluster and config.sentinels:
             raise ConfigError(f"{flag('cluster')} and {flag('sentinels')} exclude each other")
         return config
+
+
+def _require_url(url: str) -> None:
+    """Raise ConfigError unless all of the URL is read as what it says. No part of it is shown: which of them
+    is a password cannot be told when one splits it."""
+    found: Mapping[str, Any] | None = None
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "unix" or not (parts.fragment or "@" in parts.path + parts.query):
+            found = parse_url(url)
+    except ValueError:
+        pass  # its text has a part of the URL
+    if found is None:
+        raise ConfigError(
+            f"{flag('url')} cannot be read: an option's value is wrong, or in its user or password one of "
+            "/ ? # @ [ ] is not percent-encoded (they may be given as username and password)"
+        )
+    for name in _OURS:
+        if name in found:
+            raise ConfigError(f"{flag('url')}: {name} cannot be chosen")
 
 
 def _secrets(options: Options) -> dict[str, Any]:
@@ -117,7 +144,7 @@ def _client(config: RedisConfig) -> Any:
         "retry": Retry(NoBackoff(), 0),
         **config.secrets,
     }
-    if not config.url.startswith("rediss://") and not config.sentinels:
+    if not config.url.startswith("rediss://"):
         common = {name: value for name, value in common.items() if not name.startswith("ssl_")}
     if config.url.startswith("unix://"):
         common.pop("socket_connect_timeout")
@@ -128,7 +155,9 @@ def _client(config: RedisConfig) -> Any:
         own = {"socket_timeout": config.timeout_s} | ({"password": password} if password else {})
         tls = {"ssl": True} if config.url.startswith("rediss://") else {}
         keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
-        return keeper.master_for(config.sentinel_service, **tls, **common)
+        where = ("host", "port", "path", "connection_class")
+        asked = {name: value for name, value in parse_url(config.url).items() if name not in where}
+        return keeper.master_for(config.sentinel_service, **tls, **common | asked)
     return redis.Redis.from_url(config.url, **common)
 
 

@@ -1,0 +1,170 @@
+"""Another server takes the first one's place: pages are stored there, and nobody stays with the old one."""
+
+from __future__ import annotations
+
+import socket
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.redis_backend import RedisBackend
+from tests.contracts.storage import hits, keys_of, put
+from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
+from tests.storage_servers.test_redis_faults import context, url_of
+
+
+class Name(socketserver.ThreadingTCPServer):
+    """A name that stands for a server: connections go to `port`, those that are there stay where they are."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int):
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.port = port
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+    def finish_request(self, request: object, address: object) -> None:
+        assert isinstance(request, socket.socket)
+        with socket.create_connection(("127.0.0.1", self.port)) as far:
+            back = threading.Thread(target=_pass_on, args=(far, request), daemon=True)
+            back.start()
+            _pass_on(request, far)
+            back.join()
+
+
+def _pass_on(source: object, target: object) -> None:
+    assert isinstance(source, socket.socket) and isinstance(target, socket.socket)
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:
+        return
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_a_master_that_became_a_replica_is_left(own_redis: Server, tmp_path: Path, zero_copy: bool) -> None:
+    with redis_like("redis-server", tmp_path / "other") as other:
+        name = Name(own_redis.port)
+        store = RedisBackend(context(f"redis://127.0.0.1:{name.server_address[1]}/0", zero_copy=zero_copy))
+        assert all(put(store, keys_of(4)))
+        name.port = other.port
+        redis.Redis(port=own_redis.port).execute_command("REPLICAOF", "127.0.0.1", other.port)
+        put(store, keys_of(4, 10))
+        assert all(put(store, keys_of(4, 10))), "pages are refused by a replica for ever"
+        assert redis.Redis(port=other.port).dbsize() == 4
+        store.close()
+        name.shutdown()
+        name.server_close()
+
+
+@contextmanager
+def _cluster(tmp_path: Path) -> Iterator[list[Server]]:
+    bus = [free_port() for _ in range(4)]
+    servers = [
+        redis_like(
+            "valkey-server", tmp_path / f"n{number}", "--cluster-enabled", "yes", "--cluster-port", str(port),
+            "--cluster-node-timeout", "1000", "--cluster-require-full-coverage", "no",
+        ).start()
+        for number, port in enumerate(bus)
+    ]  # fmt: skip
+    try:
+        nodes = [redis.Redis(port=server.port) for server in servers]
+        for node, (low, high) in zip(nodes, ((0, 5000), (5001, 10000), (10001, 16383))):
+            node.execute_command("CLUSTER", "ADDSLOTSRANGE", low, high)
+        for number, node in enumerate(nodes):
+            node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for other, port in zip(servers[1:], bus[1:]):
+            nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", other.port, port)
+        wait_for(
+            lambda: all("'cluster_known_nodes': '4'" in str(n.execute_command("CLUSTER INFO")) for n in nodes)
+        )
+        nodes[3].execute_command("CLUSTER", "REPLICATE", nodes[2].execute_command("CLUSTER", "MYID"))
+        wait_for(lambda: nodes[3].info("replication")["master_link_status"] == "up")
+        wait_for(
+            lambda: all("'cluster_state': 'ok'" in str(n.execute_command("CLUSTER INFO")) for n in nodes)
+        )
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_a_replica_that_takes_a_dead_nodes_place_is_found(tmp_path: Path, zero_copy: bool) -> None:
+    with _cluster(tmp_path) as servers:
+        store = RedisBackend(context(url_of(servers[0]), cluster=True, zero_copy=zero_copy))
+        keys = keys_of(60)
+        assert all(put(store, keys))
+        servers[2].kill()
+        heir = redis.Redis(port=servers[3].port)
+        wait_for(lambda: heir.info("replication")["role"] == "master")
+        for _ in range(3):
+            try:
+                found = put(store, keys)
+                break
+            except (StorageError, OSError) as error:
+                found = [repr(error)]
+        assert found == [True] * 60, "who takes over is not asked for"
+        assert hits(store, keys) == [True] * 60
+        store.close()
+
+
+def test_a_sentinels_master_has_the_urls_database_and_password(tmp_path: Path) -> None:
+    conf = tmp_path / "sentinel.conf"
+    with redis_like("redis-server", tmp_path / "r", "--requirepass", "p/w") as master:
+        conf.write_text(f"sentinel monitor pages 127.0.0.1 {master.port} 1\nsentinel auth-pass pages p/w\n")
+        port = free_port()
+        command = [
+            binary("redis-server"),
+            str(conf),
+            "--sentinel",
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+        ]
+        with Server(command, port, tmp_path / "sentinel"):
+            keys = {"sentinels": f"127.0.0.1:{port}", "sentinel_service": "pages"}
+            store = RedisBackend(context("redis://:p%2Fw@unused/3", **keys))
+            assert all(put(store, keys_of(5)))
+            assert redis.Redis(port=master.port, password="p/w", db=3).dbsize() == 5
+            store.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://me:s3cr/et@h:1/0", "redis://:s3cr#et@h:1/0", "redis://:s3cr?et@h:1/0",
+     "redis://:5#s3cr@h:1/0", "redis://:6?s3cr@h:1/0", "redis://:7/s3cr@h:1/0", "redis://:s3cr[@h:1/0"],
+)  # fmt: skip
+def test_a_password_that_splits_the_url_is_not_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match="url cannot be read: .*percent") as raised:
+        RedisBackend(context(url))
+    seen: BaseException | None = raised.value
+    while seen is not None:
+        assert "s3cr" not in str(seen)
+        seen = seen.__cause__
+
+
+@pytest.mark.parametrize("option", ["protocol=3", "decode_responses=true"])
+def test_a_url_does_not_choose_how_replies_are_read(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"url: {option.partition('=')[0]} cannot be chosen"):
+        RedisBackend(context(f"redis://127.0.0.1:1/0?{option}"))
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_a_master_without_its_replicas_refuses_pages_and_gives_others(
+    own_redis: Server, zero_copy: bool
+) -> None:
+    store = RedisBackend(context(url_of(own_redis), zero_copy=zero_copy))
+    assert all(put(store, keys_of(2)))
+    redis.Redis(port=own_redis.port).config_set("min-replicas-to-write", 1)
+    assert put(store, keys_of(4)) == [True, True, False, False]
+    assert hits(store, keys_of(4)) == [True, True, False, False]
+    store.close()
