@@ -33,15 +33,15 @@ def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
     """Note what a fingerprint stands for. A folder that is full or cannot be written costs the note."""
     if type(fingerprint) is not PageFingerprint:
         return  # a tool's stand-in, which has the digest and not the fields
-    folder = folder or identities_folder()
-    target = folder / f"{fingerprint.digest()[:SHOWN]}.json"
     try:
+        folder = folder or identities_folder()
+        target = folder / f"{fingerprint.digest()[:SHOWN]}.json"
         folder.mkdir(parents=True, exist_ok=True)
         if not target.exists() and len(os.listdir(folder)) < MOST:
             written = target.with_suffix(f".{os.getpid()}")
             written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
             written.replace(target)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: a user without a home
         logger.debug("a fingerprint is not remembered: %s", error)
 
 
@@ -51,7 +51,7 @@ def recall(name: str, folder: Path | None = None) -> dict[str, Any] | None:
         return None
     try:
         fields = json.loads(((folder or identities_folder()) / f"{name}.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, RuntimeError, ValueError):
         return None
     return fields if isinstance(fields, dict) else None
 

@@ -63,6 +63,7 @@ class RedisBackend(StorageBackend):
         names = self._names(keys)
         lengths = self._ask(lambda: self._commands.lengths(names))
         ok = [fits(length, page, self._ragged) for length, page in zip(lengths, pages, strict=True)]
+        self._renew(names, ok)
         self._count("put_present", sum(ok))
         for index, stored in self._set(names, pages, [i for i, there in enumerate(ok) if not there]):
             ok[index] = stored
@@ -106,6 +107,15 @@ class RedisBackend(StorageBackend):
         if number:
             with self._counts_lock:
                 self._counts[name] += number
+
+    def _renew(self, names: Sequence[bytes], ok: list[bool]) -> None:
+        """Pages that are there live as long as if they were stored; one that went meanwhile is there no more.
+        """
+        there = [index for index, is_there in enumerate(ok) if is_there]
+        if there and self._ttl_ms:
+            mine = [names[index] for index in there]
+            for index, renewed in zip(there, self._ask(lambda: self._commands.renew(mine, self._ttl_ms))):
+                ok[index] = renewed
 
     def _set(
         self, names: Sequence[bytes], pages: Sequence[Page], which: Sequence[int]

@@ -28,6 +28,10 @@ class Commands(Protocol):
         """Bytes stored under each name; 0 where there is nothing, or no string."""
         ...
 
+    def renew(self, names: Sequence[bytes], ttl_ms: int) -> list[bool]:
+        """Let each live `ttl_ms` from now. False: there is nothing of that name."""
+        ...
+
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
         """Fill the pages whose stored length is theirs; with `ttl_ms` a hit lives that much longer."""
         ...
@@ -52,11 +56,17 @@ class SocketCommands:
         self._fallback = ClientCommands(client, ragged)
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
-        def ask(stream: RespStream, which: Sequence[int]) -> list[int]:
-            replies = stream.lines([(b"STRLEN", names[index]) for index in which])
-            return [_number(reply) for reply in replies]
+        return self._numbers(names, [(b"STRLEN", name) for name in names])
 
-        return self._each_node(names, ask, lambda: self._fallback.lengths(names))
+    def renew(self, names: Sequence[bytes], ttl_ms: int) -> list[bool]:
+        commands = [_renew_command(name, ttl_ms) for name in names]
+        return [number == 1 for number in self._numbers(names, commands)]
+
+    def _numbers(self, names: Sequence[bytes], commands: Sequence[Sequence[bytes]]) -> list[int]:
+        def ask(stream: RespStream, which: Sequence[int]) -> list[int]:
+            return [_number(reply) for reply in stream.lines([commands[index] for index in which])]
+
+        return self._each_node(names, ask, lambda: self._fallback.numbers(commands))
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
@@ -145,7 +155,14 @@ class ClientCommands:
         self._ragged = ragged
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
-        return [_number(reply) for reply in self._run([(b"STRLEN", name) for name in names])]
+        return self.numbers([(b"STRLEN", name) for name in names])
+
+    def renew(self, names: Sequence[bytes], ttl_ms: int) -> list[bool]:
+        return [number == 1 for number in self.numbers([_renew_command(name, ttl_ms) for name in names])]
+
+    def numbers(self, commands: Sequence[Sequence[bytes]]) -> list[int]:
+        """What integer replies say."""
+        return [_number(reply) for reply in self._run(commands)]
 
     def get(self, names: Sequence[bytes], pages: Sequence[Page], ttl_ms: int) -> list[bool]:
         replies = self._run([_get_command(name, ttl_ms) for name in names])
@@ -176,6 +193,10 @@ def socket_of(connection: Any) -> Any:
 
 def _get_command(name: bytes, ttl_ms: int) -> tuple[bytes, ...]:
     return (b"GETEX", name, b"PX", b"%d" % ttl_ms) if ttl_ms else (b"GET", name)
+
+
+def _renew_command(name: bytes, ttl_ms: int) -> tuple[bytes, ...]:
+    return (b"PEXPIRE", name, b"%d" % ttl_ms)
 
 
 def _number(reply: Any) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import obstore
@@ -136,7 +136,7 @@ class S3Backend(StorageBackend):
     def _ask(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except (BaseError, RuntimeError) as error:  # RuntimeError: closed under our feet
+        except (BaseError, CancelledError, RuntimeError) as error:  # the last two: closed under our feet
             raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
 
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
@@ -173,20 +173,30 @@ class S3Backend(StorageBackend):
 
     def _all(
         self, work: Callable[..., bool], items: Sequence[tuple[Any, ...]]
-    ) -> tuple[list[bool], dict[int, BaseError]]:
-        futures = self._ask(lambda: [self._threads.submit(work, *item) for item in items])
+    ) -> tuple[list[bool], dict[int, Exception]]:
+        """Answers, and what was raised in the place of some. All have ended when this returns: pages are the
+        caller's again."""
+        futures = [self._begun(work, item) for item in items]
         answers: list[bool] = []
-        faults: dict[int, BaseError] = {}
+        faults: dict[int, Exception] = {}
         for index, future in enumerate(futures):
             try:
                 answers.append(future.result())
-            except BaseError as error:
+            except Exception as error:
                 faults[index] = error
                 answers.append(False)
         if faults:
             with self._lock:
                 self._counts["request_errors"] += len(faults)
         return answers, faults
+
+    def _begun(self, work: Callable[..., bool], item: tuple[Any, ...]) -> Future[bool]:
+        try:
+            return self._threads.submit(work, *item)
+        except RuntimeError as error:
+            failed: Future[bool] = Future()
+            failed.set_exception(error)
+            return failed
 
     def _sizes(self, keys: Sequence[str]) -> list[int | None]:
         """Length of each object, None where there is none. Any fault raises: absence would be a guess."""

@@ -36,6 +36,20 @@ def test_stand_ins_unwritable_folders_and_foreign_names_are_left_alone(tmp_path:
     assert not list(tmp_path.glob("0*"))
 
 
+def test_a_user_without_a_home_opens_his_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs under a number nobody has a name for."""
+
+    def nobody(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    store = open_storage("file", StorageContext(MINE, {"file_storage_path": str(tmp_path)}, 64))
+    assert store.put(["a" * 64], [[memoryview(bytearray(64))]]) == [True]
+    assert recall(MINE.digest()[:32]) is None
+    store.close()
+
+
 def test_stat_says_why_one_store_has_pages_that_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

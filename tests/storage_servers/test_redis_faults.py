@@ -199,6 +199,19 @@ def test_expiry_is_renewed_by_reading(own_redis: Server, client: Any) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("zero_copy", [True, False])
+def test_expiry_is_renewed_by_putting_what_is_there(
+    own_redis: Server, client: Any, zero_copy: bool
+) -> None:
+    store = RedisBackend(context(url_of(own_redis), ttl_s=100, zero_copy=zero_copy))
+    assert all(put(store, keys_of(2)))
+    client.pexpire(PREFIX + key_of(0), 50_000)
+    assert put(store, keys_of(3)) == [True] * 3
+    assert all(client.pttl(PREFIX + key) > 90_000 for key in keys_of(3)), "a page just put may soon go"
+    assert store.stats()["put_present"] == 2
+    store.close()
+
+
 def test_password_and_user(tmp_path: Path) -> None:
     server = redis_like("redis-server", tmp_path / "r", "--requirepass", "s3cret pass").start()
     (tmp_path / "password").write_text("s3cret pass\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,9 @@ from tests.contracts.storage import (
     SharedContract,
     SharedQuotaContract,
     StorageContract,
+    blank,
     bytes_of,
+    content,
     hits,
     key_of,
     keys_of,
@@ -274,6 +277,51 @@ def test_request_that_fails_alone_is_one_miss(own_s3: Server, backend: S3Backend
     (path / "inside").write_bytes(b"x")
     own_s3.restart()
     assert hits(backend, keys_of(3)) == [True, False, True]
+
+
+@pytest.mark.parametrize("error", [None, OSError("no memory"), ValueError("odd")])
+def test_nothing_is_read_into_pages_after_the_call_has_ended(
+    own_s3: Server, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Whether the backend is closed meanwhile (no error) or another request ends in a way not foreseen."""
+    store = S3Backend(context(own_s3, num_connections=2))
+    put(store, keys_of(4))
+    entered, go_on, read = threading.Barrier(3 if error is None else 2), threading.Event(), store._read
+
+    def slow(key: str, page: Any) -> bool:
+        if error is not None and key == key_of(0):
+            raise error
+        if not go_on.is_set():
+            entered.wait(30)
+            assert go_on.wait(30)
+        return read(key, page)
+
+    monkeypatch.setattr(store, "_read", slow)
+    pages = [blank() for _ in range(4)]
+    ended: list[tuple[Exception | None, list[bytes]]] = []
+
+    def call() -> None:
+        try:
+            store.get(keys_of(4), pages)
+        except Exception as raised:
+            ended.append((raised, [content(page) for page in pages]))
+        else:
+            ended.append((None, [content(page) for page in pages]))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    entered.wait(30)
+    if error is None:
+        store.close()
+    caller.join(0.3)  # of no consequence where all is well: the call waits
+    go_on.set()
+    caller.join(30)
+    store._threads.shutdown(wait=True)
+    ((raised, then),) = ended
+    assert [content(page) for page in pages] == then, "a page was written after its call had ended"
+    if error is None:
+        assert raised is None or isinstance(raised, StorageError)
+    store.close()
 
 
 @pytest.mark.parametrize(
