@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.engine.api import RequestError
+from hiradix.engine.token_bound import TokenBound
 from hiradix.errors import ConfigError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -25,6 +26,8 @@ class Tokenizer:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
+        is_fast = getattr(self._tokenizer, "is_fast", False)
+        self._bound = TokenBound(self._tokenizer.backend_tokenizer.to_str()) if is_fast else None
 
     @staticmethod
     def find(path: str) -> Tokenizer | None:
@@ -38,12 +41,13 @@ class Tokenizer:
         """Whether `apply_chat` can be used."""
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context_length: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens the model wants at its start.
 
-        RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes.
+        RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes,
+        and where its length alone says that it does not fit `context_length` tokens: before it is tokenised.
         """
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, context_length, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
@@ -59,7 +63,9 @@ class Tokenizer:
         )
         return text
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
+    ) -> list[int]:
         """Token ids of a conversation with the assistant's turn opened; RequestError where it has none.
 
         The same where the text is none, as in `encode`.
@@ -74,14 +80,20 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise RequestError(f"messages: the chat template refused them: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+        return self._encode(text, context_length, add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise RequestError(f"half a character at {error.start} of the text") from error
+        least = 0 if self._bound is None or context_length is None else self._bound.least(text)
+        if context_length is not None and 0 < context_length <= least:
+            raise RequestError(
+                f"the prompt has at least {least} tokens, but the context length is {context_length} tokens "
+                "including at least one of the answer"
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 

@@ -98,10 +98,12 @@ def config_json(config: HiCacheConfig) -> dict[str, Any]:
     return shown
 
 
+_HEADERS = {503: {"retry-after": "1"}, 408: {"connection": "close"}}  # the rest of a late body may never come
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    headers = {"retry-after": "1"} if error.status == 503 else None
-    return JSONResponse(error.body(), error.status, headers)
+    return JSONResponse(error.body(), error.status, _HEADERS.get(error.status))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

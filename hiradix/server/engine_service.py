@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from hiradix.engine.api import Output, Scope
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
 from hiradix.errors import CacheError, StorageError
 from hiradix.prefix_cache import HiRadixCache, OpenedStorage
+from hiradix.server.off_loop import off_loop
 from hiradix.server.recorder import TraceRecorder
 from hiradix.server.service import (
     NO_HOST_TIER,
@@ -29,7 +28,6 @@ from hiradix.server.service import (
 )
 from hiradix.transfer import TransferStats
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 10.0
@@ -142,14 +140,14 @@ class EngineService:
             return Outcome(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
         except BaseException:
             if handed is None or handed.cancel():
-                await _off_loop(opened.storage.close)
+                await off_loop(opened.storage.close)
             raise
 
     async def _opened(self, request: AttachRequest) -> OpenedStorage:
         """A backend, opened within the deadline; one that comes later is closed again."""
         cache = _hierarchy(self._engine)
         timeout_s = ADMIN_TIMEOUT_S if request.wait_s is None else request.wait_s
-        opening = _off_loop(lambda: cache.open_storage(request.backend, request.extra_config_text))
+        opening = off_loop(lambda: cache.open_storage(request.backend, request.extra_config_text))
         done, _ = await asyncio.wait((opening,), timeout=timeout_s)
         if done:
             return opening.result()
@@ -180,7 +178,7 @@ class EngineService:
                     return Outcome(False, f"Failed to detach HiCache storage backend: {error}")
             await asyncio.sleep(DETACH_POLL_S)
         if storage is not None:
-            await _off_loop(storage.close)
+            await off_loop(storage.close)
         return Outcome(True, "Detached HiCache storage backend successfully.")
 
     async def clear_storage(self) -> Outcome:
@@ -188,7 +186,7 @@ class EngineService:
         if not self._engine.config.cache.enable_hierarchical_cache:
             return Outcome(False, NO_HOST_TIER)
         storage = _hierarchy(self._engine).storage
-        done = storage is not None and await _off_loop(storage.clear)
+        done = storage is not None and await off_loop(storage.clear)
         done = await self._thread.acall(lambda engine: _hierarchy(engine).cleared(done), ADMIN_TIMEOUT_S)
         return Outcome(done, "" if done else NOT_CLEARED)
 
@@ -216,22 +214,6 @@ def _hierarchy(engine: Engine) -> HiRadixCache:
     """The engine's cache, which has a host tier: that was asked before."""
     assert isinstance(engine.cache, HiRadixCache), type(engine.cache).__name__
     return engine.cache
-
-
-def _off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` gives, from a daemon thread of its own: one that hangs does not even delay the exit."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except Exception as error:  # it belongs to whoever asked
-            future.set_exception(error)
-        except BaseException as error:  # an exit is not a backend's to ask for
-            future.set_exception(StorageError(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name="hiradix-admin", daemon=True).start()
-    return asyncio.wrap_future(future)
 
 
 def _close_late(opening: asyncio.Future[OpenedStorage]) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from hiradix.engine.api import Output, RequestError, SamplingParams
+from hiradix.engine.api import EngineBusy, Output, RequestError, SamplingParams
 from hiradix.server.generation import ClientGone, Run, api_error, merged
+from hiradix.server.intake import Intake
 from hiradix.server.metrics import RequestMetrics
 from hiradix.server.render import (
     DONE,
@@ -58,6 +59,7 @@ class OpenAI:
         self._service = service
         self._model = model_name
         self._metrics = metrics
+        self._intake = Intake()
         self._started = int(time.time())
         self.router = APIRouter(prefix="/v1")
         self.router.add_api_route("/completions", self.completions, methods=["POST"])
@@ -78,9 +80,10 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
-        body = await read_body(request, CompletionBody)
-        self._check_model(body.model)
-        prompt_ids = await self._prompt_ids(body.one_prompt())
+        with self._intake.body() as share:
+            body = await read_body(request, CompletionBody, share)
+            self._check_model(body.model)
+            prompt_ids = await self._prompt_ids(body.one_prompt(), self._service.context_length)
         params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
         envelope = self._envelope("cmpl", body, body.logprobs is not None)
         generation = Generation(envelope.id, prompt_ids, params, body.scope())
@@ -90,10 +93,11 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        body = await read_body(request, ChatBody)
-        self._check_model(body.model)
-        num_logprobs, limit = body.num_logprobs(), body.token_limit()
-        prompt_ids = await self._chat_ids(body.messages)
+        with self._intake.body() as share:
+            body = await read_body(request, ChatBody, share)
+            self._check_model(body.model)
+            num_logprobs, limit = body.num_logprobs(), body.token_limit()
+            prompt_ids = await self._chat_ids(body.messages, self._service.context_length)
         if limit is None:
             limit = max(1, self._service.context_length - len(prompt_ids))
         params = self._params(body, limit, num_logprobs)
@@ -112,14 +116,15 @@ class OpenAI:
         return await self._hint(request, "keep_alive")
 
     async def _hint(self, request: Request, hint: str) -> dict[str, Any]:
-        body = await read_body(request, SessionBody)
-        self._check_model(body.model)
-        scope = body.scope(hint)
-        if body.messages is not None:
-            prompt_ids = await self._chat_ids(body.messages)
-        else:
-            assert body.prompt is not None, "scope() lets one of messages and prompt through"
-            prompt_ids = await self._prompt_ids(body.prompt)
+        with self._intake.body() as share:
+            body = await read_body(request, SessionBody, share)
+            self._check_model(body.model)
+            scope = body.scope(hint)
+            if body.messages is not None:
+                prompt_ids = await self._chat_ids(body.messages, None)
+            else:
+                assert body.prompt is not None, "scope() lets one of messages and prompt through"
+                prompt_ids = await self._prompt_ids(body.prompt, None)
         prompt_ids = prompt_ids[: self._service.context_length]  # what is behind was never served
         if not all(0 <= token < 1 << 31 for token in prompt_ids):
             raise ApiError("prompt: token ids must be in [0, 2**31)", param="prompt")
@@ -140,26 +145,29 @@ class OpenAI:
             message = f"model: {name!r} does not exist, this server has {self._model!r}"
             raise ApiError(message, param="model", status=404, code="model_not_found")
 
-    async def _prompt_ids(self, prompt: str | list[int]) -> Sequence[int]:
+    async def _prompt_ids(self, prompt: str | list[int], most: int | None) -> Sequence[int]:
+        """Token ids of a prompt; `most`: the context, where one that does not fit is to be refused."""
         if isinstance(prompt, str):
-            return await self._encode(lambda tokenizer: tokenizer.encode(prompt), "prompt")
+            return await self._encode(lambda tokenizer: tokenizer.encode(prompt, most), "prompt", len(prompt))
         return prompt
 
-    async def _chat_ids(self, messages: Sequence[MessageBody]) -> Sequence[int]:
+    async def _chat_ids(self, messages: Sequence[MessageBody], most: int | None) -> Sequence[int]:
         plain = [message.plain() for message in messages]
-        return await self._encode(lambda tokenizer: tokenizer.apply_chat(plain), "messages")
+        num_chars = sum(len(message["content"]) for message in plain)
+        return await self._encode(lambda tokenizer: tokenizer.apply_chat(plain, most), "messages", num_chars)
 
-    async def _encode(self, encode: Any, field: str) -> Sequence[int]:
+    async def _encode(
+        self, encode: Callable[[Tokenizer], Sequence[int]], field: str, num_chars: int
+    ) -> Sequence[int]:
         tokenizer: Tokenizer | None = self._service.tokenizer
         if tokenizer is None:
             raise ApiError(
                 f"{field}: this model has no tokenizer, send token ids to /v1/completions", param=field
             )
         try:
-            token_ids: Sequence[int] = await asyncio.to_thread(encode, tokenizer)
-        except RequestError as error:
+            return await self._intake.tokenise(partial(encode, tokenizer), num_chars)
+        except (RequestError, EngineBusy) as error:
             raise api_error(error, field) from error
-        return token_ids
 
     def _params(self, body: GenerationBody, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
         try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -12,6 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from hiradix.engine.api import SamplingParams, Scope
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+BODY_TIMEOUT_S = 120.0
+FREE_BYTES = 64 * 1024
+"""Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
 DEFAULT_COMPLETION_TOKENS = 16
 CLIENT_CLOSED_REQUEST = 499
 
@@ -188,18 +192,34 @@ class ChatBody(GenerationBody):
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
-async def read_json(request: Request) -> Any:
-    """The request's JSON body, at most MAX_BODY_BYTES; ApiError otherwise."""
+class Share(Protocol):
+    """Told how large a body has become; may refuse it."""
+
+    def grown_to(self, num_bytes: int) -> None:
+        """ApiError where all bodies together are too large."""
+
+
+async def _read(request: Request, share: Share | None) -> bytes:
     data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+        if share is not None:
+            share.grown_to(len(data))
+    return bytes(data)
+
+
+async def read_json(request: Request, share: Share | None = None) -> Any:
+    """The request's JSON body, at most MAX_BODY_BYTES within BODY_TIMEOUT_S; ApiError otherwise."""
     try:
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > MAX_BODY_BYTES:
-                raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+        data = await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
     except ClientDisconnect as error:
         raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
+    except TimeoutError as error:
+        raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
     try:
-        return json.loads(bytes(data))
+        return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from error
 
@@ -226,9 +246,9 @@ def first_error(error: ValidationError) -> tuple[str, str]:
     return field, f"{field}: {what}"
 
 
-async def read_body(request: Request, model: type[_Body]) -> _Body:
+async def read_body(request: Request, model: type[_Body], share: Share) -> _Body:
     """The request's body as a checked record; ApiError naming the first field at fault."""
-    values = await read_json(request)
+    values = await read_json(request, share)
     if not isinstance(values, dict):
         raise ApiError("the body must be a JSON object")
     _drop_neutral(values)

@@ -105,11 +105,13 @@ class Snapshot:
 class Tokenizer(Protocol):
     """Text to tokens and back; safe to call from any thread."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt."""
+    def encode(self, text: str, context_length: int | None = None) -> list[int]:
+        """Token ids of a plain prompt; RequestError where it is seen, before, not to fit the context."""
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the answer; RequestError when it cannot be rendered."""
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the answer; RequestError if it cannot be rendered or fit."""
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself; U+FFFD where it holds part of a character."""

@@ -48,10 +48,12 @@ TRANSFERS = {"load": TransferFigures(2, 1, 512, 0.5), "write": TransferFigures(n
 class CharTokenizer:
     """One token a character."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, context_length: int | None = None) -> list[int]:
         return [ord(c) for c in text]
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
+    ) -> list[int]:
         if messages[0]["role"] == "assistant":
             raise RequestError("messages: the chat template refused them: starts with assistant")
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))

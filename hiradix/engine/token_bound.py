@@ -1,0 +1,89 @@
+"""How many bytes of text one token can stand for at most: longer texts are known not to fit unread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Json = Mapping[str, Any]
+
+# What is equivalent to a text in NFC: UTF-8 is up to 3 times as long decomposed, singletons 3 times again.
+_NFC_SHRINKS = 9
+_BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
+
+
+class TokenBound:
+    """`least(text)`: a number of tokens that no encoding of `text` is below; 0 where nothing is known.
+
+    Known of byte-level and byte-fallback tokenizers that drop no part of a text: there every byte is in a
+    token, and no token has more bytes than the longest of the vocabulary. `description` is a tokenizer.json.
+    """
+
+    def __init__(self, description: str):
+        self._longest, self._shrinks = _longest(json.loads(description))
+
+    def least(self, text: str) -> int:
+        """O(len(text)), by no more than counting its bytes."""
+        if not self._longest:
+            return 0
+        if text.isascii():
+            return -(-len(text) // self._longest)
+        return -(-len(text.encode()) // (self._longest * self._shrinks))
+
+
+def _longest(found: Json) -> tuple[int, int]:
+    """Bytes of the longest token (0: unknown), and how much shorter a text that is not ASCII may become."""
+    model, added = found["model"], found["added_tokens"]
+    normalizers = _flat(found["normalizer"], "normalizers")
+    splits = _flat(found["pre_tokenizer"], "pretokenizers")
+    if model["type"] not in ("BPE", "Unigram") or not (
+        all(map(_keeps_length, normalizers)) and all(map(_keeps_all, splits))
+    ):
+        return 0, 1
+    if any(token["lstrip"] or token["rstrip"] for token in added):  # they take any number of spaces
+        return 0, 1
+    vocab = model["vocab"]
+    names = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
+    if any(split["type"] == "ByteLevel" for split in splits):
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        is_whole, size = names.issuperset(ByteLevel.alphabet()), _characters
+    else:
+        is_whole, size = bool(model.get("byte_fallback")) and names.issuperset(_BYTE_TOKENS), _utf8
+    if not is_whole:
+        return 0, 1
+    longest = max(max(map(size, names)), max((_utf8(token["content"]) for token in added), default=0))
+    return longest, _NFC_SHRINKS if any(each["type"] == "NFC" for each in normalizers) else 1
+
+
+def _flat(part: Json | None, name: str) -> list[Json]:
+    """A component without its sequences."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [leaf for inner in part[name] for leaf in _flat(inner, name)]
+
+
+def _keeps_length(normalizer: Json) -> bool:
+    """Whether it makes no text shorter (NFC: only by a known factor, and only what is not ASCII)."""
+    if normalizer["type"] == "Replace":
+        old = normalizer["pattern"].get("String")
+        return old is not None and _utf8(old) <= _utf8(normalizer["content"])
+    return normalizer["type"] in ("NFC", "Prepend")
+
+
+def _keeps_all(split: Json) -> bool:
+    """Whether every byte of the text stays in one of the pieces."""
+    if split["type"] in ("Split", "Punctuation"):
+        return bool(split["behavior"] != "Removed")
+    return split["type"] in ("ByteLevel", "Metaspace", "Digits")
+
+
+def _characters(name: str) -> int:
+    return len(name)
+
+
+def _utf8(text: str) -> int:
+    return len(text.encode())

@@ -1,0 +1,70 @@
+"""What comes in at one time: bytes of bodies that are read or tokenised, and texts that are tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hiradix.server.off_loop import Lane
+from hiradix.server.schema import FREE_BYTES, MAX_BODY_BYTES, ApiError
+
+MAX_BYTES = 4 * MAX_BODY_BYTES
+LARGE_BYTES = 256 * 1024
+"""Texts of more characters are tokenised one at a time, so that the others do not wait for them."""
+TOKENISE_TIMEOUT_S = 60.0
+
+Encode = Callable[[], Sequence[int]]
+
+
+class Intake:
+    """Of one application. Bodies keep their bytes until `release`; their first FREE_BYTES are not counted."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES):
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+        self._small = Lane("prompts to tokenise", 4, 1024)
+        self._large = Lane("long prompts to tokenise", 1, 8)
+
+    def body(self) -> BodyShare:
+        """What one body holds, as a context."""
+        return BodyShare(self)
+
+    def take(self, num_bytes: int) -> None:
+        """ApiError (503) where that is more than is left."""
+        if self.num_bytes + num_bytes > self._max_bytes:
+            raise ApiError(
+                f"bodies of more than {self._max_bytes} bytes are being read; try again later",
+                status=503, code="too_many_bodies",
+            )  # fmt: skip
+        self.num_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Give back what `take` gave."""
+        self.num_bytes -= num_bytes
+        assert self.num_bytes >= 0, f"{self.num_bytes} bytes are held"
+
+    async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
+        """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
+        lane = self._large if num_chars > LARGE_BYTES else self._small
+        return await lane.run(encode, TOKENISE_TIMEOUT_S)
+
+
+class BodyShare:
+    """The bytes one body holds of an `Intake`, until the context is left."""
+
+    def __init__(self, intake: Intake):
+        self._intake = intake
+        self._held = 0
+
+    def __enter__(self) -> BodyShare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._intake.release(self._held)
+        self._held = 0
+
+    def grown_to(self, num_bytes: int) -> None:
+        """The body has that many bytes; ApiError (503) where all bodies together have too many."""
+        more = max(0, num_bytes - FREE_BYTES) - self._held
+        if more > 0:
+            self._intake.take(more)
+            self._held += more

@@ -1,0 +1,157 @@
+"""Bodies and texts come in within bounds: of bytes, of time, and of how long others wait for a long one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from hiradix.engine.api import EngineBusy
+from hiradix.server import intake as intake_module
+from hiradix.server.intake import LARGE_BYTES, Intake
+from hiradix.server.off_loop import Lane
+from hiradix.server.schema import FREE_BYTES
+from tests.server.scripted import CharTokenizer, ScriptedService, application
+
+WAIT_S = 60.0
+
+
+class Call:
+    """One POST to the application, whose body comes when it is told to."""
+
+    def __init__(self, app: Any, path: str = "/v1/completions"):
+        self._chunks: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.taken = asyncio.Event()
+        self.status, self.body, self.headers = 0, b"", dict[bytes, bytes]()
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        scope |= {"root_path": "", "raw_path": path.encode(), "http_version": "1.1", "scheme": "http"}
+        self.task = asyncio.ensure_future(app(scope, self._receive, self._answer))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._chunks.empty():
+            self.taken.set()  # all that was sent is read
+        return await self._chunks.get()
+
+    async def _answer(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], dict(message["headers"])
+        self.body += message.get("body", b"")
+
+    async def send(self, data: bytes, *, more: bool = False) -> Call:
+        self.taken.clear()
+        self._chunks.put_nowait({"type": "http.request", "body": data, "more_body": more})
+        if more:
+            sent = asyncio.ensure_future(self.taken.wait())
+            await asyncio.wait({sent, self.task}, return_when=asyncio.FIRST_COMPLETED)
+            sent.cancel()
+        return self
+
+    async def ask(self, prompt: object) -> Call:
+        return await self.send(json.dumps({"prompt": prompt}).encode())
+
+    async def done(self) -> int:
+        await self.task
+        return self.status
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), WAIT_S))
+
+
+def test_bodies_that_are_read_have_a_cap_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake_module.Intake.__init__, "__defaults__", (1000,))
+
+    async def work() -> None:
+        app = application(ScriptedService())
+        first = await Call(app).send(b" " * (FREE_BYTES + 900), more=True)
+        second = await Call(app).send(b" " * (FREE_BYTES + 200), more=True)
+        assert await second.done() == 503 and b"too_many_bodies" in second.body
+        assert second.headers[b"retry-after"] == b"1"
+        assert await (await Call(app).ask("short")).done() == 200, "a short body waits for no long one"
+        assert await (await first.ask("x")).done() == 200
+        again = await Call(app).send(b" " * (FREE_BYTES + 900), more=True)
+        assert await (await again.ask("x")).done() == 200, "what ended has given its bytes back"
+
+    run(work)
+
+
+def test_a_client_that_leaves_or_sends_nonsense_gives_its_bytes_back() -> None:
+    intake = Intake(1000)
+    with pytest.raises(ValueError, match="nonsense"), intake.body() as share:
+        share.grown_to(FREE_BYTES + 1000)
+        assert intake.num_bytes == 1000
+        raise ValueError("nonsense")
+    assert intake.num_bytes == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/keep_alive"])
+def test_a_body_that_never_comes_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.server.schema.BODY_TIMEOUT_S", 0.01)
+
+    async def work() -> None:
+        call = await Call(application(ScriptedService()), path).send(b"{", more=True)
+        assert await call.done() == 408 and b"did not come within" in call.body
+        assert call.headers[b"connection"] == b"close"
+
+    run(work)
+
+
+class Held(CharTokenizer):
+    """Long texts are tokenised when they may be."""
+
+    def __init__(self) -> None:
+        self.may, self.num_begun = threading.Event(), 0
+
+    def encode(self, text: str, context_length: int | None = None) -> list[int]:
+        assert context_length == 100
+        if len(text) > LARGE_BYTES:
+            self.num_begun += 1
+            assert self.may.wait(WAIT_S)
+            return [1]
+        return super().encode(text)
+
+
+def test_no_request_waits_for_long_texts_and_few_of_them_wait() -> None:
+    async def work() -> None:
+        service = ScriptedService()
+        service.tokenizer = held = Held()
+        app, long = application(service), "x" * (LARGE_BYTES + 1)
+        calls = [await Call(app).ask(long) for _ in range(9)]
+        done, _ = await asyncio.wait([call.task for call in calls], return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1
+        [refused] = [call for call in calls if call.task in done]
+        assert refused.status == 503 and b"queue_full" in refused.body
+        for _ in range(10):
+            assert await (await Call(app).ask("short")).done() == 200
+        assert held.num_begun == 1
+        held.may.set()
+        assert {await call.done() for call in calls if call is not refused} == {200}
+
+    run(work)
+
+
+def test_work_whose_caller_gave_up_keeps_its_place_until_it_ends() -> None:
+    async def work() -> None:
+        lane, may, begun = Lane("work", 1, 2), threading.Event(), list[int]()
+
+        def hang(number: int) -> int:
+            begun.append(number)
+            assert may.wait(WAIT_S)
+            return number
+
+        with pytest.raises(TimeoutError):
+            await lane.run(lambda: hang(0), 0.01)
+        with pytest.raises(TimeoutError):
+            await lane.run(lambda: hang(1), 0.01)  # it never began: its place is free again
+        waits = asyncio.ensure_future(lane.run(lambda: hang(2), WAIT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusy):
+            await lane.run(lambda: hang(3), WAIT_S)
+        may.set()
+        assert await waits == 2 and begun == [0, 2]
+
+    run(work)
