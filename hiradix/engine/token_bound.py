@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Json = Mapping[str, Any]
@@ -45,10 +45,11 @@ def _longest(found: Json) -> tuple[int, int]:
         return 0, 1
     vocab = model["vocab"]
     names = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
+    size: Callable[[str], int]
     if any(split["type"] == "ByteLevel" for split in splits):
         from tokenizers.pre_tokenizers import ByteLevel
 
-        is_whole, size = names.issuperset(ByteLevel.alphabet()), _characters
+        is_whole, size = names.issuperset(ByteLevel.alphabet()), len
     else:
         is_whole, size = bool(model.get("byte_fallback")) and names.issuperset(_BYTE_TOKENS), _utf8
     if not is_whole:
@@ -79,10 +80,6 @@ def _keeps_all(split: Json) -> bool:
     if split["type"] in ("Split", "Punctuation"):
         return bool(split["behavior"] != "Removed")
     return split["type"] in ("ByteLevel", "Metaspace", "Digits")
-
-
-def _characters(name: str) -> int:
-    return len(name)
 
 
 def _utf8(text: str) -> int:
