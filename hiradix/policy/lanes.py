@@ -7,16 +7,15 @@ has by search, and knows until when that stands. So leaves cost nothing while th
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
-from typing import Final, TypeAlias
+from typing import Final
 
 from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Note
 from hiradix.tree.node import Residency
 
-Item: TypeAlias = "tuple[int, int, int, Place]"  # last use, depth, serial number
 NEVER: Final = 1 << 60
 INFINITE: Final = 1e300  # beyond every index
 FEW: Final = 64
@@ -25,16 +24,17 @@ FEW: Final = 64
 class Place:
     """A leaf's place in a lane, or on its way there (lane None). entry None: void, to be skipped.
 
-    start: where the leaf's node began when it was given the place.
+    start: where the leaf's node began when it was given the place. depth: the lane's.
     """
 
-    __slots__ = ("entry", "note", "start", "lane")
+    __slots__ = ("entry", "note", "start", "lane", "depth")
 
     def __init__(self, entry: Residency, note: Note, start: int):
         self.entry: Residency | None = entry
         self.note = note
         self.start = start
         self.lane: Lane | None = None
+        self.depth = 0
 
 
 class Lane:
@@ -46,7 +46,8 @@ class Lane:
     """
 
     __slots__ = (
-        "class_id", "head", "rank", "until", "watched", "_bucket", "_item", "_items", "_most", "_ranks",
+        "class_id", "head", "rank", "until", "watched",
+        "_begin", "_bucket", "_most", "_places", "_ranks", "_used",
     )  # fmt: skip
 
     def __init__(self, class_id: int, ranks: ClassRanks):
@@ -55,35 +56,46 @@ class Lane:
         self.rank = INFINITE
         self.until = self.watched = NEVER
         self._bucket = 0  # the head's
-        self._item: Item | None = None  # the head's
-        self._items: list[Item] = []
-        self._most = FEW  # items, before those that are void are taken out
+        self._places: list[Place] = []  # by last use; of one use by depth, then as they came
+        self._used: list[int] = []  # when each was used last
+        self._begin = 0  # those before are void
+        self._most = FEW  # places, before those that are void are taken out
         self._ranks = ranks
 
-    def enter(self, place: Place, depth: int, number: int, clock: int) -> bool:
+    def enter(self, place: Place, depth: int, clock: int) -> bool:
         """Add `place`; whether `rank` or `until` is another. O(log n) and a move of what was used later."""
-        items, used = self._items, place.note.clock
-        item = (used, depth, number, place)
-        place.lane = self
-        if items and item < items[-1]:
-            insort(items, item)
-        else:
-            items.append(item)
-        if len(items) > self._most:
+        places, used = self._places, place.note.clock
+        place.lane, place.depth = self, depth
+        at = len(places)
+        if at > self._begin and self._used[-1] >= used:
+            at = self._place_of(used, depth)
+        places.insert(at, place)
+        self._used.insert(at, used)
+        if len(places) > self._most:
             self._sort_out()
-        if self.head is not None:
-            return self._compared(item, clock)
-        if self.rank != INFINITE and items[0][3] is not place:
+        head = self.head
+        if head is not None:
+            return self._compared(head, place, clock)
+        if self.rank != INFINITE and self._places[self._begin] is not place:
             return False  # the bound is of one that is older
         self.bound(clock)
         return True
 
-    def _compared(self, item: Item, clock: int) -> bool:
-        """Whether the head, which `item` may be from here on, has another `rank` or `until` for it."""
-        used, ranks, rank, until = item[0], self._ranks, self.rank, self.until
+    def _place_of(self, used: int, depth: int) -> int:
+        """Where one belongs that comes now: behind all that are alike."""
+        begin = bisect_left(self._used, used, self._begin)
+        end = bisect_right(self._used, used, begin)
+        if begin == end or self._places[end - 1].depth <= depth:
+            return end
+        return bisect_right(self._places, depth, begin, end, key=_depth_of)
+
+    def _compared(self, head: Place, place: Place, clock: int) -> bool:
+        """Whether the head, which `place` may be from here on, has another `rank` or `until` for it."""
+        used, ranks, rank, until = place.note.clock, self._ranks, self.rank, self.until
         age, bucket = clock - used, self._bucket
         if EDGE_LIST[bucket] <= age and (age < EDGE_LIST[bucket + 1] or bucket == BUCKETS - 1):
-            if self._item is not None and self._item < item:
+            first = head.note.clock
+            if first < used or (first == used and head.depth <= place.depth):
                 return False
         else:
             bucket = _bucket_of(age)
@@ -95,7 +107,7 @@ class Lane:
                     self.until = min(until, used + EDGE_LIST[entries[at]])
                 return self.until != until
             rank = index
-        self.head, self._item, self._bucket, self.rank = item[3], item, bucket, rank
+        self.head, self._bucket, self.rank = place, bucket, rank
         self.until = min(until, _leaves(used, bucket))
         return True
 
@@ -103,11 +115,13 @@ class Lane:
         """`place` has become void; whether `rank` or `until` is another. O(log n)."""
         if place is not self.head:
             return False
-        items = self._items
-        following = self._first(0 if items and items[0][3] is place else place.note.clock)
-        if following is not None and clock - following[0] >= EDGE_LIST[self._bucket]:  # nor is it older
-            self.head, self._item = following[3], following
-            return False
+        places, begin = self._places, self._begin
+        is_oldest = begin < len(places) and places[begin] is place
+        following = self._first(0 if is_oldest else place.note.clock)
+        if following is not None:
+            if clock - following.note.clock >= EDGE_LIST[self._bucket]:  # nor is it older
+                self.head = following
+                return False
         self.bound(clock)
         return True
 
@@ -115,14 +129,15 @@ class Lane:
         """Forget the head; `rank` is a lower bound. ranks: if they are new. O(log n)."""
         if ranks is not None:
             self._ranks = ranks
-        self.head, self._item, oldest = None, None, self._first(0)
+        self.head, oldest = None, self._first(0)
         if oldest is None:
             self.rank, self.until = INFINITE, NEVER
             return
-        bucket = _bucket_of(clock - oldest[0])
+        used = oldest.note.clock
+        bucket = _bucket_of(clock - used)
         falls = self._ranks.falls[bucket]
         self.rank = self._ranks.least[bucket]
-        self.until = oldest[0] + EDGE_LIST[falls] if falls < BUCKETS else NEVER
+        self.until = used + EDGE_LIST[falls] if falls < BUCKETS else NEVER
 
     def choose(self, clock: int) -> None:
         """Find the head: of the age with the least index the oldest, of one path the deepest. O(64 log n)."""
@@ -130,45 +145,47 @@ class Lane:
         if chosen is None:
             self.rank, self.until = INFINITE, NEVER
             return
-        bucket = _bucket_of(clock - chosen[0])
-        youngest = clock - self._items[-1][0]
+        bucket = _bucket_of(clock - chosen.note.clock)
+        youngest = clock - self._used[-1]
         for younger in ranks.younger(bucket):
             if EDGE_LIST[younger + 1] <= youngest:
                 continue
             found = self._first(clock - EDGE_LIST[younger + 1] + 1)
-            if found is not None and found[0] <= clock - EDGE_LIST[younger]:
+            if found is not None and found.note.clock <= clock - EDGE_LIST[younger]:
                 bucket, chosen = younger, found
                 break
-        self.head, self._item, self.rank, self._bucket = chosen[3], chosen, ranks.index[bucket], bucket
-        until = _leaves(chosen[0], bucket)
+        self.head, self.rank, self._bucket = chosen, ranks.index[bucket], bucket
+        until = _leaves(chosen.note.clock, bucket)
         for entry in ranks.entries(bucket):
             if EDGE_LIST[entry] <= youngest:
                 continue
             following = self._first(clock - EDGE_LIST[entry] + 1)
             if following is not None:
-                until = min(until, following[0] + EDGE_LIST[entry])
+                until = min(until, following.note.clock + EDGE_LIST[entry])
         self.until = until
 
-    def _first(self, clock: int) -> Item | None:
+    def _first(self, clock: int) -> Place | None:
         """The first leaf last used at `clock` or later. Drops the void ones it meets."""
-        items = self._items
-        at = end = bisect_left(items, (clock,)) if clock else 0
-        count = len(items)
-        while end < count:
-            item = items[end]
-            if not _is_void(item):
-                if end > at:
-                    break
-                return item
+        places, begin = self._places, self._begin
+        at = end = bisect_left(self._used, clock, begin) if clock else begin
+        count = len(places)
+        while end < count and _is_void(places[end]):
             end += 1
-        if end > at:
-            del items[at:end]
-        return items[at] if at < len(items) else None
+        found = places[end] if end < count else None
+        if at == begin:
+            self._begin = end
+            if 2 * end > count + FEW:
+                self._sort_out()
+        elif end > at:
+            del places[at:end], self._used[at:end]
+        return found
 
     def _sort_out(self) -> None:
         """Take out the void ones: once as many as all there are have come, so O(1) for each."""
-        self._items = [item for item in self._items if not _is_void(item)]
-        self._most = 2 * len(self._items) + FEW
+        self._places = [place for place in self._places if not _is_void(place)]
+        self._used = [place.note.clock for place in self._places]
+        self._begin = 0
+        self._most = 2 * len(self._places) + FEW
 
 
 class Lanes:
@@ -182,7 +199,6 @@ class Lanes:
         self._ends: list[tuple[int, int]] = []  # a heap: until when a lane's rank stands, and its class
         self._clock = 0  # for which they are right
         self._version = tables.version
-        self._number = 0
 
     def settle(self, clock: int) -> None:
         """Bring the lanes up to `clock` and the tables' index."""
@@ -199,8 +215,7 @@ class Lanes:
         lane = self._lanes.get(class_id)
         if lane is None:
             lane = self._lanes[class_id] = Lane(class_id, self._tables.ranks(class_id))
-        self._number += 1
-        if lane.enter(place, depth, self._number, self._clock):
+        if lane.enter(place, depth, self._clock):
             self._looked_at(lane)
 
     def left(self, place: Place, lane: Lane) -> None:
@@ -265,10 +280,14 @@ class Lanes:
         return least
 
 
-def _is_void(item: Item) -> bool:
+def _is_void(place: Place) -> bool:
     """Whether nobody is there any more, or his node was merged away."""
-    entry = item[3].entry
+    entry = place.entry
     return entry is None or entry.node is None
+
+
+def _depth_of(place: Place) -> int:
+    return place.depth
 
 
 def _bucket_of(age: int) -> int:

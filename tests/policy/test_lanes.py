@@ -60,7 +60,7 @@ class Life:
         self.number += 1
         depth = -self.rng.randint(0, 3)
         before = self.lane.rank, self.lane.until
-        changed = self.lane.enter(place, depth, self.number, self.clock)
+        changed = self.lane.enter(place, depth, self.clock)
         assert changed or (self.lane.rank, self.lane.until) == before
         self.places.append((used, depth, self.number, place))
 
@@ -338,13 +338,27 @@ def test_who_has_left_takes_no_room_in_a_lane() -> None:
     lane, places = Lane(CLASS, life.ranks), []
     for number in range(1000):
         place = Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), number, CLASS, 0), 0)
-        lane.enter(place, 0, number, number)
+        lane.enter(place, 0, number)
         places.append(place)
         if number:
             place.entry = None
-    assert len(lane._items) <= 2 * FEW
+    assert len(lane._places) <= 2 * FEW
     lane.choose(1000)
     assert lane.head is places[0]
+
+
+def test_who_leaves_oldest_first_takes_no_room_in_a_lane() -> None:
+    lane = Lane(CLASS, Life(random.Random(0)).ranks)
+    places = []
+    for number in range(1000):
+        places.append(Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), number, CLASS, 0), 0))
+        lane.enter(places[-1], 0, number)
+    for left, place in enumerate(places[:990], 1):
+        lane.choose(1000)
+        assert lane.head is place
+        place.entry = None
+        lane.left(place, 1000)
+        assert len(lane._places) == len(lane._used) <= 2 * (1000 - left) + FEW
 
 
 def test_who_left_before_anybody_asked_waits_for_no_lane() -> None:
