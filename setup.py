@@ -1,5 +1,5 @@
 """HIRADIX_COMPILE=1 compiles hiradix/tree, and what the floors up to the drop-in classes do at each turn: by
-mypyc from the same source, and the tree's `_ids.c`. Set by build_backend.py. The rest: pyproject.toml."""
+mypyc from the same source, and what is in C. Set by build_backend.py. The rest: pyproject.toml."""
 
 import os
 from pathlib import Path
@@ -13,11 +13,12 @@ AT_EACH_TURN = {
     "memory": "allocator",
     "prefix_cache": "figures hiradix lower_tiers radix slots",
 }
+BY_HAND = {"hiradix.tree._ids": "hiradix/tree/_ids.c", "hiradix.policy._gittins": "hiradix/policy/_gittins.c"}
 INTERPRETED = ("__init__", "native")  # of the tree; `native` has two forms, one of them for mypyc to read
 
 
 def extensions() -> list:
-    """One C extension for each module of the tree and `AT_EACH_TURN`, and `_ids.c`; or none."""
+    """One C extension for each module of the tree and `AT_EACH_TURN`, and those in C; or none."""
     if os.environ.get("HIRADIX_COMPILE") != "1":
         return []
     try:
@@ -38,13 +39,13 @@ def extensions() -> list:
         group_name="hiradix_tree",
         target_dir="build/mypyc",
     )
-    ids = Extension(
-        "hiradix.tree._ids",
-        ["hiradix/tree/_ids.c"],
-        include_dirs=[numpy.get_include()],
-        extra_compile_args=["-O3"],
-    )
-    return [*compiled, ids]
+    include = [numpy.get_include()]
+    arguments = ["-O3", "-ffp-contract=off"]  # sums and products as numpy has them, on every processor
+    by_hand = [
+        Extension(name, [source], include_dirs=include, extra_compile_args=arguments)
+        for name, source in BY_HAND.items()
+    ]
+    return [*compiled, *by_hand]
 
 
 setup(ext_modules=extensions())

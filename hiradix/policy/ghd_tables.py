@@ -12,13 +12,12 @@ from typing import Any, Final, TypeAlias
 from zipfile import BadZipFile
 
 import numpy as np
-import numpy.typing as npt
 
 from hiradix.errors import ConfigError
+from hiradix.policy.gittins import index_of
+from hiradix.policy.gittins_numpy import Floats
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 
-Floats: TypeAlias = npt.NDArray[np.float64]
-Ints: TypeAlias = npt.NDArray[np.int64]
 ClassKey: TypeAlias = tuple[int, ...]
 
 MAX_CLASSES: Final = 512
@@ -108,8 +107,7 @@ class ClassTables:
         if self._counted is not None:
             votes, self._counted = self._counted, None
             n = len(votes)
-            self._index[:n] = gittins(self._hazard(votes))
-            self._least[:n], self._falls[:n] = falling(self._index[:n])
+            self._index[:n], self._least[:n], self._falls[:n] = index_of(self._hazard(votes), _WIDTHS)
         if self._new:
             for number, parent in self._new:
                 for table in (self._index, self._least, self._falls):
@@ -199,33 +197,6 @@ class ClassTables:
                 getattr(fresh, name)[number] = held[name][row]
         self.__dict__.update(fresh.__dict__)
         self.recompute()
-
-
-def gittins(hazard: Floats) -> Floats:
-    """Per row and bucket b: the largest hits per token that keeping from b up to some later bucket gives."""
-    q = np.ascontiguousarray(hazard.T)  # a bucket is a row: all that begin `ahead` before one are contiguous
-    survival, residence, widths = 1 - q, 1 - q / 2, _WIDTHS[:, None]
-    best, alive, scratch = np.zeros_like(q), np.ones_like(q), np.empty_like(q)
-    hits, tokens = np.zeros_like(q), np.zeros_like(q)
-    for ahead in range(BUCKETS):
-        last = BUCKETS - ahead
-        s, h, t, b, x = alive[:last], hits[:last], tokens[:last], best[:last], scratch[:last]
-        h += np.multiply(s, q[ahead:], out=x)
-        np.multiply(s, residence[ahead:], out=x)
-        x *= widths[ahead:]
-        t += x
-        s *= survival[ahead:]
-        np.maximum(b, np.divide(h, t, out=x), out=b)
-    return best.T
-
-
-def falling(index: Floats) -> tuple[Floats, Ints]:
-    """Per row, `least` and `falls` of `ClassRanks`."""
-    least = np.minimum.accumulate(index, 1)
-    falls = np.full(index.shape, BUCKETS)
-    rows, buckets = (least[:, 1:] < least[:, :-1]).nonzero()
-    falls[rows, buckets] = buckets + 1
-    return least, np.minimum.accumulate(falls[:, ::-1], 1)[:, ::-1]
 
 
 def _checked(path: Path, held: dict[str, Any]) -> list[ClassKey]:

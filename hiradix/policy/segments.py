@@ -9,7 +9,8 @@ from array import array
 
 import numpy as np
 
-from hiradix.policy.ghd_tables import EDGES, ClassTables, Floats, Ints
+from hiradix.policy.ghd_tables import EDGES, ClassTables
+from hiradix.policy.gittins_numpy import Floats, Ints
 from hiradix.policy.ranks import BUCKETS
 
 CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten when they run out

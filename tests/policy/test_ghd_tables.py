@@ -7,35 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError
-from hiradix.policy.ghd_tables import CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables, gittins
+from hiradix.policy.ghd_tables import CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables
 from hiradix.policy.ranks import BUCKETS
 from hiradix.policy.segments import Segments
-
-
-def searched(hazard: np.ndarray) -> list[float]:
-    """The index by its definition: the best rate over all places to stop."""
-    widths = np.diff(EDGES).astype(float)
-    found = []
-    for start in range(BUCKETS):
-        alive, hits, tokens, best = 1.0, 0.0, 0.0, 0.0
-        for b in range(start, BUCKETS):
-            hits += alive * hazard[b]
-            tokens += alive * (1 - hazard[b] / 2) * widths[b]
-            alive *= 1 - hazard[b]
-            best = max(best, hits / tokens)
-        found.append(best)
-    return found
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(0, 0.999), min_size=BUCKETS, max_size=BUCKETS))
-def test_the_index_is_the_best_rate_over_all_places_to_stop(hazard: list[float]) -> None:
-    row = np.array(hazard)
-    assert gittins(row[None])[0] == pytest.approx(searched(row))
 
 
 def taught() -> ClassTables:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hiradix.policy import ghd
 from hiradix.policy.ghd_learner import GhdLearner
 from hiradix.policy.ghd_order import LaneOrder
-from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables, falling
+from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.ghosts import EMPTY
+from hiradix.policy.gittins_numpy import falling
 from hiradix.policy.lanes import FEW, INFINITE, Lane, Place
 from hiradix.policy.leaves import is_blocked
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks

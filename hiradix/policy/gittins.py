@@ -1,0 +1,34 @@
+"""The Gittins index: what keeping data is worth, from how likely its next use is at each age.
+
+Two forms with the same results to the last bit: `gittins_numpy`, and `_gittins.c`, which `make compiled`
+builds and which takes its place where it is found.
+
+    index_of(hazard, widths)  index, least, falls: float64, float64, int64, each [classes, 64]
+
+hazard: float64 [classes, 64], of what lives to see an age bucket the share that is used in it.
+widths: float64 [64], the buckets' tokens. TypeError for other arrays.
+index: per class and bucket, the largest hits per token that keeping from there up to some later one gives.
+least: up to each bucket, the least index. falls: the next bucket with a lesser one; 64 if there is none.
+Cost: 64 * 64 / 2 steps a class, about 2 us; by numpy 0.3 ms at the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from hiradix.policy import gittins_numpy
+from hiradix.policy.gittins_numpy import Floats, Ints
+
+
+def _found() -> Any:
+    try:
+        return import_module("hiradix.policy._gittins")
+    except ImportError:
+        return gittins_numpy
+
+
+form = _found()
+IS_BUILT: bool = form is not gittins_numpy
+index_of: Callable[[Floats, Floats], tuple[Floats, Floats, Ints]] = form.index_of

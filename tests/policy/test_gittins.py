@@ -1,0 +1,114 @@
+"""Both forms of `hiradix.policy.gittins` give what a search gives, and the same to the last bit;
+`make test-compiled` has the built one."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.policy import gittins, gittins_numpy
+from hiradix.policy.ghd_tables import EDGES
+from hiradix.policy.ranks import BUCKETS
+
+FORMS = [gittins_numpy, gittins.form] if gittins.IS_BUILT else [gittins_numpy]
+WIDTHS = np.diff(EDGES).astype(np.float64)
+
+over_forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+built = pytest.mark.skipif(not gittins.IS_BUILT, reason="needs `make compiled`")
+hazards = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 5e-324, 1e-17, 0.5, 0.999, 1.0]))
+rows = st.lists(hazards, min_size=BUCKETS, max_size=BUCKETS)
+
+
+def searched(hazard: list[float]) -> list[float]:
+    """The index by its definition: the best rate over all places to stop."""
+    found = []
+    for start in range(BUCKETS):
+        alive, hits, tokens, best = 1.0, 0.0, 0.0, 0.0
+        for b in range(start, BUCKETS):
+            hits += alive * hazard[b]
+            tokens += alive * (1 - hazard[b] / 2) * WIDTHS[b]
+            alive *= 1 - hazard[b]
+            best = max(best, hits / tokens)
+        found.append(best)
+    return found
+
+
+@over_forms
+@settings(max_examples=30, deadline=None)
+@given(rows)
+def test_the_index_is_the_best_rate_over_all_places_to_stop(form: ModuleType, hazard: list[float]) -> None:
+    index, least, falls = form.index_of(np.array([hazard]), WIDTHS)
+    assert index[0].tolist() == searched(hazard)
+    for b in range(BUCKETS):
+        assert least[0, b] == index[0, : b + 1].min()
+        lesser = [later for later in range(b + 1, BUCKETS) if index[0, later] < least[0, b]]
+        assert falls[0, b] == min(lesser, default=BUCKETS)
+
+
+@built
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 4), st.data(), st.sampled_from("CF"))
+def test_both_forms_are_the_same_to_the_last_bit(count: int, data: st.DataObject, order: str) -> None:
+    drawn = data.draw(st.lists(rows, min_size=count, max_size=count))
+    hazard = np.array(drawn, np.float64, order=order).reshape(count, BUCKETS)
+    before = hazard.tobytes()
+    for one, other in zip(*(form.index_of(hazard, WIDTHS) for form in FORMS), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape == hazard.shape
+        assert one.tobytes() == other.tobytes()
+    assert hazard.tobytes() == before
+
+
+@built
+@pytest.mark.parametrize("at", [0, 1, 40, BUCKETS - 1])
+def test_both_forms_agree_on_what_is_no_number(at: int) -> None:
+    hazard = np.random.default_rng(at).random((3, BUCKETS))
+    hazard[1, at] = np.nan
+    with np.errstate(invalid="ignore"):
+        for one, other in zip(*(form.index_of(hazard, WIDTHS) for form in FORMS), strict=True):
+            assert np.array_equal(one, other, equal_nan=one.dtype == np.float64)
+
+
+@over_forms
+@pytest.mark.parametrize(
+    "hazard",
+    [
+        None,
+        [[0.5] * BUCKETS],
+        np.zeros(BUCKETS),
+        np.zeros((1, BUCKETS - 1)),
+        np.zeros((1, BUCKETS + 1)),
+        np.zeros((1, 1, BUCKETS)),
+        np.zeros((1, BUCKETS), np.float32),
+        np.zeros((1, BUCKETS), np.int64),
+        np.zeros((1, BUCKETS), np.dtype(np.float64).newbyteorder()),
+    ],
+    ids=str,
+)
+def test_other_arrays_are_refused(form: ModuleType, hazard: object) -> None:
+    with pytest.raises(TypeError, match="age buckets"):
+        form.index_of(hazard, WIDTHS)
+
+
+@over_forms
+@pytest.mark.parametrize("widths", [None, np.ones(BUCKETS - 1), np.ones((1, BUCKETS)), np.ones(BUCKETS, int)])
+def test_other_widths_are_refused(form: ModuleType, widths: object) -> None:
+    with pytest.raises(TypeError, match="age buckets"):
+        form.index_of(np.zeros((1, BUCKETS)), widths)
+
+
+@over_forms
+def test_what_is_given_is_let_go(form: ModuleType) -> None:
+    hazard, wrong = np.full((2, BUCKETS), 0.5), np.zeros(3)
+    before = [sys.getrefcount(array) for array in (hazard, WIDTHS, wrong)]
+    held = (np.zeros(1),)
+    for _ in range(100):
+        found = form.index_of(hazard, WIDTHS)
+        assert all(sys.getrefcount(found[i]) == sys.getrefcount(held[0]) for i in range(3))
+        with pytest.raises(TypeError):
+            form.index_of(hazard, wrong)
+    assert [sys.getrefcount(array) for array in (hazard, WIDTHS, wrong)] == before
