@@ -87,6 +87,9 @@ class NixlLink:
     def __init__(self, config: NixlConfig, parameters: Mapping[str, str]):
         self._name = f"hiradix-{os.getpid()}-{next(_agents)}"
         self._lock = threading.Lock()
+        self._ended = threading.Condition(self._lock)
+        self._num_runs = 0
+        self._is_closed = False
         self._segment = "FILE" if config.plugin in FILE_PLUGINS else "OBJ"
         self._agent, chosen = self._made(config, {**parameters, **config.plugin_options})
         answers = [engine for engine in POSIX_ENGINES if chosen.get(engine) == "true"]
@@ -102,6 +105,27 @@ class NixlLink:
         """
         if not transfers:
             return []
+        with self._lock:
+            if self._is_closed:
+                return [False] * len(transfers)
+            self._num_runs += 1
+        try:
+            return self._run(write, transfers)
+        finally:
+            with self._ended:
+                self._num_runs -= 1
+                self._ended.notify_all()
+
+    def close(self) -> None:
+        """Let go of the agent, once what is under way has ended."""
+        with self._ended:
+            self._is_closed = True
+            self._ended.wait_for(lambda: not self._num_runs)
+            self._agent = None
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _run(self, write: bool, transfers: Sequence[Transfer]) -> list[bool]:
         whole = [(0, one.num_bytes, one.device, one.name) for one in transfers]
         pieces = [
             (index, (address, length, 0), (offset, length, one.device))
@@ -117,13 +141,6 @@ class NixlLink:
             moved = [False] * len(together)
         lost = {index for parts, good in zip(together, moved) if not good for index, _, _ in parts}
         return [index not in lost for index in range(len(transfers))]
-
-    def close(self) -> None:
-        """Let go of the agent. Not while transfers run."""
-        with self._lock:
-            self._agent = None
-
-    # -- inside -------------------------------------------------------------------------
 
     def _made(self, config: NixlConfig, parameters: Mapping[str, str]) -> tuple[Any, Mapping[str, str]]:
         """The agent, and the parameters its plugin was made with."""

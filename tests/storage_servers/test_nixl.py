@@ -289,6 +289,41 @@ def test_nothing_is_under_way_after_a_transfer_that_failed() -> None:
     server.server_close()
 
 
+class SlowAgent:
+    """A library whose transfers come to their end when that is said."""
+
+    def __init__(self) -> None:
+        self.asked, self.said = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: object()
+
+    def transfer(self, handle: Any) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        self.asked.set()
+        return "DONE" if self.said.is_set() else "PROC"
+
+
+def test_closing_waits_for_transfers_that_write_into_pages() -> None:
+    link = NixlLink(NixlConfig("POSIX", {}, 1 << 16, True, {}), {})
+    link._agent = agent = SlowAgent()
+    moved: list[list[bool]] = []
+    page = Transfer(1, 64, [(0, address_of(memoryview(bytearray(64))), 64)])
+    reader = threading.Thread(target=lambda: moved.append(link.run(False, [page])))
+    reader.start()
+    assert agent.asked.wait(30)
+    closer = threading.Thread(target=link.close)
+    closer.start()
+    closer.join(0.2)  # of no consequence where all is well: it waits
+    assert reader.is_alive() and closer.is_alive(), "a call ended with its transfer under way"
+    agent.said.set()
+    reader.join(30)
+    closer.join(30)
+    assert moved == [[True]] and link.run(False, [page]) == [False]
+
+
 @pytest.mark.parametrize("engine", POSIX_ENGINES)
 def test_a_file_engine_that_answers_at_its_first_failure_has_one_page_at_a_time(
     tmp_path: Path, engine: str
