@@ -6,7 +6,7 @@ import importlib
 import logging
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any, cast
 
 from hiradix.errors import ConfigError
 from hiradix.storage.protocol import StorageBackend, StorageContext
@@ -69,7 +69,8 @@ def _spec(name: str) -> BackendSpec:
         return _registered[name]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name == name:
-            return BackendSpec(entry.value)
+            module, _, attribute = entry.value.partition("[")[0].partition(":")  # [extras]: whoever installs
+            return BackendSpec(f"{module.strip()}:{attribute.strip()}")
     known = ", ".join(storage_backend_names())
     raise ConfigError(f"{FLAG} {name}: unknown storage backend; available: {known}")
 
@@ -79,12 +80,15 @@ def load_storage_backend(name: str) -> type[StorageBackend]:
     """
     spec = _spec(name)
     module_name, _, attribute = spec.target.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{FLAG} {name}: expected 'module:Class', got {spec.target!r}")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
+        found: Any = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a module may do anything, above all where a library is missing
         hint = f"; install it with: {spec.install}" if spec.install else ""
-        raise ConfigError(f"{FLAG} {name}: cannot import {module_name}: {error}{hint}") from error
-    found = getattr(module, attribute, None)
+        raise ConfigError(f"{FLAG} {name}: cannot import {module_name}: {_told(error)}{hint}") from error
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
     if found is None:
         raise ConfigError(f"{FLAG} {name}: no class {attribute} in module {module_name}")
     lacking = [call for call in CALLS if not callable(getattr(found, call, None))]
@@ -93,6 +97,10 @@ def load_storage_backend(name: str) -> type[StorageBackend]:
             f"{FLAG} {name}: {spec.target} is no storage backend, it lacks {', '.join(lacking)}"
         )
     return cast(type[StorageBackend], found)
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
 
 
 def create_storage_backend(name: str, context: StorageContext) -> StorageBackend:

@@ -180,6 +180,12 @@ class Plugin(MemoryBackend):
     """A third party's backend."""
 
 
+class Shelves:
+    """Has it inside."""
+
+    Plugin = Plugin
+
+
 class Unfinished(StorageBackend):
     """It lacks most calls."""
 
@@ -220,6 +226,33 @@ class TestRegistry:
             ConfigError, match=r"absent: cannot import no_such_module_at_all: .*; install it with: pip"
         ):
             load_storage_backend("absent")
+
+    @pytest.mark.parametrize(
+        "text", ["raise RuntimeError('built for another version')", "import ctypes; ctypes.CDLL('no.so')",
+                 "def (", "raise SystemExit(3)"],
+    )  # fmt: skip
+    def test_module_that_cannot_be_imported_is_named(
+        self, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        name = f"broken_{abs(hash(text))}"
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        register_storage_backend("broken", f"{name}:Class", "pip install 'broken[all]'")
+        with pytest.raises(ConfigError, match=rf"broken: cannot import {name}: .*; install it with: pip"):
+            load_storage_backend("broken")
+
+    def test_entry_point_of_an_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        value = f"{__name__} : Shelves.Plugin [all]"
+        entry = importlib.metadata.EntryPoint("far", value, registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+        assert load_storage_backend("far") is Plugin
+
+    @pytest.mark.parametrize("value", ["module_without_a_class", "a b:Class", ""])
+    def test_entry_point_that_is_none_is_named(self, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        entry = importlib.metadata.EntryPoint("far", value, registry.ENTRY_POINT_GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+        with pytest.raises(ConfigError, match="far: "):
+            load_storage_backend("far")
 
     def test_missing_class_is_named(self) -> None:
         register_storage_backend("typo", f"{__name__}:Plugin2")
