@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from hiradix.replay.stage import Tiers
 from hiradix.replay.trace import Trace
 
 SYNTHETIC = "synthetic:"
+TELL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -139,19 +142,22 @@ def _played(
             yield number, run_cell(cell, traces[cell.source], partial(progress, number))
         return
     context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    with context.Pool(min(processes, len(cells)), _begin, (told,)) as pool:
-        running = pool.imap_unordered(_work, enumerate(cells))
-        left = len(cells)
+    told, others = context.Queue(), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(processes, len(cells)), context, _begin, (told,))
+    try:
+        left = {pool.submit(_work, job) for job in enumerate(cells)}
         while left:
-            try:
-                number, played = running.next(timeout=0.2)
-            except multiprocessing.TimeoutError:
-                _tell(told, progress)
-                continue
-            left -= 1
-            progress(number, len(traces[cells[number].source].calls))
-            yield number, played
+            done, left = wait(left, TELL_S, FIRST_COMPLETED)
+            _tell(told, progress)
+            for number, played in (each.result() for each in done):
+                progress(number, len(traces[cells[number].source].calls))
+                yield number, played
+    except BrokenProcessPool as error:
+        raise ConfigError(f"--processes {processes}: one was killed; too little memory for so many?") from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(multiprocessing.active_children()) - others:
+            child.terminate()
 
 
 def _tell(told: Any, progress: Callable[[int, int], None]) -> None:

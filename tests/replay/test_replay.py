@@ -7,8 +7,12 @@ import itertools
 import json
 import lzma
 import math
+import multiprocessing
+import os
 import random
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +245,37 @@ def test_processes_find_what_one_process_finds() -> None:
     told: list[int] = []
     beside = {o.cell.policy: o.played.decisions for o in run(cells, 2, lambda cell, done: told.append(done))}
     assert alone == beside and 120 in told
+
+
+def test_a_killed_process_ends_the_run_with_an_error() -> None:
+    """As by the system when memory is short; the others are ended, too."""
+    source = Source("synthetic:chat", 1, 100_000)  # long enough to be killed in
+    cells = [Cell(source, policy, Tiers(100_000)) for policy in ("lru", "ghd")]
+    others = set(multiprocessing.active_children())
+
+    def kill(cell: int, done: int) -> None:
+        for child in set(multiprocessing.active_children()) - others:
+            if child.pid is not None and not killed:
+                killed.append(child)
+                os.kill(child.pid, signal.SIGKILL)
+
+    killed: list[multiprocessing.process.BaseProcess] = []
+    failed: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            run(cells, 2, kill)
+        except ConfigError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=play, daemon=True)
+    thread.start()
+    thread.join(120.0)
+    left = set(multiprocessing.active_children()) - others
+    for child in left:
+        child.join(60.0)
+    assert killed and not thread.is_alive(), "the run waits for ever"
+    assert "--processes" in str(failed[0]) and not any(child.is_alive() for child in left)
 
 
 def test_the_time_model_counts_each_tier_at_its_rate() -> None:
