@@ -153,7 +153,7 @@ def _played(
                 progress(number, len(traces[cells[number].source].calls))
                 yield number, played
     except BrokenProcessPool as error:
-        raise ConfigError(f"--processes {processes}: one was killed; too little memory for so many?") from error
+        raise ConfigError(f"--processes {processes}: one was killed, too little memory?") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(multiprocessing.active_children()) - others:
