@@ -15,6 +15,7 @@ PUBLISHERS = ("null", "zmq")
 FORMATS = ("default", "dynamo")
 ENCODINGS = ("map", "array")
 WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
+MOST = (1 << 31) - 3  # ZeroMQ counts messages in 32 bits, and a replay has two more
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\s]+):(?P<port>\d{1,5})\Z")
 
 
@@ -51,11 +52,13 @@ class KVEventsConfig:
         _require_endpoint("endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             _require_endpoint("replay_endpoint", self.replay_endpoint)
-        require_int(_name("buffer_steps"), self.buffer_steps, 1)
-        require_int(_name("hwm"), self.hwm, 1)
-        require_int(_name("max_queue_size"), self.max_queue_size, 1)
+        for key in ("buffer_steps", "hwm", "max_queue_size"):
+            if require_int(_name(key), getattr(self, key), 1) > MOST:
+                raise ConfigError(f"{_name(key)} must be <= {MOST}, got {getattr(self, key)}")
         if not isinstance(self.topic, str):
             raise ConfigError(f"{_name('topic')} must be text, got {type(self.topic).__name__}")
+        if any("\ud800" <= letter <= "\udfff" for letter in self.topic):
+            raise ConfigError(f"{_name('topic')} has half a surrogate pair, which cannot be sent")
         if self.bind is not None:
             require_bool(_name("bind"), self.bind)
 

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.options import flag
@@ -162,9 +164,9 @@ class SglangBackend(StorageBackend):
 
     def _put_v0(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain) -> list[bool]:
         values = [_filled(page) for page in pages]
-        if not keys or self._store.batch_set(list(keys), values) is True:
+        if not keys or _is_yes(self._store.batch_set(list(keys), values)):
             return [True] * len(keys)
-        return [self._store.set(key, value) is True for key, value in zip(keys, values)]
+        return [_is_yes(self._store.set(key, value)) for key, value in zip(keys, values)]
 
     def _get_v1(self, keys: list[str], into: list[Page], prefix_keys: Chain) -> list[bool]:
         def move(part: list[str], pages: Sequence[Page], slots: list[int], before: Chain) -> list[bool]:
@@ -245,7 +247,7 @@ def _filled(page: Page) -> Any:
 
 def _per_page(found: Any, targets: Sequence[Any]) -> list[Any]:
     """`batch_get`'s answer page by page; a number is how many leading pages are in their targets."""
-    if isinstance(found, int) and not isinstance(found, bool):
+    if isinstance(found, int | np.integer) and not isinstance(found, bool):
         return [target if index < found else None for index, target in enumerate(targets)]
     listed = list(found) if isinstance(found, list | tuple) else []
     return (listed + [None] * len(targets))[: len(targets)]
@@ -264,5 +266,15 @@ def _taken(found: Any, target: Any, page: Page) -> bool:
 
 def _flags(answer: Any, keys: Sequence[str]) -> list[bool]:
     """One flag per key; what a class leaves out is False."""
-    listed = list(answer) if isinstance(answer, list | tuple) else []
-    return [bool(ok) for ok in (listed + [False] * len(keys))[: len(keys)]]
+    return [_is_yes(ok) for ok in (_listed(answer) + [False] * len(keys))[: len(keys)]]
+
+
+def _listed(answer: Any) -> list[Any]:
+    """A list, a tuple, or an array of any kind as a list; of all else nothing."""
+    plain = answer.tolist() if hasattr(answer, "tolist") else answer
+    return list(plain) if isinstance(plain, list | tuple) else []
+
+
+def _is_yes(answer: Any) -> bool:
+    """Whether it is true, or 1: numbers below are how libraries name their errors."""
+    return isinstance(answer, int | np.bool_ | np.integer) and bool(answer == 1)

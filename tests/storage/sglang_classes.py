@@ -104,5 +104,54 @@ class Faulty(TensorStore):
         return False
 
 
+class Coded(ZeroCopyStore):
+    """Stores nothing of a page whose number is odd, and says so as `extra_config["say"]` has it."""
+
+    def _said(self, ok: list[bool]) -> Any:
+        import numpy as np
+
+        say = self.config.extra_config["say"]
+        codes = [0 if good else -1 for good in ok]
+        return {
+            "bool": ok, "numpy": np.array(ok), "numpy list": [np.bool_(good) for good in ok],
+            "tensor": torch.tensor(ok), "codes": [1 if good else -1 for good in ok], "errors": codes,
+            "none": None, "too many": [*ok, True],
+        }[say]  # fmt: skip
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> Any:
+        return self._said(super().batch_get_v1(keys, host_indices, extra_info))
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> Any:
+        super().batch_set_v1(keys, host_indices, extra_info)
+        odd = [self.pages[key][0] % 2 == 1 for key in keys]
+        for key, is_odd in zip(keys, odd):
+            if is_odd:
+                del self.pages[key]
+        return self._said([not is_odd for is_odd in odd])
+
+
+class Numpy(TensorStore):
+    """Its answers are numpy's, one page at a time."""
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> Any:
+        import numpy as np
+
+        return np.bool_(super().set(key, value))
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> Any:
+        import numpy as np
+
+        for count, (key, target) in enumerate(zip(keys, target_locations)):
+            if key not in self.pages:
+                return np.int64(count)
+            target.copy_(super().get(key))
+        return np.int64(len(keys))
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> Any:
+        return [self.set(key, value) for key, value in zip(keys, values)]
+
+
 class NotAStorage:
     """Inherits from nothing."""

@@ -171,6 +171,30 @@ def test_bad_answers_are_misses(tmp_path: Path, fault: str) -> None:
     assert hits(store, keys_of(3)) == [False] * 3
 
 
+@pytest.mark.parametrize("say", ["bool", "numpy", "numpy list", "tensor", "codes", "too many"])
+def test_only_what_is_said_to_be_stored_is(tmp_path: Path, say: str) -> None:
+    store = DynamicBackend(context(tmp_path, "Coded", interface_v1=True, say=say))
+    keys = keys_of(20)
+    even = [bytes_of(key)[0] % 2 == 0 for key in keys]
+    assert put(store, keys) == even, "a page is said to be stored that is not"
+    assert hits(store, keys) == even
+    store.close()
+
+
+@pytest.mark.parametrize("say", ["errors", "none"])
+def test_what_is_no_yes_is_none(tmp_path: Path, say: str) -> None:
+    store = DynamicBackend(context(tmp_path, "Coded", interface_v1=True, say=say))
+    assert put(store, keys_of(20)) == [False] * 20 and hits(store, keys_of(20)) == [False] * 20
+    store.close()
+
+
+def test_answers_may_be_numpys(tmp_path: Path) -> None:
+    store = DynamicBackend(context(tmp_path, "Numpy"))
+    assert put(store, keys_of(5)) == [True] * 5
+    assert hits(store, keys_of(7)) == [True] * 5 + [False] * 2
+    store.close()
+
+
 def test_short_answer_leaves_the_rest_missing(tmp_path: Path) -> None:
     store = DynamicBackend(context(tmp_path, "Faulty", fault="short"))
     put(store, keys_of(3))
