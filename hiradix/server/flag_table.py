@@ -85,7 +85,7 @@ _SERVER: tuple[Flag, ...] = (
     Flag(
         "--record-trace",
         "New file for the shape of the traffic, for `hiradix replay` and `hiradix size`: times, lengths and "
-        "salted hashes of blocks, no content; at most 256 MiB.",
+        "salted hashes of blocks, no content; at most 256 MiB. Beside an earlier recording, numbered.",
         str,
         metavar="FILE",
     ),

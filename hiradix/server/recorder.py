@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 BLOCK_TOKENS = 64
 NAME_BYTES = 8
 MAX_BYTES = 256 << 20
+MAX_FILES = 1000
 MAX_WAITING = 256
 """Requests that wait to be written; further ones are left out."""
 
@@ -43,14 +44,39 @@ class _Ended(NamedTuple):
     scope: Scope
 
 
+def _new_file(path: Path) -> tuple[Path, int]:
+    """`path`, or what is beside the recordings there: name and descriptor; ConfigError."""
+    for number in range(MAX_FILES):
+        beside = path.with_name(f"{path.stem}.{number}{path.suffix}") if number else path
+        try:
+            return beside, os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            if not (isinstance(error, FileExistsError) and _is_recording(beside)):
+                raise ConfigError(f"--record-trace {beside}: {error.strerror or error}") from error
+    raise ConfigError(f"--record-trace {path}: {MAX_FILES} recordings are there, move some away")
+
+
+def _is_recording(path: Path) -> bool:
+    """Whether the file begins as ours do, as far as it goes: the first line may be torn."""
+    begin = json.dumps({"hiradix_trace": 1})[:-1].encode()
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return begin.startswith(file.read(len(begin)))
+    except OSError:
+        return False
+
+
 class TraceRecorder:
     """Appends to a new file, at most `max_bytes`; then it stops and says so. Threads may share it.
 
-    Raises ConfigError when the file exists or cannot be made.
+    Beside an earlier recording: `trace.1.jsonl` and so on beside `trace.jsonl`, so that a server may be
+    started again. Raises ConfigError when another file is there or none can be made.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic):
-        self._path, self._left, self._clock = path, max_bytes, clock
+        self._left, self._clock = max_bytes, clock
         self._started = clock()
         self._key = secrets.token_bytes(32)
         self._lock = threading.Lock()  # of who waits
@@ -59,10 +85,9 @@ class TraceRecorder:
         self._writer: threading.Thread | None = None
         self._is_closing = False
         self.num_lost = 0
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise ConfigError(f"--record-trace {path}: {error.strerror or error}") from error
+        self._path, descriptor = _new_file(path)
+        if self._path != path:
+            logger.warning("--record-trace %s: has a recording, this one is in %s", path, self._path)
         self._file = os.fdopen(descriptor, "w", encoding="ascii")
         self._write({"hiradix_trace": 1, "block_tokens": BLOCK_TOKENS})
 

@@ -184,6 +184,42 @@ def test_the_services_end_is_the_recordings(tmp_path: Path) -> None:
     assert recorder.num_lost == 1
 
 
+@pytest.mark.parametrize("torn", ["", '{"hiradix_tr', '{"hiradix_trace": 1}\n{"time_s'])
+def test_a_restarted_server_records_beside_what_it_recorded(tmp_path: Path, torn: str) -> None:
+    """Its names have another key and its clock begins anew: one file of both would be wrong in both."""
+    asked = tmp_path / "day.trace.jsonl"
+    asked.write_text(torn)
+    for number in range(1, 4):
+        recorder = TraceRecorder(asked)
+        recorder.record(list(range(number)), 1, Scope())
+        recorder.close()
+        written = tmp_path / f"day.trace.{number}.jsonl"
+        assert [call.prompt_tokens for call in read_trace(written).calls] == [number]
+        assert written.stat().st_mode & 0o077 == 0
+    assert asked.read_text() == torn
+    TraceRecorder(asked).discard()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_recordings_beside_each_other_have_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.server.recorder.MAX_FILES", 3)
+    for _ in range(3):
+        TraceRecorder(tmp_path / "trace").close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.1", "trace.2"]
+    with pytest.raises(ConfigError, match="--record-trace .*: 3 recordings"):
+        TraceRecorder(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+def test_what_is_no_file_is_not_recorded_beside(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "trace"
+    make = {"folder": path.mkdir, "link": lambda: path.symlink_to("nowhere"), "pipe": lambda: os.mkfifo(path)}
+    make[kind]()
+    with pytest.raises(ConfigError, match="--record-trace"):
+        TraceRecorder(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("mine")
     with pytest.raises(ConfigError, match="--record-trace"):
