@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -14,6 +15,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage.options import Options, flag
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
+_PASSWORD = re.compile(r"[^:]*://[^@/]*:[^@]*@")
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 
 
@@ -42,9 +44,13 @@ class S3Config:
         url = options.text("url", "")
         if not url.startswith(SCHEMES):
             raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x")
+        settings = _settings(options, values.get("store_options"))
+        for key, address in (("url", url), ("endpoint", str(settings.get("endpoint", "")))):
+            if _PASSWORD.match(address):  # addresses stand in errors, ours and obstore's
+                raise ConfigError(f"{flag(key)} must not have a password: other keys are for that")
         config = S3Config(
             url=url,
-            settings=_settings(options, values.get("store_options")),
+            settings=settings,
             max_bytes=options.size("max_size", S3Config.max_bytes),
             timeout_s=options.number("timeout_s", S3Config.timeout_s, 0.001),
             connect_timeout_s=options.number("connect_timeout_s", S3Config.connect_timeout_s, 0.001),

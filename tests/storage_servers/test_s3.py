@@ -343,6 +343,20 @@ def test_bad_keys_are_named(own_s3: Server, keys: dict[str, Any], message: str) 
     assert ACCESS["secret_access_key"] not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("url", "s3://me:s3cr3t@pages/x"),
+        ("endpoint", "http://me:s3cr3t@127.0.0.1:1"),
+        ("endpoint", "http://me:s3cr3t/x@127.0.0.1:1"),
+    ],
+)
+def test_a_password_in_an_address_is_refused_and_not_shown(own_s3: Server, key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must not have a password") as raised:
+        S3Backend(context(own_s3, **{key: value}))
+    assert "s3cr3t" not in str(raised.value) and raised.value.__cause__ is None
+
+
 def test_unreachable_server_is_refused_at_start_within_its_timeouts(own_s3: Server) -> None:
     with pytest.raises(ConfigError, match="url: cannot use"):
         S3Backend(context(own_s3, endpoint=f"http://127.0.0.1:{free_port()}", retry_timeout_s=0.1))
