@@ -16,20 +16,27 @@ _BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 class TokenBound:
     """`least(text)`: a number of tokens that no encoding of `text` is below; 0 where nothing is known.
 
-    Known of byte-level and byte-fallback tokenizers that drop no part of a text: there every byte is in a
-    token, and no token has more bytes than the longest of the vocabulary. `description` is a tokenizer.json.
+    Known of byte-level and byte-fallback tokenizers that drop no part of a text, but for bytes that have no
+    token: there every other byte is in a token, and no token has more bytes than the longest of the
+    vocabulary. `description` is a tokenizer.json.
     """
 
     def __init__(self, description: str):
-        self._longest, self._shrinks = _longest(json.loads(description))
+        found = json.loads(description)
+        self._longest, self._shrinks = _longest(found)
+        self._dropped = _dropped(found) if self._longest else b""
+        if self._dropped and any(each["type"] != "NFC" for each in _flat(found["normalizer"], "normalizers")):
+            self._longest = 0  # it may write what is dropped
 
     def least(self, text: str) -> int:
-        """O(len(text)), by no more than counting its bytes."""
+        """O(len(text)): its bytes are counted."""
         if not self._longest:
             return 0
-        if text.isascii():
-            return -(-len(text) // self._longest)
-        return -(-len(text.encode()) // (self._longest * self._shrinks))
+        is_changed = self._shrinks > 1 and not text.isascii()
+        if is_changed and self._dropped:
+            return 0
+        num_bytes = len(text.encode().translate(None, self._dropped))
+        return -(-num_bytes // (self._longest * (self._shrinks if is_changed else 1)))
 
 
 def _longest(found: Json) -> tuple[int, int]:
@@ -43,19 +50,32 @@ def _longest(found: Json) -> tuple[int, int]:
         return 0, 1
     if any(token["lstrip"] or token["rstrip"] for token in added):  # they take any number of spaces
         return 0, 1
-    vocab = model["vocab"]
-    names = set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
+    names = _names(found)
     size: Callable[[str], int]
     if any(split["type"] == "ByteLevel" for split in splits):
-        from tokenizers.pre_tokenizers import ByteLevel
-
-        is_whole, size = names.issuperset(ByteLevel.alphabet()), len
+        is_whole, size = True, len
     else:
         is_whole, size = bool(model.get("byte_fallback")) and names.issuperset(_BYTE_TOKENS), _utf8
     if not is_whole:
         return 0, 1
     longest = max(max(map(size, names)), max((_utf8(token["content"]) for token in added), default=0))
     return longest, _NFC_SHRINKS if any(each["type"] == "NFC" for each in normalizers) else 1
+
+
+def _dropped(found: Json) -> bytes:
+    """The bytes for which a byte-level vocabulary has no token."""
+    if not any(split["type"] == "ByteLevel" for split in _flat(found["pre_tokenizer"], "pretokenizers")):
+        return b""
+    names = _names(found)
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that stand for themselves
+    others = [byte for byte in range(256) if byte not in own]
+    shown = {**{byte: chr(byte) for byte in own}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
+    return bytes(byte for byte, name in shown.items() if name not in names)
+
+
+def _names(found: Json) -> set[str]:
+    vocab = found["model"]["vocab"]
+    return set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
 
 
 def _flat(part: Json | None, name: str) -> list[Json]:
