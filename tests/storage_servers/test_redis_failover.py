@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import redis
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.redis_backend import RedisBackend
+from hiradix.storage.redis_commands import SocketCommands
 from tests.contracts.storage import hits, keys_of, put
 from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
 from tests.storage_servers.test_redis_faults import context, url_of
@@ -167,4 +168,61 @@ def test_a_master_without_its_replicas_refuses_pages_and_gives_others(
     redis.Redis(port=own_redis.port).config_set("min-replicas-to-write", 1)
     assert put(store, keys_of(4)) == [True, True, False, False]
     assert hits(store, keys_of(4)) == [True, True, False, False]
+    store.close()
+
+
+class OneConnection:
+    """A pool and its only connection, whose other end is the test's."""
+
+    def __init__(self) -> None:
+        self._sock, self.far = socket.socketpair()
+        self._sock.settimeout(0.05)
+        self.connection_pool, self.num_closed = self, 0
+
+    def get_connection(self) -> OneConnection:
+        return self
+
+    def release(self, connection: OneConnection) -> None:
+        assert connection is self
+
+    def disconnect(self) -> None:
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize(
+    ("replies", "is_closed"),
+    [
+        (b"$4\r\nab", True),  # the rest may come when the next call waits for its own
+        (b"$4\r\nabcd", True),
+        (b"$4", True),
+        (b"?what\r\n", True),
+        (b"$4\r\nabcd\r\n:1\r\n", True),
+        (b"$4\r\nabcd\r\n", False),
+        (b"$-1\r\n", False),
+        (b"-LOADING wait\r\n", False),
+    ],
+)
+def test_a_connection_is_kept_only_behind_its_last_reply(replies: bytes, is_closed: bool) -> None:
+    only = OneConnection()
+    only.far.sendall(replies)
+    with suppress(OSError, StorageError):
+        SocketCommands(only).get([b"name"], [[memoryview(bytearray(4))]], 0)
+    assert only.num_closed == is_closed
+    only.far.close()
+
+
+def test_a_page_that_expires_while_it_is_put_is_stored_anew(
+    own_redis: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RedisBackend(context(url_of(own_redis), ttl_s=100))
+    assert all(put(store, keys_of(2)))
+    lengths = store._commands.lengths
+
+    def then_gone(names: Sequence[bytes]) -> list[int]:
+        found = lengths(names)
+        redis.Redis(port=own_redis.port).delete(names[0])
+        return found
+
+    monkeypatch.setattr(store._commands, "lengths", then_gone)
+    assert put(store, keys_of(2)) == [True, True] and hits(store, keys_of(2)) == [True, True]
     store.close()
