@@ -47,8 +47,8 @@ class Information:
         self._last: Snapshot | None = None
         self.router = APIRouter()
         add = self.router.add_api_route
-        add("/health", self.health, methods=["GET"])
-        add("/ready", self.health, methods=["GET"])
+        add("/health", self.health, methods=["GET", "HEAD"])
+        add("/ready", self.health, methods=["GET", "HEAD"])
         add("/metrics", self.metrics, methods=["GET"])
         add("/server_info", self.server_info, methods=["GET"])
         add("/get_server_info", self.server_info, methods=["GET"])

@@ -32,9 +32,12 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 def test_health_follows_the_engine() -> None:
     service = ScriptedService()
     http = TestClient(application(service))
-    assert http.get("/health").status_code == 200
-    service.healthy = False
-    assert http.get("/health").status_code == 503
+    for path in ("/health", "/ready"):
+        for method in ("GET", "HEAD"):  # HEAD: what some load balancers ask
+            service.healthy = True
+            assert http.request(method, path).status_code == 200
+            service.healthy = False
+            assert http.request(method, path).status_code == 503
 
 
 def test_server_info_under_both_names() -> None:
