@@ -257,7 +257,7 @@ class LaneOrder:
 
     def worth(self, note: Note | None) -> float:
         """The index of what has just been used as `note`."""
-        return float(self._tables.index[CONVERSATION if note is None else note.class_id, 0])
+        return self._tables.ranks(CONVERSATION if note is None else note.class_id).index[0]
 
     # -- the tree changes -------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from struct import Struct
 from typing import Final, Generic, TypeVar
 
 from hiradix.tree import RadixKey
+from hiradix.tree.native import mypyc_attr
 
 BLOCK_TOKENS: Final = 512
 NAME_BYTES: Final = 8
@@ -20,6 +21,7 @@ _name: Final = Struct("<q").pack
 NoteT = TypeVar("NoteT")
 
 
+@mypyc_attr(acyclic=True)
 class Trail:
     """Names of a path's blocks. Immutable; trails of one conversation share their bytes.
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
 from hiradix.tree import Node, OrderContext, RadixKey, RadixTree, Tier
+from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import Residency
 
 HINTS = ("end_of_session", "keep_alive")
@@ -18,6 +19,7 @@ MIN_GHOSTS = 1 << 16  # blocks
 GHOSTS_PER_BLOCK = 4
 
 
+@mypyc_attr(acyclic=True)
 class Finished:
     """What is known of a request when it ends. hint: one of `HINTS`, or None."""
 
@@ -29,6 +31,7 @@ class Finished:
         self.hint = hint
 
 
+@mypyc_attr(acyclic=True)
 class Use:
     """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
 
@@ -40,6 +43,7 @@ class Use:
         self.trail = trail
 
 
+@mypyc_attr(acyclic=True)
 class Note:
     """A node's last use. Immutable, and one object for all alike nodes of a path, so that they may merge.
 

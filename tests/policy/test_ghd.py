@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +19,13 @@ from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import GhdPolicy, make_order
 from hiradix.policy.ghd_tables import ClassTables
-from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, extend
-from hiradix.policy.uses import HINTS, Finished, Note, UseLog
+from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, Trail, extend
+from hiradix.policy.uses import HINTS, Finished, Note, Use, UseLog
 from hiradix.replay.generate import generate
 from hiradix.replay.play import Player
 from hiradix.replay.stage import Tiers
 from hiradix.replay.trace import Trace
-from hiradix.tree import RadixKey, RadixTree, Tier
+from hiradix.tree import RadixKey, RadixTree, Tier, ids
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
@@ -345,3 +347,20 @@ def test_a_policy_per_tier(pair: str) -> None:
 def test_a_bad_pair_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match="--radix-eviction-policy"):
         make_order(name)
+
+
+def test_what_a_request_leaves_is_freed_without_the_collector_which_does_not_look_at_it() -> None:
+    name = bytes(1000)
+    before = sys.getrefcount(name)
+    left = [Note(Use(1, 2, Trail((name,), 125)), 3, 4, 5) for _ in range(100)]
+    assert sys.getrefcount(name) == before + 100
+    if ids.IS_BUILT:
+        note, request = left[0], Finished(1, 2, HINTS[0])
+        assert not any(gc.is_tracked(part) for part in (note, note.use, note.use.trail, request))
+        del note
+    gc.disable()
+    try:
+        left.clear()
+        assert sys.getrefcount(name) == before
+    finally:
+        gc.enable()
