@@ -109,6 +109,8 @@ class SocketCommands:
             for pool, which in self._by_pool(names):
                 answers.update(zip(which, self._on_socket(pool, ask, which)))
         except ReplyError as error:
+            if error.code == "READONLY":
+                _leave(self._client)
             if not self._is_cluster or error.code not in _MOVED:
                 raise
             return otherwise()
@@ -170,16 +172,15 @@ class ClientCommands:
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
-        replies = self._run(commands)
-        if any(_is_replicas(reply) for reply in replies):
-            _leave(self._client)
-        return [_stored(reply) for reply in replies]
+        return [_stored(reply) for reply in self._run(commands)]
 
     def _run(self, commands: Sequence[Sequence[bytes]]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(command[0].decode("ascii"), *command[1:])  # its name must be text
         replies: list[Any] = pipeline.execute(raise_on_error=False)
+        if any(_is_replicas(reply) for reply in replies):
+            _leave(self._client)
         return replies
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import socketserver
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -60,6 +60,27 @@ def test_a_master_that_became_a_replica_is_left(own_redis: Server, tmp_path: Pat
         put(store, keys_of(4, 10))
         assert all(put(store, keys_of(4, 10))), "pages are refused by a replica for ever"
         assert redis.Redis(port=other.port).dbsize() == 4
+        store.close()
+        name.shutdown()
+        name.server_close()
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+@pytest.mark.parametrize("call", [hits, put])
+def test_a_replica_is_left_by_calls_that_let_pages_live_longer(
+    own_redis: Server, tmp_path: Path, zero_copy: bool, call: Callable[..., object]
+) -> None:
+    with redis_like("redis-server", tmp_path / "other") as other:
+        name, old = Name(own_redis.port), redis.Redis(port=own_redis.port)
+        url = f"redis://127.0.0.1:{name.server_address[1]}/0"
+        store = RedisBackend(context(url, zero_copy=zero_copy, ttl_s=60))
+        assert all(put(store, keys_of(4)))
+        name.port = other.port
+        old.execute_command("REPLICAOF", "127.0.0.1", free_port())  # nobody there: it keeps what it has
+        with pytest.raises(StorageError, match="READONLY"):
+            call(store, keys_of(4))
+        assert hits(store, keys_of(4)) == [False] * 4, "pages are asked of a replica for ever"
+        assert all(put(store, keys_of(4))) and redis.Redis(port=other.port).dbsize() == 4
         store.close()
         name.shutdown()
         name.server_close()
