@@ -42,6 +42,7 @@ sys.path.insert(0, str(ROOT))
 
 from storage_peers.systems import host_memory  # noqa: E402
 
+from hiradix.demo.process import free_port  # noqa: E402
 from tests.storage_servers import servers  # noqa: E402
 
 BATCH = 128
@@ -309,7 +310,7 @@ def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
 
 
 def _memory_server(folder: Path) -> servers.Server:
-    port = servers.free_port()
+    port = free_port()
     command = [sys.executable, str(ROOT / "benchmarks" / "storage_peers" / "s3_memory.py"), str(port)]
     return servers.Server(command, port, folder / "s3-memory")
 

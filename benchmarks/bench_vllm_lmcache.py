@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.storage_servers.servers import can_connect, free_port
+from hiradix.demo.process import free_port
+from tests.storage_servers.servers import can_connect
 from tests.vllm.player import Player
 
 ROOT = Path(__file__).resolve().parents[1]

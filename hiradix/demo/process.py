@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from hiradix.errors import CacheError
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 90.0
 POLL_S = 0.1
+_PORTS = range(15000, 32000)
+_random = random.SystemRandom()  # of several processes with one seed, each looks elsewhere
+_given: set[int] = set()
 
 
 class ServerFailed(CacheError):
@@ -26,11 +30,22 @@ class ServerFailed(CacheError):
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """A TCP port on the loopback interface that nothing listens on now, another one with each call.
+
+    Not one that the kernel gives to connections, which could take it before a slow server does. Raises
+    ServerFailed if there is none.
+    """
+    left = [port for port in _PORTS if port not in _given]
+    while left:
+        port = left.pop(_random.randrange(len(left)))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        _given.add(port)
         return port
+    raise ServerFailed(f"no port of {_PORTS} is free")
 
 
 class ServerProcess:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.demo.process import free_port
 from tests.e2e.tiny_model import write_tiny_model
 from tests.sglang.server import ADMIN_KEY, Reference, Server
-from tests.storage_servers.servers import free_port
 
 PAGE_SIZE = 16
 DEVICE_TOKENS = 2048

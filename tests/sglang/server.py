@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
+from hiradix.demo.process import free_port
 from tests.identity import Identity, first_difference
 from tests.sglang.install import python
-from tests.storage_servers.servers import free_port
 
 START_TIMEOUT_S = 180.0
 ADMIN_KEY = "test-admin"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.demo.process import free_port
 from tests.sglang.conftest import DEVICE_TOKENS, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import families, prompts, tokens
 from tests.sglang.server import Answer, Reference, Server
 from tests.storage_servers.servers import Server as Process
-from tests.storage_servers.servers import free_port
 
 PREFETCH = {"prefetch_threshold": PAGE_SIZE}
 

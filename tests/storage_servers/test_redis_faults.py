@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import redis
 
+from hiradix.demo.process import free_port
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, StorageContext, open_storage
 from hiradix.storage.redis_backend import RedisBackend
@@ -27,7 +28,7 @@ from tests.contracts.storage import (
     page_of,
     put,
 )
-from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
+from tests.storage_servers.servers import Server, binary, redis_like, wait_for
 
 PREFIX = f"hiradix:{FINGERPRINT.digest()[:32]}:"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.demo.process import free_port
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.retry import RetryingStorage
@@ -40,7 +41,6 @@ from tests.storage_servers.servers import (
     ACCESS,
     BUCKET,
     Server,
-    free_port,
     make_folder,
     prefix_of,
     s3_keys,

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hiradix.bench_report import compare
 from hiradix.demo.driver import Demo, DemoConfig
+from hiradix.demo.process import free_port
 from hiradix.demo.view import View
 from hiradix.demo.workload import Size, make_workload
 from tests.e2e.tiny_model import write_tiny_model
@@ -21,7 +22,6 @@ from tests.e2e.warm import WarmServer
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
 from tests.storage_servers.servers import (
     Server,
-    free_port,
     mooncake_master,
     mooncake_member,
     rclone,

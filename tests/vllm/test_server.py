@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.storage_servers.servers import free_port
+from hiradix.demo.process import free_port
 from tests.vllm.play import FIRST
 from tests.vllm.player import Player
 from tests.vllm.test_host import shared_prefixes

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from hiradix.config import ExtraConfig, HiCacheConfig
+from hiradix.demo.process import free_port
 from hiradix.engine import Engine, EngineConfig, SamplingParams
 from hiradix.storage_tools import main as storage_tool
 from tests.engine.driving import serve
-from tests.storage_servers.servers import Server, free_port, redis_like
+from tests.storage_servers.servers import Server, redis_like
 from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation, shared_prefixes
