@@ -52,7 +52,11 @@ class Lane:
         except BaseException:
             self._left += 1
             raise
-        running = off_loop(work)
+        try:
+            running = off_loop(work)
+        except RuntimeError as error:  # no thread can be started
+            self._leave()
+            raise EngineBusy(f"{self._name}: {error}") from error
         running.add_done_callback(self._ended)
         done, _ = await asyncio.wait({running}, timeout=timeout_s)
         if not done:
@@ -60,7 +64,10 @@ class Lane:
         return running.result()
 
     def _ended(self, running: asyncio.Future[T]) -> None:
-        self._left += 1
-        self._threads.release()
+        self._leave()
         if not running.cancelled():
             running.exception()  # its caller may have gone
+
+    def _leave(self) -> None:
+        self._left += 1
+        self._threads.release()

@@ -94,13 +94,20 @@ class TraceRecorder:
     def later(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
         """`record` on a thread of its own: nobody waits for the disk. If it hangs, requests are left out."""
         with self._lock:
-            if self._waiting.qsize() >= MAX_WAITING or self._is_closing:
+            if self._waiting.qsize() >= MAX_WAITING or self._is_closing or not self._has_writer():
                 self.num_lost += 1
                 return
             self._waiting.put(_Ended(self._clock(), prompt_ids, output_tokens, scope))
-            if self._writer is None:
-                self._writer = threading.Thread(target=self._write_on, name="hiradix-trace", daemon=True)
-                self._writer.start()
+
+    def _has_writer(self) -> bool:
+        if self._writer is None:
+            writer = threading.Thread(target=self._write_on, name="hiradix-trace", daemon=True)
+            try:
+                writer.start()
+            except RuntimeError:  # too many threads at this moment
+                return False
+            self._writer = writer
+        return True
 
     def _write_on(self) -> None:
         while (ended := self._waiting.get()) is not None:

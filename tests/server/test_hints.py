@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -162,6 +163,22 @@ def test_what_is_recorded_later_is_in_the_file_at_the_end(tmp_path: Path) -> Non
     recorder.close()
     calls = read_trace(tmp_path / "trace").calls
     assert [(call.time_s, call.prompt_tokens) for call in calls] == [(n + 1, n) for n in range(20)]
+
+
+def test_a_thread_that_cannot_be_started_costs_a_line_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    recorder = TraceRecorder(tmp_path / "trace")
+    with monkeypatch.context() as few:
+        few.setattr(threading.Thread, "start", refuse)
+        recorder.later([1], 1, Scope())
+    recorder.later([1, 2], 1, Scope())
+    recorder.close()
+    assert recorder.num_lost == 1
+    assert [call.prompt_tokens for call in read_trace(tmp_path / "trace").calls] == [2]
 
 
 def test_the_services_end_is_the_recordings(tmp_path: Path) -> None:

@@ -155,3 +155,19 @@ def test_work_whose_caller_gave_up_keeps_its_place_until_it_ends() -> None:
         assert await waits == 2 and begun == [0, 2]
 
     run(work)
+
+
+def test_work_that_gets_no_thread_gives_its_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def work() -> None:
+        lane = Lane("work", 1, 2)
+        with monkeypatch.context() as few:
+            few.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with pytest.raises(EngineBusy, match="new thread"):
+                    await lane.run(lambda: 0, WAIT_S)
+        assert await lane.run(lambda: 1, 1.0) == 1
+
+    run(work)
