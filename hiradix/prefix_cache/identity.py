@@ -85,7 +85,7 @@ def _middles(stream: BinaryIO, size: int) -> list[int]:
         found = sorted(8 + length + (int(begin) + int(end)) // 2 for begin, end in spans)
         if found and 0 <= found[0] and found[-1] < size:
             return found
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         pass
     return [size * n // _NUM_PIECES for n in range(_NUM_PIECES)]
 

@@ -73,7 +73,7 @@ def claimed(length: int, header: bytes) -> bytes:
     [
         b"", b"\xff" * 8, b"\xff" * 100, claimed(4, b"nope" * 3), claimed(2, b"[]"), claimed(2, b"{}"),
         claimed(34, b'{"a":{"data_offsets":[-9,9999999]}}'), claimed(24, b'{"a":{"data_offsets":1}}'),
-        claimed(7, b'{"a":1}'), claimed(5000, b"[" * 5000),
+        claimed(7, b'{"a":1}'), claimed(5000, b"[" * 5000), claimed(32, b'{"a":{"data_offsets":[0,1e999]}}'),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_safetensors_is_bytes_like_any_other(
