@@ -183,9 +183,7 @@ class LaneOrder:
 
     def _settle(self, gone: Mapping[int, int] = NONE_GONE) -> None:
         """Bring the lanes up to date: who has come, and what has grown older."""
-        log = self._log
-        log.settle()
-        self._lanes.settle(log.clock)
+        self._lanes.settle(self._log.clock)
         while self._fresh:
             self._enter_fresh(gone)
 
@@ -210,6 +208,11 @@ class LaneOrder:
     # -- choosing ---------------------------------------------------------------------------
 
     def coldest(self) -> Residency | None:
+        self._log.settle()
+        return self.peek()
+
+    def peek(self) -> Residency | None:
+        """As `coldest`, by what has been counted so far."""
         entry = self._best(NONE_GONE)
         if entry is None:
             return None
@@ -238,6 +241,7 @@ class LaneOrder:
 
     def victims(self, num_pages: int) -> list[Residency]:
         """Evicts as it would, exposing parents, and puts everything back."""
+        self._log.settle()
         gone: dict[int, int] = {}
         found: dict[Residency, Note] = {}
         while num_pages > 0 and (entry := self._best(gone)) is not None:

@@ -151,7 +151,7 @@ def _check_counts(nodes: list[Node], store: Store) -> None:
 def _check_leaf_first(store: Store, tier: Tier) -> None:
     """5: the next victim is a leaf; in LRU order each ancestor is hotter."""
     order = store.orders[BACKBONE][tier]
-    victim = order.coldest()
+    victim: Residency | None = getattr(order, "peek", order.coldest)()
     assert (victim is None) == (order.num_pages == 0), (
         f"5: {victim} next of {order.num_pages} evictable pages"
     )

@@ -27,7 +27,8 @@ class EvictionOrder(Protocol):
     """The order of one (component, tier). Deterministic: equal calls give equal victims.
 
     It may say `path_moves_once = True`: after a path was `touched`, to do so with its upper part alone, with
-    nothing in between, changes nothing. Then it is not done.
+    nothing in between, changes nothing. Then it is not done. One that learns as it is asked for victims has a
+    `peek()` too: a `coldest` from which nothing follows, for checks, which need not be the same on all ranks.
     """
 
     num_pages: int

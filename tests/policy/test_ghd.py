@@ -326,6 +326,32 @@ def test_hints_without_end_between_two_requests(monkeypatch: pytest.MonkeyPatch)
     small.cache.check()
 
 
+def test_a_check_changes_nothing_of_who_leaves() -> None:
+    """Each rank of a server is checked when it is idle, which the others need not be just then."""
+
+    def lives(is_checked: bool) -> list[tuple[int, bytes]]:
+        rng = random.Random(3)
+        tree = RadixTree(1, order=(policy := GhdPolicy({"page_tokens": 512})))
+        stayed: list[tuple[int, bytes]] = []
+        for number in range(900):
+            first = int(rng.paretovariate(0.7)) % 300 * 1000
+            tokens = np.arange(first, first + 6 + 3 * rng.randrange(3))
+            key, pages = RadixKey(tokens), np.arange(len(tokens), dtype=np.int32)
+            lock = tree.lock(tree.root, DEVICE)
+            done = tree.insert(key, DEVICE, [pages], lock)
+            tree.unlock(lock)
+            policy.learner.finished(tree, done.lock.node, key, Finished(512 * len(tokens), 1 + number % 300))
+            tree.unlock(done.lock)
+            if is_checked and number % 10 == 5:
+                tree.check()
+            if number % 300 > 250:
+                tree.evict(0, DEVICE, 20)
+                stayed += sorted((node.end, node.run) for node in tree.nodes())
+        return stayed
+
+    assert lives(False) == lives(True)
+
+
 def test_a_policy_without_memory_has_no_learner() -> None:
     assert Small(4, "lru").cache.learner is None
 
