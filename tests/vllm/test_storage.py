@@ -131,6 +131,7 @@ def test_a_store_that_is_killed(start: Start, plain: Player, redis: Server) -> N
     redis.kill()
     assert ours.ask("reset")
     assert_same(expected, ours.generate(PROMPTS))
+    until(ours, lambda state: state["idle"])  # all of it is on the host
     assert_same(expected, ours.generate(PROMPTS))
     assert ours.state()["loaded_pages"] == PAGES, "the host tier goes on alone"
 
