@@ -394,15 +394,21 @@ def test_a_reset_forgets_everything_at_once_and_frees_what_is_in_use_later() -> 
     vllm.drain()
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_what_a_request_left_before_a_reset_is_not_saved_after_it(policy: str) -> None:
-    """As after a change of weights: it ends, the cache is reset, and only then is there a step again."""
+def after_a_request(policy: str) -> MiniVLLM:
+    """One that has computed blocks 1 to 3 and ended, with no step since."""
     vllm = MiniVLLM(World(write_policy=policy))
     one = request("a", 3)
     vllm.role.arrived(one)
     vllm.role.allocated(one, lambda: [[1, 2, 3]], 0)
     one.num_computed_tokens = 3 * S
     vllm.role.finished(one, [[1, 2, 3]])
+    return vllm
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_what_a_request_left_before_a_reset_is_not_saved_after_it(policy: str) -> None:
+    """As after a change of weights: it ends, the cache is reset, and only then is there a step again."""
+    vllm = after_a_request(policy)
     vllm.role.reset()
     orders = vllm.role.step([StepRequest("b", 1, [3])], lambda request_id: [[3]])
     assert orders.saves == ()
@@ -416,12 +422,7 @@ def test_a_step_waits_for_what_a_request_left_only_under_write_back(
     policy: str, saved: list[list[list[int]]], num_fences: int
 ) -> None:
     """Else what this step writes to, and what is behind it, is not saved."""
-    vllm = MiniVLLM(World(write_policy=policy))
-    one = request("a", 3)
-    vllm.role.arrived(one)
-    vllm.role.allocated(one, lambda: [[1, 2, 3]], 0)
-    one.num_computed_tokens = 3 * S
-    vllm.role.finished(one, [[1, 2, 3]])
+    vllm = after_a_request(policy)
     orders = vllm.role.step([StepRequest("b", 1, [2])], lambda request_id: [[2]])
     assert [[move.device.tolist() for move in save.moves] for save in orders.saves] == saved
     assert len(orders.fences) == num_fences and all(save.before_forward for save in orders.saves)
