@@ -15,20 +15,11 @@ Cost: 64 * 64 / 2 steps a class, about 2 us; by numpy 0.3 ms at the least.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from typing import Any
 
 from hiradix.policy import gittins_numpy
 from hiradix.policy.gittins_numpy import Floats, Ints
+from hiradix.tree.native import form_in_c
 
-
-def _found() -> Any:
-    try:
-        return import_module("hiradix.policy._gittins")
-    except ImportError:
-        return gittins_numpy
-
-
-form = _found()
+form = form_in_c("hiradix.policy._gittins", gittins_numpy)
 IS_BUILT: bool = form is not gittins_numpy
 index_of: Callable[[Floats, Floats], tuple[Floats, Floats, Ints]] = form.index_of

@@ -27,7 +27,6 @@ Tokens are int64 [N]; a run is bytes of tokens, `width` each: 4 (int32) or 8 (in
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -35,16 +34,9 @@ import numpy.typing as npt
 
 from hiradix.tree import ids_numpy
 from hiradix.tree.ids_numpy import Ids, Marks, Pages, Slots, Tokens
+from hiradix.tree.native import form_in_c
 
-
-def _found() -> Any:
-    try:
-        return import_module("hiradix.tree._ids")
-    except ImportError:
-        return ids_numpy
-
-
-_form = _found()
+_form = form_in_c("hiradix.tree._ids", ids_numpy)
 IS_BUILT: bool = _form is not ids_numpy
 copied: Callable[..., Pages] = _form.copied
 joined: Callable[[list[Pages]], Pages] = _form.joined

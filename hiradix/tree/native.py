@@ -1,10 +1,12 @@
 """What the tree has Python run as it is: what mypyc is told of a class that it compiles (see setup.py; run by
-Python it means nothing), and an object with an end."""
+Python it means nothing), which form of a module there is, and an object with an end."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +16,14 @@ else:
     def mypyc_attr(**_: Any) -> Callable[[type], type]:
         """The class as it is; mypyc knows the name. acyclic: the garbage collector looks at none of them."""
         return lambda cls: cls
+
+
+def form_in_c(name: str, twin: ModuleType) -> Any:
+    """The module `name`, which is in C; `twin`, which does the same, where that is not built."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return twin
 
 
 class AtEnd:
@@ -30,4 +40,4 @@ class AtEnd:
             self._do(self.root)
 
 
-__all__ = ["AtEnd", "mypyc_attr"]
+__all__ = ["AtEnd", "form_in_c", "mypyc_attr"]
