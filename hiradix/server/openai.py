@@ -43,13 +43,14 @@ from hiradix.server.service import Generation, Service, Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A checked request: what the engine runs and how the answer is shown."""
+    """A checked request: what the engine runs and how the answer is shown. Its body is not kept."""
 
     generation: Generation
-    body: GenerationBody
     renderer: Renderer
     envelope: Envelope
     prompt_field: str
+    is_streamed: bool
+    include_usage: bool
 
 
 class OpenAI:
@@ -80,6 +81,9 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
+        return await self._answer(request, await self._completion_job(request))
+
+    async def _completion_job(self, request: Request) -> _Job:
         with self._intake.body() as share:
             body = await read_body(request, CompletionBody, share)
             self._check_model(body.model)
@@ -87,12 +91,14 @@ class OpenAI:
         params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
         envelope = self._envelope("cmpl", body, body.logprobs is not None)
         generation = Generation(envelope.id, prompt_ids, params, body.scope())
-        return await self._answer(
-            request, _Job(generation, body, CompletionRenderer(envelope), envelope, "prompt")
-        )
+        renderer = CompletionRenderer(envelope)
+        return _Job(generation, renderer, envelope, "prompt", bool(body.stream), body.include_usage)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
+        return await self._answer(request, await self._chat_job(request))
+
+    async def _chat_job(self, request: Request) -> _Job:
         with self._intake.body() as share:
             body = await read_body(request, ChatBody, share)
             self._check_model(body.model)
@@ -103,9 +109,8 @@ class OpenAI:
         params = self._params(body, limit, num_logprobs)
         envelope = self._envelope("chatcmpl", body, num_logprobs is not None)
         generation = Generation(envelope.id, prompt_ids, params, body.scope())
-        return await self._answer(
-            request, _Job(generation, body, ChatRenderer(envelope), envelope, "messages")
-        )
+        renderer = ChatRenderer(envelope)
+        return _Job(generation, renderer, envelope, "messages", bool(body.stream), body.include_usage)
 
     async def end_of_session(self, request: Request) -> dict[str, Any]:
         """POST /v1/end_of_session: no more turns of this conversation will come."""
@@ -192,7 +197,7 @@ class OpenAI:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(run.aclose)
             try:
-                if not job.body.stream:
+                if not job.is_streamed:
                     return await _whole(outputs, job)
                 first = await anext(outputs)
             except ClientGone:
@@ -247,6 +252,6 @@ async def _events(first: Output, rest: AsyncIterator[Output], job: _Job) -> Asyn
     except ClientGone:
         return
     else:
-        if job.body.include_usage:
+        if job.include_usage:
             yield event(envelope.wrap(kind, [], usage_json(output.usage)))
     yield DONE

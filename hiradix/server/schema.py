@@ -16,6 +16,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 BODY_TIMEOUT_S = 120.0
 FREE_BYTES = 64 * 1024
 """Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
+MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
 DEFAULT_COMPLETION_TOKENS = 16
 CLIENT_CLOSED_REQUEST = 499
 
@@ -60,7 +61,7 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-_Stop = Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+_StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 class _Addressed(_Strict):
@@ -78,7 +79,7 @@ class GenerationBody(_Addressed):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Annotated[str, Field(min_length=1)] | _Stop | None = None
+    stop: _StopText | Annotated[list[_StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable, Coroutine
@@ -14,7 +15,7 @@ from hiradix.engine.api import EngineBusy
 from hiradix.server import intake as intake_module
 from hiradix.server.intake import LARGE_BYTES, Intake
 from hiradix.server.off_loop import Lane
-from hiradix.server.schema import FREE_BYTES
+from hiradix.server.schema import FREE_BYTES, MAX_STOP_CHARS, GenerationBody, MessageBody
 from tests.server.scripted import CharTokenizer, ScriptedService, application
 
 WAIT_S = 60.0
@@ -86,6 +87,41 @@ def test_a_client_that_leaves_or_sends_nonsense_gives_its_bytes_back() -> None:
         assert intake.num_bytes == 1000
         raise ValueError("nonsense")
     assert intake.num_bytes == 0
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_that_runs_or_waits_has_no_body_any_more(path: str, is_streamed: bool) -> None:
+    """Its bytes were given back: of requests in the queue, each could hold as much as a body may have."""
+    user = {"role": "user", "content": "x", "name": "y" * FREE_BYTES}
+    asked = {"messages": [user]} if "chat" in path else {"prompt": "x"}
+
+    async def work() -> None:
+        service = ScriptedService(hold=True)
+        call = await Call(application(service), path).send(
+            json.dumps({**asked, "stream": is_streamed}).encode()
+        )
+        await service.asked.wait()
+        gc.collect()
+        assert not [each for each in gc.get_objects() if isinstance(each, GenerationBody | MessageBody)]
+        service.stopped.set()
+        assert await call.done() == 200
+
+    run(work)
+
+
+@pytest.mark.parametrize("stop", ["x" * (MAX_STOP_CHARS + 1), ["x", "x" * (MAX_STOP_CHARS + 1)]])
+def test_a_stop_string_which_is_kept_to_the_end_has_a_length(stop: object) -> None:
+    async def work() -> None:
+        service = ScriptedService()
+        body = {"prompt": "x", "stop": stop}
+        call = await Call(application(service)).send(json.dumps(body).encode())
+        assert await call.done() == 400 and b"stop" in call.body and not service.requests
+        body["stop"] = ["x" * MAX_STOP_CHARS] * 16
+        call = await Call(application(service)).send(json.dumps(body).encode())
+        assert await call.done() == 200
+
+    run(work)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/keep_alive"])
