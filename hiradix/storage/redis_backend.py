@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
@@ -127,14 +127,8 @@ class RedisBackend(StorageBackend):
         return list(zip(which, stored))
 
     def _unlink(self, names: Sequence[bytes]) -> None:
-        def work() -> Any:
-            pipeline = self._client.pipeline(transaction=False)
-            for name in names:
-                pipeline.unlink(name)
-            return pipeline.execute()
-
         if names:
-            self._ask(work)
+            self._ask(lambda: self._commands.remove(names))
 
     def _ask(self, work: Callable[[], T]) -> T:
         try:

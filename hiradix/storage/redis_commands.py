@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -40,12 +40,17 @@ class Commands(Protocol):
         """SET with `options`. False: the server has no room, or takes no writes now."""
         ...
 
+    def remove(self, names: Sequence[bytes]) -> None:
+        """UNLINK each."""
+        ...
+
 
 class SocketCommands:
     """Payload between the socket and the pages, no copy in between.
 
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
-    After a fault of a cluster's node the next call asks first who has its slots.
+    After a fault of a cluster's node the next call asks first who has its slots; a server that became a
+    replica is left, whichever command it refused.
     """
 
     def __init__(self, client: Any, ragged: bool = False):
@@ -76,8 +81,6 @@ class SocketCommands:
         return self._each_node(names, ask, lambda: self._fallback.get(names, pages, ttl_ms))
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
-        read_only: list[bytes] = []
-
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             mine = [pages[index] for index in which]
             frames = [
@@ -85,14 +88,12 @@ class SocketCommands:
                 for index, page in zip(which, mine)
             ]
             replies = stream.set_from([head for head, _ in frames], mine, [tail for _, tail in frames])
-            read_only.extend(reply for reply in replies if _is_replicas(reply))
             return [_stored(reply) for reply in replies]
 
-        try:
-            return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
-        finally:
-            if read_only:
-                _leave(self._client)
+        return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
+
+    def remove(self, names: Sequence[bytes]) -> None:
+        self._numbers(names, [(b"UNLINK", name) for name in names])
 
     def _each_node(
         self,
@@ -109,8 +110,6 @@ class SocketCommands:
             for pool, which in self._by_pool(names):
                 answers.update(zip(which, self._on_socket(pool, ask, which)))
         except ReplyError as error:
-            if error.code == "READONLY":
-                _leave(self._client)
             if not self._is_cluster or error.code not in _MOVED:
                 raise
             return otherwise()
@@ -133,9 +132,11 @@ class SocketCommands:
         self, pool: Any, ask: Callable[[RespStream, Sequence[int]], list[T]], which: Sequence[int]
     ) -> list[T]:
         connection = pool.get_connection()
+        codes: Collection[bytes] = ()
         intact = False
         try:
             stream = RespStream(socket_of(connection))
+            codes = stream.error_codes
             try:
                 answers = ask(stream, which)
             except ReplyError:
@@ -147,6 +148,8 @@ class SocketCommands:
             if not intact:
                 connection.disconnect()
             pool.release(connection)
+            if b"READONLY" in codes:
+                _leave(self._client)
 
 
 class ClientCommands:
@@ -174,12 +177,15 @@ class ClientCommands:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
         return [_stored(reply) for reply in self._run(commands)]
 
+    def remove(self, names: Sequence[bytes]) -> None:
+        self.numbers([(b"UNLINK", name) for name in names])
+
     def _run(self, commands: Sequence[Sequence[bytes]]) -> list[Any]:
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(command[0].decode("ascii"), *command[1:])  # its name must be text
         replies: list[Any] = pipeline.execute(raise_on_error=False)
-        if any(_is_replicas(reply) for reply in replies):
+        if any(isinstance(reply, redis.exceptions.ReadOnlyError) for reply in replies):
             _leave(self._client)
         return replies
 
@@ -219,13 +225,6 @@ def _stored(reply: Any) -> bool:
     if REFUSED.match(text.encode()):
         return False
     raise ReplyError(text)
-
-
-def _is_replicas(reply: Any) -> bool:
-    """Whether a write was refused by a server that is no master."""
-    return isinstance(reply, redis.exceptions.ReadOnlyError) or (
-        isinstance(reply, bytes) and reply.startswith(b"-READONLY")
-    )
 
 
 def _leave(client: Any) -> None:

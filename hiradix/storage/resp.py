@@ -32,13 +32,17 @@ class ReplyError(StorageError):
 
 
 class RespStream:
-    """Commands and replies on a connected socket, for one thread. Raises OSError, ReplyError."""
+    """Commands and replies on a connected socket, for one thread. Raises OSError, ReplyError.
+
+    error_codes: the first words of the errors among the replies so far.
+    """
 
     def __init__(self, sock: Sock):
         self._sock = sock
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self.error_codes: set[bytes] = set()
 
     @property
     def is_drained(self) -> bool:
@@ -116,6 +120,8 @@ class RespStream:
             if found >= 0:
                 line = bytes(self._view[self._start : found])
                 self._start = found + 2
+                if line[:1] == b"-":
+                    self.error_codes.add(line[1:].partition(b" ")[0])
                 return line
             searched -= self._start
             self._fill(read_ahead)

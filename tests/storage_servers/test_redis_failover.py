@@ -67,8 +67,8 @@ def test_a_master_that_became_a_replica_is_left(own_redis: Server, tmp_path: Pat
 
 
 @pytest.mark.parametrize("zero_copy", [True, False])
-@pytest.mark.parametrize("call", [hits, put])
-def test_a_replica_is_left_by_calls_that_let_pages_live_longer(
+@pytest.mark.parametrize("call", [hits, put, RedisBackend.delete])
+def test_a_replica_is_left_by_calls_that_let_pages_live_longer_or_go(
     own_redis: Server, tmp_path: Path, zero_copy: bool, call: Callable[..., object]
 ) -> None:
     with redis_like("redis-server", tmp_path / "other") as other:
