@@ -21,8 +21,9 @@ from hiradix.prefix_cache import (
     RadixCache,
     build_hybrid_cache,
     build_prefix_cache,
+    run_with,
+    weights_digest,
 )
-from hiradix.prefix_cache.identity import run_with, weights_digest
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
@@ -118,13 +119,13 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
         from hiradix.adapters.sglang.legacy import HiRadixLegacyCache
 
         return HiRadixLegacyCache(params, inner, controller)
-    adapters = Adapters.given(getattr(flags, "lora_paths", None))
     if not isinstance(inner, HiRadixCache) or controller is None:
         from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 
-        return HiRadixPrefixCache(params, inner, adapters)
+        return HiRadixPrefixCache(params, inner)  # as in `legacy`, no page outlives an adapter's id
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
+    adapters = Adapters.given(getattr(flags, "lora_paths", None))
     return HiRadixHostCache(params, inner, controller, adapters)
 
 
