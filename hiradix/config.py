@@ -31,6 +31,7 @@ DEFAULT_PAGE_SIZE = 64
 DEFAULT_HICACHE_RATIO = 2.0
 RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
+MAX_PORT = 65535
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -56,12 +57,14 @@ def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
     return value
 
 
-def require_int(flag: str, value: object, minimum: int = 0) -> int:
-    """`value` when it is an int (a bool is not) and at least `minimum`."""
+def require_int(flag: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:
+    """`value` when it is an int (a bool is not), at least `minimum` and, where given, at most `maximum`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{flag} must be int, got {type(value).__name__}")
     if value < minimum:
         raise ConfigError(f"{flag} must be >= {minimum}, got {value}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{flag} must be <= {maximum}, got {value}")
     return value
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import load_mapping, require_bool, require_choice, require_int
+from hiradix.config import MAX_PORT, load_mapping, require_bool, require_choice, require_int
 from hiradix.errors import ConfigError
 
 FLAG = "--kv-events-config"
@@ -53,8 +53,7 @@ class KVEventsConfig:
         if self.replay_endpoint is not None:
             _require_endpoint("replay_endpoint", self.replay_endpoint)
         for key in ("buffer_steps", "hwm", "max_queue_size"):
-            if require_int(_name(key), getattr(self, key), 1) > MOST:
-                raise ConfigError(f"{_name(key)} must be <= {MOST}, got {getattr(self, key)}")
+            require_int(_name(key), getattr(self, key), 1, MOST)
         if not isinstance(self.topic, str):
             raise ConfigError(f"{_name('topic')} must be text, got {type(self.topic).__name__}")
         if any("\ud800" <= letter <= "\udfff" for letter in self.topic):
@@ -85,7 +84,7 @@ def split_tcp(endpoint: str) -> tuple[str, int] | None:
 def _require_endpoint(key: str, value: object) -> None:
     if isinstance(value, str):
         tcp = split_tcp(value)
-        if tcp is not None and tcp[1] <= 65535:
+        if tcp is not None and tcp[1] <= MAX_PORT:
             return
         if value.startswith("ipc://") and value != "ipc://":
             return

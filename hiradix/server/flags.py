@@ -11,12 +11,15 @@ from typing import Any, NoReturn
 
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
+    MAX_PORT,
     RANK_TIMEOUT_S,
     ExtraConfig,
     HiCacheConfig,
     load_mapping,
     normalise,
     parse_extra_config,
+    require_int,
+    require_number,
 )
 from hiradix.engine.api import EngineConfig, most_of
 from hiradix.errors import ConfigError
@@ -114,14 +117,9 @@ PATH_KEYS = {"disk": "disk_storage_path", "file": "file_storage_path"}
 def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
     """The configuration of `arguments`; raises ConfigError with one line that names the flag."""
     args = make_parser().parse_args(list(arguments))
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port must be in 0..65535, got {args.port}")
-    if not 0 <= args.shutdown_timeout <= MAX_SHUTDOWN_TIMEOUT_S:
-        raise ConfigError(
-            f"--shutdown-timeout must be in 0..{MAX_SHUTDOWN_TIMEOUT_S:g}, got {args.shutdown_timeout}"
-        )
-    if args.tp_size < 1:
-        raise ConfigError(f"--tp-size must be >= 1, got {args.tp_size}")
+    require_int("--port", args.port, 0, MAX_PORT)
+    require_number("--shutdown-timeout", args.shutdown_timeout, maximum=MAX_SHUTDOWN_TIMEOUT_S)
+    require_int("--tp-size", args.tp_size, 1)
     if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
         raise ConfigError(
             f"--dist-timeout must be above 0 and at most {MAX_DIST_TIMEOUT_S:g}, got {args.dist_timeout}"
@@ -243,9 +241,9 @@ def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) ->
         "chunked_prefill_size": None if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
     }
     for field_name, value in counts.items():
-        if value is not None and not 1 <= value <= most_of(field_name):
+        if value is not None:
             flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
-            raise ConfigError(f"--{flag.replace('_', '-')} must be in 1..{most_of(field_name)}, got {value}")
+            require_int(f"--{flag.replace('_', '-')}", value, 1, most_of(field_name))
     if args.swa_full_tokens_ratio is not None and not 0 < args.swa_full_tokens_ratio <= 1:
         raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {args.swa_full_tokens_ratio}")
     return EngineConfig(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import ExtraConfig, HiCacheConfig, require_choice, require_int, require_number
+from hiradix.config import MAX_PORT, ExtraConfig, HiCacheConfig, require_choice, require_int, require_number
 from hiradix.errors import ConfigError
 
 LOAD_MODES = ("auto", "sync", "async")
@@ -51,8 +51,8 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
     _check_texts(values)
     port = values.get("admin_port")
-    if port is not None and (require_int("admin_port", port) > 65535):
-        raise ConfigError(f"admin_port must be at most 65535, got {port}")
+    if port is not None:
+        require_int("admin_port", port, 0, MAX_PORT)
     return Settings(
         cache,
         require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),
