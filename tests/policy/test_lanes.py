@@ -39,6 +39,11 @@ def bucket_of(age: int) -> int:
     return next(b for b in reversed(range(BUCKETS)) if EDGE_LIST[b] <= age)
 
 
+def placed(used: int) -> Place:
+    """A place, to be, of a node of its own that was last used at `used`."""
+    return Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), used, CLASS, 0), 0)
+
+
 class Life:
     """One lane, and a list of what is in it."""
 
@@ -57,7 +62,7 @@ class Life:
 
     def add(self) -> None:
         used = max(0, self.clock - int(self.rng.choice([0, 0, 10 ** self.rng.uniform(0, 11)])))
-        place = Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), used, CLASS, 0), 0)
+        place = placed(used)
         self.number += 1
         depth = -self.rng.randint(0, 3)
         before = self.lane.rank, self.lane.until
@@ -338,7 +343,7 @@ def test_who_has_left_takes_no_room_in_a_lane() -> None:
     life = Life(random.Random(0))
     lane, places = Lane(CLASS, life.ranks), []
     for number in range(1000):
-        place = Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), number, CLASS, 0), 0)
+        place = placed(number)
         lane.enter(place, 0, number)
         places.append(place)
         if number:
@@ -352,7 +357,7 @@ def test_who_leaves_oldest_first_takes_no_room_in_a_lane() -> None:
     lane = Lane(CLASS, Life(random.Random(0)).ranks)
     places = []
     for number in range(1000):
-        places.append(Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), number, CLASS, 0), 0))
+        places.append(placed(number))
         lane.enter(places[-1], 0, number)
     for left, place in enumerate(places[:990], 1):
         lane.choose(1000)
