@@ -51,6 +51,22 @@ def test_a_tensor_anywhere_in_the_weights_makes_them_others(tmp_path: Path) -> N
     assert weights_digest(str(again), "config.json") in digests
 
 
+def test_small_tensors_far_into_the_weights_are_not_stepped_over(tmp_path: Path) -> None:
+    """Pieces at even distances would fall beside half of these."""
+    size, count, file = 8192, 4096, tmp_path / "model.safetensors"
+    spans = {f"{n:04}": {"data_offsets": [n * size, n * size + size]} for n in range(count)}
+    text = json.dumps(spans).encode()
+    begin = 8 + len(text)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size * count))
+    digests = {weights_digest(str(tmp_path), "config.json")}
+    for number in range(2000, 2008):
+        with file.open("r+b") as stream:
+            stream.seek(begin + number * size)
+            stream.write(b"\1" * size)
+        digests.add(weights_digest(str(tmp_path), "config.json"))
+    assert len(digests) == 1 + 8
+
+
 @pytest.mark.parametrize("name", ["adapter_model.bin", "weights.pt", "model.gguf", "consolidated.00.pth"])
 def test_weights_of_other_formats_count(tmp_path: Path, name: str) -> None:
     data = np.random.default_rng(0).integers(0, 256, 3_000_000, np.uint8)
