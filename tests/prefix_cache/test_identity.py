@@ -128,11 +128,10 @@ def test_the_same_weights_run_otherwise_are_another_model() -> None:
 
 def test_files_in_each_others_places_are_other_weights(tmp_path: Path) -> None:
     """Files are read side by side; the digest is that of their order by name, whoever ends first."""
-    one, two = tmp_path / "one", tmp_path / "two"
     contents = [bytes([number]) * 5000 for number in range(40)]
-    for folder, parts in ((one, contents), (two, [*contents[1:], contents[0]])):
-        folder.mkdir()
-        for number, part in enumerate(parts):
-            (folder / f"model-{number:02}.safetensors").write_bytes(part)
-    digests = {weights_digest(str(one), "config.json") for _ in range(5)}
-    assert len(digests) == 1 and weights_digest(str(two), "config.json") not in digests
+    one, two = (
+        folder(tmp_path / name, {f"model-{n:02}.safetensors": part for n, part in enumerate(parts)})
+        for name, parts in (("one", contents), ("two", [*contents[1:], contents[0]]))
+    )
+    digests = {weights_digest(one, "config.json") for _ in range(5)}
+    assert len(digests) == 1 and weights_digest(two, "config.json") not in digests
