@@ -85,7 +85,7 @@ class DiskBackend(StorageBackend):
             damaged.append(entry)
             return False
 
-        checked = self._must_check_some(reads.entries)
+        checked = self._must_check(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
         ok = [False] * len(keys)
         with self._store.mutex:
@@ -265,16 +265,13 @@ class DiskBackend(StorageBackend):
         used, self._used = self._used, {}
         self._store.touch(sorted(used.values(), key=lambda entry: entry.used_ns))
 
-    def _must_check_some(self, entries: Sequence[Entry]) -> bool:
+    def _must_check(self, entries: Sequence[Entry]) -> bool:
+        """Whether one of them is to be checked."""
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not all([e.verified for e in entries]))
 
-    def _must_check(self, entry: Entry) -> bool:
-        verify = self.config.verify
-        return verify == "always" or (verify == "recovered" and not entry.verified)
-
     def _is_intact(self, entry: Entry, page: Page) -> bool:
-        if not self._must_check(entry):
+        if not self._must_check([entry]):
             return True
         checksum = CHECKSUMS.get(entry.algorithm)
         return checksum is not None and checksum(page) == entry.checksum
