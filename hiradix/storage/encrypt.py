@@ -22,8 +22,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hiradix.errors import ConfigError
+from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, fill_head, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrapper import Wrapper
 
 _HEAD = struct.Struct("<4sI12s")

@@ -187,6 +187,16 @@ def scatter(source: memoryview, page: Page) -> None:
             start += view.nbytes
 
 
+def fill_head(source: memoryview, page: Page) -> None:
+    """Copy `source`, no longer than the page, to the page's beginning."""
+    head: list[memoryview] = []
+    left = source.nbytes
+    for view in page:
+        head.append(view.cast("B")[:left])
+        left -= head[-1].nbytes
+    scatter(source, head)
+
+
 def _bytes(view: memoryview) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(view, np.uint8)
 

@@ -62,15 +62,6 @@ def fits(num_bytes: int, page: Page, ragged: bool) -> bool:
     return num_bytes == page_bytes(page) or (ragged and 0 < num_bytes < page_bytes(page))
 
 
-def fill_head(data: memoryview, page: Page) -> None:
-    """Copy `data`, no longer than the page, to the page's beginning."""
-    start = 0
-    for view in page:
-        part = data[start : start + view.nbytes]
-        view.cast("B")[: len(part)] = part
-        start += len(part)
-
-
 @dataclass(frozen=True)
 class Traits:
     """What a backend does itself, so that the guard need not.

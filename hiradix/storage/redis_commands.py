@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeVar
 import redis
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, fill_head, fits, page_bytes
+from hiradix.storage.lanes import fill_head
+from hiradix.storage.protocol import Page, fits, page_bytes
 from hiradix.storage.redis_link import CLIENT_FAULTS
 from hiradix.storage.resp import ReplyError, RespStream, encode_around
 

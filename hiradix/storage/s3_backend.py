@@ -17,7 +17,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.lanes import scatter
+from hiradix.storage.lanes import fill_head
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import (
@@ -26,7 +26,6 @@ from hiradix.storage.protocol import (
     StorageContext,
     Traits,
     check_keys,
-    fill_head,
     fits,
     page_bytes,
 )
@@ -222,7 +221,7 @@ class S3Backend(StorageBackend):
         data = memoryview(found.bytes())
         if data.nbytes != size:
             return False
-        (scatter if size == page_bytes(page) else fill_head)(data, page)
+        fill_head(data, page)
         return True
 
     def _write(self, key: str, page: Page) -> bool:
