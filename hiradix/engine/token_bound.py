@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 Json = Mapping[str, Any]
@@ -23,10 +23,22 @@ class TokenBound:
 
     def __init__(self, description: str):
         found = json.loads(description)
-        self._longest, self._shrinks = _longest(found)
-        self._dropped = _dropped(found) if self._longest else b""
-        if self._dropped and any(each["type"] != "NFC" for each in _flat(found["normalizer"], "normalizers")):
-            self._longest = 0  # it may write what is dropped
+        normalizers = _flat(found["normalizer"], "normalizers")
+        splits = _flat(found["pre_tokenizer"], "pretokenizers")
+        self._longest, self._dropped = 0, b""
+        self._shrinks = _NFC_SHRINKS if any(each["type"] == "NFC" for each in normalizers) else 1
+        if not _keeps_text(found, normalizers, splits):
+            return
+        names = _names(found["model"])
+        size: Callable[[str], int] = _utf8
+        if any(split["type"] == "ByteLevel" for split in splits):
+            self._dropped, size = _dropped(names), len
+            if self._dropped and any(each["type"] != "NFC" for each in normalizers):
+                return  # they may write what is dropped
+        elif not (found["model"].get("byte_fallback") and names.issuperset(_BYTE_TOKENS)):
+            return
+        added = [_utf8(token["content"]) for token in found["added_tokens"]]
+        self._longest = max(max(map(size, names)), *added, 0)
 
     def least(self, text: str) -> int:
         """O(len(text)): its bytes are counted."""
@@ -39,42 +51,26 @@ class TokenBound:
         return -(-num_bytes // (self._longest * (self._shrinks if is_changed else 1)))
 
 
-def _longest(found: Json) -> tuple[int, int]:
-    """Bytes of the longest token (0: unknown), and how much shorter a text that is not ASCII may become."""
-    model, added = found["model"], found["added_tokens"]
-    normalizers = _flat(found["normalizer"], "normalizers")
-    splits = _flat(found["pre_tokenizer"], "pretokenizers")
-    if model["type"] not in ("BPE", "Unigram") or not (
-        all(map(_keeps_length, normalizers)) and all(map(_keeps_all, splits))
-    ):
-        return 0, 1
-    if any(token["lstrip"] or token["rstrip"] for token in added):  # they take any number of spaces
-        return 0, 1
-    names = _names(found)
-    size: Callable[[str], int]
-    if any(split["type"] == "ByteLevel" for split in splits):
-        is_whole, size = True, len
-    else:
-        is_whole, size = bool(model.get("byte_fallback")) and names.issuperset(_BYTE_TOKENS), _utf8
-    if not is_whole:
-        return 0, 1
-    longest = max(max(map(size, names)), max((_utf8(token["content"]) for token in added), default=0))
-    return longest, _NFC_SHRINKS if any(each["type"] == "NFC" for each in normalizers) else 1
+def _keeps_text(found: Json, normalizers: Sequence[Json], splits: Sequence[Json]) -> bool:
+    """Whether no part of a text is lost before the vocabulary is looked at."""
+    return (
+        found["model"]["type"] in ("BPE", "Unigram")
+        and all(map(_keeps_length, normalizers))
+        and all(map(_keeps_all, splits))
+        and not any(token["lstrip"] or token["rstrip"] for token in found["added_tokens"])  # take any spaces
+    )
 
 
-def _dropped(found: Json) -> bytes:
+def _dropped(names: Container[str]) -> bytes:
     """The bytes for which a byte-level vocabulary has no token."""
-    if not any(split["type"] == "ByteLevel" for split in _flat(found["pre_tokenizer"], "pretokenizers")):
-        return b""
-    names = _names(found)
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes that stand for themselves
     others = [byte for byte in range(256) if byte not in own]
     shown = {**{byte: chr(byte) for byte in own}, **{byte: chr(256 + n) for n, byte in enumerate(others)}}
     return bytes(byte for byte, name in shown.items() if name not in names)
 
 
-def _names(found: Json) -> set[str]:
-    vocab = found["model"]["vocab"]
+def _names(model: Json) -> set[str]:
+    vocab = model["vocab"]
     return set(vocab if isinstance(vocab, dict) else (entry[0] for entry in vocab))
 
 
