@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hiradix.demo.process import ServerProcess
+from hiradix.demo.process import Child, ServerProcess
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.e2e.warm_imports"])
@@ -32,15 +32,13 @@ def fork(target: Any, *arguments: Any) -> BaseProcess:
 class WarmServer(ServerProcess):
     """A ServerProcess whose interpreter has all imports behind it; its signals and its end are the same."""
 
-    def start(self) -> None:
-        assert self._process is None, f"{self.url} was already started"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+    def _spawn(self) -> Child:
         begin = self.command.index("serve")
-        self._process = _Child(fork(_serve, self.command[begin:], self.log))  # type: ignore[assignment]
+        return _Forked(fork(_serve, self.command[begin:], self.log))
 
 
-class _Child:
-    """A forked process by the names of subprocess.Popen that ServerProcess uses."""
+class _Forked:
+    """A forked process as a Child."""
 
     def __init__(self, process: BaseProcess):
         self._process = process
@@ -59,9 +57,9 @@ class _Child:
             raise subprocess.TimeoutExpired("a warm server", timeout or 0.0)
         return self._process.exitcode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, sig: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            os.kill(self.pid, sig)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
