@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hiradix.server.off_loop import Lane
-from hiradix.server.schema import FREE_BYTES, MAX_BODY_BYTES, ApiError
+from hiradix.server.schema import MAX_BODY_BYTES, ApiError
 
 MAX_BYTES = 4 * MAX_BODY_BYTES
-LARGE_BYTES = 256 * 1024
+FREE_BYTES = 64 * 1024
+"""Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
+LARGE_CHARS = 256 * 1024
 """Texts of more characters are tokenised one at a time, so that the others do not wait for them."""
 TOKENISE_TIMEOUT_S = 60.0
 
@@ -44,7 +46,7 @@ class Intake:
 
     async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
         """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
-        lane = self._large if num_chars > LARGE_BYTES else self._small
+        lane = self._large if num_chars > LARGE_CHARS else self._small
         return await lane.run(encode, TOKENISE_TIMEOUT_S)
 
 

@@ -31,15 +31,15 @@ def off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class Lane:
-    """Runs work on at most `num_threads` threads, with at most `most_waiting` pieces of work in all.
+    """Runs work on at most `num_threads` threads, with at most `most` pieces of work that run or wait.
 
     Work whose caller has gone keeps its place until it has ended, and is not started any more if it waits.
     """
 
-    def __init__(self, name: str, num_threads: int, most_waiting: int):
+    def __init__(self, name: str, num_threads: int, most: int):
         self._name = name
         self._threads = asyncio.Semaphore(num_threads)
-        self._left = most_waiting
+        self._left = most
 
     async def run(self, work: Callable[[], T], timeout_s: float) -> T:
         """What `work` gives. EngineBusy when too much waits, TimeoutError after `timeout_s`."""

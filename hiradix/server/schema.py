@@ -14,8 +14,6 @@ from hiradix.engine.api import SamplingParams, Scope
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 BODY_TIMEOUT_S = 120.0
-FREE_BYTES = 64 * 1024
-"""Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
 MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
 DEFAULT_COMPLETION_TOKENS = 16
 CLIENT_CLOSED_REQUEST = 499

@@ -13,9 +13,9 @@ import pytest
 
 from hiradix.engine.api import EngineBusy
 from hiradix.server import intake as intake_module
-from hiradix.server.intake import LARGE_BYTES, Intake
+from hiradix.server.intake import FREE_BYTES, LARGE_CHARS, Intake
 from hiradix.server.off_loop import Lane
-from hiradix.server.schema import FREE_BYTES, MAX_STOP_CHARS, GenerationBody, MessageBody
+from hiradix.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
 from tests.server.scripted import CharTokenizer, ScriptedService, application
 
 WAIT_S = 60.0
@@ -144,7 +144,7 @@ class Held(CharTokenizer):
 
     def encode(self, text: str, context_length: int | None = None) -> list[int]:
         assert context_length == 100
-        if len(text) > LARGE_BYTES:
+        if len(text) > LARGE_CHARS:
             self.num_begun += 1
             assert self.may.wait(WAIT_S)
             return [1]
@@ -155,7 +155,7 @@ def test_no_request_waits_for_long_texts_and_few_of_them_wait() -> None:
     async def work() -> None:
         service = ScriptedService()
         service.tokenizer = held = Held()
-        app, long = application(service), "x" * (LARGE_BYTES + 1)
+        app, long = application(service), "x" * (LARGE_CHARS + 1)
         calls = [await Call(app).ask(long) for _ in range(9)]
         done, _ = await asyncio.wait([call.task for call in calls], return_when=asyncio.FIRST_COMPLETED)
         assert len(done) == 1
