@@ -118,6 +118,8 @@ class TraceRecorder:
         self._add(_Ended(self._clock(), prompt_ids, output_tokens, scope))
 
     def _add(self, ended: _Ended) -> None:
+        if self._file.closed:
+            return
         time_s, prompt_ids, output_tokens, scope = ended
         line: dict[str, object] = {
             "time_s": round(time_s - self._started, 3),
