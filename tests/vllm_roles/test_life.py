@@ -122,6 +122,26 @@ def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_pat
     assert hits(lora_int_id=2, load_inplace=True) == 0
 
 
+def test_an_adapter_whose_files_go_while_they_are_looked_at_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As what a training run writes beside the weights before it renames it."""
+    vllm, folder = MiniVLLM(World()), tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.bin").write_bytes(b"weights")
+    (folder / "adapter_model.tmp").symlink_to(folder / "gone")
+    hits = []
+    for name in "abcd":
+        if name == "c":
+            (folder / "adapter_model.tmp").unlink()
+        before = vllm.hit_tokens
+        vllm.add(request(name, 3, lora_request=FakeLora("l", str(folder), load_inplace=True)))
+        vllm.drain()
+        hits.append(vllm.hit_tokens - before)
+    assert hits == [0, 0, 0, 3 * S] and vllm.role.figures.saved_pages == 3
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["request a", "request b"]
+
+
 def test_images_are_apart() -> None:
     """The tokens are the same in all; what they stand for, and where it begins, is not."""
     vllm = MiniVLLM(World())

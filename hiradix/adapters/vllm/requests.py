@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from hiradix.adapters.vllm.orders import Ticket
 from hiradix.prefix_cache import weights_digest
 from hiradix.tree import Lock, RadixKey, TokenLog
+
+logger = logging.getLogger(__name__)
 
 
 class EngineRequest(Protocol):
@@ -66,10 +69,17 @@ class Tracked:
 
 
 def track(request: EngineRequest, page_size: int) -> Tracked | None:
-    """A record for a request, or None for one whose pages its tokens do not name."""
+    """A record for a request, or None for one whose pages its tokens do not name, nor its adapter's files."""
     if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
         return None
-    log = TokenLog((), _adapter(request.lora_request), cache_salt=request.cache_salt)
+    try:
+        adapter = _adapter(request.lora_request)
+    except OSError as error:
+        logger.warning(
+            "request %s: its adapter cannot be read, nothing is cached: %s", request.request_id, error
+        )
+        return None
+    log = TokenLog((), adapter, cache_salt=request.cache_salt)
     return Tracked(request, log, _page_extras(request.mm_features, page_size))
 
 
