@@ -459,7 +459,8 @@ def test_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_guarded_by_name_reads_into_the_callers_pages(tmp_path: Path) -> None:
-    keys = dict(context(tmp_path).extra_config) | {"direct_io": "on", "use_page_cache": False}
+    more = {"deadline_s": 30.0, "direct_io": "on", "use_page_cache": False}
+    keys = dict(context(tmp_path).extra_config) | more
     storage = open_storage("disk", StorageContext(FINGERPRINT, keys, ALIGNED))
     pool = Pool(16)
     assert all(storage.put(pool.keys, pool.pages))

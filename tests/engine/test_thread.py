@@ -149,6 +149,7 @@ def test_who_gave_up_waiting_for_an_idle_engine_takes_no_place(
         for _ in range(10):  # flushes that the traffic never lets through
             await anext(outputs)
             served.submit(lambda engine: engine.flush(), when_idle=True).cancel()
+            await asyncio.wrap_future(served.submit(lambda engine: None))  # it has been looked at
         answer = await stream(served, "b", [1, 2])
         await outputs.aclose()
         return answer[-1].finish_reason

@@ -35,7 +35,7 @@ def test_pages_come_back_as_they_were(kind: str, layout: str, backend: str, tmp_
     fingerprint = PageFingerprint(
         model_id="m", dtype=str(shape.dtype), layout=layout, page_size=PAGE_SIZE, shape=shape.numbers()
     )
-    options = {f"{backend}_storage_path": str(tmp_path)} | SIZES[backend]
+    options = {f"{backend}_storage_path": str(tmp_path), "deadline_s": 30.0} | SIZES[backend]
     other = host_pool(shape, 4, layout, seed=3)
     for step in ("put", "get"):  # each by an instance of its own, as after a restart
         with_storage = open_storage(backend, StorageContext(fingerprint, options, host.page_bytes))

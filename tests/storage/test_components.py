@@ -86,9 +86,10 @@ def check(stores: Stores) -> None:
 
 
 def places(tmp_path: Path) -> dict[str, dict[str, Any]]:
-    disk = {"disk_storage_path": str(tmp_path / "disk"), "max_size": 16 << 20, "min_free_space": 0}
-    file = {"file_storage_path": str(tmp_path / "file"), "min_free_space": 0}
-    tier = {"upper": {"backend": "disk", **disk}, "lower": {"backend": "file", **file}}
+    both = {"min_free_space": 0, "deadline_s": 30.0}
+    disk = {"disk_storage_path": str(tmp_path / "disk"), "max_size": 16 << 20, **both}
+    file = {"file_storage_path": str(tmp_path / "file"), **both}
+    tier = {"upper": {"backend": "disk", **disk}, "lower": {"backend": "file", **file}, "deadline_s": 90.0}
     return {"disk": disk, "file": file, "tier": tier}
 
 

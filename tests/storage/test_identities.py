@@ -44,7 +44,8 @@ def test_a_user_without_a_home_opens_his_store(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", nobody)
-    store = open_storage("file", StorageContext(MINE, {"file_storage_path": str(tmp_path)}, 64))
+    keys = {"file_storage_path": str(tmp_path), "deadline_s": 30.0}
+    store = open_storage("file", StorageContext(MINE, keys, 64))
     assert store.put(["a" * 64], [[memoryview(bytearray(64))]]) == [True]
     assert recall(MINE.digest()[:32]) is None
     store.close()
@@ -54,7 +55,7 @@ def test_stat_says_why_one_store_has_pages_that_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    keys = {"file_storage_path": str(tmp_path / "pages")}
+    keys = {"file_storage_path": str(tmp_path / "pages"), "deadline_s": 30.0}
     for fingerprint, count in ((MINE, 3), (dataclasses.replace(MINE, layout="page_first_direct"), 1)):
         store = open_storage("file", StorageContext(fingerprint, keys, 64))
         names = [f"{number:064x}" for number in range(count)]

@@ -31,7 +31,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_files(folder: Path, fingerprint: PageFingerprint = FINGERPRINT) -> Any:
-    keys = {"file_storage_path": str(folder), "min_free_space": 0}
+    keys = {"file_storage_path": str(folder), "min_free_space": 0, "deadline_s": 30.0}
     return open_storage("file", StorageContext(fingerprint, keys, PAGE_BYTES))
 
 
@@ -218,7 +218,7 @@ def slots(tmp_path: Path) -> Path:
 
 
 def open_slots(folder: Path, fingerprint: PageFingerprint = FINGERPRINT, num_bytes: int = PAGE_BYTES) -> Any:
-    keys = {"disk_storage_path": str(folder), "min_free_space": 0, "max_size": "2MiB"}
+    keys = {"disk_storage_path": str(folder), "min_free_space": 0, "max_size": "2MiB", "deadline_s": 30.0}
     return open_storage("disk", StorageContext(fingerprint, keys, num_bytes))
 
 

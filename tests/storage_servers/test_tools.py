@@ -26,7 +26,7 @@ def run(capsys: Any, *arguments: str) -> tuple[int, str]:
 
 
 def open_files(folder: str) -> Any:
-    keys = {"min_free_space": 0, "file_storage_path": folder}
+    keys = {"min_free_space": 0, "file_storage_path": folder, "deadline_s": 30.0}
     return open_storage("file", StorageContext(FINGERPRINT, keys, PAGE_BYTES))
 
 
