@@ -44,6 +44,13 @@ def file_context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **conf
     return files.context(place / "store", fingerprint, **{"buffer_size": "1MiB"} | config)
 
 
+def object_context(
+    server: Server, folder: str, fingerprint: PageFingerprint = FINGERPRINT, **config: Any
+) -> StorageContext:
+    keys = {"plugin": "OBJ", "timeout_s": 30.0, **s3_keys(server, folder)}
+    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+
+
 class TestNixlFiles(StorageContract, PersistentContract, NamespaceContract, SharedContract, BoundedContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         return NixlBackend(file_context(place, fingerprint, **config))
@@ -75,8 +82,7 @@ class OnServer:
 
     def context(self, place: Path, fingerprint: PageFingerprint, **config: Any) -> StorageContext:
         make_folder(self.server, f"{prefix_of(place)}/{fingerprint.digest()[:32]}")
-        keys = {"plugin": "OBJ", "timeout_s": 30.0, **s3_keys(self.server, prefix_of(place))}
-        return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+        return object_context(self.server, prefix_of(place), fingerprint, **config)
 
 
 class TestNixlObjects(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
@@ -196,8 +202,7 @@ def test_memory_that_nixl_does_not_take_is_an_error_that_leaves_nothing(
 def test_object_that_goes_while_it_is_read_costs_only_itself(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = s3_keys(s3_server, "going") | {"plugin": "OBJ", "timeout_s": 30.0}
-    store = NixlBackend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    store = NixlBackend(object_context(s3_server, "going"))
     put(store, keys_of(8))
     run = store._link.run
 
@@ -217,8 +222,7 @@ def test_error_of_one_object_is_a_miss_beside_those_that_came(
     s3_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And an error where nothing came, as in `s3`."""
-    keys = s3_keys(s3_server, "half") | {"plugin": "OBJ", "timeout_s": 30.0}
-    store = NixlBackend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    store = NixlBackend(object_context(s3_server, "half"))
     put(store, keys_of(8))
     run, failed = store._link.run, {3}
 
@@ -347,9 +351,8 @@ def test_a_file_engine_that_answers_at_its_first_failure_has_one_page_at_a_time(
 
 
 def test_objects_are_those_of_the_s3_backend_and_moved_by_the_plugin(s3_server: Server) -> None:
-    keys = s3_keys(s3_server, "both")
-    nixl = NixlBackend(StorageContext(FINGERPRINT, keys | {"plugin": "OBJ"}, PAGE_BYTES))
-    plain = S3Backend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    nixl = NixlBackend(object_context(s3_server, "both"))
+    plain = S3Backend(StorageContext(FINGERPRINT, s3_keys(s3_server, "both"), PAGE_BYTES))
     put(nixl, keys_of(6))
     put(plain, keys_of(6, start=6))
     assert all(hits(plain, keys_of(12))) and all(hits(nixl, keys_of(12)))
