@@ -21,14 +21,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hiradix.config import (
-    EXTRA_CONFIG_FLAG,
-    PREFETCH_POLICIES,
-    ExtraConfig,
-    load_mapping,
-    redact,
-    require_choice,
-)
+from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
 from hiradix.errors import ConfigError
 from hiradix.storage.registry import load_storage_backend
 
@@ -146,4 +139,4 @@ def _parsed(body: bytes) -> tuple[str, ExtraConfig, str | None]:
         raise ConfigError(f"{KEYS} must be text")
     if policy is not None:
         require_choice(POLICY, policy, PREFETCH_POLICIES)
-    return name, ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text)), policy
+    return name, parse_extra_config(text), policy
