@@ -155,6 +155,17 @@ def test_no_damaged_page_is_served(
     record_property("told", f"{done.total()} faults, none served: {dict(done)}")
 
 
+def test_a_damaged_page_is_seen_beside_one_that_was_checked_before(tmp_path: Path) -> None:
+    lab = Lab(tmp_path, 8)
+    data = bytearray(lab.bytes)
+    data[lab.places[KEYS[1]] * PAGE_BYTES] ^= 1
+    lab.segment.write_bytes(data)
+    store = lab.open(verify="recovered")
+    assert lab.served(store, KEYS[:1]).keys() == {KEYS[0]}
+    assert lab.served(store, KEYS[:2]).keys() == {KEYS[0]}
+    store.close()
+
+
 def test_damage_under_a_running_store_is_seen_if_it_always_verifies(tmp_path: Path) -> None:
     lab = Lab(tmp_path, 7)
     store = lab.open(verify="always")

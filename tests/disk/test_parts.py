@@ -288,6 +288,21 @@ def test_pages_go_in_the_order_of_the_disk_and_to_where_each_was_asked_for(
     io.close()
 
 
+@pytest.mark.parametrize("use_cache", [False, True], ids=["past the cache", "through it"])
+@pytest.mark.parametrize("asked", [[0, 1, 2, 3], [3, 2, 1, 0]])
+def test_pages_of_two_files_are_no_run_where_their_offsets_follow(
+    pages: Path, tmp_path: Path, use_cache: bool, asked: list[int]
+) -> None:
+    other, into = tmp_path / "other", memory(4)
+    other.write_bytes(b"".join(bytes([100 + number]) * PAGE for number in range(100)))
+    io = PageIO(UringEngine(), use_cache, write_direct=False)
+    first, second = (Segment(str(path), direct=not use_cache) for path in (pages, other))
+    moves = [(first if n < 2 else second, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in asked]
+    assert io.read(moves, PAGE) == ([True] * 4, [])
+    assert [into[n * PAGE] for n in range(4)] == [0, 1, 102, 103]
+    io.close()
+
+
 def test_file_size_and_cache_share(pages: Path) -> None:
     fd = os.open(pages, os.O_RDWR)
     assert kernel.file_size(fd) == 100 * PAGE

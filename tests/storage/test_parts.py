@@ -38,6 +38,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.build import GUARD_KEYS
 from hiradix.storage.file_config import FileConfig
+from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import parse_size
 from hiradix.storage.resp import RespStream, encode_around
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
@@ -438,3 +439,12 @@ def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
         theirs.close()
     assert found == [b"+%d" % n for n in range(32)] + [b"-NO %d" % n for n in range(32, 40)]
     assert received == b"".join(h + bytes(p[0]) + t for h, p, t in zip(heads, pages, tails))
+
+
+@pytest.mark.parametrize("length", range(9))
+def test_a_short_value_goes_to_a_pages_beginning(length: int) -> None:
+    """Whatever pieces the page is in: the rest of it, and of a piece that it ends in, stays what it was."""
+    memory = bytearray(b"........")
+    view = memoryview(memory)
+    fill_head(memoryview(b"12345678"[:length]), [view[:3], view[3:3], view[3:4], view[4:]])
+    assert memory == b"12345678"[:length] + b"." * (8 - length)

@@ -354,9 +354,10 @@ def test_bad_keys_are_named(keys: dict[str, Any], message: str) -> None:
         RedisBackend(StorageContext(FINGERPRINT, keys, PAGE_BYTES))
 
 
-def test_unreachable_server_is_refused_at_start() -> None:
+@pytest.mark.parametrize("cluster", [False, True])
+def test_unreachable_server_is_refused_at_start(cluster: bool) -> None:
     with pytest.raises(ConfigError, match="url: cannot use the redis server"):
-        RedisBackend(context(f"redis://127.0.0.1:{free_port()}/0"))
+        RedisBackend(context(f"redis://127.0.0.1:{free_port()}/0", cluster=cluster))
 
 
 def test_large_pages_and_unusual_replies(backend: RedisBackend) -> None:
