@@ -147,7 +147,8 @@ def _inner(context: Any, flags: Any, runtime: Runtime | None) -> RadixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
-    model = _identity(context, flags)
+    # What stays on the device has no name: no weights are read for one.
+    model = _identity(context, flags) if config.enable_hierarchical_cache else ModelIdentity("")
     if context.is_hybrid_swa:
         own = own_params(params, HybridPort)
         return build_hybrid_cache(config, own, hybrid_pools(kvcache), model, runtime)
