@@ -442,6 +442,30 @@ def test_late_read_touches_nobodys_pages(make: Make) -> None:
     assert all(content(page) == b"\x07" * PAGE_BYTES for page in pages)
 
 
+def test_late_lookup_asks_for_the_keys_that_were_given() -> None:
+    """Its caller uses the list for others by then."""
+    asked: list[list[str]] = []
+    memory = MemoryBackend(memory_context(FINGERPRINT, PAGE_BYTES))
+    memory.traits = Traits(namespaced=True)
+    faulty = FaultyBackend(memory)
+    faulty.traits = memory.traits
+    storage = GuardedStorage(faulty, FINGERPRINT, GuardLimits(deadline_s=SHORT_S))
+
+    def late(call: Any, keys: Sequence[str], prefix_keys: Sequence[str]) -> Any:
+        found = faulty.hang(call, keys, prefix_keys)
+        asked.append([*prefix_keys, *keys])
+        return found
+
+    faulty.faults["exists"] = late
+    keys, before = keys_of(2), keys_of(1, 5)
+    assert storage.exists(keys, before) == 0
+    keys[:], before[:] = keys_of(2, 10), keys_of(1, 15)
+    faulty.release.set()
+    wait_for(lambda: storage.stats()["late_answers"] == 1)
+    assert asked == [keys_of(1, 5) + keys_of(2)]
+    storage.close()
+
+
 def test_late_write_stores_what_was_given(make: Make) -> None:
     world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=1))
     world.fault(world.faulty.hang, "put")
