@@ -8,8 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from hiradix.server.app import AppSettings, create_app
+from hiradix.server.flags import OWN_LABELS
 from hiradix.server.service import CacheFigures
-from tests.server.scripted import INFO, MODEL, ScriptedService, application
+from tests.server.scripted import INFO, MODEL, ScriptedService, application, piece
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -134,3 +135,21 @@ def test_a_busy_engine_does_not_break_the_scrape() -> None:
     assert value(scrape(http), "sglang:num_running_reqs") == 2
     reply = http.get("/server_info")
     assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
+
+
+def test_the_labels_that_tell_values_apart_are_those_a_start_refuses() -> None:
+    service, two = ScriptedService(), {"one": 1, "two": 2}
+    service.state = replace(
+        service.state, cache=CacheFigures(unfulfilled=two), storage=two, window=two, state=two
+    )
+    with TestClient(application(service)) as http:
+        for finish_reason in ("stop", "length"):
+            service.script = (piece("x", finish_reason),)
+            assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
+        samples = scrape(http)
+    found = set()
+    for same_name in samples.values():
+        for label in same_name[0][0]:
+            if len({labels[label] for labels, _ in same_name}) > 1:
+                found.add(label)
+    assert found == OWN_LABELS
