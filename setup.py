@@ -7,13 +7,17 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 AT_EACH_TURN = {
-    "policy": "ghd_learner ghd_order ghosts lanes leaves no_regret ranks segments uses write",
+    "policy": "ghd_learner ghd_order ghosts leaves no_regret places segments uses write",
     "cache": "backup core flights load_back pages storing",
     "transfer": "controller counters desk drivers gate jobs runners worker",
     "memory": "allocator",
     "prefix_cache": "figures hiradix lower_tiers radix slots",
 }
-BY_HAND = {"hiradix.tree._ids": "hiradix/tree/_ids.c", "hiradix.policy._gittins": "hiradix/policy/_gittins.c"}
+BY_HAND = {
+    f"hiradix.{folder}.{name}": f"hiradix/{folder}/{name}.c"
+    for folder, names in (("tree", "_ids"), ("policy", "_counting _gittins _lanes"))
+    for name in names.split()
+}
 INTERPRETED = ("__init__", "native")  # of the tree; `native` has two forms, one of them for mypyc to read
 
 

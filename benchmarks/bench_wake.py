@@ -1,4 +1,4 @@
-"""What does it cost a thread to wake another one, as the scheduler's does twice in a turn over the host tier?
+"""What does it cost a thread to wake another one, as the scheduler's does once in a turn over the host tier?
 
     python benchmarks/bench_wake.py
 

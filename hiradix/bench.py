@@ -15,18 +15,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from hiradix import __version__
 from hiradix.bench_client import Answer, ChatServer, Limits, Play, play_phase, replay
 from hiradix.bench_report import SOURCES, compare, percentile, rows, summary, tokens_by_source
+from hiradix.config import require_int
 from hiradix.demo.workload import Workload, make_workload
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, ConfigError
 
 DEFAULT_OUT = Path("build/bench/serve_multiturn.json")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve_multiturn", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="hiradix bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help="OpenAI-compatible servers; the first is measured"
     )
@@ -111,16 +113,39 @@ def _report(urls: Sequence[str], runs: Sequence[Sequence[Answer]]) -> dict[str, 
     return {"machine": machine(), "server": first, "compared": peers}
 
 
+def _check(args: argparse.Namespace) -> None:
+    """ConfigError naming what cannot be measured, or not written down at the end."""
+    require_int("--concurrency", args.concurrency, 1)
+    require_int("--max-tokens", args.max_tokens, 1)
+    require_int("--top-logprobs", args.top_logprobs)
+    for url in args.urls:
+        try:
+            parts = urlsplit(url)
+            is_server = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError as error:
+            raise ConfigError(f"{url}: {error}") from error
+        if not is_server:
+            raise ConfigError(f"{url}: expected http://HOST:PORT")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        was_there = args.out.exists()
+        args.out.open("a").close()
+        if not was_there:
+            args.out.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {args.out}: {error.strerror or error}") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the measurements as JSON, write the result rows; 1: answers differ, 2: it could not run."""
     args = _parser().parse_args(arguments)
     try:
+        _check(args)
         runs = asyncio.run(measure(args.urls, make_workload(), args))
     except CacheError as error:
-        print(f"serve_multiturn: {error}", file=sys.stderr)
+        print(f"hiradix bench: error: {error}", file=sys.stderr)
         return 2
     print(json.dumps(_report(args.urls, runs), indent=2))
     result = {"machine": machine(), "rows": bench_rows(args.urls, runs)}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if all(compare(runs[0], run).holds for run in runs[1:]) else 1

@@ -30,16 +30,28 @@ WRITING: dict[str, dict[str, Any]] = {"file": UNCUT}
 """Keys for stores that are written to: pages that are copied do not drive out others, copied before."""
 PATIENT = {"deadline_s": 60.0, "admin_timeout_s": 3600.0}
 
+INTERRUPTED, NOT_READ = 130, 141
+
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one tool; the process's exit status. 1: something is wrong with the store, 2: with the question."""
+    """Run one tool; the process's exit status. 1: something is wrong with the store, 2: with the question.
+
+    What a shell has for a process that is interrupted (130) or whose output nobody reads (141) is for these.
+    """
     args = _parser().parse_args(list(arguments))
     try:
         with _only_errors_logged(), _without_environment():
             status: int = args.run(args)
+            sys.stdout.flush()
     except CacheError as error:
         print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # what is buffered still is not to be written at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_READ
     except OSError as error:
         print(f"hiradix storage {args.tool}: error: {error}", file=sys.stderr)
         return 1
@@ -166,14 +178,15 @@ def _same_model(name: str, known: Mapping[str, Mapping[str, Any]]) -> str | None
 def verify(args: argparse.Namespace) -> int:
     """Counts pages that read back whole and those that do not; status 1 when there are any of these."""
     address = StoreAddress.parse(args.url, args.set)
-    good = bad = 0
+    good = bad = gone = 0
     with _Stores(address) as stores:
         for batch in _batches(_pages(args)):
-            answers = stores.of(batch[0]).get([page.key for page in batch], _buffers(batch))
-            for page in (page for page, ok in zip(batch, answers) if not ok):
+            found, damaged = stores.read(batch)
+            for page in damaged:
                 print(f"damaged  {page.fingerprint}  {page.key}")
-            good, bad = good + sum(answers), bad + answers.count(False)
-    print(f"{good} pages are whole, {bad} are not")
+            good, bad = good + len(found), bad + len(damaged)
+            gone += len(batch) - len(found) - len(damaged)
+    print(f"{good} pages are whole, {bad} are not{_went(gone)}")
     return 1 if bad else 0
 
 
@@ -198,16 +211,15 @@ def clear(args: argparse.Namespace) -> int:
 def copy(args: argparse.Namespace) -> int:
     """Copies page by page, checked on the way; status 1 when a page could not be read or written."""
     source, target = StoreAddress.parse(args.url, args.set), StoreAddress.parse(args.to, args.set_to)
-    copied = unread = unwritten = 0
+    copied = unread = unwritten = gone = 0
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_pages(args)):
-            buffers = _buffers(batch)
-            ok = sources.of(batch[0]).get([page.key for page in batch], buffers)
-            whole = [(page.key, buffer) for page, buffer, good in zip(batch, buffers, ok) if good]
-            stored = targets.of(batch[0]).put([key for key, _ in whole], [buffer for _, buffer in whole])
-            copied, unread = copied + sum(stored), unread + ok.count(False)
-            unwritten += stored.count(False)
-    print(f"copied {copied} pages; {unread} could not be read, {unwritten} could not be written")
+            found, damaged = sources.read(batch)
+            stored = targets.of(batch[0]).put(list(found), list(found.values()))
+            copied, unread = copied + sum(stored), unread + len(damaged)
+            unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)
+    lost = f"{unread} could not be read, {unwritten} could not be written"
+    print(f"copied {copied} pages; {lost}{_went(gone)}")
     return 1 if unread or unwritten else 0
 
 
@@ -266,6 +278,18 @@ class _Stores:
             self._open[kind] = open_storage(self._address.backend, context)
         return self._open[kind]
 
+    def read(self, batch: Sequence[StoredPage]) -> tuple[dict[str, list[memoryview]], list[StoredPage]]:
+        """Of pages of one fingerprint and length: the whole ones, by key, and those that are damaged or of
+        which the store says nothing. Others went after they were listed, as a server evicted them."""
+        store, buffers = self.of(batch[0]), _buffers(batch)
+        dropped = _figures(store, "backend_read_damaged", "backend_read_foreign")
+        ok = store.get([page.key for page in batch], buffers)
+        whole = {page.key: buffer for page, buffer, good in zip(batch, buffers, ok) if good}
+        lost = [page for page, good in zip(batch, ok) if not good]
+        if _figures(store, "backend_read_damaged", "backend_read_foreign") > dropped:
+            return whole, lost  # files and slots that are damaged are gone, too, by now
+        return whole, [page for page in lost if not _is_absent(store, page.key)]
+
     def __enter__(self) -> _Stores:
         return self
 
@@ -274,19 +298,36 @@ class _Stores:
             store.close()
 
 
+def _figures(store: GuardedStorage, *names: str) -> float:
+    stats = store.stats()
+    return sum(stats.get(name, 0.0) for name in names)
+
+
+def _is_absent(store: GuardedStorage, key: str) -> bool:
+    """Whether the store has answered that it has no such page; no answer is none."""
+    before = _figures(store, "exists_missed_absent")
+    store.exists([key])
+    return _figures(store, "exists_missed_absent") > before
+
+
+def _went(num_pages: int) -> str:
+    return f"; {num_pages} went meanwhile" if num_pages else ""
+
+
 def _uncompressed(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if not key.startswith("compression")}
 
 
 def _batches(pages: Iterable[StoredPage]) -> Iterator[list[StoredPage]]:
-    """Pages of one fingerprint and length together; lists of at most BATCH of them wait in memory."""
-    waiting: dict[tuple[str, int], list[StoredPage]] = {}
+    """Pages of one fingerprint and length together; lists of at most BATCH of them wait in memory. Servers
+    list some pages twice: none is twice in one."""
+    waiting: dict[tuple[str, int], dict[StoredPage, None]] = {}
     for page in pages:
-        batch = waiting.setdefault((page.fingerprint, page.num_bytes), [])
-        batch.append(page)
+        batch = waiting.setdefault((page.fingerprint, page.num_bytes), {})
+        batch[page] = None
         if len(batch) == BATCH:
-            yield waiting.pop((page.fingerprint, page.num_bytes))
-    yield from waiting.values()
+            yield list(waiting.pop((page.fingerprint, page.num_bytes)))
+    yield from map(list, waiting.values())
 
 
 def _buffers(batch: Sequence[StoredPage]) -> list[list[memoryview]]:

@@ -224,13 +224,14 @@ class HostPeer:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """What happens while the model runs: copies end. Not timed, and nothing is applied."""
+        """What happens while the model runs: copies end. Untimed; nothing is applied, nothing started."""
 
     def close(self) -> None:
         """End threads."""
 
     def turn(self, ids: Any, turns: HostTurns) -> None:
-        """A scheduler step with one request: events, match, lock, load back, evict, alloc, insert, unlock."""
+        """A scheduler step with one request: events, match, lock, load back, evict, alloc, the forward pass,
+        insert, unlock."""
         key = self.key(ids)
         process = time.process_time()
         begin = now()
@@ -254,11 +255,11 @@ class HostPeer:
         seconds = now() - begin
         assert new is not None, f"no room for {num_new} tokens"
         slots = torch.cat([slots, new])
+        self.settle()
         begin = now()
         self.insert(key, slots, match.num_device + num_loaded)
         self.unlock(receipt)
         turns.seconds.append(seconds + now() - begin)
-        self.settle()
         turns.all_threads_s += time.process_time() - process
         turns.num_tokens += len(ids)
         turns.num_device += match.num_device

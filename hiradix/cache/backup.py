@@ -48,6 +48,8 @@ class Down:
 
     def copies(self) -> list[Copy]:
         """What the controller copies beside the backbone."""
+        if not self.others:
+            return []
         source = gathered(self.others, (c for c in self.host if c != BACKBONE))
         return [Copy(pages, self.host[c], c) for c, pages in source.items()]
 
@@ -151,12 +153,10 @@ class Backup:
         """Of the path from page `start` to `node`: (where what is worth its room ends, the last node that the
         host has room for or None)."""
         learns = is_new and self._learner is not None
-        if not learns and node.end - start <= self._supply.host_room():
+        refused = self._refused(node, node.end - start) if learns else 0
+        if refused <= 0 and (learns or node.end - start <= self._supply.host_room()):
             return node.end, node
-        nodes = list(self._tree.path(node, start))
-        nodes.reverse()
-        if nodes and learns:
-            nodes = self._admitted(nodes)
+        nodes = self._admitted(node, start, node.end - refused)
         fitting = self._fitting(nodes)
         return nodes[-1].end if nodes else start, fitting[-1] if fitting else None
 
@@ -176,20 +176,24 @@ class Backup:
             room -= n.num_pages
         return nodes
 
-    def _admitted(self, nodes: list[Node]) -> list[Node]:
-        """Of a root-first run, cut if need be, what is worth more than what leaves for it at once."""
-        assert self._learner is not None and self._supply.host is not None
-        last, start = nodes[-1], nodes[0].start
-        short = last.end - start - self._supply.host.available
+    def _refused(self, node: Node, num_pages: int) -> int:
+        """Of the last `num_pages` of the path of `node`, those not worth more than what would have to leave
+        for them; for the others it leaves at once."""
+        assert self._supply.host is not None
+        short = num_pages - self._supply.host.available
         if short <= 0:
-            return nodes
-        refused = short - self._evict_for(last, short)
-        if refused <= 0:
-            return nodes
+            return 0
+        refused = max(short - self._evict_for(node, short), 0)
         self._counters.write_refused += refused
-        end = last.end - refused
-        self._tree.cut(last, end)
-        return [n for n in self._tree.path(last, start) if n.end <= end][::-1]
+        return refused
+
+    def _admitted(self, node: Node, start: int, end: int) -> list[Node]:
+        """The path of `node` from page `start` up to `end`, cut there if need be, root first."""
+        if end < node.end:
+            self._tree.cut(node, end)
+        nodes = [n for n in self._tree.path(node, start) if n.end <= end]
+        nodes.reverse()
+        return nodes
 
     def _evict_for(self, node: Node, num_pages: int) -> int:
         """Evict host pages that are worth less than `node`; how many, about `num_pages` at most."""
@@ -217,22 +221,27 @@ class Backup:
 
     def _with_pages(self, node: Node, start: int, others: list[Segment]) -> Down | None:
         """Host pages for it all; None if they cannot be had."""
-        host = self._supply.alloc_all_host({**sizes(others), BACKBONE: node.end - start})
+        num_pages = sizes(others)
+        num_pages[BACKBONE] = node.end - start
+        host = self._supply.alloc_all_host(num_pages)
         return None if host is None else Down(node, start, others, host)
 
     def _write(self, down: Down, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""
         node, host_pages = down.node, down.host[BACKBONE]
         source = self._tree.pages(node, DEVICE, start=down.start) if len(host_pages) else NO_PAGES
-        sources = [(BACKBONE, source), *((s.component, s.pages) for s in down.others)]
+        sources, num_pages = [(BACKBONE, source)], 0
+        for segment in down.others:
+            sources.append((segment.component, segment.pages))
         for component, pages in sources:
             ids.mark(self._writing[component], pages, True)
-        ticket = self._controller.write(source, host_pages, down.copies())
+            num_pages += len(pages)
+        ticket = self._controller.defer_write(source, host_pages, down.copies())
 
         def done(result: Result) -> None:
             for component, pages in sources:
                 ids.mark(self._writing[component], pages, False)
-            ok = result.num_pages == sum(map(len, down.host.values()))
+            ok = result.num_pages == num_pages
             if ok:
                 self._counters.written += len(source)
                 self._adopt(down)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -48,9 +49,9 @@ from hiradix.storage import Stores
 from hiradix.transfer import JobKind, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Tier
 
-STORAGE_STOP_S = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
-CLOCK_STEP_S = 1e-6  # what ranks agree on is no finer
-COPY_WAIT_S = 5.0  # longest the scheduler waits for device copies that free pages
+STORAGE_STOP_S: Final = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
+CLOCK_STEP_S: Final = 1e-6  # what ranks agree on is no finer
+COPY_WAIT_S: Final = 5.0  # longest the scheduler waits for device copies that free pages
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ class HierarchicalCache:
         return self._load_back.load(match.loadable_node, quota_pages)
 
     def start_loading(self) -> int:
-        """Launch queued loads; the gate slot the next forward waits on, -1 when nothing is loading."""
+        """Launch queued loads and writes; the gate slot the next forward waits on, -1 if nothing loads."""
         return -1 if self._load_back is None else self._load_back.start_loading()
 
     def insert(

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
 from hiradix.transfer import JobKind, Result, Ticket
 
-NOTHING: PagesOf = MappingProxyType({})
+NOTHING: Final[PagesOf] = MappingProxyType({})
 
 
 class Flight:

@@ -102,12 +102,14 @@ class LoadBack:
         asked = node.end - start
         if not asked and not others:
             return 0
-        num_pages = {**sizes(others), BACKBONE: asked}
+        num_pages = sizes(others)
+        num_pages[BACKBONE] = asked
+        total = sum(num_pages.values())
         is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
             return None
-        if not self.no_regret.takes(Move.LOAD, sum(num_pages.values())):
+        if not self.no_regret.takes(Move.LOAD, total):
             self._counters.load_too_slow += asked
             return None
         locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))
@@ -118,7 +120,7 @@ class LoadBack:
             return None
         # making room may have applied results, which may have split nodes
         self._submit(Up(node, start, self._others(node)), pages, locks)
-        return sum(num_pages.values())
+        return total
 
     def _others(self, node: Node) -> list[Segment]:
         """What a boundary at `node` lacks on the device of further components."""
@@ -202,14 +204,17 @@ class LoadBack:
             return -1
         failed = self._drop_ended()
         self._controller.layer_done_counter.set_readable(self._started)
-        return failed[0] if failed else max(self._started, default=-1)
+        latest = -1
+        for other in self._started:
+            latest = max(latest, other)
+        return failed[0] if failed else latest
 
     def _drop_ended(self) -> list[int]:
         """Forget started slots that matter to no reader. Returns which of the others failed, oldest first."""
         first, under_way = self._first_failed_slot(), self._flights.lane(JobKind.LOAD).keys()
         failed, ended = [], []
         for slot, tickets in self._started.items():
-            has_failed = slot == first or not self._lost.isdisjoint(tickets)
+            has_failed = slot == first or (bool(self._lost) and not self._lost.isdisjoint(tickets))
             if under_way.isdisjoint(tickets) and not (has_failed and self._has_garbage):
                 ended.append(slot)
             elif has_failed:
@@ -220,9 +225,9 @@ class LoadBack:
 
     def _find_failed_slot(self) -> float:
         """The oldest started slot that failed, known as soon as its worker says so; inf if none has."""
-        error = self._controller.layer_done_counter.error
+        gate = self._controller.layer_done_counter
         for slot in self._started:
-            if error(slot) is not None:
+            if gate.error(slot) is not None:
                 return slot
         return math.inf
 

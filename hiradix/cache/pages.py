@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,8 @@ import numpy.typing as npt
 from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
 
 Pages = npt.NDArray[np.int32]
-NO_PAGES: Pages = np.empty(0, np.int32)
-BACKBONE = 0
+NO_PAGES: Final[Pages] = np.empty(0, np.int32)
+BACKBONE: Final = 0
 
 Share = Callable[[Callable[[], float]], Callable[[], float]]
 """Makes what one rank measures a number all ranks agree on; with one rank the same function."""

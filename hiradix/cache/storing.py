@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import Final
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
@@ -19,7 +20,7 @@ from hiradix.transfer import JobKind, Result, Tail, TransferController
 from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
 from hiradix.tree.view import extended
 
-OFFER_AGAIN_USES = 64  # a node used that often is offered to storage again, which may have forgotten it
+OFFER_AGAIN_USES: Final = 64  # a node used that often is offered to storage again, which may have lost it
 
 
 class Storing:

@@ -33,6 +33,7 @@ from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
 from hiradix.engine.pools import EnginePools, build_pools
 from hiradix.engine.ports import PrefixCache, is_transferring
+from hiradix.engine.rank_storage import Attach, attach_on_ranks, open_timeout_s
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
 from hiradix.engine.slots import free_tokens
@@ -44,6 +45,7 @@ from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
     CacheInitParams,
+    HiRadixCache,
     ModelIdentity,
     StateRadixCache,
     build_hybrid_cache,
@@ -96,6 +98,7 @@ class Engine:
         self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
         self._ended: list[Output] = []
         self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
+        self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
         self._gates = LoadGates(getattr(self.cache, "layer_done_counter", None), group)
         self._check = config.check or os.environ.get("HIRADIX_CHECK") == "1"
         self.is_blocked = False
@@ -169,6 +172,8 @@ class Engine:
         if parts:
             outputs += self._run(parts)
             self.num_steps += 1
+            if not self.has_work:
+                self.cache.ready_to_load_host_cache()  # no further step comes that starts this one's writes
         self.is_blocked = not parts and self.has_work
         running = self._scheduler.running
         self.cache.check_conservation(sum(r.num_allocated - r.cache_protected_len for r in running))
@@ -239,6 +244,9 @@ class Engine:
         """Attach a storage backend while serving; (ok, message). Refused unless idle."""
         if (refused := self.refusal("attach")) is not None:
             return False, refused
+        if self._open_timeout_s is not None and isinstance(self.cache, HiRadixCache):
+            asked = Attach(name, extra_config_json, prefetch_policy, write_policy)
+            return attach_on_ranks(self.cache, asked, self._open_timeout_s)
         return self.cache.attach_storage_backend(
             name, extra_config_json, self.model_name, prefetch_policy, write_policy
         )

@@ -24,10 +24,10 @@ from hiradix.errors import ConfigError
 from hiradix.events.config import FLAG, WILDCARDS, KVEventsConfig, split_tcp
 from hiradix.events.encode import encoder
 from hiradix.events.recorder import KVEvents, Note
+from hiradix.events.replays import Replays
 
 logger = logging.getLogger(__name__)
 
-END = (-1).to_bytes(8, "big", signed=True)
 LINGER_MS = 500  # what was sent may take so long to leave when the publisher closes
 RANK = 0  # of the data-parallel replica: there is one
 
@@ -56,13 +56,15 @@ class Publisher:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._pub = self._open(zmq.PUB, "endpoint", config.hwm, host)
-            self._router = None
+            self._router = self._replays = None
             if config.replay_endpoint is not None:
                 self._router = self._open(zmq.ROUTER, "replay_endpoint", config.buffer_steps + 2, host)
+                topic = None if config.encoding == "array" else config.topic.encode()
+                self._replays = Replays(self._router, self._kept_from, topic)
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        targets = [self._send_all] if self._router is None else [self._send_all, self._replay_all]
+        targets = [self._send_all] if self._replays is None else [self._send_all, self._replays.serve]
         self._threads = [threading.Thread(target=t, name="hiradix-events", daemon=True) for t in targets]
         for thread in self._threads:
             thread.start()
@@ -170,30 +172,10 @@ class Publisher:
             self.num_sent += 1
         self._pub.send_multipart((self.config.topic.encode(), number.to_bytes(8, "big"), payload))
 
-    # -- the replayer's thread ----------------------------------------------------------------
-
-    def _replay_all(self) -> None:
-        router = self._router
-        assert router is not None
-        try:
-            while True:
-                request = router.recv_multipart()
-                if len(request) == 3 and len(request[2]) == 8:
-                    self._replay(router, request[0], int.from_bytes(request[2], "big"))
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            router.close()
-
-    def _replay(self, router: zmq.Socket[bytes], who: bytes, first: int) -> None:
-        """Send the kept messages from number `first` on, and an end."""
+    def _kept_from(self, first: int) -> list[tuple[int, bytes]]:
+        """The kept messages from number `first` on. Any thread."""
         with self._lock:
-            messages = [message for message in self._kept if message[0] >= first]
-        is_old = self.config.encoding == "array"  # whose replies have no topic
-        topic = [] if is_old else [self.config.topic.encode()]
-        for number, payload in messages:
-            router.send_multipart([who, b"", *topic, number.to_bytes(8, "big"), payload])
-        router.send_multipart([who, b"", *([] if is_old else [b""]), END, b""])
+            return [message for message in self._kept if message[0] >= first]
 
 
 def _port(socket: zmq.Socket[bytes]) -> int | None:

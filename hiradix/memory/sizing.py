@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,11 +70,11 @@ def size_host_pools(
 
     page_bytes, device_pages: of each pool; the first, the backbone's, is what a ratio counts.
     """
-    shares = [pages / device_pages[0] for pages in device_pages]
-    bytes_per_page = math.ceil(sum(own * share for own, share in zip(page_bytes, shares, strict=True)))
-    plan = plan_host_pool(bytes_per_page, device_pages[0], config, available_bytes(), num_ranks)
+    backbone = device_pages[0]
+    all_bytes = sum(own * pages for own, pages in zip(page_bytes, device_pages, strict=True))
+    plan = plan_host_pool(-(-all_bytes // backbone), backbone, config, available_bytes(), num_ranks)
     logger.info("%s", plan)
-    return [max(1, int(plan.num_pages * share)) for share in shares]
+    return [max(1, plan.num_pages * pages // backbone) for pages in device_pages]
 
 
 def plan_host_pool(

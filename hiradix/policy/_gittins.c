@@ -5,8 +5,16 @@
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <Python.h>
 #include <numpy/arrayobject.h>
+#include <string.h>
 
 #define BUCKETS 64
+#define FAMILIES 3
+#define PRIOR_REUSE 0.3
+#define FAMILY_VOTES 10.0
+#define REUSE_VOTES 6.0
+#define SHAPE_VOTES 32.0
+#define MAX_HAZARD 0.999
+#define MAX_REUSE 0.995
 
 static int is_table(PyObject *object, int num_dims)
 {
@@ -81,7 +89,138 @@ static PyObject *index_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return found;
 }
 
+/* The sum of a row, in numpy's order. */
+static double sum_of(const double *row)
+{
+    double r[8];
+    memcpy(r, row, sizeof(r));
+    for (int b = 8; b < BUCKETS; b++) {
+        r[b % 8] += row[b];
+    }
+    return ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
+}
+
+static double least_of(double one, double other)
+{
+    return one < other ? one : other;
+}
+
+/* A family's hazard, and from it its reuse and the density of its think times. */
+static double family_hazard(const double *used, const double *exposed, double *hazard, double *density)
+{
+    double alive = 1, before[BUCKETS];
+    for (int b = 0; b < BUCKETS; b++) {
+        double prior = PRIOR_REUSE / BUCKETS / (1 - PRIOR_REUSE / BUCKETS * b);
+        hazard[b] = least_of((used[b] + FAMILY_VOTES * prior) / (exposed[b] + FAMILY_VOTES), MAX_HAZARD);
+        before[b] = alive;
+        alive *= 1 - hazard[b];
+    }
+    double reuse = 1 - alive;
+    for (int b = 0; b < BUCKETS; b++) {
+        density[b] = before[b] * hazard[b] / reuse;
+    }
+    return reuse;
+}
+
+/* The same of a class below, from its parent's reuse and its family's density. */
+static double class_hazard(const double *votes, double parent, const double *density, double *hazard)
+{
+    const double *used = votes, *exposed = votes + BUCKETS, *started = votes + 2 * BUCKETS;
+    double weighted[BUCKETS], sum = 0;
+    for (int b = 0; b < BUCKETS; b++) {
+        weighted[b] = started[b] * density[b];
+    }
+    double seen = sum_of(used), all = sum_of(weighted);
+    double reuse = least_of((seen + REUSE_VOTES * parent) / ((all > seen ? all : seen) + REUSE_VOTES), MAX_REUSE);
+    for (int b = 0; b < BUCKETS; b++) {
+        sum = b ? sum + density[b] : density[b];
+        double expected = reuse * density[b] / (1 - reuse * (sum - density[b]));
+        hazard[b] = least_of((used[b] + SHAPE_VOTES * expected) / (exposed[b] + SHAPE_VOTES), MAX_HAZARD);
+    }
+    return reuse;
+}
+
+/* Add each class's votes to its parent's, the deepest first; and have none used more often than it could be. */
+static void add_up(double *votes, const npy_int64 *parents, const npy_int64 *levels, npy_intp count, npy_int64 deepest)
+{
+    for (npy_int64 level = deepest; level > 0; level--) {
+        for (npy_intp c = 0; c < count; c++) {
+            for (int i = 0; levels[c] == level && i < 3 * BUCKETS; i++) {
+                votes[parents[c] * 3 * BUCKETS + i] += votes[c * 3 * BUCKETS + i];
+            }
+        }
+    }
+    for (int i = 0; i < 3 * BUCKETS; i++) {
+        votes[i] += votes[3 * BUCKETS + i] + votes[2 * 3 * BUCKETS + i];
+    }
+    for (npy_intp i = 0; i < count * 3 * BUCKETS; i++) {
+        if (i / BUCKETS % 3 == 1 && votes[i] < votes[i - BUCKETS]) {
+            votes[i] = votes[i - BUCKETS];
+        }
+    }
+}
+
+/* The deepest level; -1 and TypeError for what is no tree of classes with votes. */
+static npy_int64 depth_of(PyObject *const *args)
+{
+    PyArrayObject *votes = (PyArrayObject *)args[0];
+    npy_intp count = 0;
+    npy_int64 deepest = 0;
+    int good = PyArray_Check(args[0]) && PyArray_TYPE(votes) == NPY_DOUBLE && PyArray_NDIM(votes) == 3 && PyArray_ISCARRAY(votes)
+        && PyArray_DIM(votes, 1) == 3 && PyArray_DIM(votes, 2) == BUCKETS && (count = PyArray_DIM(votes, 0)) >= FAMILIES;
+    for (int i = 1; good && i < 4; i++) {
+        PyArrayObject *array = (PyArrayObject *)args[i];
+        good = PyArray_Check(args[i]) && PyArray_TYPE(array) == NPY_INT64 && PyArray_NDIM(array) == 1
+            && PyArray_DIM(array, 0) == count && PyArray_ISCARRAY_RO(array);
+    }
+    for (npy_intp c = 0; good && c < count; c++) {
+        npy_int64 parent = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[1]))[c];
+        npy_int64 family = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[2]))[c];
+        npy_int64 level = ((npy_int64 *)PyArray_DATA((PyArrayObject *)args[3]))[c];
+        good = parent >= 0 && parent <= c && family >= 0 && family < FAMILIES && level >= 0 && level < BUCKETS
+            && (level == 0) == (c < FAMILIES);
+        deepest = level > deepest ? level : deepest;
+    }
+    if (!good) {
+        PyErr_Format(PyExc_TypeError, "no votes of classes in %d age buckets, with parents, families and levels", BUCKETS);
+    }
+    return good ? deepest : -1;
+}
+
+static PyObject *hazard_of(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 4) {
+        return PyErr_Format(PyExc_TypeError, "hazard_of takes 4 arguments, not %zd", nargs);
+    }
+    npy_int64 deepest = depth_of(args);
+    npy_intp shape[2] = {deepest < 0 ? 0 : PyArray_DIM((PyArrayObject *)args[0], 0), BUCKETS};
+    PyObject *found = deepest < 0 ? NULL : PyArray_SimpleNew(2, shape, NPY_DOUBLE);
+    double *reuse = found == NULL ? NULL : PyMem_Malloc(shape[0] * sizeof(double));
+    if (reuse == NULL) {
+        Py_XDECREF(found);
+        return deepest < 0 ? NULL : PyErr_NoMemory();
+    }
+    double *votes = PyArray_DATA((PyArrayObject *)args[0]), *hazard = PyArray_DATA((PyArrayObject *)found);
+    const npy_int64 *parents = PyArray_DATA((PyArrayObject *)args[1]), *families = PyArray_DATA((PyArrayObject *)args[2]);
+    const npy_int64 *levels = PyArray_DATA((PyArrayObject *)args[3]);
+    double density[FAMILIES][BUCKETS];
+    add_up(votes, parents, levels, shape[0], deepest);
+    for (npy_int64 level = 0; level <= deepest; level++) {
+        for (npy_intp c = 0; c < shape[0]; c++) {
+            const double *own = votes + c * 3 * BUCKETS;
+            if (level == 0 && c < FAMILIES) {
+                reuse[c] = family_hazard(own, own + BUCKETS, hazard + c * BUCKETS, density[c]);
+            } else if (level && levels[c] == level) {
+                reuse[c] = class_hazard(own, reuse[parents[c]], density[families[c]], hazard + c * BUCKETS);
+            }
+        }
+    }
+    PyMem_Free(reuse);
+    return found;
+}
+
 static PyMethodDef methods[] = {
+    {"hazard_of", (PyCFunction)(void (*)(void))hazard_of, METH_FASTCALL, NULL},
     {"index_of", (PyCFunction)(void (*)(void))index_of, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };

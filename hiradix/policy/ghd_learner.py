@@ -7,7 +7,7 @@ from typing import Final
 
 from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
-from hiradix.policy.lanes import INFINITE
+from hiradix.policy.places import INFINITE
 from hiradix.policy.segments import Segments
 from hiradix.policy.uses import HINTS, Finished, Note, UseLog
 from hiradix.tree import Node, RadixKey, Tier
@@ -74,23 +74,24 @@ class GhdLearner(UseLog):
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         self.segments.forget(note.segment, num_pages)
 
-    def was_noted(self, used: list[int], notes: list[Note]) -> None:
+    def was_used(self, note: Note, gap: int, num_pages: int) -> None:
+        self.segments.use(note.segment, gap, num_pages)
+
+    def was_noted(self, notes: list[Note]) -> None:
         """Of a request's pages all that are in a class have one vote."""
-        segments = self.segments
-        if used:
-            segments.use(used)
-        if len(notes) == 1:
-            note = notes[0]
-            note.segment = segments.start(note.class_id, note.num_pages, self.clock)
-        for note in notes:
-            if note.segment < 0:
-                class_id, num_pages = note.class_id, 0
-                alike = [other for other in notes if other.class_id == class_id]
-                for other in alike:
-                    num_pages += other.num_pages
-                number = segments.start(class_id, num_pages, self.clock)
-                for other in alike:
-                    other.segment = number
+        count = len(notes)
+        for i in range(count):
+            note = notes[i]
+            if note.segment >= 0:
+                continue
+            class_id, num_pages = note.class_id, note.num_pages
+            for j in range(i + 1, count):
+                if notes[j].class_id == class_id:
+                    num_pages += notes[j].num_pages
+            note.segment = number = self.segments.start(class_id, num_pages, self.clock)
+            for j in range(i + 1, count):
+                if notes[j].class_id == class_id:
+                    notes[j].segment = number
         self._requests = count = self._requests + 1
         if count % _COUNT_FIRST == 0 and count % self._interval() == 0:
             self._is_due = True

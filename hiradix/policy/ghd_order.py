@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import INFINITE, Lanes, Place
+from hiradix.policy.lanes import Lanes
 from hiradix.policy.leaves import NONE_GONE, exposed_parent, is_blocked
+from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.uses import Note, Use, UseLog
-from hiradix.tree import Node, OrderContext, Tier
+from hiradix.tree import LruOrder, Node, OrderContext, Tier
 from hiradix.tree.node import Residency
 
 _NOBODY = Use(0, 0, EMPTY)
@@ -43,35 +44,34 @@ class LaneOrder:
         self.tier = context.tier
         self._log = log
         self._tables = tables
-        self._live: set[Residency] = set()
+        self._members = LruOrder(context)  # by when they came: only who is one is asked of it
         self._fresh: list[Place] = []  # on their way to a lane
+        self._most_fresh = 64  # before those that are void are taken out
         self._lanes = Lanes(tables)
         self._newborn = Note(_NOBODY, 0, CONVERSATION, 0)
 
     def __iter__(self) -> Iterator[Residency]:
-        return iter(self._live)
+        return iter(self._members)
 
     def push(self, entries: Iterable[Residency]) -> None:
         if not isinstance(entries, list):
             entries = list(entries)
-        self._live.update(entries)
+        members = self._members
+        members.push(entries)
+        self.num_pages = num_pages = members.num_pages
         if not self._is_plain:
             self.touched(entries)
-            self.num_pages += _pages_of(entries)
-        elif entries:  # a path without gaps, deepest first: what follows has a child
-            self._came(entries[0])
-            deepest, top = entries[0].node, entries[-1].node
-            assert deepest is not None and top is not None
-            self.num_pages += deepest.end - top.start
-        if self.num_pages > self._most_pages:
-            self._most_pages = self.num_pages
-            self._log.grow(self.num_pages)
+        elif entries:
+            self._came(entries[0])  # a path without gaps, deepest first: what follows has a child
+        if num_pages > self._most_pages:
+            self._most_pages = num_pages
+            self._log.grow(num_pages)
 
     def remove(self, entries: Iterable[Residency]) -> None:
         if not isinstance(entries, list):
             entries = list(entries)
-        self._live.difference_update(entries)
-        self.num_pages -= _pages_of(entries)  # a path too, but in any order
+        self._members.remove(entries)
+        self.num_pages = self._members.num_pages
 
     def touched(self, entries: Iterable[Residency]) -> None:
         """As `remove` and `push` of them, but that a place stands for as long as its note does."""
@@ -90,8 +90,8 @@ class LaneOrder:
                 covering = node
 
     def dropped(self, entry: Residency) -> None:
-        self._live.remove(entry)
-        self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
+        self._members.dropped(entry)
+        self.num_pages = self._members.num_pages
         is_inherited = self._context.backbone and entry.rank is not None and self._inherited(entry)
         if entry.rank is not None:
             self._unseat(entry)
@@ -121,7 +121,7 @@ class LaneOrder:
         if parent is None or parent.note is not place.note:
             return False
         above = parent.host if self._covers else parent.device
-        if above not in self._live or not (self._covers or parent.num_device_children == 1):
+        if above.hotter is None or not (self._covers or parent.num_device_children == 1):
             return False
         own: Place | None = above.rank
         if own is not None:
@@ -136,7 +136,7 @@ class LaneOrder:
         """`entry` has no place any more, or one by another note: its parent's may need one."""
         node = entry.node
         parent = None if node is None else node.parent or node.heir
-        if parent is not None and parent.host in self._live:
+        if parent is not None and parent.host.hotter is not None:
             self._came(parent.host, gone)
 
     def _is_stale(self, place: Place, node: Node) -> bool:
@@ -153,8 +153,9 @@ class LaneOrder:
         entry.rank = place = Place(entry, node.note or known or self._unused(), node.start)
         fresh = self._fresh
         fresh.append(place)
-        if len(fresh) > 64 and len(fresh) > 2 * len(self._live) + 64:
-            self._fresh = [p for p in fresh if p.entry is not None and p.entry.node is not None]
+        if len(fresh) > self._most_fresh:
+            self._fresh = fresh = [p for p in fresh if p.entry is not None and p.entry.node is not None]
+            self._most_fresh = 2 * len(fresh) + 64
 
     def _unused(self) -> Note:
         """The note of what no finished request has used: as if used just now."""
@@ -165,8 +166,9 @@ class LaneOrder:
     def _unseat(self, entry: Residency) -> None:
         place: Place = entry.rank
         entry.rank = place.entry = None
-        if place.lane is not None:
-            self._lanes.left(place, place.lane)
+        if place.seat is not None:
+            self._lanes.left(place, place.seat)
+            place.seat = None
 
     def _reseat(self, entry: Residency) -> None:
         place: Place = entry.rank
@@ -181,29 +183,27 @@ class LaneOrder:
         if self._covers:
             self._uncover(entry)
 
-    def _settle(self, gone: Mapping[int, int] = NONE_GONE) -> None:
-        """Bring the lanes up to date: who has come, and what has grown older."""
-        self._lanes.settle(self._log.clock)
-        while self._fresh:
-            self._enter_fresh(gone)
-
-    def _enter_fresh(self, gone: Mapping[int, int]) -> None:
+    def _enter_fresh(self, gone: Mapping[int, int] = NONE_GONE) -> None:
         """Give the leaves that have come to their lanes, as far as they still are some."""
         sign = -1 if self._context.backbone else 1
-        left: list[Residency] = []
-        for place in self._fresh:
-            entry = place.entry
-            if entry is None:
-                continue
-            if entry not in self._live or is_blocked(self._context, entry, gone):
-                self._unseat(entry)
-                left.append(entry)
-            else:
-                self._lanes.enter(place, sign * place.start)
-        self._fresh.clear()
-        if self._covers:
-            for entry in left:
-                self._uncover(entry, gone)
+        lanes = self._lanes
+        lanes.settle(self._log.clock)
+        while fresh := self._fresh:
+            left: list[Residency] = []
+            for place in fresh:
+                entry = place.entry
+                if entry is None:
+                    continue
+                if entry.hotter is None or is_blocked(self._context, entry, gone):
+                    self._unseat(entry)
+                    left.append(entry)
+                else:
+                    note = place.note
+                    place.seat = lanes.enter(place, note.class_id, note.clock, sign * place.start)
+            fresh.clear()
+            if self._covers:
+                for entry in left:
+                    self._uncover(entry, gone)
 
     # -- choosing ---------------------------------------------------------------------------
 
@@ -214,21 +214,19 @@ class LaneOrder:
     def peek(self) -> Residency | None:
         """As `coldest`, by what has been counted so far."""
         entry = self._best(NONE_GONE)
-        if entry is None:
-            return None
-        place: Place = entry.rank
-        return None if place.lane is None or place.lane.rank >= self.limit else entry
+        return None if self.limit != INFINITE and self._lanes.rank >= self.limit else entry
 
     def _best(self, gone: Mapping[int, int]) -> Residency | None:
         """The leaf to go next; what is none, or not in the order, loses its place on the way."""
         while True:
-            self._settle(gone)
-            place = self._lanes.first()
+            if self._fresh:
+                self._enter_fresh(gone)
+            place: Place | None = self._lanes.first(self._log.clock)
             if place is None:
                 return None
             entry = place.entry
             assert entry is not None, "the head of a lane has left"
-            if entry.node is None or entry not in self._live or is_blocked(self._context, entry, gone):
+            if entry.node is None or entry.hotter is None or is_blocked(self._context, entry, gone):
                 self._unseat(entry)
                 if self._covers:
                     self._uncover(entry, gone)
@@ -252,7 +250,8 @@ class LaneOrder:
                 break  # nobody asks who follows: it may keep its place
             self._unseat(entry)
             above = exposed_parent(self._context, entry.node, gone)
-            if above in self._live and above not in found:  # a mirror goes before what is below it
+            if above is not None and above.hotter is not None and above not in found:
+                # a mirror goes before what is below it
                 self._came(above, gone)
         for entry, note in found.items():
             if entry.rank is None:
@@ -261,27 +260,22 @@ class LaneOrder:
 
     def worth(self, note: Note | None) -> float:
         """The index of what has just been used as `note`."""
-        return self._tables.ranks(CONVERSATION if note is None else note.class_id).index[0]
+        return float(self._tables.index[CONVERSATION if note is None else note.class_id, 0])
 
     # -- the tree changes -------------------------------------------------------------------
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        self._live.add(upper)
+        self._members.split(entry, upper)
         if entry.rank is not None:
             self._reseat(entry)  # it begins deeper
-        if not is_blocked(self._context, upper):
+        is_covered = self._covers and upper.node is not None and upper.node.note is not None
+        if not is_covered and not is_blocked(self._context, upper):
             self._seat(upper)
 
     def expose(self, entry: Residency) -> None:
-        if entry in self._live:
+        if entry.hotter is not None:
             before = entry.rank
             self._came(entry)
             if self._covers and before is not None and before is not entry.rank:
                 self._uncover(entry)
 
-
-def _pages_of(entries: list[Residency]) -> int:
-    count = 0
-    for entry in entries:
-        count += len(entry.pages)  # type: ignore[arg-type]
-    return count

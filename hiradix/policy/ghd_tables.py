@@ -6,6 +6,7 @@ same decisions. Arithmetic is IEEE add, multiply, divide in a fixed order: equal
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -14,8 +15,8 @@ from zipfile import BadZipFile
 import numpy as np
 
 from hiradix.errors import ConfigError
-from hiradix.policy.gittins import index_of
-from hiradix.policy.gittins_numpy import Floats
+from hiradix.policy.gittins import hazard_of, index_of
+from hiradix.policy.gittins_numpy import Floats, Ints
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 
 ClassKey: TypeAlias = tuple[int, ...]
@@ -26,11 +27,6 @@ SHARED: Final = 1
 CONVERSATION: Final = 2
 FAMILIES: tuple[ClassKey, ...] = ((), (SHARED,), (CONVERSATION,))
 
-_PRIOR_REUSE = 0.3  # of what nothing is known about, spread evenly over the buckets
-_FAMILY_VOTES = 10.0  # of the prior, against what a family has seen
-_REUSE_VOTES = 6.0  # of the parent's share that comes back, against the class's own
-_SHAPE_VOTES = 32.0  # of the family's think times, against the class's own
-_MAX_HAZARD, _MAX_REUSE = 0.999, 0.995
 _VERSION = 1
 # RuntimeError: an archive whose flags say that it is encrypted, or made by a later version.
 _UNREADABLE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, BadZipFile, zlib.error)
@@ -53,14 +49,14 @@ class ClassTables:
         self._ids: dict[ClassKey, int] = {}
         self._parents: list[int] = []
         self._families: list[int] = []
-        self._levels: list[list[int]] = []  # class ids by depth, families first
+        self._levels: list[int] = []  # below the families, which have 0
         shape = (MAX_CLASSES, BUCKETS)
         self.used: Floats = np.zeros(shape)
         self.exposed: Floats = np.zeros(shape)
         self.started: Floats = np.zeros(shape)
         self._index: Floats = np.zeros(shape)
         self._least: Floats = np.zeros(shape)
-        self._falls = np.zeros(shape, np.int64)
+        self._falls: Ints = np.zeros(shape, np.int64)
         self._counted: Floats | None = None  # what the index is to follow from, used or not
         self._new: list[tuple[int, int]] = []  # classes since, and their parents, whose rows will be theirs
         self.version = 0  # of the index
@@ -92,10 +88,7 @@ class ClassTables:
         self.keys.append(key)
         self._parents.append(parent)
         self._families.append(number if is_family else self._families[parent])
-        level = 0 if is_family else len(key) - 1
-        while len(self._levels) <= level:
-            self._levels.append([])
-        self._levels[level].append(number)
+        self._levels.append(0 if is_family else len(key) - 1)
 
     def decay(self, factor: float) -> None:
         for table in (self.used, self.exposed, self.started):
@@ -123,6 +116,16 @@ class ClassTables:
             found = self._ranks[class_id] = ClassRanks(*(row.tolist() for row in rows))
         return found
 
+    def _hazard(self, votes: Floats) -> Floats:
+        n = len(votes)
+        about = (self._parents[:n], self._families[:n], self._levels[:n])
+        return hazard_of(votes, *(np.array(column, np.int64) for column in about))
+
+    def rows(self) -> tuple[Floats, Floats, Ints]:
+        """`index`, up to each age the least of it, and the next age with a lesser one (64: there is none), of
+        all classes: [512, 64] each. Theirs until `index` is asked for after the next `recompute`."""
+        return self.index, self._least, self._falls
+
     def recompute(self) -> None:
         """Have `index` follow from what has been counted up to here. A copy of the votes."""
         self._ranks.clear()
@@ -131,56 +134,22 @@ class ClassTables:
         self._counted = np.stack([self.used[:n], self.exposed[:n], self.started[:n]], 1)
         self.version += 1
 
-    def _hazard(self, votes: Floats) -> Floats:
-        """Per class and bucket, how likely the next use is. votes [classes, 3, 64]: used, exposed, started"""
-        families, *levels = [[c for c in level if c < len(votes)] for level in self._levels]
-        used, exposed, started = np.moveaxis(self._with_descendants(votes, levels), 1, 0)
-        exposed = np.maximum(exposed, used)
-        hazard: Floats = np.empty_like(used)
-        reuse = np.zeros(len(votes))
-        family = np.array(families)
-        prior = _PRIOR_REUSE / BUCKETS / (1 - _PRIOR_REUSE / BUCKETS * np.arange(BUCKETS))
-        hazard[family] = (used[family] + _FAMILY_VOTES * prior) / (exposed[family] + _FAMILY_VOTES)
-        np.minimum(hazard, _MAX_HAZARD, out=hazard)
-        density: Floats = np.empty((len(family), BUCKETS))
-        for f in families:
-            alive = np.concatenate([[1.0], np.cumprod(1 - hazard[f])])
-            reuse[f] = 1 - alive[-1]
-            density[f] = alive[:-1] * hazard[f] / reuse[f]
-        for level in levels:
-            c = np.array(level, np.int64)
-            f = density[np.array(self._families)[c]]
-            seen, votes = used[c].sum(1), (started[c] * f).sum(1)
-            parent = reuse[np.array(self._parents)[c]]
-            share = (seen + _REUSE_VOTES * parent) / (np.maximum(votes, seen) + _REUSE_VOTES)
-            reuse[c] = np.minimum(share, _MAX_REUSE)
-            p = reuse[c][:, None]
-            expected = p * f / (1 - p * (np.cumsum(f, 1) - f))
-            own = (used[c] + _SHAPE_VOTES * expected) / (exposed[c] + _SHAPE_VOTES)
-            hazard[c] = np.minimum(own, _MAX_HAZARD)
-        return hazard
-
-    def _with_descendants(self, total: Floats, levels: list[list[int]]) -> Floats:
-        """Adds votes to those of the ancestors, in place. levels: class ids by depth below the families."""
-        for level in reversed(levels):
-            for number in level:
-                total[self._parents[number]] += total[number]
-        total[ROOT] += total[SHARED] + total[CONVERSATION]
-        return total
-
     # -- warm start -------------------------------------------------------------------------
 
     def save(self, path: Path) -> None:
-        """Write the tables to `path` (npz), whole or not at all. Raises OSError."""
+        """Write the tables to `path` (npz), whole or not at all, whoever else does. Raises OSError."""
         keys = np.full((len(self), 6), -1, np.int64)
         for row, key in enumerate(self.keys):
             keys[row, : len(key)] = key
         votes = {name: getattr(self, name)[: len(self)] for name in ("used", "exposed", "started")}
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(path.name + ".new")
-        with scratch.open("wb") as file:
-            np.savez_compressed(file, version=np.int64(_VERSION), edges=EDGES, keys=keys, **votes)
-        scratch.replace(path)
+        scratch = path.with_name(f"{path.name}.{secrets.token_hex(8)}.new")  # ranks may share the directory
+        try:
+            with scratch.open("xb") as file:
+                np.savez_compressed(file, version=np.int64(_VERSION), edges=EDGES, keys=keys, **votes)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def load(self, path: Path) -> None:
         """Start from what `save` wrote. ConfigError names what is wrong, with nothing changed."""

@@ -13,6 +13,50 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 
+_FAMILIES = 3  # the first classes
+_PRIOR_REUSE = 0.3  # of what nothing is known about, spread evenly over the buckets
+_FAMILY_VOTES = 10.0  # of the prior, against what a family has seen
+_REUSE_VOTES = 6.0  # of the parent's share that comes back, against the class's own
+_SHAPE_VOTES = 32.0  # of the family's think times, against the class's own
+_MAX_HAZARD, _MAX_REUSE = 0.999, 0.995
+
+
+def hazard_of(votes: Floats, parents: Ints, families: Ints, levels: Ints) -> Floats:
+    below = [(levels == level).nonzero()[0] for level in range(1, int(levels.max()) + 1)]
+    used, exposed, started = np.moveaxis(_with_descendants(votes, parents, below), 1, 0)
+    exposed = np.maximum(exposed, used)
+    hazard: Floats = np.empty_like(used, order="C")
+    reuse = np.zeros(len(votes))
+    family = np.arange(_FAMILIES)
+    prior = _PRIOR_REUSE / BUCKETS / (1 - _PRIOR_REUSE / BUCKETS * np.arange(BUCKETS))
+    hazard[family] = (used[family] + _FAMILY_VOTES * prior) / (exposed[family] + _FAMILY_VOTES)
+    np.minimum(hazard, _MAX_HAZARD, out=hazard)
+    density: Floats = np.empty((_FAMILIES, BUCKETS))
+    for f in family:
+        alive = np.concatenate([[1.0], np.cumprod(1 - hazard[f])])
+        reuse[f] = 1 - alive[-1]
+        density[f] = alive[:-1] * hazard[f] / reuse[f]
+    for c in below:
+        f = density[families[c]]
+        seen, all_votes = used[c].sum(1), (started[c] * f).sum(1)
+        share = (seen + _REUSE_VOTES * reuse[parents[c]]) / (np.maximum(all_votes, seen) + _REUSE_VOTES)
+        reuse[c] = np.minimum(share, _MAX_REUSE)
+        p = reuse[c][:, None]
+        expected = p * f / (1 - p * (np.cumsum(f, 1) - f))
+        own = (used[c] + _SHAPE_VOTES * expected) / (exposed[c] + _SHAPE_VOTES)
+        hazard[c] = np.minimum(own, _MAX_HAZARD)
+    return hazard
+
+
+def _with_descendants(total: Floats, parents: Ints, below: list[Ints]) -> Floats:
+    """Adds votes to those of the ancestors, in place. below: classes by depth below the families."""
+    for level in reversed(below):
+        for number in level:
+            total[parents[number]] += total[number]
+    total[0] += total[1] + total[2]
+    return total
+
+
 def index_of(hazard: Floats, widths: Floats) -> tuple[Floats, Floats, Ints]:
     if not (_is_table(hazard, 2) and _is_table(widths, 1)):
         raise TypeError(f"no float64 of {BUCKETS} age buckets")

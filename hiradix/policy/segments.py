@@ -5,18 +5,15 @@ What happens is noted as it happens and counted in batches, in numpy: a request 
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 
-from hiradix.policy.ghd_tables import EDGES, ClassTables
-from hiradix.policy.gittins_numpy import Floats, Ints
+from hiradix.policy.counting import count
+from hiradix.policy.counting_numpy import columns_of, forget
+from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.ranks import BUCKETS
 
 CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten when they run out
 WAITING = 1 << 14  # numbers that may wait to be put into rows, or to be taken off them
-UNIT = float(1 << 20)  # parts of a vote: sums of 2 ** 33 votes are exact
-_BUCKETS = np.arange(BUCKETS)
 
 
 class Segments:
@@ -48,13 +45,19 @@ class Segments:
         """A segment begins its life; its number."""
         if len(self._new) >= self._may_wait:
             self._settle()
-        self._new += (clock, class_id, num_pages)
+        new = self._new
+        new.append(clock)
+        new.append(class_id)
+        new.append(num_pages)
         self._next = number = self._next + 1
         return number - 1
 
-    def use(self, uses: list[int]) -> None:
-        """Segments were used again: number, tokens since the last time, and pages of one after the other."""
-        self._used += uses
+    def use(self, number: int, age: int, num_pages: int) -> None:
+        """So many pages of a segment were used again, `age` tokens after the last time."""
+        used = self._used
+        used.append(number)
+        used.append(age)
+        used.append(num_pages)
 
     def forget(self, number: int, num_pages: int) -> None:
         """So many of its pages are not known any more: nobody would see their next use."""
@@ -67,69 +70,33 @@ class Segments:
         self._left[: self._rows] = 0
 
     def count(self, clock: int) -> None:
-        """Turn what happened since the last time into votes. O(what happened), vectorised."""
+        """Turn what happened since the last time into votes. O(what happened)."""
         self._settle()
-        low = np.maximum(self._passed - self._base, 0)
-        self._count_uses(low)
-        self._drop_pages()
-        born = self._born[: self._rows]
-        high = np.maximum(np.searchsorted(born, clock - EDGES[1:], side="right"), low)
-        first = np.maximum(low, np.append(high[1:], 0))  # to have left this bucket and no further one
-        counts = np.maximum(high - first, 0)
-        end = np.repeat(_BUCKETS + 1, counts)
-        row = np.arange(len(end))
-        row -= np.repeat(np.cumsum(counts) - counts - first, counts)
-        class_id, begin = np.take(self._class, row), _counted(low, row)
-        votes = np.rint(np.take(self._left, row) * UNIT / np.take(self._pages, row))
-        self._add(self._tables.exposed, class_id, begin, end, votes)
-        self._add(self._tables.started, class_id, begin, end, np.full(len(row), UNIT))
-        self._passed = high + self._base
-
-    def _count_uses(self, low: Ints) -> None:
-        if not self._used:
-            return
-        number, age, pages = _columns(self._used, 3)
+        rows, tables = self._rows, self._tables
+        n = len(tables)
+        columns = self._born[:rows], self._class[:rows], self._pages[:rows], self._left[:rows], self._passed
+        votes = tables.used[:n], tables.exposed[:n], tables.started[:n]
+        count((self._used, self._gone), columns, votes, self._base, clock)
         self._used.clear()
-        row = number - self._base
-        known = row >= 0
-        row, age, pages = row[known], age[known], pages[known]
-        bucket = np.minimum(np.searchsorted(EDGES, age, side="right") - 1, BUCKETS - 1)
-        votes = np.rint(pages * UNIT / self._pages[row])
-        class_id = np.take(self._class, row)
-        self._add(self._tables.used, class_id, bucket, bucket + 1, votes)
-        # Buckets a page has lived through that are not counted yet: it will be missing when they are.
-        begin = np.minimum(_counted(low, row), bucket)
-        self._add(self._tables.exposed, class_id, begin, bucket + 1, votes)
-        np.subtract.at(self._left, row, pages)
-
-    def _add(self, table: Floats, class_id: Ints, begin: Ints, end: Ints, votes: Floats) -> None:
-        """Add `votes`, whole numbers of 1 / UNIT, to the buckets [begin, end) of their classes. Exact."""
-        if len(votes):
-            shape, at = (len(self._tables), BUCKETS + 1), class_id * (BUCKETS + 1)
-            size = shape[0] * shape[1]
-            change = np.bincount(at + begin, votes, size) - np.bincount(at + end, votes, size)
-            table[: shape[0]] += np.cumsum(change.reshape(shape), 1)[:, :-1] / UNIT
+        self._gone.clear()
 
     def _drop_pages(self) -> None:
         self._settle()
-        if self._gone:
-            number, pages = _columns(self._gone, 2)
-            self._gone.clear()
-            row = number - self._base
-            np.subtract.at(self._left, row[row >= 0], pages[row >= 0])
+        forget(self._gone, self._left[: self._rows], self._base)
+        self._gone.clear()
 
     def _settle(self) -> None:
         """Put new segments, at most half of `CAPACITY`, into rows."""
         if not self._new:
             return
-        count = len(self._new) // 3
-        if self._rows + count > CAPACITY:
+        new = len(self._new) // 3
+        if self._rows + new > CAPACITY:
             self._make_room()
-        at = slice(self._rows, self._rows + count)
-        self._born[at], self._class[at], pages = _columns(self._new, 3)
+        at = slice(self._rows, self._rows + new)
+        self._born[at], self._class[at], pages = columns_of(self._new, 3)
         self._pages[at] = self._left[at] = pages
         self._new.clear()
-        self._rows += count
+        self._rows += new
 
     def _make_room(self) -> None:
         half = self._rows // 2
@@ -138,12 +105,3 @@ class Segments:
         self._rows -= half
         self._base += half
 
-
-def _counted(low: Ints, row: Ints) -> Ints:
-    """How many buckets each row has left already. low: per bucket, the first that has not; they fall."""
-    return np.searchsorted(-low, -row)
-
-
-def _columns(events: list[int], width: int) -> Ints:
-    """Events of `width` numbers each, laid end to end: int64 [width, events]."""
-    return np.frombuffer(array("q", events), np.int64).reshape(-1, width).T

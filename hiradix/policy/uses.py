@@ -88,9 +88,11 @@ class UseLog:
         """The class of data used `gap` tokens after its last use (None: never before). own: `own_class`."""
         return own
 
-    def was_noted(self, used: list[int], notes: list[Note]) -> None:
-        """A request's new notes; and what it used again: the segment, how many tokens ago, and pages of one
-        after the other."""
+    def was_used(self, note: Note, gap: int, num_pages: int) -> None:
+        """A request has used these pages again, `gap` tokens after `note`; before `was_noted` of it."""
+
+    def was_noted(self, notes: list[Note]) -> None:
+        """A request's new notes."""
 
     def was_forgotten(self, note: Note, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
@@ -159,7 +161,6 @@ class UseLog:
     def _noted(self, use: Use, stretches: list[Stretch], own: int, step: int) -> list[tuple[int, Note]]:
         """The path's new notes, counting the uses of the old; alike neighbours are one. step: of visits."""
         clock, shared_from = self.clock, self.shared_from
-        used: list[int] = []
         made: list[Note] = []
         noted: list[tuple[int, Note]] = []
         start, last = 0, None
@@ -167,7 +168,7 @@ class UseLog:
             visits, gap = step, None
             if old is not None:
                 visits, gap = old.visits + step, clock - old.clock
-                used += (old.segment, gap, end - start)
+                self.was_used(old, gap, end - start)
             class_id = own if visits < shared_from else self.class_of(own, visits, gap)
             for note in made:
                 if note.visits == visits and note.class_id == class_id:
@@ -180,7 +181,7 @@ class UseLog:
                 noted.pop()
             noted.append((end, note))
             start, last = end, note
-        self.was_noted(used, made)
+        self.was_noted(made)
         return noted
 
     # -- data leaves ------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
@@ -55,12 +55,12 @@ def build_prefix_cache(
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return RadixCache(params)
-    host_pool = _host_pool(config, device_pool, model.tp_size * model.pp_size)
+    host_pool = _host_pool(config, device_pool, _ranks_on_host(params, model))
     host = _host_tier(config, device_pool, host_pool, runtime)
     if is_replicated(host_pool):  # one of the ranks stores for all
         host.controller.backs_up = model.tp_rank == 0
     stored = stored_pages(model, host_pool, config.hicache_mem_layout)
-    cache = HiRadixCache(params, host, _storage_factory([stored]))
+    cache = HiRadixCache(params, host, NamedStorage([stored]))
     _attach(cache, config)
     return cache
 
@@ -81,7 +81,7 @@ def build_hybrid_cache(
         raise ConfigError(f"--page-size {config.page_size}: the allocator's page size is {params.page_size}")
     if params.disable or not config.enable_hierarchical_cache:
         return kind.on_device(params)
-    hosts = _hybrid_hosts(config, pools, model.tp_size * model.pp_size)
+    hosts = _hybrid_hosts(config, pools, _ranks_on_host(params, model))
     pairs = [
         PoolPair(pool, host, make_transport(config.hicache_io_backend, pool.device, (pool, host)), layers)
         for pool, host, layers in zip(
@@ -94,7 +94,7 @@ def build_hybrid_cache(
         stored_pages(model, host, config.hicache_mem_layout, name, config.page_size)
         for host, name in zip(hosts, (component_name(None), kind.name), strict=True)
     ]
-    cache = kind.tiered(params, tier, _storage_factory(stored))
+    cache = kind.tiered(params, tier, NamedStorage(stored))
     _attach(cache, config)
     return cache
 
@@ -135,6 +135,10 @@ def _attach(cache: HiRadixCache, config: HiCacheConfig) -> None:
             raise
 
 
+def _ranks_on_host(params: CacheInitParams, model: ModelIdentity) -> int:
+    return params.ranks_on_host or model.tp_size * model.pp_size
+
+
 def _host_pool(config: HiCacheConfig, device_pool: DevicePool, num_ranks: int) -> HostPool:
     shape, size = device_pool.shape, config.page_size
     num_pages = size_host_pool(shape, size, device_pool.num_pages, config, num_ranks)
@@ -166,8 +170,22 @@ def _tier(
     )
 
 
-def _storage_factory(stored: Sequence[ComponentPages]) -> StorageFactory:
-    def make(name: str, extra: ExtraConfig) -> Stores:
-        return open_stores(name, extra.backend, stored)
+class NamedStorage:
+    """Opens storage by name for the model's pages.
 
-    return make
+    label: part of the pages' names from the next time on, where the weights are not the model's files' any
+    more; "" where they are.
+    """
+
+    def __init__(self, stored: Sequence[ComponentPages]) -> None:
+        self.label = ""
+        self._stored = stored
+
+    def __call__(self, name: str, extra: ExtraConfig) -> Stores:
+        return open_stores(name, extra.backend, [self._labelled(pages) for pages in self._stored])
+
+    def _labelled(self, pages: ComponentPages) -> ComponentPages:
+        if not self.label:
+            return pages
+        mark = pages.fingerprint
+        return replace(pages, fingerprint=replace(mark, revision=f"{mark.revision}={self.label}"))

@@ -50,7 +50,7 @@ class HiRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):
         super().__init__(params, host)
         self.controller = host.controller
-        self._storage_factory = storage_factory
+        self.storage_factory = storage_factory
         self._storage: Stores | None = None
         self.storage_name: str | None = None
         assert self.cache.prefetcher is not None and self.cache.backup is not None
@@ -64,7 +64,11 @@ class HiRadixCache(RadixCache):
         self.cache.tick()
 
     def ready_to_load_host_cache(self) -> int:
-        """Start the load backs of this step; what the next forward passes to `set_consumer` (-1: no wait)."""
+        """Start the load backs of this step; what the next forward passes to `set_consumer` (-1: no wait).
+
+        Starts the write-through copies of the steps before too. Where it is not called in each step, the
+        second `check_hicache_events` after an insert does; an engine that stops stepping calls it once more.
+        """
         return self.cache.start_loading()
 
     @property
@@ -219,7 +223,7 @@ class HiRadixCache(RadixCache):
         except ConfigError as error:
             raise StorageError(f"Failed to parse storage_backend_extra_config_json: {error}") from error
         try:
-            storage = self._storage_factory(name, extra)
+            storage = self.storage_factory(name, extra)
         except (CacheError, OSError) as error:
             raise StorageError(f"Failed to attach storage backend '{name}': {error}") from error
         self.controller.introduce(storage)
@@ -248,7 +252,7 @@ class HiRadixCache(RadixCache):
         """Attach backend `name`, on all ranks; raises ConfigError or StorageError with nothing changed."""
         storage, failure = None, None
         try:
-            storage = self._storage_factory(name, extra)
+            storage = self.storage_factory(name, extra)
         except Exception as error:  # raised below, after the other ranks know that this one has none
             failure = error
         try:

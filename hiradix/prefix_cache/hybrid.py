@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import numpy as np
+
 from hiradix.cache import HierarchicalCache, HostTier, PageSource
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
@@ -17,7 +19,7 @@ from hiradix.prefix_cache.records import (
     RequestLike,
 )
 from hiradix.prefix_cache.slots import Pages, pages_of
-from hiradix.tree import DEVICE, FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree
+from hiradix.tree import BACKBONE, DEVICE, FULL, Component, DeadLeaf, Lock, Match, Node, RadixKey, RadixTree
 
 
 class HybridRadixCache(RadixCache):
@@ -45,13 +47,34 @@ class HybridRadixCache(RadixCache):
         key = self._view(params.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
-        num_before = self.tree.resident_pages(DEVICE)
-        start = params.prev_prefix_len // self.page_size * self.page_size
-        pages = pages_of(params.value, self.page_size, start, len(key))
+        start = params.prev_prefix_len // self.page_size
+        pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
+        if self.cache.is_blocked(key):
+            held = self._held_pages(self.tree.find(key), start, len(pages))
+            self._free_refused(pages[pages != held], params)
+            return InsertResult(len(key))
+        num_before = self._num_given()
         ended = None if params.chunked else Finished(len(key), 0)
         self.tree.unlock(self._insert(key, pages, params, ended))
-        num_new = (self.tree.resident_pages(DEVICE) - num_before) * self.page_size
-        return InsertResult(len(key) - num_new)
+        return InsertResult(len(key) - (self._num_given() - num_before) * self.page_size)
+
+    def _num_given(self) -> int:
+        """Device pages that the tree has, or had and dropped."""
+        return self.tree.resident_pages(DEVICE) + self.cache.supply.num_dropped[BACKBONE]
+
+    def _held_pages(self, node: Node, start: int, num_pages: int, component: int = BACKBONE) -> Pages:
+        """int32 [num_pages]: the tree's device pages of the path of `node` from page `start` on; 0: none."""
+        held = np.zeros(num_pages, np.int32)
+        for n in self.tree.path(node):
+            own = n.residency(component, DEVICE).pages
+            if own is not None and n.start < start + num_pages and n.end > start:
+                lo, hi = max(n.start, start), min(n.end, start + num_pages)
+                held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
+        return held
+
+    def _free_refused(self, pages: Pages, params: InsertParams) -> None:
+        """Free full pages that may not be inserted, and what came with them."""
+        self._pages.free(pages)
 
     @abstractmethod
     def _insert(self, key: RadixKey, pages: Pages, params: InsertParams, ended: Finished | None) -> Lock:

@@ -81,7 +81,8 @@ class CacheInitParams:
     disable: no reuse at all; requests only keep and free their own slots.
     sliding_window_size: tokens a window layer looks back, for `SWARadixCache`, whose allocator is hybrid.
     state_records: device records of recurrent state, for `StateRadixCache`.
-    agree: with several ranks, the elementwise minimum of a vector over all of them, else None.
+    agree: with several ranks, the elementwise minimum of a vector over all of them, else None. ranks_on_host:
+    processes with a host pool each that share this machine's memory; 0: the model's ranks.
     """
 
     disable: bool
@@ -95,6 +96,7 @@ class CacheInitParams:
     sliding_window_size: int | None = None
     state_records: PageSource | None = None
     agree: Agree | None = None
+    ranks_on_host: int = 0
 
 
 class MatchPrefixParams(NamedTuple):

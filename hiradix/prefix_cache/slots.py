@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from hiradix.tree import ids
 from hiradix.tree.native import mypyc_attr
 
 Pages = npt.NDArray[np.int32]
-MANY_SLOTS = 8192  # from here on torch spreads pages faster than numpy
+MANY_SLOTS: Final = 8192  # from here on torch spreads pages faster than numpy
 
 
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:

@@ -84,6 +84,11 @@ class StateRadixCache(HybridRadixCache):
         given = [] if params.mamba_value is None else [params.mamba_value]
         return self.cache.insert(key, pages, others=(np.array(given, np.int32),), ended=ended)
 
+    def _free_refused(self, pages: Pages, params: InsertParams) -> None:
+        super()._free_refused(pages, params)
+        if params.mamba_value is not None:
+            self.cache.supply.device_pools[STATE].free(np.array([params.mamba_value], np.int32))
+
     def insert_row(
         self, key: RadixKey, row: torch.Tensor, req: RequestLike, ended: Finished | None = None
     ) -> Lock:

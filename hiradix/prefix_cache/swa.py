@@ -115,12 +115,7 @@ class SWARadixCache(HybridRadixCache):
 
     def _free_strays(self, node: Node, start: int, window: Pages) -> None:
         """Free those of the window pages from page `start` of the path on that the tree does not hold."""
-        held = np.zeros_like(window)
-        for n in self.tree.path(node):
-            own = n.residency(WINDOW, DEVICE).pages
-            if own is not None and n.start < start + len(window) and n.end > start:
-                lo, hi = max(n.start, start), min(n.end, start + len(window))
-                held[lo - start : hi - start] = own[lo - n.start : hi - n.start]
+        held = self._held_pages(node, start, len(window), WINDOW)
         self._window_pages.free(window[(window > 0) & (window != held)])
 
 

@@ -134,9 +134,7 @@ class EngineService:
         """Hand an open backend to the engine; closed again where the engine does not take it in time."""
         policies, handed = (request.prefetch_policy, request.write_policy), None
         try:
-            handed = self._thread.submit(
-                lambda engine: _hierarchy(engine).attach_opened(opened, *policies)
-            )
+            handed = self._thread.submit(lambda engine: _hierarchy(engine).attach_opened(opened, *policies))
             return Outcome(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
         except BaseException:
             if handed is None or handed.cancel():

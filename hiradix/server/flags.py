@@ -243,7 +243,8 @@ def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) ->
     for field_name, value in counts.items():
         if value is not None:
             flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
-            require_int(f"--{flag.replace('_', '-')}", value, 1, most_of(field_name))
+            least = 2 if field_name == "context_length" else 1  # a token of a prompt and one of its answer
+            require_int(f"--{flag.replace('_', '-')}", value, least, most_of(field_name))
     if args.swa_full_tokens_ratio is not None and not 0 < args.swa_full_tokens_ratio <= 1:
         raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {args.swa_full_tokens_ratio}")
     return EngineConfig(

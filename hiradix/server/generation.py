@@ -69,6 +69,7 @@ class Run:
             raise ApiError("the engine ended the answer early", status=500, code="engine_error") from None
         finally:
             if not step.done():
+                step.add_done_callback(_let_go)
                 step.cancel()
 
     async def aclose(self) -> None:
@@ -77,6 +78,12 @@ class Run:
             self._finished = True
             self._service.abort(self._rid)
         self._gone.cancel()
+
+
+def _let_go(step: asyncio.Future[Output]) -> None:
+    """What came of a step that nobody waits for any more is nobody's error."""
+    if not step.cancelled():
+        step.exception()
 
 
 async def _disconnected(request: Request) -> None:

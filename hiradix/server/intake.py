@@ -1,8 +1,9 @@
-"""What comes in at one time: bytes of bodies that are read or tokenised, and texts that are tokenised."""
+"""What comes in at one time: bodies that are read, parsed and tokenised."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from hiradix.server.off_loop import Lane
 from hiradix.server.schema import MAX_BODY_BYTES, ApiError
@@ -12,8 +13,11 @@ FREE_BYTES = 64 * 1024
 """Bytes of each body that the cap on all bodies does not count: short requests pass while long ones wait."""
 LARGE_CHARS = 256 * 1024
 """Texts of more characters are tokenised one at a time, so that the others do not wait for them."""
+PARSE_TIMEOUT_S = 60.0
+MAX_PARSED = 1024
 TOKENISE_TIMEOUT_S = 60.0
 
+T = TypeVar("T")
 Encode = Callable[[], Sequence[int]]
 
 
@@ -23,6 +27,7 @@ class Intake:
     def __init__(self, max_bytes: int = MAX_BYTES):
         self._max_bytes = max_bytes
         self.num_bytes = 0
+        self._bodies = Lane("bodies to parse", 1, MAX_PARSED)
         self._small = Lane("prompts to tokenise", 4, 1024)
         self._large = Lane("long prompts to tokenise", 1, 8)
 
@@ -43,6 +48,10 @@ class Intake:
         """Give back what `take` gave."""
         self.num_bytes -= num_bytes
         assert self.num_bytes >= 0, f"{self.num_bytes} bytes are held"
+
+    async def parse(self, do: Callable[[], T], num_bytes: int) -> T:
+        """What `do` gives, which parses that many bytes: many beside the event loop, a body at a time."""
+        return do() if num_bytes <= FREE_BYTES else await self._bodies.run(do, PARSE_TIMEOUT_S)
 
     async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
         """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
@@ -70,3 +79,7 @@ class BodyShare:
         if more > 0:
             self._intake.take(more)
             self._held += more
+
+    async def work(self, do: Callable[[], T], num_bytes: int) -> T:
+        """What `do` gives, which parses the body."""
+        return await self._intake.parse(do, num_bytes)

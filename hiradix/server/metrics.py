@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from hiradix.engine.api import Output
 from hiradix.server.generation import ClientGone
+from hiradix.server.schema import ApiError
 from hiradix.server.service import Snapshot, TransferFigures
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -211,8 +212,9 @@ class RequestMetrics:
         return Histogram(name, text, list(self._labels), buckets=buckets, registry=self._registry)
 
     async def observed(self, outputs: AsyncIterator[Output]) -> AsyncIterator[Output]:
-        """`outputs`, timed and counted on their way."""
+        """`outputs`, timed and counted on their way, however they end."""
         labels, started, waiting = self._labels.values(), time.monotonic(), True
+        output: Output | None = None
         try:
             async for output in outputs:
                 if waiting and output.token_ids:
@@ -220,15 +222,22 @@ class RequestMetrics:
                     self._ttft.labels(*labels).observe(time.monotonic() - started)
                 if output.finish_reason is not None:
                     self._e2e.labels(*labels).observe(time.monotonic() - started)
-                    self._count(output)
+                    self._count(output.finish_reason, output)
                 yield output
         except ClientGone:
-            self._requests.labels(*labels, "client_gone").inc()
+            self._count("client_gone", output)
+            raise
+        except ApiError as error:
+            self._count("error" if error.status == 500 else "refused", output)
             raise
 
-    def _count(self, output: Output) -> None:
-        labels, usage = tuple(self._labels.values()), output.usage
-        self._requests.labels(*labels, output.finish_reason).inc()
+    def _count(self, finish_reason: str, last: Output | None) -> None:
+        """A request ended; `last`: its last output, if there was one."""
+        labels = tuple(self._labels.values())
+        self._requests.labels(*labels, finish_reason).inc()
+        if last is None:
+            return
+        usage = last.usage
         self._prompt.labels(*labels).inc(usage.prompt_tokens)
         self._generated.labels(*labels).inc(usage.completion_tokens)
         sources = {

@@ -18,6 +18,7 @@ from hiradix.engine.api import EngineBusy, Output, RequestError, SamplingParams
 from hiradix.server.generation import ClientGone, Run, api_error, merged
 from hiradix.server.intake import Intake
 from hiradix.server.metrics import RequestMetrics
+from hiradix.server.off_loop import Lane
 from hiradix.server.render import (
     DONE,
     ChatRenderer,
@@ -40,6 +41,11 @@ from hiradix.server.schema import (
 )
 from hiradix.server.service import Generation, Service, Tokenizer
 
+MANY_LOGPROBS = 1000
+"""To show more of them, each a token to decode, is work beside the event loop."""
+MAX_SHOWN = 4096
+SHOW_TIMEOUT_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -61,6 +67,7 @@ class OpenAI:
         self._model = model_name
         self._metrics = metrics
         self._intake = Intake()
+        self._long_answers = Lane("long answers to show", 1, MAX_SHOWN)
         self._started = int(time.time())
         self.router = APIRouter(prefix="/v1")
         self.router.add_api_route("/completions", self.completions, methods=["POST"])
@@ -198,12 +205,18 @@ class OpenAI:
             stack.push_async_callback(run.aclose)
             try:
                 if not job.is_streamed:
-                    return await _whole(outputs, job)
+                    return await self._whole(outputs, job)
                 first = await anext(outputs)
             except ClientGone:
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             return EventStream(_events(first, outputs, job), stack.pop_all().aclose)
         raise AssertionError("the stack suppresses nothing")
+
+    async def _whole(self, outputs: AsyncIterator[Output], job: _Job) -> Response:
+        answer = merged([output async for output in outputs])
+        if sum(1 + len(item.top) for item in answer.logprobs) <= MANY_LOGPROBS:
+            return _response(answer, job)
+        return await self._long_answers.run(partial(_response, answer, job), SHOW_TIMEOUT_S)
 
 
 class EventStream(Response):
@@ -227,8 +240,7 @@ class EventStream(Response):
             await self._close()
 
 
-async def _whole(outputs: AsyncIterator[Output], job: _Job) -> Response:
-    answer = merged([output async for output in outputs])
+def _response(answer: Output, job: _Job) -> Response:
     choices = [job.renderer.message(answer)]
     return JSONResponse(job.envelope.wrap(job.renderer.kind, choices, usage_json(answer.usage)))
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from hiradix.engine.api import SamplingParams, Scope
+from hiradix.server.json_text import parse
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 BODY_TIMEOUT_S = 120.0
+MAX_ERRORS = 1000
 MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
 DEFAULT_COMPLETION_TOKENS = 16
 CLIENT_CLOSED_REQUEST = 499
@@ -32,6 +34,13 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
+    "function_call": (None, "none"),
+    "parallel_tool_calls": (None, True, False),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
 }
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
@@ -54,9 +63,10 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """`include_usage`: one more chunk with the usage before [DONE]."""
+    """`include_usage`: one more chunk with the usage before [DONE]. Nothing is padded."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -142,11 +152,16 @@ class TextPart(_Strict):
 
 
 class MessageBody(_Strict):
-    """One chat message."""
+    """One chat message, with the empty fields that official clients put into an answer they send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
+    annotations: Annotated[list[None], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
         """The message as the chat template takes it."""
@@ -189,13 +204,17 @@ class ChatBody(GenerationBody):
 
 
 _Body = TypeVar("_Body", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 class Share(Protocol):
-    """Told how large a body has become; may refuse it."""
+    """What one body may cost."""
 
     def grown_to(self, num_bytes: int) -> None:
-        """ApiError where all bodies together are too large."""
+        """The body has that many bytes; ApiError where all bodies together are too large."""
+
+    async def work(self, do: Callable[[], _T], num_bytes: int) -> _T:
+        """What `do` gives, which reads a body of that many bytes. EngineBusy, TimeoutError."""
 
 
 async def _read(request: Request, share: Share | None) -> bytes:
@@ -209,18 +228,25 @@ async def _read(request: Request, share: Share | None) -> bytes:
     return bytes(data)
 
 
-async def read_json(request: Request, share: Share | None = None) -> Any:
-    """The request's JSON body, at most MAX_BODY_BYTES within BODY_TIMEOUT_S; ApiError otherwise."""
+async def _received(request: Request, share: Share | None = None) -> bytes:
     try:
-        data = await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
+        return await asyncio.wait_for(_read(request, share), BODY_TIMEOUT_S)
     except ClientDisconnect as error:
         raise ApiError("the client left", status=CLIENT_CLOSED_REQUEST) from error
     except TimeoutError as error:
         raise ApiError(f"the body did not come within {BODY_TIMEOUT_S:g} s", status=408) from error
+
+
+def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return parse(data)
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from error
+
+
+async def read_json(request: Request) -> Any:
+    """The request's JSON body, at most MAX_BODY_BYTES within BODY_TIMEOUT_S; ApiError otherwise."""
+    return _parsed(await _received(request))
 
 
 def _drop_neutral(values: dict[str, Any]) -> None:
@@ -247,12 +273,21 @@ def first_error(error: ValidationError) -> tuple[str, str]:
 
 async def read_body(request: Request, model: type[_Body], share: Share) -> _Body:
     """The request's body as a checked record; ApiError naming the first field at fault."""
-    values = await read_json(request, share)
+    data = await _received(request, share)
+    return await share.work(partial(_checked, data, model), len(data))
+
+
+def _checked(data: bytes, model: type[_Body]) -> _Body:
+    values = _parsed(data)
     if not isinstance(values, dict):
         raise ApiError("the body must be a JSON object")
+    if len(values) > MAX_ERRORS:  # an error each, over half a second for half a million
+        raise ApiError(f"the body has {len(values)} fields")
     _drop_neutral(values)
     try:
         return model.model_validate(values)
     except ValidationError as error:
+        if (num_errors := error.error_count()) > MAX_ERRORS:  # to list them would take seconds
+            raise ApiError(f"the body has {num_errors} values that are wrong") from error
         field, message = first_error(error)
         raise ApiError(message, param=field) from error

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 1.0
+UNSENT_TIMEOUT_S = 60.0  # a client that takes nothing for so long has left
 ABORT_GRACE_S = 5.0  # after the abort of what still runs, its answers may be sent for this long
+SECOND_GRACE_S = 1.0  # after a second signal they may say so for this long
 _FIELD = re.compile(r"(?P<name>[a-z_]+)=(?P<rest>.*)", re.DOTALL)
 _FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--random-seed"}
 
@@ -96,6 +98,8 @@ def bind(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; connections have it from their listener
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNSENT_TIMEOUT_S * 1000))
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -158,11 +162,12 @@ def _build_engine(config: ServeConfig) -> Engine:
 
 
 def _check_device(name: str) -> None:
+    """ConfigError unless a number put on the device can be read from it."""
     import torch
 
     try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        torch.ones(1, device=name).item()
+    except Exception as error:  # each of torch's devices has its own way to say no
         raise ConfigError(f"--device {name}: {error}") from error
 
 
@@ -188,9 +193,14 @@ async def _serve(service: EngineService, config: ServeConfig, listener: socket.s
     server = _make_server(service, config)
     loop = asyncio.get_running_loop()
 
+    def leave() -> None:
+        server.force_exit = True
+
     def stop() -> None:
-        server.force_exit = server.should_exit
-        if not server.should_exit:
+        if server.should_exit:
+            service.abort_all()
+            loop.call_later(SECOND_GRACE_S, leave)
+        else:
             server.should_exit = True
             loop.call_later(config.shutdown_timeout_s, service.abort_all)
 
@@ -215,6 +225,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
 
     from hiradix.server.app import AppSettings, create_app
     from hiradix.server.auth import Keys
+    from hiradix.server.connection import http_settings
 
     class Server(uvicorn.Server):
         """uvicorn with our own signal handling: it must not raise the signal again after a clean end."""
@@ -233,12 +244,10 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     return Server(
         uvicorn.Config(
             create_app(service, settings),
-            lifespan="off",
-            log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
             access_log=config.log_level == "debug",
-            server_header=False,
             timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s + ABORT_GRACE_S),
+            **http_settings(),
         )
     )
 

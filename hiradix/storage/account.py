@@ -17,12 +17,14 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.lru import BEFORE_ALL_NS, SKEW_NS
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,7 @@ class Entered:
 class Account:
     """See the module's docstring. Thread-safe; everything raises StorageError when the file cannot be had."""
 
-    def __init__(self, path: Path, backend: str):
+    def __init__(self, path: Path, backend: str, time_ns: Callable[[], int] = time.time_ns):
         """Opens or makes the file. Raises ConfigError: no such folder, no account, or another backend's."""
         self._lock = threading.Lock()
         try:
@@ -82,6 +84,7 @@ class Account:
             raise ConfigError(f"quota account {path}: {error}") from error
         try:
             self._begin(path, backend)
+            self._distrust(time_ns())
         except (ConfigError, StorageError, sqlite3.Error) as error:
             self.close()
             raise ConfigError(f"quota account {path}: {error}") from error
@@ -103,6 +106,12 @@ class Account:
             (owner,) = db.execute("SELECT backend FROM store").fetchone()
             if owner != backend:
                 raise ConfigError(f"is that of a {owner} store, not of {backend}")
+
+    def _distrust(self, now_ns: int) -> None:
+        """Times in the future, as `believed` says."""
+        with self._writing() as db:
+            ahead = "UPDATE pages SET used_ns = used_ns - ? WHERE used_ns > ?"
+            db.execute(ahead, (BEFORE_ALL_NS, now_ns + SKEW_NS))
 
     # -- puts ---------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ follows (u32, little endian), and that.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ class CompressedStorage(Wrapper):
 
     def __init__(self, inner: StorageBackend, level: int):
         super().__init__(inner)
+        self.traits = dataclasses.replace(self.traits, lands=False)
         self._level = level
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -41,13 +43,17 @@ class CompressedStorage(Wrapper):
         return whole
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         packed = [self._pack(page) for page in pages]
         with self._lock:
             self._bytes_in += sum(page_bytes(page) for page in pages)
             self._bytes_out += sum(len(data) for data in packed)
-        return self._put(keys, [[memoryview(data)] for data in packed], prefix_keys)
+        return self._put(keys, [[memoryview(data)] for data in packed], prefix_keys, tenant)
 
     def own_stats(self) -> Mapping[str, float]:
         with self._lock:

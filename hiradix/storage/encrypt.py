@@ -59,7 +59,7 @@ class EncryptedStorage(Wrapper):
 
     def __init__(self, inner: StorageBackend, master_key: bytes, fingerprint: str):
         super().__init__(inner)
-        self.traits = dataclasses.replace(self.traits, verifies=True)
+        self.traits = dataclasses.replace(self.traits, verifies=True, lands=False)
         self._context = b"hiradix-page-key-1\0" + fingerprint.encode("ascii")
         self._cipher = AESGCM(HKDF(SHA256(), KEY_BYTES, salt=None, info=self._context).derive(master_key))
         self._lock = threading.Lock()
@@ -76,10 +76,14 @@ class EncryptedStorage(Wrapper):
         ]
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         sealed = [[memoryview(self._seal(key, page))] for key, page in zip(keys, pages, strict=True)]
-        return self._put(keys, sealed, prefix_keys)
+        return self._put(keys, sealed, prefix_keys, tenant)
 
     def own_stats(self) -> Mapping[str, float]:
         return {"decrypt_refused": self._num_refused}

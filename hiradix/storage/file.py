@@ -25,10 +25,13 @@ from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.under_way import UnderWay
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 GROUP_BYTES, GROUP_PAGES = 64 << 20, 64
 PUBLISH_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 4.0
+"""Longest wait of `close` for puts under way: less than the guard waits for `close`."""
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
 
 
@@ -73,11 +76,12 @@ class FileBackend(StorageBackend):
         self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
+        self._puts = UnderWay()
         self._closed = False
         try:
             self._folder = PageDir(config.path, digest)
             self._ledger = Ledger(config.path / "hiradix.lock")
-            self._room = Room(config, self._folder, self._ledger)
+            self._room = Room(config, self._folder, self._ledger, time_ns)
             self._room.open()
         except (OSError, StorageError) as error:
             raise ConfigError(f"{config.path_source}: cannot use {config.path}: {error}") from error
@@ -109,6 +113,10 @@ class FileBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
+        with self._puts.call():
+            return self._put(keys, pages)
+
+    def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         now_ns = self._time_ns()
         ok = [False] * len(keys)
         todo: list[FileWrite] = []
@@ -137,7 +145,7 @@ class FileBackend(StorageBackend):
 
     def clear(self) -> None:
         self._check(())
-        for folder in self._folder.folders(self._folder.namespace):
+        for folder in self._folder.own_folders():
             paths = self._folder.pages_in(folder)
             if paths:
                 with self._room.locked():
@@ -146,8 +154,11 @@ class FileBackend(StorageBackend):
                 self._room.forget(os.path.basename(path).removesuffix(".page"))
 
     def close(self) -> None:
+        """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file.
+        """
         if not self._closed:
             self._closed = True
+            self._puts.close(CLOSE_TIMEOUT_S)
             self._folder.leave()
             self._ledger.close()
 
@@ -230,7 +241,7 @@ class FileBackend(StorageBackend):
         elif verdict is not Verdict.GOOD:
             self._count(f"read_{verdict.value}")
             self._room.unlink_same(read.key, read.status)
-        elif used_ns - read.status.st_mtime_ns > self.config.touch_interval_s * 1e9:
+        elif abs(used_ns - read.status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
             self._touch(read.fd, used_ns)
         return verdict is Verdict.GOOD
 

@@ -21,7 +21,7 @@ from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
-from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, page_bytes
+from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.staged import Staged, Work
 
@@ -117,7 +117,7 @@ class GuardedStorage:
     ) -> list[bool]:
         """Read pages into `into`; True only for pages proven to be what was stored.
 
-        Others are untouched, or undefined if the backend is direct.
+        Others are untouched, or undefined if the backend is direct or fills pages in place.
         """
         batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
         return self._move(Op.GET, batch)
@@ -215,29 +215,35 @@ class GuardedStorage:
         return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
 
     def _move(self, op: Op, batch: Batch) -> list[bool]:
-        keys, sizes = batch.keys, [page_bytes(page) for page in batch.pages]
+        keys, sizes = batch.keys, sizes_of(batch.pages)
         assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
+        total_bytes = sum(sizes)
 
         def move(session: Session) -> None:
             more = self._staged.seal_bytes
             staged = [size + more for size in sizes] if more else sizes
-            runs = chunks(staged, self._piece_bytes(max(staged, default=0)))
+            runs = chunks(staged, self._piece_bytes(op, staged))
             self._move_chunks(op, session, batch, runs)
 
-        reason, duration_s = self._call(op, keys, sum(sizes), move)
+        reason, duration_s = self._call(op, keys, total_bytes, move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
         missed = (*batch.refused.items(), (reason or MissReason.ABSENT, lost))
         num_done = batch.ok.count(True)
-        done = sizes if num_done == len(sizes) else [size for size, ok in zip(sizes, batch.ok) if ok]
-        num_bytes = sum(done)
-        self._meters.of(op).ended(duration_s, num_done, num_bytes, missed)
+        if num_done < len(sizes):
+            total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
+        self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
         return batch.ok
 
-    def _piece_bytes(self, longest_bytes: int) -> int:
-        """How much of a batch goes to the backend at once, where its longest page is so long."""
-        if self._direct is not None:
+    def _lands(self, op: Op) -> bool:
+        """Whether pages are filled in place, each checked as it comes."""
+        return op is Op.GET and self._traits.lands and not self._traits.verifies
+
+    def _piece_bytes(self, op: Op, sizes: Sequence[int]) -> int:
+        """How much of a batch of pages of such sizes goes to the backend at once."""
+        if self._direct is not None or self._lands(op):
             return DIRECT_PIECE_BYTES
-        return max(self.limits.staging_bytes, min(self._traits.width * longest_bytes, WIDE_PIECE_BYTES))
+        wide = self._traits.width * max(sizes, default=0)
+        return max(self.limits.staging_bytes, min(wide, WIDE_PIECE_BYTES))
 
     def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
         try:
@@ -323,6 +329,8 @@ class GuardedStorage:
             for chunk in runs:
                 pages = batch.pages[chunk.start : chunk.stop]
                 batch.answered(chunk, session.run(work(chunk, pages)))
+        elif self._lands(op):
+            self._staged.land(session, batch, runs, work)
         elif op is Op.GET:
             self._staged.read(session, batch, runs, work)
         else:

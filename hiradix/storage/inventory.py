@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from typing import Any
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.page_dir import SUFFIX
+from hiradix.storage.page_dir import pages_below
+from hiradix.storage.protocol import is_key
 from hiradix.storage.registry import load_storage_backend
 from hiradix.storage.seal import SEAL_BYTES
 from hiradix.storage.wrap import encryption
@@ -98,6 +98,8 @@ def scan(address: StoreAddress) -> Iterator[StoredPage]:
         if address.backend not in ("file", "disk"):
             extra -= SEAL_BYTES  # encrypted pages have no seal beside them
     for page in scanner(address.config):
+        if not is_key(page.key):
+            continue  # somebody else's
         yield dataclasses.replace(page, num_bytes=page.num_bytes - extra)
 
 
@@ -105,10 +107,8 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     root = Path(str(config["file_storage_path"])).expanduser()
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder")
-    for folder in sorted(root.glob("v1-*")):
-        for path in folder.glob(f"*/*/*{SUFFIX}"):
-            size = os.lstat(path).st_size - SEAL_BYTES
-            yield StoredPage(folder.name.removeprefix("v1-"), path.name.removesuffix(SUFFIX), size)
+    for fingerprint, key, num_bytes in pages_below(str(root)):
+        yield StoredPage(fingerprint, key, num_bytes - SEAL_BYTES)
 
 
 def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:

@@ -6,6 +6,16 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+SKEW_NS = 3600 * 10**9
+"""So far ahead another host's clock may be."""
+BEFORE_ALL_NS = (1 << 63) - 1
+
+
+def believed(used_ns: int, now_ns: int) -> int:
+    """A time of use. One in the future, of a clock that was wrong, becomes one before all others: in the same
+    order, and good as a time once more if it is written down."""
+    return used_ns - BEFORE_ALL_NS if used_ns > now_ns + SKEW_NS else used_ns
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -65,13 +75,13 @@ class LruIndex:
             freed += taken[name]
         return taken
 
-    def replace_all(self, found: Mapping[str, Entry]) -> None:
+    def replace_all(self, found: Mapping[str, Entry], now_ns: int) -> None:
         """Become `found`, but where a name was used later than its file says, that counts."""
         seen = self._entries
 
         def used_ns(name: str) -> int:
-            known = seen.get(name)
-            return max(found[name].used_ns, known.used_ns if known is not None else 0)
+            at_ns, known = believed(found[name].used_ns, now_ns), seen.get(name)
+            return at_ns if known is None else max(at_ns, believed(known.used_ns, now_ns))
 
         order = sorted((used_ns(name), name) for name in found)
         self._entries = OrderedDict((name, Entry(found[name].num_bytes, at_ns)) for at_ns, name in order)

@@ -56,10 +56,14 @@ class NegativeCache(Wrapper):
         return ok
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         try:
-            return self._put(keys, pages, prefix_keys)
+            return self._put(keys, pages, prefix_keys, tenant)
         finally:
             self._forget(keys)
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from hiradix.storage.lru import Entry
+from hiradix.storage.protocol import is_key
 from hiradix.storage.seal import VERSION, key_digest
 
 SUFFIX = ".page"
 BLOCK_BYTES = 4096
 _NAMESPACE = f"v{VERSION}-"
+_SPACE = re.compile(_NAMESPACE + "([0-9a-f]{32})")
 _HEX = "0123456789abcdef"
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hang us
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -128,13 +131,11 @@ class PageDir:
         """Every page of every fingerprint: our keys, and paths below root for others. Call with the lock
         held."""
         found: dict[str, Entry] = {}
-        for space in os.listdir(self.root):
-            if space.startswith(_NAMESPACE):
-                for folder in self.folders(space):
-                    for entry in _pages(os.path.join(self.root, folder)):
-                        status = _status(entry)
-                        if status is None:
-                            continue
+        for space in filter(_SPACE.fullmatch, os.listdir(self.root)):
+            for folder in folders_of(space):
+                for entry in _pages(os.path.join(self.root, folder)):
+                    status = _status(entry)
+                    if status is not None:
                         own = space == self.namespace
                         name = entry.name[: -len(SUFFIX)] if own else f"{folder}/{entry.name}"
                         found[name] = Entry(footprint(status.st_size), status.st_mtime_ns)
@@ -146,21 +147,39 @@ class PageDir:
             found = [_status(entry) for entry in entries]
         return sum(footprint(status.st_size) for status in found if status is not None)
 
-    def folders(self, namespace: str) -> Iterator[str]:
-        """The folders below root that hold a namespace's pages."""
-        return (f"{namespace}/{x}/{y}" for x in _HEX for y in _HEX)
+    def own_folders(self) -> Iterator[str]:
+        """The folders below root that hold this fingerprint's pages."""
+        return folders_of(self.namespace)
 
     def pages_in(self, folder: str) -> list[str]:
         """Paths of the pages in one of `folders`."""
         return [entry.path for entry in _pages(os.path.join(self.root, folder))]
 
 
+def folders_of(space: str) -> Iterator[str]:
+    """The folders below root that hold the pages of a fingerprint, whose folder is `space`."""
+    return (f"{space}/{x}/{y}" for x in _HEX for y in _HEX)
+
+
+def pages_below(root: str) -> Iterator[tuple[str, str, int]]:
+    """Fingerprint (32 hex digits), key and file length of every page, for those that only look."""
+    for space in sorted(filter(_SPACE.fullmatch, os.listdir(root))):
+        for folder in folders_of(space):
+            for entry in _pages(os.path.join(root, folder)):
+                if (status := _status(entry)) is not None:
+                    yield space.removeprefix(_NAMESPACE), entry.name[: -len(SUFFIX)], status.st_size
+
+
 def _pages(folder: str) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            yield from (e for e in entries if e.name.endswith(SUFFIX) and e.is_file(follow_symlinks=False))
+            yield from (e for e in entries if _is_page(e.name) and e.is_file(follow_symlinks=False))
     except (FileNotFoundError, NotADirectoryError):
         return
+
+
+def _is_page(name: str) -> bool:
+    return name.endswith(SUFFIX) and is_key(name[: -len(SUFFIX)])
 
 
 def file_footprint(path: str) -> int:

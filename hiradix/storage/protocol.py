@@ -40,6 +40,11 @@ def check_key(key: object) -> str:
     return key
 
 
+def is_key(name: str) -> bool:
+    """Whether `check_key` takes it."""
+    return _KEY.fullmatch(name) is not None
+
+
 def check_keys(keys: Sequence[str]) -> None:
     """`check_key` of each; page hashes are looked at together, in 5 us for 128."""
     try:
@@ -55,6 +60,11 @@ def check_keys(keys: Sequence[str]) -> None:
 def page_bytes(page: Page) -> int:
     """Length of a page over all its buffers."""
     return page[0].nbytes if len(page) == 1 else sum([view.nbytes for view in page])
+
+
+def sizes_of(pages: Sequence[Page]) -> list[int]:
+    """`page_bytes` of each."""
+    return [page[0].nbytes if len(page) == 1 else page_bytes(page) for page in pages]
 
 
 def fits(num_bytes: int, page: Page, ragged: bool) -> bool:
@@ -76,7 +86,9 @@ class Traits:
     width: requests that it has under way at once; a call gets at least so many pages of a batch, staging
     memory growing with it. tenanted: `put` takes `tenant`, whose pages they are (`Namespace.tenant`).
     deletes: `delete` gives the page's bytes back. checks_keys: it raises BadKey itself, before it does
-    anything else; otherwise the guard looks at all keys first, which takes 5 us for 128.
+    anything else; otherwise the guard looks at all keys first, which takes 5 us for 128. lands: `get` fills
+    a page that is a `Landing` by that one's methods alone, never by its buffers or addresses; the guard then
+    gives it the caller's own pages, without a copy, and takes them back when it gives the call up.
     """
 
     verifies: bool = False
@@ -88,12 +100,18 @@ class Traits:
     tenanted: bool = False
     deletes: bool = True
     checks_keys: bool = False
+    lands: bool = False
 
 
 def asked_chain(backend: Any, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
     """`prefix_keys` as an argument of `get` and `put`, for a backend that asks for it."""
     asked = prefix_keys is not None and getattr(backend, "traits", Traits()).chained
     return {"prefix_keys": prefix_keys} if asked else {}
+
+
+def asked_tenant(backend: Any, tenant: str) -> dict[str, Any]:
+    """`tenant` as an argument of `put`, for a backend that asks for it."""
+    return {"tenant": tenant} if getattr(backend, "traits", Traits()).tenanted else {}
 
 
 def chain_before(

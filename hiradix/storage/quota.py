@@ -143,14 +143,14 @@ class QuotaStorage(Wrapper):
         check_keys(keys)
         limit_bytes = self._limit(tenant)
         if limit_bytes is None or not keys:
-            return self._put(keys, pages, prefix_keys)
+            return self._put(keys, pages, prefix_keys, tenant)
         name, entries = account_name(tenant), self._entries(keys, pages)
         entered = self._make_room(name, entries, limit_bytes)
         which = [index for index, key in enumerate(keys) if key in entered.keys]
         ok = [False] * len(keys)
         if which:
             before = prefix_keys if which[0] == 0 and len(which) == which[-1] + 1 else None
-            answers = self._put([keys[i] for i in which], [pages[i] for i in which], before)
+            answers = self._put([keys[i] for i in which], [pages[i] for i in which], before, tenant)
             for index, good in zip(which, answers, strict=True):
                 ok[index] = bool(good)
         self._settle(name, {key: entries[key] for key in entered.keys}, keys, ok)

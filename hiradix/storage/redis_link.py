@@ -152,7 +152,9 @@ def _client(config: RedisConfig) -> Any:
         return RedisCluster.from_url(config.url, **common | {"retry": Retry(NoBackoff(), 1)})
     if config.sentinels:
         password = config.sentinel_password
-        own = {"socket_timeout": config.timeout_s} | ({"password": password} if password else {})
+        shared = ("protocol", "socket_timeout", "socket_connect_timeout", "retry")
+        own = {name: common[name] for name in shared if name in common}
+        own |= {"password": password} if password else {}
         tls = {"ssl": True} if config.url.startswith("rediss://") else {}
         keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
         where = ("host", "port", "path", "connection_class")

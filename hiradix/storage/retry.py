@@ -40,9 +40,13 @@ class RetryingStorage(Wrapper):
         return self._again(lambda: self._get(keys, into, prefix_keys))
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
-        return self._again(lambda: self._put(keys, pages, prefix_keys))
+        return self._again(lambda: self._put(keys, pages, prefix_keys, tenant))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._again(lambda: self.inner.delete(keys))

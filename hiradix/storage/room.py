@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from hiradix.errors import StorageError
@@ -30,10 +30,13 @@ class Room:
     3. Who unlinks a file takes it out of the ledger; unlink succeeds for one process only.
     """
 
-    def __init__(self, config: FileConfig, folder: PageDir, ledger: Ledger):
+    def __init__(
+        self, config: FileConfig, folder: PageDir, ledger: Ledger, time_ns: Callable[[], int]
+    ):
         self._config = config
         self._folder = folder
         self._ledger = ledger
+        self._time_ns = time_ns
         self._lock = threading.Lock()  # guards _index; taken inside the ledger's lock, never around it
         self._index = LruIndex()
         self.num_evicted = 0
@@ -137,7 +140,7 @@ class Room:
     def _recount(self) -> int:
         found = self._folder.scan()
         with self._lock:
-            self._index.replace_all(found)
+            self._index.replace_all(found, self._time_ns())
             usage = self._index.num_bytes + self._folder.temp_bytes()
         self._ledger.write(usage)
         return usage

@@ -8,8 +8,9 @@ of its fingerprint; without it the bucket's lifecycle rule has to.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.lanes import fill_head
+from hiradix.storage.landing import Landing
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import (
@@ -42,7 +43,7 @@ class S3Backend(StorageBackend):
 
     def __init__(self, context: StorageContext):
         self.config = config = S3Config.from_mapping(context.extra_config)
-        self.traits = Traits(namespaced=True, ragged=True, width=config.num_connections)
+        self.traits = Traits(namespaced=True, ragged=True, width=config.num_connections, lands=True)
         if config.max_bytes and context.page_bytes > config.max_bytes:
             raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
         self._folder = context.fingerprint.digest()[:32]
@@ -209,20 +210,18 @@ class S3Backend(StorageBackend):
             return None
 
     def _read(self, key: str, page: Page) -> bool:
+        landing = page if isinstance(page, Landing) else Landing(page)
+        landing.check_wanted()
         try:
             found = obstore.get(self._client, self._path(key))
         except FileNotFoundError:
             return False
         size = found.meta["size"]
-        if not fits(size, page, self._ragged):
+        if not fits(size, landing, self._ragged):
             return False
-        if size >= STREAM_BYTES and len(page) == 1:
-            return _poured(found.stream(min_chunk_size=1), page[0].cast("B")[:size])
-        data = memoryview(found.bytes())
-        if data.nbytes != size:
-            return False
-        fill_head(data, page)
-        return True
+        landing.begin(size)
+        pieces = found.stream(min_chunk_size=1) if size >= STREAM_BYTES else [found.bytes()]
+        return all(landing.write(memoryview(piece)) for piece in pieces) and landing.is_whole
 
     def _write(self, key: str, page: Page) -> bool:
         data = page[0] if len(page) == 1 else memoryview(b"".join(page))
@@ -255,7 +254,7 @@ class S3Backend(StorageBackend):
             for entry in found
         }
         with self._lock:
-            self._index.replace_all(entries)
+            self._index.replace_all(entries, time.time_ns())
         self._reserve([], [], [])
 
     def _use(self, used: Sequence[tuple[str, int]]) -> None:
@@ -299,18 +298,6 @@ class S3Backend(StorageBackend):
 def key_in(entry: Mapping[str, Any]) -> str:
     """The page key of a listed object."""
     return str(entry["path"]).rpartition("/")[2]
-
-
-def _poured(pieces: Iterable[Any], view: memoryview) -> bool:
-    """Copy the pieces of an object to `view`, as they come; False unless they are of its length."""
-    at = 0
-    for piece in pieces:
-        data = memoryview(piece)
-        if at + data.nbytes > view.nbytes:
-            return False
-        view[at : at + data.nbytes] = data
-        at += data.nbytes
-    return at == view.nbytes
 
 
 def _throw(error: BaseException) -> Any:

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from hiradix.storage.protocol import Page, page_bytes
 
@@ -24,6 +24,29 @@ _MAGIC, VERSION = b"HRXP", 1
 assert SEAL_BYTES == 64
 
 XXH3_64, CRC32, NONE = 1, 2, 0
+RUNNING: dict[int, Callable[[], Running]] = {}
+"""By algorithm number: what makes a checksum that has seen nothing yet."""
+
+
+class Running(Protocol):
+    """A checksum of bytes that come piece by piece."""
+
+    def update(self, data: memoryview, /) -> Any:
+        """These come next."""
+
+    def intdigest(self) -> int:
+        """The checksum of all that came."""
+
+
+class _RunningCrc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def intdigest(self) -> int:
+        return self._value
 
 
 def _xxh3_64() -> Callable[[Page], int] | None:
@@ -31,6 +54,7 @@ def _xxh3_64() -> Callable[[Page], int] | None:
         import xxhash
     except ImportError:
         return None
+    RUNNING[XXH3_64] = xxhash.xxh3_64
 
     def checksum(page: Page) -> int:
         if len(page) == 1:
@@ -51,6 +75,7 @@ def _crc32(page: Page) -> int:
     return value
 
 
+RUNNING[CRC32] = _RunningCrc32
 _fast = _xxh3_64()
 CHECKSUMS: dict[int, Callable[[Page], int]] = {CRC32: _crc32} | (
     {XXH3_64: _fast} if _fast is not None else {}
@@ -102,8 +127,17 @@ class Sealer:
         )
         return head + _CRC.pack(zlib.crc32(head))
 
-    def check(self, seal: bytes | bytearray | memoryview, key: str, page: Page) -> Verdict:
-        """Whether `page` is what was sealed under `key`; only GOOD may be used."""
+    def check(
+        self,
+        seal: bytes | bytearray | memoryview,
+        key: str,
+        page: Page,
+        known: tuple[int, int] | None = None,
+    ) -> Verdict:
+        """Whether `page` is what was sealed under `key`; only GOOD may be used.
+
+        known: an algorithm, and the page's checksum by it.
+        """
         if len(seal) != SEAL_BYTES or _CRC.unpack_from(seal, _FORMAT.size)[0] != zlib.crc32(
             seal[: _FORMAT.size]
         ):
@@ -120,4 +154,5 @@ class Sealer:
             return Verdict.GOOD
         if algorithm not in CHECKSUMS:
             return Verdict.UNKNOWN
-        return Verdict.GOOD if CHECKSUMS[algorithm](page) == checksum else Verdict.DAMAGED
+        found = known[1] if known is not None and known[0] == algorithm else CHECKSUMS[algorithm](page)
+        return Verdict.GOOD if found == checksum else Verdict.DAMAGED

@@ -175,7 +175,7 @@ class SglangFileBackend(StorageBackend):
             if not whole or read_into(fd, page) != status.st_size:
                 self._counts["read_damaged"] += 1
                 return False
-            if now_ns - status.st_mtime_ns > self.config.touch_interval_s * 1e9:
+            if abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
                 os.utime(fd, ns=(now_ns, now_ns))
             return True
         finally:
@@ -227,7 +227,7 @@ class SglangFileBackend(StorageBackend):
                     found[key] = Entry(footprint(status.st_size), status.st_mtime_ns)
                 elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns:
                     remove(entry.path)  # a writer died
-        self._index.replace_all(found)
+        self._index.replace_all(found, self._time_ns())
         self._written = 0
 
     def _short(self, num_bytes: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hiradix.storage.calls import Batch, LaneSession, checked_flags
+from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.meters import MissReason
 from hiradix.storage.protocol import Page
@@ -53,6 +54,22 @@ class Staged:
         finally:
             self._take(batch, before)
 
+    def land(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Read the chunks `runs` straight into the batch's pages. What is whole and good there when a fault
+        comes stays; nothing is written to them after this."""
+        for chunk in runs:
+            seals = memoryview(bytearray(len(chunk) * SEAL_BYTES))
+            landings = [
+                Landing([*batch.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True)
+                for at, index in enumerate(chunk)
+            ]
+            flags = [True] * len(chunk)
+            try:
+                flags = checked_flags(session.run(work(chunk, landings)), len(chunk))
+            finally:
+                whole = [landing.withdraw() for landing in landings]
+                self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
+
     def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
         """Store the chunks `runs`; bad pages that were read under their names are deleted before."""
         before: _Write | None = None
@@ -77,20 +94,30 @@ class Staged:
             if self._sealer is not None:
                 view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
 
+    def _look(
+        self, batch: Batch, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
+    ) -> None:
+        """Check those that came."""
+        assert self._sealer is not None, "pages that are not checked passed the staging memory by"
+        for index, landing, ok in zip(chunk, landings, came):
+            if ok:
+                batch.ok[index] = self._is_good(batch, index, landing.check(batch.keys[index], self._sealer))
+
     def _take(self, batch: Batch, read: _Read | None) -> None:
         """Check what was read, and copy to the batch's pages what is good."""
         for index, view, ok in zip(*read) if read is not None else ():
-            if not ok:
-                continue
-            verdict = self._check(batch.keys[index], view)
-            if verdict is Verdict.GOOD:
+            if ok and self._is_good(batch, index, self._check(batch.keys[index], view)):
                 scatter(view[: len(view) - self.seal_bytes], batch.pages[index])
                 batch.ok[index] = True
-            else:
-                reason = _REASON[verdict]
-                batch.refused[reason] = batch.refused.get(reason, 0) + 1
-                if verdict is not Verdict.UNKNOWN:
-                    self._spoilt.note([batch.names[index]])
+
+    def _is_good(self, batch: Batch, index: int, verdict: Verdict) -> bool:
+        """Whether the page may be used; takes down why not."""
+        if verdict is not Verdict.GOOD:
+            reason = _REASON[verdict]
+            batch.refused[reason] = batch.refused.get(reason, 0) + 1
+            if verdict is not Verdict.UNKNOWN:
+                self._spoilt.note([batch.names[index]])
+        return verdict is Verdict.GOOD
 
     def _check(self, key: str, view: memoryview) -> Verdict:
         if self._sealer is None:

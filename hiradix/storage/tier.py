@@ -27,7 +27,7 @@ class TierBackend(StorageBackend):
     promote: put what was read from the lower store into the upper one. Thread-safe.
     """
 
-    traits = Traits(verifies=True, namespaced=True)  # and chained, if one of the two is
+    traits = Traits(verifies=True, namespaced=True)  # and chained or tenanted, if one of the two is
 
     def __init__(self, context: StorageContext):
         options = Options(context.extra_config)
@@ -45,7 +45,8 @@ class TierBackend(StorageBackend):
             raise
         chained = self.upper.wants_prefix_keys or self.lower.wants_prefix_keys
         deletes = self.upper.frees_deleted and self.lower.frees_deleted
-        self.traits = Traits(verifies=True, namespaced=True, chained=chained, deletes=deletes)
+        tenanted = self.upper.wants_tenant or self.lower.wants_tenant
+        self.traits = dataclasses.replace(self.traits, chained=chained, deletes=deletes, tenanted=tenanted)
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check([*keys, *prefix_keys])
@@ -82,11 +83,15 @@ class TierBackend(StorageBackend):
         return ok
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         """True where at least one of the two took the page."""
         self._check([*keys, *(prefix_keys or ())])
-        near, far = (store.put(keys, pages, prefix_keys) for store in (self.upper, self.lower))
+        near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
         return [a or b for a, b in zip(near, far, strict=True)]
 
     def delete(self, keys: Sequence[str]) -> None:

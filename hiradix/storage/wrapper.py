@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain
+from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant
 from hiradix.storage.spoilt import Spoilt
 
 
@@ -28,9 +28,13 @@ class Wrapper(StorageBackend):
         return self._get(keys, into, prefix_keys)
 
     def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
-        return self._put(keys, pages, prefix_keys)
+        return self._put(keys, pages, prefix_keys, tenant)
 
     def _get(
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None
@@ -40,13 +44,15 @@ class Wrapper(StorageBackend):
         return call(keys, into, **asked_chain(self.inner, prefix_keys))
 
     def _put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None, tenant: str
     ) -> list[bool]:
+        """The inner backend's, with the chain and the tenant if it asks for those."""
         spoilt = self._spoilt.take(keys)
         if spoilt:
             self.inner.delete(spoilt)
         call: Callable[..., list[bool]] = self.inner.put
-        return call(keys, pages, **asked_chain(self.inner, prefix_keys))
+        more = asked_chain(self.inner, prefix_keys) | asked_tenant(self.inner, tenant)
+        return call(keys, pages, **more)
 
     def delete(self, keys: Sequence[str]) -> None:
         self.inner.delete(keys)

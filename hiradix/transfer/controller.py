@@ -16,7 +16,7 @@ All public methods belong to one thread, the scheduler's, but `introduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hiradix.errors import StorageError
 from hiradix.transfer.counters import TransferStats
@@ -51,7 +51,7 @@ from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
-from hiradix.transfer.worker import Crew, Task, Worker
+from hiradix.transfer.worker import Crew, Steps, Task, Worker
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.native import mypyc_attr
 
@@ -111,7 +111,7 @@ class TransferController:
         self._queued_loads: dict[Ticket, Copies] = {}
         self._desk = Desk(self._driver, runtime.clock)
         self._desk.on_finish = self._end_load_batch
-        self._desk.workers = self._make_workers(runtime)
+        self._desk.workers = _workers(self._desk, {**self._copies.jobs, **self._storage_jobs.jobs}, runtime)
 
     # -- jobs ---------------------------------------------------------------------------
 
@@ -122,6 +122,14 @@ class TransferController:
         """
         copies = as_copies(device_pages, host_pages, others)
         return self._submit(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
+
+    def defer_write(self, device_pages: PageIds, host_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
+        """`write`, started by what wakes a thread anyway: the next `start_loading`; else by the second `poll`
+        from here, by any wait, or by itself within `IDLE_CHECK_S`. For engines, which go step by step."""
+        copies = as_copies(device_pages, host_pages, others)
+        task = self._task(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
+        self._desk.defer_write(task, self._refusal(JobKind.WRITE))
+        return task.job.parts[0].ticket
 
     def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
         """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
@@ -138,8 +146,9 @@ class TransferController:
         """Launch all queued loads as one batch, layer by layer. Gives the batch's index for the gate, or -1.
 
         They succeed or fail together. If no producer slot comes free in time they fail, and waiters raise.
-        """
+        Deferred writes start too, behind the batch's first layer."""
         if not self._queued_loads:
+            self._desk.release()
             return -1
         loads, self._queued_loads = self._queued_loads, {}
         batch = joined([copy for copies in loads.values() for copy in copies])
@@ -147,7 +156,7 @@ class TransferController:
         parts = tuple([Part(ticket, *self._size(copies)) for ticket, copies in loads.items()])
         task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
         has_slot = self.layer_done_counter.is_open(producer)
-        self._desk.submit(task, None if has_slot else FailReason.GATE_TIMEOUT)
+        self._desk.submit_load(task, None if has_slot else FailReason.GATE_TIMEOUT)
         return producer
 
     def cancel_load(self, ticket: Ticket) -> bool:
@@ -210,8 +219,7 @@ class TransferController:
     def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
         """Block until all these tickets have Results (for `poll` to fetch); False at the deadline.
 
-        A load has none before `start_loading`.
-        """
+        A load has none before `start_loading`."""
         return self._desk.wait(tickets, timeout_s)
 
     def wait_any(self, timeout_s: float) -> bool:
@@ -313,21 +321,13 @@ class TransferController:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _make_workers(self, runtime: Runtime) -> dict[JobKind, Worker]:
-        jobs = {**self._copies.jobs, **self._storage_jobs.jobs}
-        crew = Crew(jobs, self._desk.finish, self._driver.notify, self._desk.lock, runtime.clock)
-        workers: dict[JobKind, Worker] = {}
-        for name, kinds in runtime.workers.items():
-            lanes = [self._desk.lanes[kind] for kind in kinds]
-            workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
-        assert set(workers) == set(JobKind), f"workers for {list(workers)} only"
-        return workers
-
     def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
-        ticket = self._desk.new_ticket(kind)
-        task = Task(Job(kind, (Part(ticket, *size),), payload, self.epoch, after))
+        task = self._task(kind, size, payload, after)
         self._desk.submit(task, self._refusal(kind))
-        return ticket
+        return task.job.parts[0].ticket
+
+    def _task(self, kind: JobKind, size: Size, payload: Payload, after: object) -> Task:
+        return Task(Job(kind, (Part(self._desk.new_ticket(kind), *size),), payload, self.epoch, after))
 
     def _size(self, moved: Copies | Tails) -> Size:
         num_bytes = sum([len(one[0]) * self.page_bytes[one.pair] for one in moved])
@@ -358,3 +358,13 @@ class TransferController:
         payload = task.job.payload
         if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
             self.layer_done_counter.end(payload.producer, error)
+
+
+def _workers(desk: Desk, jobs: Mapping[JobKind, Steps], runtime: Runtime) -> dict[JobKind, Worker]:
+    crew = Crew(jobs, desk.finish, runtime.driver.notify, desk.lock, runtime.clock)
+    workers: dict[JobKind, Worker] = {}
+    for name, kinds in runtime.workers.items():
+        lanes = [desk.lanes[kind] for kind in kinds]
+        workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
+    assert set(workers) == set(JobKind), f"workers for {list(workers)} only"
+    return workers

@@ -2,6 +2,11 @@
 
 A ticket is open from its submission until its Result is in the outbox. `finish` closes tickets under the
 lock and ignores those that are closed already, so a job that returns after `abandon` says nothing twice.
+
+A deferred task is in its lane at once, in its place; only the wake of its worker waits, for the next load,
+which its worker's thread then passes on: so that the scheduler wakes one thread in a step. Where no load
+comes, the second `poll` after it wakes: the first may be that of a step that is about to load. Whoever waits
+for results, and `release`, wake at once; and a thread that nobody wakes looks by itself (`Driver.announce`).
 """
 
 from __future__ import annotations
@@ -40,6 +45,8 @@ class Desk:
         self._open: dict[Ticket, Task | None] = {}  # None: submitted, but no task yet (a load not started)
         self._pending = dict.fromkeys(JobKind, 0)
         self._outbox: deque[Result] = deque()
+        self._num_deferred = 0  # tasks whose worker was not woken for them
+        self._num_polls = 0  # since the first of those
 
     # -- in -----------------------------------------------------------------------------
 
@@ -68,15 +75,46 @@ class Desk:
 
     def submit(self, task: Task, refused: FailReason | None) -> None:
         """Queue the task for its worker; or, if `refused`, post its failed results at once."""
+        if self._queue(task, refused):
+            self._driver.wake(self.workers[task.job.kind])
+
+    def submit_load(self, task: Task, refused: FailReason | None) -> None:
+        """`submit`, and have the load worker's thread wake that of deferred writes."""
+        if not self._queue(task, refused):
+            self.release()
+            return
+        worker, writer = self.workers[JobKind.LOAD], self.workers[JobKind.WRITE]
+        self._driver.wake(worker, writer if self._taken() and writer is not worker else None)
+
+    def defer_write(self, task: Task, refused: FailReason | None) -> None:
+        """`submit`, but the worker sleeps on until `submit_load`, or as the module's docstring says."""
+        if not self._queue(task, refused):
+            return
+        if not self._num_deferred:
+            self._num_polls = 0
+        self._num_deferred += 1
+        self._driver.announce(self.workers[JobKind.WRITE])
+
+    def release(self) -> None:
+        """Wake the worker of deferred writes, if there are any."""
+        if self._taken():
+            self._driver.wake(self.workers[JobKind.WRITE])
+
+    def _taken(self) -> bool:
+        """Whether a wake is due for deferred writes, which the caller then sees to. Not for those that began
+        by themselves, as their worker was awake."""
+        num_deferred, self._num_deferred = self._num_deferred, 0
+        return num_deferred > 0 and len(self.lanes[JobKind.WRITE].queue) > 0
+
+    def _queue(self, task: Task, refused: FailReason | None) -> bool:
         with self.lock:
             for part in task.job.parts:
                 self._open[part.ticket] = task
             if refused is None:
                 self.lanes[task.job.kind].queue.append(task)
-        if refused is None:
-            self._driver.wake(self.workers[task.job.kind])
-        else:
-            self.finish(task, Stopped(refused))
+                return True
+        self.finish(task, Stopped(refused))
+        return False
 
     def cancel(self, ticket: Ticket, reason: FailReason) -> None:
         """Post a queued job's failed result now; ask a running one to end after its batch."""
@@ -143,8 +181,12 @@ class Desk:
     def poll(self, limit: int | None) -> list[Result]:
         """The oldest `limit` results."""
         outbox = self._outbox
+        if self._num_deferred:
+            self._num_polls += 1
+            if self._num_polls > 1:
+                self.release()
         if not outbox:
-            if self._open:
+            if len(self._open) > self._num_deferred:
                 self._driver.let_run(self._has_results)
             return []
         count = len(outbox) if limit is None else min(limit, len(outbox))
@@ -156,10 +198,12 @@ class Desk:
     def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
         """Block until none of the tickets is open."""
         waiting = list(tickets)
+        self.release()
         return self._driver.wait_for(lambda: not any(t in self._open for t in waiting), timeout_s)
 
     def wait_any(self, timeout_s: float) -> bool:
         """Block until the outbox has something."""
+        self.release()
         return self._driver.wait_for(self._has_results, timeout_s)
 
     def _has_results(self) -> bool:
@@ -168,6 +212,7 @@ class Desk:
     def wait_quiet(self, kinds: Iterable[JobKind], timeout_s: float) -> bool:
         """Block until no job of these kinds is queued or running."""
         lanes = [self.lanes[kind] for kind in kinds]
+        self.release()
         return self._driver.wait_for(lambda: all(lane.is_quiet for lane in lanes), timeout_s)
 
     def pending(self, kind: JobKind) -> int:

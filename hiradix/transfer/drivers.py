@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -15,7 +17,7 @@ from hiradix.tree.native import mypyc_attr
 
 BUSY_POLL_S = 500e-6  # a scheduler that asks again sooner than that computes nothing in between
 BREATH_S = 200e-6  # what it then leaves to the workers: they need the interpreter between their system calls
-IDLE_CHECK_S = 5.0  # how often an idle thread looks whether its controller still exists
+IDLE_CHECK_S = 1.0  # how often an idle thread looks for work, and whether its controller still exists
 
 
 class Steppable(Protocol):
@@ -33,7 +35,9 @@ class Steppable(Protocol):
 class Driver(Protocol):
     """Runs workers, and lets the scheduler thread wait for what they do."""
 
-    def wake(self, worker: Steppable, /) -> None: ...
+    def wake(self, worker: Steppable, follower: Steppable | None = None, /) -> None: ...
+
+    def announce(self, worker: Steppable, /) -> None: ...
 
     def stop(self, worker: Steppable, timeout_s: float, /) -> bool: ...
 
@@ -50,12 +54,15 @@ class _WorkerThread:
     def __init__(self, worker: Steppable):
         self.worker = weakref.ref(worker)
         self._work: SimpleQueue[None] = SimpleQueue()  # holds something: there may be work
+        self._followers: deque[_WorkerThread] = deque()  # to be woken from here
         self._stopping = False
         self.num_loop_errors = 0
         self.thread = threading.Thread(target=self._loop, name=f"hiradix-{worker.name}", daemon=True)
         self.thread.start()
 
-    def wake(self) -> None:
+    def wake(self, follower: _WorkerThread | None = None) -> None:
+        if follower is not None:
+            self._followers.append(follower)  # first: the thread looks at its queue, then here
         if self._work.empty():
             self._work.put(None)
 
@@ -74,8 +81,14 @@ class _WorkerThread:
             if worker is None:
                 return
             while self._step(worker):  # also when stopping: what is left was told to end
-                pass
+                self._wake_followers()
+            self._wake_followers()
             del worker
+
+    def _wake_followers(self) -> None:
+        """After a step: what this thread was woken for goes first."""
+        while self._followers:
+            self._followers.popleft().wake()
 
     def _step(self, worker: Steppable) -> bool:
         try:
@@ -101,15 +114,24 @@ class ThreadDriver:
         """Exceptions that reached a thread's loop; the loops went on."""
         return sum(t.num_loop_errors for t in self._threads.values())
 
-    def wake(self, worker: Steppable) -> None:
-        """There may be work for `worker`. Scheduler thread only."""
+    def wake(self, worker: Steppable, follower: Steppable | None = None) -> None:
+        """There may be work for `worker`; and for `follower`, which the worker's thread wakes after its next
+        step: to wake a thread that sleeps takes several microseconds. Scheduler thread only."""
+        self._started(worker).wake(None if follower is None else self._started(follower))
+
+    def announce(self, worker: Steppable) -> None:
+        """There is work for `worker` that may wait for its next `wake`, or for `IDLE_CHECK_S`."""
+        if self._thread_of(worker) is None:
+            self.wake(worker)
+
+    def _started(self, worker: Steppable) -> _WorkerThread:
         thread = self._thread_of(worker)
         if thread is None:
             gone = [number for number, thread in self._threads.items() if thread.worker() is None]
             for number in gone:
                 del self._threads[number]
             self._threads[id(worker)] = thread = _WorkerThread(worker)
-        thread.wake()
+        return thread
 
     def _thread_of(self, worker: Steppable) -> _WorkerThread | None:
         thread = self._threads.get(id(worker))
@@ -150,14 +172,19 @@ class ThreadDriver:
 class StepDriver:
     """Runs workers one step at a time in one thread; the seed chooses who is next and how long it takes.
 
-    It is also the clock: `now()` is virtual seconds and moves only with steps and waits.
+    It is also the clock: `now()` is virtual seconds and moves only with steps and waits. As threads do, a
+    worker that finds nothing to do sleeps until it is woken, or for `IDLE_CHECK_S`. num_overslept: how often
+    that was what it took, with work there.
     """
 
     def __init__(self, seed: int = 0, max_step_s: float = 0.01):
         self._random = random.Random(seed)
         self._max_step_s = max_step_s
         self._workers: dict[str, Steppable] = {}
+        self._alarms: dict[str, float] = {}  # of workers that sleep: when they look round
+        self._followers: dict[str, list[Steppable]] = {}
         self._now_s = 0.0
+        self.num_overslept = 0
         self.held: set[str] = set()  # names of workers that make no progress: a hang
 
     def now(self) -> float:
@@ -167,8 +194,17 @@ class StepDriver:
         """Let virtual time pass: what somebody else than a worker takes."""
         self._now_s += seconds
 
-    def wake(self, worker: Steppable) -> None:
+    def wake(self, worker: Steppable, follower: Steppable | None = None) -> None:
         self._workers[worker.name] = worker
+        self._alarms.pop(worker.name, None)
+        if follower is not None:
+            self._followers.setdefault(worker.name, []).append(follower)
+
+    def announce(self, worker: Steppable) -> None:
+        if worker.name not in self._workers:
+            self.wake(worker)
+        elif self._alarms.get(worker.name, math.inf) <= self._now_s:
+            self._alarms[worker.name] = self._now_s + IDLE_CHECK_S
 
     def stop(self, worker: Steppable, timeout_s: float) -> bool:
         """Forget the worker; False, after the virtual deadline, if it is held with work in hand."""
@@ -176,20 +212,56 @@ class StepDriver:
             self._now_s += timeout_s
             return False
         self._workers.pop(worker.name, None)
+        self._alarms.pop(worker.name, None)
         return True
 
     def step(self) -> bool:
         """Let one worker, chosen by the seed, do one step; False if none can."""
-        ready = [w for name, w in sorted(self._workers.items()) if name not in self.held and w.has_work]
+        ready = self._ready()
         if not ready:
             return False
         self._now_s += self._random.random() * self._max_step_s
-        return self._random.choice(ready).step()
+        worker = self._random.choice(ready)
+        done = worker.step()
+        self._wake_followers(worker.name)
+        self._fall_asleep()
+        return done
+
+    def _ready(self) -> list[Steppable]:
+        """Who is awake and has work."""
+        self._fall_asleep()
+        return [worker for name, worker in self._with_work() if name not in self._alarms]
+
+    def _fall_asleep(self) -> None:
+        for name, worker in sorted(self._workers.items()):
+            if name not in self.held and name not in self._alarms and not worker.has_work:
+                self._alarms[name] = self._now_s + IDLE_CHECK_S
+                self._wake_followers(name)
+
+    def _with_work(self) -> list[tuple[str, Steppable]]:
+        return [(n, w) for n, w in sorted(self._workers.items()) if n not in self.held and w.has_work]
+
+    def _wake_followers(self, name: str) -> None:
+        for follower in self._followers.pop(name, ()):
+            self.wake(follower)
+
+    def _look_round(self, until_s: float = math.inf) -> bool:
+        """Nobody who is awake has work: let time pass until somebody who sleeps looks and finds some."""
+        alarm_s, name = min(
+            ((self._alarms[n], n) for n, _ in self._with_work() if n in self._alarms),
+            default=(math.inf, ""),
+        )
+        if alarm_s == math.inf or alarm_s > until_s:
+            return False
+        self._now_s = max(self._now_s, alarm_s)
+        self.num_overslept += 1
+        del self._alarms[name]
+        return True
 
     def run(self, max_steps: int = 1_000_000) -> int:
         """Step until nothing is left to do; the number of steps taken."""
         for num_steps in range(max_steps):
-            if not self.step():
+            if not self.step() and not self._look_round():
                 return num_steps
         raise AssertionError(f"workers still busy after {max_steps} steps")
 
@@ -199,12 +271,12 @@ class StepDriver:
         while not predicate():
             if self._now_s >= deadline_s:
                 return False
-            if not self.step():
+            if not self.step() and not self._look_round(deadline_s):
                 self._now_s = deadline_s
         return True
 
     def notify(self) -> None:
-        """Nobody sleeps in a simulation."""
+        """Nobody waits in a simulation."""
 
     def let_run(self, has_news: Callable[[], bool]) -> None:
         """Workers run when the simulation says so."""

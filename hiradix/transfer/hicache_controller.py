@@ -58,11 +58,13 @@ class Ack:
 class PrefetchOperation:
     """A prefetch: storage is asked first, then host pages are taken for the hits and read.
 
-    num_hit_pages: None until storage has answered. is_done: nothing more will arrive.
+    num_hit_pages: None until storage has answered. is_done: nothing more will arrive. epoch: of the transfers
+    when it began; a later one has taken all it had.
     """
 
     request_id: str
     asked_pages: int
+    epoch: int
     num_hit_pages: int | None = None
     num_pages: int = 0
     hashes: tuple[bytes, ...] = ()
@@ -172,7 +174,7 @@ class HiCacheController:
     def prefetch(self, request_id: str, token_ids: TokenIds, last_hash: bytes = b"") -> PrefetchOperation:
         """Look for these tokens' pages in storage and bring the leading hits to the host."""
         rows = self._rows(token_ids, last_hash)
-        operation = PrefetchOperation(request_id, len(rows))
+        operation = PrefetchOperation(request_id, len(rows), self.transfers.epoch)
         self._order_for(operation, self.transfers.query(rows))
         return operation
 
@@ -180,6 +182,8 @@ class HiCacheController:
         """Stop, and take what has arrived: host slots (the caller's now) and their page hashes."""
         assert not operation.is_terminated, f"prefetch of {operation.request_id} terminated twice"
         operation.is_terminated = operation.is_done = True
+        if operation.epoch != self.transfers.epoch:
+            self._forget(operation)
         for ticket in operation.tickets:
             self.transfers.cancel(ticket)
         arrived = np.concatenate([*operation.host_pages, NO_PAGES])
@@ -220,10 +224,12 @@ class HiCacheController:
         """
         is_quiet = self.transfers.reset(timeout_s)
         for result in self.transfers.poll():
-            self._forget(self._orders.pop(result.ticket))
+            if (operation := self._orders.pop(result.ticket).prefetch) is not None:
+                self._forget(operation)
         hung = NO_PAGES
         for ticket, order in self._orders.items():
-            self._forget(order)
+            if order.prefetch is not None:
+                self._forget(order.prefetch)
             own = np.setdiff1d(_or_none(order.host_pages), hung)
             self._orders[ticket] = _Order(order.node_id, host_pages=own, is_orphan=True)
             hung = np.concatenate([hung, own])
@@ -237,13 +243,12 @@ class HiCacheController:
 
     # -- inside ---------------------------------------------------------------------------
 
-    def _forget(self, order: _Order) -> None:
-        """A reset took everything the order's prefetch had."""
-        if (operation := order.prefetch) is not None:
-            operation.is_done = True
-            operation.num_pages = 0
-            operation.host_pages.clear()
-            operation.tickets.clear()
+    def _forget(self, operation: PrefetchOperation) -> None:
+        """A reset took everything the prefetch had."""
+        operation.is_done = True
+        operation.num_pages = 0
+        operation.host_pages.clear()
+        operation.tickets.clear()
 
     def _order_for(self, operation: PrefetchOperation, ticket: Ticket, pages: Pages | None = None) -> None:
         operation.tickets.add(ticket)

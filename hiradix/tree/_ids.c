@@ -297,29 +297,65 @@ static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
     return (PyObject *)found;
 }
 
-static PyObject *narrow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* Tokens as bytes of int32; None if one of them does not fit. */
+static PyObject *narrowed(const npy_int64 *wide, npy_intp count)
 {
-    npy_intp start, stop;
-    PyArrayObject *tokens;
-    PyObject *found = NULL;
-    if (!has_args("narrow", nargs, 3) || (tokens = tokens_of(args[0])) == NULL) {
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count * sizeof(npy_int32));
+    if (found == NULL) {
         return NULL;
     }
-    if ((stop = number(args[2], LENGTH(tokens), "stop")) >= 0 && (start = number(args[1], stop, "start")) >= 0
-        && (found = PyBytes_FromStringAndSize(NULL, (stop - start) * sizeof(npy_int32))) != NULL) {
-        const npy_int64 *wide = TOKENS(tokens) + start;
-        npy_int32 *packed = (npy_int32 *)PyBytes_AS_STRING(found);
-        npy_int64 bits = 0;
-        for (npy_intp i = 0; i < stop - start; i++) {
-            bits |= wide[i];
-            packed[i] = (npy_int32)wide[i];
-        }
-        if (bits < 0 || bits > NPY_MAX_INT32) {
-            Py_DECREF(found);
-            found = Py_NewRef(Py_None);
-        }
+    npy_int32 *packed = (npy_int32 *)PyBytes_AS_STRING(found);
+    npy_int64 bits = 0;
+    for (npy_intp i = 0; i < count; i++) {
+        bits |= wide[i];
+        packed[i] = (npy_int32)wide[i];
     }
-    Py_DECREF(tokens);
+    if (bits < 0 || bits > NPY_MAX_INT32) {
+        Py_DECREF(found);
+        found = Py_NewRef(Py_None);
+    }
+    return found;
+}
+
+/* 1, and `view` to be released, if `object` is an array('q') or the like: its memory as it is. Else 0. */
+static int is_buffer_of_tokens(PyObject *object, Py_buffer *view)
+{
+    if (PyArray_Check(object) || !PyObject_CheckBuffer(object)) {
+        return 0;
+    }
+    if (PyObject_GetBuffer(object, view, PyBUF_CONTIG_RO | PyBUF_FORMAT) < 0) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (view->ndim == 1 && view->itemsize == sizeof(npy_int64) && view->format != NULL
+        && strcmp(view->format, "q") == 0) {
+        return 1;
+    }
+    PyBuffer_Release(view);
+    return 0;
+}
+
+static PyObject *narrow(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    npy_intp start, stop, count;
+    PyArrayObject *tokens = NULL;
+    PyObject *found = NULL;
+    Py_buffer view;
+    if (!has_args("narrow", nargs, 3)) {
+        return NULL;
+    }
+    int is_buffer = is_buffer_of_tokens(args[0], &view);
+    if (!is_buffer && (tokens = tokens_of(args[0])) == NULL) {
+        return NULL;
+    }
+    count = is_buffer ? view.len / (npy_intp)sizeof(npy_int64) : LENGTH(tokens);
+    if ((stop = number(args[2], count, "stop")) >= 0 && (start = number(args[1], stop, "start")) >= 0) {
+        found = narrowed((is_buffer ? (const npy_int64 *)view.buf : TOKENS(tokens)) + start, stop - start);
+    }
+    if (is_buffer) {
+        PyBuffer_Release(&view);
+    }
+    Py_XDECREF(tokens);
     return found;
 }
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-DIGEST_BYTES = 32
+DIGEST_BYTES: Final = 32
 _NAMESPACE_TAG = b"sglang-cache-namespace-v1"
 _EXTRA_TAG = b"hiradix-page-extra-v1"
 

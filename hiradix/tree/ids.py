@@ -17,7 +17,8 @@ Ids that are out of range, or no ids, raise AssertionError before anything is ch
     narrow(tokens, start, stop)              bytes: [start, stop) as int32; None if one is not in [0, 2**31)
     num_equal(run, width, tokens, start, stop)  how many of [start, stop), from the first on, `run` has too
 
-Tokens are int64 [N]; a run is bytes of tokens, `width` each: 4 (int32) or 8 (int64).
+Tokens are int64 [N], for `narrow` an `array('q')` too; a run is bytes of tokens, `width` each: 4 (int32) or 8
+(int64).
 
     untrack(*objects)  the garbage collector, which takes 0.1 ms for a hundred nodes, looks at these no more;
                        whoever has them breaks their cycles. By numpy nothing: Python cannot do that
@@ -26,8 +27,9 @@ Tokens are int64 [N]; a run is bytes of tokens, `width` each: 4 (int32) or 8 (in
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -37,15 +39,15 @@ from hiradix.tree.ids_numpy import Ids, Marks, Pages, Slots, Tokens
 from hiradix.tree.native import form_in_c
 
 _form = form_in_c("hiradix.tree._ids", ids_numpy)
-IS_BUILT: bool = _form is not ids_numpy
-copied: Callable[..., Pages] = _form.copied
-joined: Callable[[list[Pages]], Pages] = _form.joined
-mark: Callable[[Marks, Ids, bool], None] = _form.mark
-take: Callable[[Pages, int, int, Marks], Pages] = _form.take
-give: Callable[[Pages, int, Ids, Marks], bool] = _form.give
-slots_of: Callable[[Ids, int], Slots] = _form.slots_of
-pages_of: Callable[[npt.NDArray[np.integer[Any]], int, int, int], Pages] = _form.pages_of
-narrow: Callable[[Tokens, int, int], bytes | None] = _form.narrow
-num_equal: Callable[[bytes, int, Tokens, int, int], int] = _form.num_equal
-track: Callable[..., None] = _form.track
-untrack: Callable[..., None] = _form.untrack
+IS_BUILT: Final[bool] = _form is not ids_numpy
+copied: Final[Callable[..., Pages]] = _form.copied
+joined: Final[Callable[[list[Pages]], Pages]] = _form.joined
+mark: Final[Callable[[Marks, Ids, bool], None]] = _form.mark
+take: Final[Callable[[Pages, int, int, Marks], Pages]] = _form.take
+give: Final[Callable[[Pages, int, Ids, Marks], bool]] = _form.give
+slots_of: Final[Callable[[Ids, int], Slots]] = _form.slots_of
+pages_of: Final[Callable[[npt.NDArray[np.integer[Any]], int, int, int], Pages]] = _form.pages_of
+narrow: Final[Callable[[Tokens | array[int], int, int], bytes | None]] = _form.narrow
+num_equal: Final[Callable[[bytes, int, Tokens, int, int], int]] = _form.num_equal
+track: Final[Callable[..., None]] = _form.track
+untrack: Final[Callable[..., None]] = _form.untrack

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -108,10 +109,10 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
     return np.array([slot // page_size for slot in first.tolist()], np.int32)
 
 
-def narrow(tokens: Tokens, start: int, stop: int) -> bytes | None:
+def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:
     """See `hiradix.tree.ids`."""
     assert 0 <= start <= stop <= len(tokens), f"tokens {start}..{stop} of {len(tokens)}"
-    part = tokens[start:stop]
+    part = np.array(tokens[start:stop], np.int64) if isinstance(tokens, array) else tokens[start:stop]
     if np.bitwise_or.reduce(part) >> 31:  # a bit from there up, the sign's too, that any of them has
         return None
     return part.astype(np.int32).tobytes()

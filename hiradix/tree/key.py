@@ -10,7 +10,7 @@ import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class Namespace:
         return "" if self.extra_key is None else f"key:{self.extra_key}"
 
 
-PLAIN = Namespace()
+PLAIN: Final = Namespace()
 
 
 def namespace(extra_key: str | None, cache_salt: str | None, is_bigram: bool) -> Namespace:
@@ -61,12 +61,13 @@ def namespace(extra_key: str | None, cache_salt: str | None, is_bigram: bool) ->
     return Namespace(extra_key, cache_salt, is_bigram)
 
 
-NARROW, WIDE = 4, 8  # bytes per packed token
-FIRST_WINDOW = 4096  # tokens of a key packed at once, so that it is not packed beyond what is looked at
-WINDOW_TOKENS = 16384  # and at once further on
-FEW_TOKENS = 1536  # up to here array('q') is packed without numpy, which is slower with cold caches
-_IN_HALVES = sys.byteorder == "little" and not ids.IS_BUILT
-_NO_TOKENS: Tokens = np.empty(0, np.int64)
+NARROW: Final = 4  # bytes per packed token, all of them in [0, 2**31)
+WIDE: Final = 8  # and otherwise
+FIRST_WINDOW: Final = 4096  # tokens of a key packed at once, so that no more is packed than is looked at
+WINDOW_TOKENS: Final = 16384  # and at once further on
+FEW_TOKENS: Final = 1536  # up to here array('q') is packed without numpy, which is slower with cold caches
+_IN_HALVES: Final = sys.byteorder == "little" and not ids.IS_BUILT
+_NO_TOKENS: Final[Tokens] = np.empty(0, np.int64)
 
 
 def packed(tokens: Tokens, start: int, stop: int) -> tuple[bytes, int]:
@@ -271,8 +272,12 @@ class RadixKey:
 
     def _packed(self, start: int, end: int) -> tuple[bytes, int]:
         assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
-        if _IN_HALVES and self._array is not None:
-            return _packed_array(self._array, start, end)
+        if self._array is not None:
+            if _IN_HALVES:
+                return _packed_array(self._array, start, end)
+            run = ids.narrow(self._array, start, end)  # no array of numpy's is made
+            if run is not None:
+                return run, NARROW
         return packed(self.tokens, start, end)
 
     def row(self, page: int, page_size: int) -> Hashable:

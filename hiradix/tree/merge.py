@@ -12,6 +12,7 @@ comes back with it, also if the heir has lost its own end to eviction since.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from hiradix.tree.hashing import DIGEST_BYTES
 from hiradix.tree.node import TIERS, Node
 from hiradix.tree.store import Store
 
-RATIO = 2
+RATIO: Final = 2
 
 Split = Callable[[Node, int], Node]
 

@@ -16,10 +16,10 @@ from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, unpacked
 
 Pages = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.integer[Any]]  # page ids as a caller may have them
-NO_PAGES: Pages = np.empty(0, np.int32)
+NO_PAGES: Final[Pages] = np.empty(0, np.int32)
 NO_PAGES.flags.writeable = False
-UNBOUNDED = sys.maxsize
-BACKBONE = 0  # index of the component that every node has
+UNBOUNDED: Final = sys.maxsize
+BACKBONE: Final = 0  # index of the component that every node has
 
 
 class Tier(IntEnum):

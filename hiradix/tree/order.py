@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from hiradix.tree.node import Component, Residency, Tier
+from hiradix.tree.node import Component, Node, Residency, Tier
 
 
 @dataclass(frozen=True)
@@ -68,15 +68,17 @@ class LruOrder:
     """Least recently unlocked first: an intrusive ring, O(1) for everything.
 
     A backbone path is pushed deepest first, so an ancestor is always hotter than its descendants and the
-    coldest is always a leaf (invariant 5).
+    coldest is always a leaf (invariant 5). Pages are counted by nodes, which are at hand: their arrays are
+    memory that nobody may have looked at for long.
     """
 
     path_moves_once: ClassVar[bool] = True
-    __slots__ = ("num_pages", "_end", "_upper_is_hotter")
+    __slots__ = ("num_pages", "_end", "_per_page", "_upper_is_hotter")
 
     def __init__(self, context: OrderContext):
         self.num_pages = 0
         self._upper_is_hotter = context.backbone
+        self._per_page = context.component.per_page
         self._end = end = Residency(None)  # of the ring: end.hotter is the coldest, end.colder the hottest
         end.hotter = end.colder = end
 
@@ -105,37 +107,45 @@ class LruOrder:
     def push(self, entries: Iterable[Residency]) -> None:
         end = self._end
         hottest: Residency = end.colder  # type: ignore[assignment]
-        count = 0
+        count, per_page = 0, self._per_page
         for entry in entries if isinstance(entries, list) else list(entries):
             entry.colder = hottest
             hottest.hotter = entry
             hottest = entry
-            count += len(entry.pages)  # type: ignore[arg-type]
+            node: Node = entry.node  # type: ignore[assignment]
+            count += node.end - node.start if per_page else 1
         hottest.hotter = end
         end.colder = hottest
         self.num_pages += count
 
     def remove(self, entries: Iterable[Residency]) -> None:
-        count = 0
+        count, per_page = 0, self._per_page
         for entry in entries if isinstance(entries, list) else list(entries):
             hotter: Residency = entry.hotter  # type: ignore[assignment]
             colder: Residency = entry.colder  # type: ignore[assignment]
             hotter.colder, colder.hotter = colder, hotter
             entry.hotter = entry.colder = None
-            count += len(entry.pages)  # type: ignore[arg-type]
+            node: Node = entry.node  # type: ignore[assignment]
+            count += node.end - node.start if per_page else 1
         self.num_pages -= count
 
     def touched(self, entries: Iterable[Residency]) -> None:
-        entries = list(entries)
-        self.remove(entries)
-        self.push(entries)
+        end = self._end
+        for entry in entries if isinstance(entries, list) else list(entries):
+            hotter: Residency = entry.hotter  # type: ignore[assignment]
+            colder: Residency = entry.colder  # type: ignore[assignment]
+            hotter.colder, colder.hotter = colder, hotter
+            hottest: Residency = end.colder  # type: ignore[assignment]
+            entry.colder, entry.hotter = hottest, end
+            hottest.hotter = end.colder = entry
 
     def dropped(self, entry: Residency) -> None:
         hotter: Residency = entry.hotter  # type: ignore[assignment]
         colder: Residency = entry.colder  # type: ignore[assignment]
         hotter.colder, colder.hotter = colder, hotter
         entry.hotter = entry.colder = None
-        self.num_pages -= len(entry.pages)  # type: ignore[arg-type]
+        node: Node = entry.node  # type: ignore[assignment]
+        self.num_pages -= node.end - node.start if self._per_page else 1
 
     def split(self, entry: Residency, upper: Residency) -> None:
         colder = entry if self._upper_is_hotter else entry.colder

@@ -7,12 +7,13 @@ compared as arrays, in place.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
 from hiradix.tree.node import Node
 
-LONG_BYTES = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
+LONG_BYTES: Final = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
 
 
 def walk(node: Node, key: RadixKey, num_pages: int, page_size: int) -> tuple[Node, Node | None, int]:

@@ -31,20 +31,27 @@ from hiradix.tree.watch import Watch
 
 
 class Dropped:
-    """Pages taken from nodes, gathered per (component, tier)."""
+    """Pages taken from nodes, gathered by 2 * component + tier."""
 
     def __init__(self) -> None:
-        self._pages: dict[tuple[int, int], list[Pages]] = {}
+        self._pages: dict[int, list[Pages]] = {}
 
     def add(self, component: int, tier: int, pages: Pages) -> None:
-        self._pages.setdefault((component, tier), []).append(pages)
+        place = 2 * component + tier
+        parts = self._pages.get(place)
+        if parts is None:
+            self._pages[place] = [pages]
+        else:
+            parts.append(pages)
 
     def freed(self) -> list[Freed]:
         """One record per component and tier; what lies beside the backbone comes before the backbone."""
-        return [
-            Freed(component, TIERS[tier], parts[0] if len(parts) == 1 else ids.joined(parts))
-            for (component, tier), parts in sorted(self._pages.items(), reverse=True)
-        ]
+        found = []
+        for place in reversed(sorted(self._pages)):
+            parts = self._pages[place]
+            pages = parts[0] if len(parts) == 1 else ids.joined(parts)
+            found.append(Freed(place >> 1, TIERS[place & 1], pages))
+        return found
 
 
 class Store:
@@ -112,9 +119,9 @@ class Store:
         """
         order = self.orders[component][tier]
         if component == BACKBONE:
-            fresh = set(map(id, entries))
             path = _evictable_path(entries[0].node, tier)
-            if len(path) > len(fresh):
+            if len(path) > len(entries):
+                fresh = set(map(id, entries))
                 order.remove([entry for entry in path if id(entry) not in fresh])
             order.push(path)
             return

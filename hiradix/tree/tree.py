@@ -21,7 +21,7 @@ Invariants, checked by `RadixTree.check` under these numbers:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -49,9 +49,9 @@ from hiradix.tree.runs import split_run, walk
 from hiradix.tree.view import TreeView
 from hiradix.tree.watch import Watch
 
-_INT32 = np.dtype(np.int32)
-_WHOLE_PATH = (0,)
-_GRAIN = Grain()
+_INT32: Final = np.dtype(np.int32)
+_WHOLE_PATH: Final = (0,)
+_GRAIN: Final = Grain()
 
 
 class RadixTree(TreeView):
@@ -324,8 +324,9 @@ class RadixTree(TreeView):
         self._store.split(node, upper, at)
         pins_of_split(node, upper, len(self.components))
         split_run(node, upper, self.page_size)
-        for name in ("space", "hit_count", "priority", "created", "stored", "note", "chain"):
-            setattr(upper, name, getattr(node, name))
+        upper.space, upper.note, upper.chain = node.space, node.note, node.chain
+        upper.hit_count, upper.priority = node.hit_count, node.priority
+        upper.created, upper.stored = node.created, node.stored
         upper.num_device_children = int(node.device.pages is not None)
         upper.adopt_child(node)
         parent.adopt_child(upper)

@@ -11,7 +11,7 @@ import torch
 
 from hiradix.adapters.sglang import plugin
 from hiradix.adapters.sglang.ports import AllocatorPort, HybridPort
-from hiradix.adapters.sglang.support import Api, api_of, refuse_flags
+from hiradix.adapters.sglang.support import Api, api_of, refuse_flags, warn_if_untested
 from hiradix.errors import ConfigError
 from hiradix.memory import HybridSlotAllocator
 
@@ -36,6 +36,35 @@ def test_an_sglang_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "0.5.9")
     with pytest.raises(ConfigError, match=r"SGLang 0\.5\.9 is not supported: it has no .*registry"):
         plugin.activate()
+
+
+@pytest.mark.parametrize(
+    ("version", "num_told"),
+    [("0.5.23", 0), ("0.5.23.post1", 0), ("0.5.15.post1", 0), ("0.5.24", 1), ("0.6", 1)],
+)
+def test_an_sglang_that_nobody_tested_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, num_told: int
+) -> None:
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: version)
+    warn_if_untested()
+    assert [version in record.getMessage() for record in caplog.records] == [True] * num_told
+
+
+@pytest.mark.parametrize(
+    ("missing", "error"),
+    [("sglang.srt.mem_cache.base_prefix_cache", ConfigError), ("numpy.none", ModuleNotFoundError)],
+)
+def test_an_sglang_that_lacks_what_is_imported_is_named(
+    monkeypatch: pytest.MonkeyPatch, missing: str, error: type[Exception]
+) -> None:
+    def build_cache(context: object) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("hiradix.adapters.sglang.build.build_cache", build_cache)
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9")
+    with pytest.raises(error, match=missing) as refused:
+        plugin.make_cache(object())
+    assert error is not ConfigError or "SGLang 9.9.9 is not supported" in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,23 @@ def test_benchmark_says_why_it_could_not_run(capsys: pytest.CaptureFixture[str])
     pytest.importorskip("chitchat_dataset")
     assert main(["http://127.0.0.1:9"]) == 2
     assert "/v1/models" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["http://127.0.0.1:9", "--concurrency", "0"], "--concurrency must be >= 1"),
+        (["http://127.0.0.1:9", "--max-tokens", "0"], "--max-tokens must be >= 1"),
+        (["http://127.0.0.1:9", "--top-logprobs", "-1"], "--top-logprobs must be >= 0"),
+        (["http://127.0.0.1:99999"], "http://127.0.0.1:99999: Port out of range"),
+        (["127.0.0.1:9"], "127.0.0.1:9: expected http://HOST:PORT"),
+        (["http://"], "http://: expected http://HOST:PORT"),
+        (["http://127.0.0.1:9", "--out", "/dev/null/x.json"], "--out /dev/null/x.json: "),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hiradix bench: error: {words}") and said.count("\n") == 1

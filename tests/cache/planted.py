@@ -177,8 +177,10 @@ FAULTS = [
     Fault("read: the anchor is locked twice", FETCH,
           "        if p.lock is None:\n            p.lock = self._tree.lock(p.anchor, Tier.HOST)",
           "        p.lock = self._tree.lock(p.anchor, Tier.HOST)"),
-    Fault("split: both halves are boundaries", TREE, '"created", "stored", "note"',
-          '"created", "stored", "boundary_stored", "note"'),
+    Fault("split: both halves are boundaries", TREE,
+          "upper.created, upper.stored = node.created, node.stored",
+          "upper.created, upper.stored = node.created, node.stored\n"
+          "        upper.boundary_stored = node.boundary_stored"),
     Fault("detach: boundaries are still believed in storage", TREE,
           "node.stored = node.boundary_stored = False", "node.stored = False"),
     Fault("parts: a fingerprint without component has another name", MARK,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from hiradix.transfer import FailReason, JobKind
-from tests.cache.test_lost_hits import key, reading, stored_world
+from hiradix.tree.hashing import hash_pages
+from tests.cache.test_lost_hits import fetch, key, reading, serve, stored_world
+from tests.cache.world import Setup, World
 
 
 def test_reads_stop_when_the_last_who_joined_is_gone() -> None:
@@ -55,3 +57,78 @@ def test_all_results_are_applied_in_one_tick() -> None:
     world.cache.tick()
     assert world.controller.pending(JobKind.WRITE) == 0
     world.assert_drained()
+
+
+def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage() -> None:
+    world = stored_world(4)
+    prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
+    assert prefetcher.start("gone", key(4), world.cache.tree.root)
+    prefetcher.abort("gone")
+    world.settle()
+    assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
+    assert "storage_transfer" not in unfulfilled, unfulfilled
+    world.storage.faults = 1.0
+    assert prefetcher.start("r", key(4), world.cache.tree.root)
+    world.driver.run()
+    world.cache.tick()
+    assert unfulfilled["storage_transfer"] == 4 and prefetcher.progress("r")
+    world.assert_drained()
+
+
+def test_names_that_a_query_made_of_what_is_there_are_kept() -> None:
+    """Of a prefix from before the attach nobody knew them: the next query need not reach back for them."""
+    world = World(Setup(host_pages=40), 1)
+    serve(world, key(3))
+    anchor = world.cache.match(key(3)).loadable_node
+    assert world.cache.tree.hashes(anchor) is None
+    world.cache.attach_storage(world.storage)
+    assert world.cache.prefetcher.start("r", key(6), anchor)
+    world.driver.run()
+    world.cache.tick()
+    wanted = hash_pages(world.cache.tree.rows(key(6), world.cache.tree.root, 0, 6))
+    assert world.cache.tree.hashes(anchor) == wanted[:3]
+    world.cache.prefetcher.abort("r")
+    world.assert_drained()
+
+
+def test_one_who_joined_has_what_came_behind_where_it_began() -> None:
+    world = stored_world(6)
+    assert fetch(world, key(2)) == 2
+    prefetcher = world.cache.prefetcher
+    node = world.cache.match(key(6)).loadable_node
+    assert prefetcher.start("first", key(6), node) and prefetcher.start("joined", key(6), node)
+    world.settle()
+    assert prefetcher.progress("first") and prefetcher.progress("joined")
+    assert prefetcher.pop_loaded_span("first") == prefetcher.pop_loaded_span("joined") == (2, 4)
+    assert prefetcher.pop_loaded_span("joined") == (0, 0), "reading resets it"
+    world.assert_drained()
+
+
+def test_a_prefetch_that_the_host_has_no_page_for_has_ended() -> None:
+    """Nothing will arrive that could end it: its request would wait for ever."""
+    world = stored_world(4)
+    prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
+    assert prefetcher.start("r", key(4), world.cache.tree.root)
+    taken = world.cache.supply.alloc_host(world.setup.host_pages)
+    world.driver.run()
+    world.cache.tick()
+    assert len(prefetcher) == 0 and prefetcher.progress("r")
+    assert unfulfilled == {"host_capacity": 4} and prefetcher.pop_loaded_span("r") == (0, 0)
+    world.cache.supply.free_host(taken)
+    world.assert_drained()
+
+
+def test_pages_that_storage_failed_to_bring_are_counted_and_those_that_were_gone_are_none_of_them() -> None:
+    for num_gone in (0, 1):
+        world = stored_world(4)
+        reading(world, 4)
+        if num_gone:
+            del world.storage.pages[list(world.storage.pages)[2]]
+        else:
+            world.storage.faults = 1.0
+        world.driver.run()
+        world.cache.tick()
+        assert world.cache.prefetcher.progress("r")
+        assert world.cache.counters.unfulfilled == ({} if num_gone else {"storage_transfer": 4})
+        assert world.cache.prefetcher.pop_loaded_span("r") == (0, 2 if num_gone else 0)
+        world.assert_drained()

@@ -267,6 +267,23 @@ def test_cap_counts_everything_in_the_directory(make: Make, tmp_path: Path) -> N
     assert store.stats()["log_rewrites"] >= 3 and store.stats()["pages"] <= 24
 
 
+def test_an_opened_store_keeps_nothing_twice_and_no_slots_that_are_taken(make: Make) -> None:
+    """What a million pages cost in memory: what they have in common is there once."""
+    config = {"max_size": cap_of(64), "segment_size": 16 * 8192}
+    store = make(**config)
+    assert all(put(store, keys_of(40)))
+    store.delete(keys_of(3, 10))
+    store.close()
+    again = make(**config)
+    shelf = again._store.shelf
+    entries = list(shelf.pages.values())
+    assert len(entries) == 37 and len({entry.place[0] for entry in entries}) > 1
+    for shared in (lambda e: e.namespace, lambda e: e.num_bytes, lambda e: e.place[0]):
+        assert len({id(shared(entry)) for entry in entries}) == len({shared(entry) for entry in entries})
+    assert shelf.heap == sorted(shelf.free) and not shelf.free & {entry.place for entry in entries}
+    assert all(put(again, keys_of(64))) and all(hits(again, keys_of(64)))
+
+
 def test_smaller_cap_at_the_next_start_takes_the_coldest(make: Make, tmp_path: Path) -> None:
     now = [1_000_000_000_000]
     store = make(max_size=cap_of(64), segment_size=4 * 8192, time_ns=lambda: now[0])
@@ -335,6 +352,27 @@ def test_order_of_use_survives_a_restart(make: Make) -> None:
 
 
 # -- several handles ------------------------------------------------------------------------
+
+
+def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(make: Make) -> None:
+    """They stayed for ever, and each new page left at the next start."""
+    clock = [4_000_000_000 * 10**9]
+
+    def restart() -> DiskBackend:
+        clock[0] += 10**9
+        return make(time_ns=lambda: clock[0], max_size=cap_of(3))
+
+    store = restart()
+    put(store, keys_of(3))
+    store.close()
+    clock[0] = 1_700_000_000 * 10**9
+    store = restart()
+    assert hits(store, [key_of(0)]) == [True]
+    for number in (10, 11):
+        store.close()
+        store = restart()
+        put(store, keys_of(1, number))
+    assert hits(store, [*keys_of(3), *keys_of(2, 10)]) == [True, False, False, True, True]
 
 
 def test_reader_is_not_given_a_page_that_was_replaced_meanwhile(make: Make) -> None:
@@ -456,6 +494,60 @@ def test_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("a file")
     with pytest.raises(ConfigError, match="disk_storage_path"):
         open_disk(tmp_path)
+
+
+def test_somebody_elses_log_is_left_alone(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    log_file(tmp_path).write_text("step 1, loss 3.2\n" * 50)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="disk_storage_path.*is no log of a disk store.*another folder"):
+            make()
+    assert log_file(tmp_path).read_text() == "step 1, loss 3.2\n" * 50
+    assert os.listdir(tmp_path / "store") == ["log"]
+
+
+def test_a_store_of_another_format_is_left_as_it_is(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 2)
+        store = make()
+        assert all(put(store, keys_of(4)))
+        with pytest.raises(ConfigError, match="is of format 2, this is 1"):
+            monkeypatch.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 1)
+            monkeypatch.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 1)
+            make()
+        newer.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 2)
+        assert hits(store, keys_of(4)) == hits(make(), keys_of(4)) == [True] * 4
+
+
+def test_a_log_whose_first_record_is_damaged_begins_anew_and_says_so(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make()
+    put(store, keys_of(2))
+    store.close()
+    log_file(tmp_path).write_bytes(b"\0" + log_file(tmp_path).read_bytes()[1:])
+    store = make()
+    assert hits(store, keys_of(2)) == [False] * 2 and all(put(store, keys_of(2)))
+    assert "the store begins empty" in caplog.text
+
+
+def test_what_a_link_in_a_segments_place_leads_to_is_left_alone(make: Make, tmp_path: Path) -> None:
+    store = make()
+    put(store, keys_of(2))
+    store.close()
+    (mine,) = segment_files(tmp_path)
+    for link in (mine, mine.with_name("segment-0000000007.pages")):
+        elsewhere = tmp_path / f"{link.name} of somebody"
+        elsewhere.write_bytes(b"theirs")
+        link.unlink(missing_ok=True)
+        link.symlink_to(elsewhere)
+    store = make()
+    assert hits(store, keys_of(2)) == [False] * 2 and all(put(store, keys_of(2)))
+    assert {path.read_bytes() for path in tmp_path.glob("*somebody")} == {b"theirs"}
 
 
 def test_guarded_by_name_reads_into_the_callers_pages(tmp_path: Path) -> None:

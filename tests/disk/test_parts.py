@@ -26,7 +26,7 @@ from hiradix.storage.disk.record import (
     RECORD_BYTES,
     Kind,
     Record,
-    header_number,
+    header_of,
     name_of,
     pack,
     packed_name,
@@ -93,7 +93,7 @@ def test_half_a_record_is_none() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 95, bytes(96), b"HR" + bytes(94), bytes(1000)])
 def test_what_is_no_log_has_no_number(raw: bytes) -> None:
-    assert header_number(raw) is None
+    assert header_of(raw) is None
 
 
 def test_names_of_keys_never_meet() -> None:

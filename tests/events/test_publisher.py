@@ -214,6 +214,53 @@ def test_closing_sends_what_is_queued() -> None:
     rig.close()
 
 
+def test_replays_at_once_of_a_slow_subscriber_all_end() -> None:
+    """What did not fit his queue was dropped, the end too, for which he waited. The others do not wait."""
+    rig = Rig(RadixTree(4), buffer_steps=3)
+    slow = zmq.Context()
+    try:
+        dealer = slow.socket(zmq.DEALER)
+        dealer.set(zmq.RCVHWM, 1)
+        dealer.set(zmq.RCVBUF, 4096)
+        dealer.connect(f"tcp://127.0.0.1:{rig.publisher.describe(4)['replay_endpoint_port_base']}")
+        large = [
+            (number, bytes(8 << 20)) for number in range(3)
+        ]  # more than the kernel's buffers have room for
+        rig.publisher._kept.extend(large)
+        for _ in range(4):
+            dealer.send_multipart([b"", bytes(8)])
+        assert dealer.poll(DEADLINE_S * 1000)  # he has been answered, and takes nothing
+        assert rig.subscriber.replay(7) == []
+        for _ in range(4):
+            numbers = []
+            while numbers[-1:] != [-1]:
+                assert dealer.poll(DEADLINE_S * 1000), numbers
+                numbers.append(int.from_bytes(dealer.recv_multipart()[-2], "big", signed=True))
+            assert numbers == [0, 1, 2, -1]
+    finally:
+        slow.destroy(linger=0)
+        rig.close()
+
+
+def test_a_subscriber_that_left_in_a_replay_costs_nobody_anything() -> None:
+    rig = Rig(RadixTree(4), buffer_steps=3)
+    gone = zmq.Context()
+    dealer = gone.socket(zmq.DEALER)
+    dealer.set(zmq.RCVHWM, 1)
+    dealer.connect(f"tcp://127.0.0.1:{rig.publisher.describe(4)['replay_endpoint_port_base']}")
+    rig.publisher._kept.extend([(number, bytes(8 << 20)) for number in range(3)])
+    for _ in range(100):
+        dealer.send_multipart([b"", bytes(8)])
+    assert dealer.poll(DEADLINE_S * 1000)
+    gone.destroy(linger=0)
+    assert rig.subscriber.replay(7) == []
+    replays = rig.publisher._replays
+    assert replays is not None
+    while replays.num_waiting:
+        assert rig.subscriber.replay(7) == []
+    rig.close()
+
+
 def test_nonsense_on_the_replay_socket_is_ignored(rig: Rig) -> None:
     for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"], [b""]):
         rig.subscriber._replay.send_multipart(frames)

@@ -165,6 +165,16 @@ def test_the_loss_is_bounded() -> None:
     assert (pages.float().abs().amax((1, 3)) <= 448 * scales).all()
 
 
+def test_the_scale_is_the_smallest_power_of_two_that_fits() -> None:
+    """448 of it, its largest, still fits; the next bf16 value behind that does not."""
+    for exponent in range(-120, 110):
+        largest = torch.tensor([448.0 * 2.0**exponent]).to(torch.bfloat16)
+        behind = (largest.view(torch.int16) + 1).view(torch.bfloat16)
+        step = 2.0**exponent
+        for value, scale in ((largest, step), (-largest, step), (behind, 2 * step)):
+            assert quantise(value.reshape(1, 1, 1, 1))[1].item() == scale
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-nan"), float("inf"), float("-inf")])
 def test_one_bad_value_does_not_take_its_page_along(value: float) -> None:
     """Found: a NaN's scale was the smallest there is, an infinity's infinite: all else became 0 or NaN."""

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.errors import CacheError, ConfigError
-from hiradix.memory import HostPool, KVShape, host_memory, plan_host_pool, size_host_pool
+from hiradix.memory import HostPool, KVShape, host_memory, plan_host_pool, size_host_pool, size_host_pools
 from hiradix.memory.host_memory import OS_PAGE, allocate, available_bytes, chunk_edges, pin_chunks
 from hiradix.memory.numa import cpu_list, node_at, node_of
 
@@ -192,6 +192,17 @@ def test_what_does_not_fit_is_refused_with_the_numbers(flags: Flags, message: st
 def test_a_pool_without_a_page_is_refused(flags: Flags) -> None:
     with pytest.raises(ConfigError, match=r"gives the host pool no page: a page needs 16777216 bytes"):
         plan_host_pool(16 * MIB, 100, flags, 10 * MIB)
+
+
+def test_several_pools_keep_the_proportion_of_the_device_pools() -> None:
+    """Found: 1 / 49 of 98 pages was 1, as numbers with a point have it."""
+    for full in range(1, 130):
+        for other in (1, 7, full, 3 * full):
+            sizes = size_host_pools([64, 16], [full, other], Flags(hicache_ratio=2.0))
+            assert sizes == [2 * full, 2 * other]
+    assert size_host_pools([64, 16], [100, 10], Flags(hicache_ratio=0.05)) == [5, 1], "none has no page"
+    pages = size_host_pools([3000, 1000], [40, 10], Flags(hicache_size=0.001))
+    assert pages == [307, 76] and sum(n * size for n, size in zip(pages, [3000, 1000])) <= 1_000_000
 
 
 def test_small_machines_keep_a_tenth() -> None:

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hiradix.memory import HybridSlotAllocator
+from hiradix.errors import ConfigError
+from hiradix.memory import DevicePool, HybridPools, HybridSlotAllocator, KVShape
 
 
 def test_alloc_pairs_whole_pages_of_both_pools() -> None:
@@ -135,3 +136,15 @@ class HybridMachine(RuleBasedStateMachine):
 
 TestHybrid = HybridMachine.TestCase
 TestHybrid.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_pools_of_a_model_have_each_of_its_layers_once() -> None:
+    full, other = (DevicePool(KVShape(layers, 1, 4, 4, torch.float32), 4, 2) for layers in (2, 1))
+    assert HybridPools(full, other, (0, 2), (1,)).other_layers == (1,)
+    for full_layers, other_layers in (((0, 1), (1,)), ((0, 1), (3,)), ((1, 2), (3,))):
+        with pytest.raises(ConfigError, match="are not each layer once"):
+            HybridPools(full, other, full_layers, other_layers)
+    with pytest.raises(ConfigError, match="full_layers: 3 for a pool of 2"):
+        HybridPools(full, other, (0, 1, 2), (3,))
+    with pytest.raises(ConfigError, match="other_layers: 2 for a pool of 1"):
+        HybridPools(full, other, (0, 1), (2, 3))

@@ -24,7 +24,7 @@ def taught() -> ClassTables:
         clock += 5000
         number = segments.start(often, 4, clock)
         segments.start(never, 4, clock)
-        segments.use([number, 3000, 4])
+        segments.use(number, 3000, 4)
     segments.count(clock)
     tables.recompute()
     return tables
@@ -40,7 +40,7 @@ def test_a_segment_is_one_vote_per_bucket_whatever_its_pages() -> None:
     tables = ClassTables()
     segments = Segments(tables)
     for pages in (1, 7, 1000):
-        segments.use([segments.start(SHARED, pages, 0), 100, pages])
+        segments.use(segments.start(SHARED, pages, 0), 100, pages)
     segments.count(50_000)
     assert tables.used[SHARED, 0] == pytest.approx(3)
     assert tables.exposed[SHARED, 0] == pytest.approx(3)
@@ -57,7 +57,7 @@ def test_votes_do_not_depend_on_when_they_are_counted(counted_between: bool) -> 
         if counted_between:
             segments.count(clock)
         if clock == 9000:
-            segments.use([number, 9000, 1])
+            segments.use(number, 9000, 1)
     segments.count(20_000)
     bucket = int(np.searchsorted(EDGES, 9000, side="right")) - 1
     passed = int(np.searchsorted(EDGES, 20_000, side="right")) - 1
@@ -77,7 +77,7 @@ def test_segments_are_bounded_though_nobody_counts(monkeypatch: pytest.MonkeyPat
         waiting.append(len(segments._new) // 3 + len(segments._gone) // 2)
         assert len(segments) <= 64 + 32
     assert max(waiting) <= 64
-    segments.use([last, 100, 1])
+    segments.use(last, 100, 1)
     segments.count(2000)
     assert tables.used[SHARED, 0] == 1
 
@@ -114,6 +114,36 @@ def test_tables_come_back_as_they_were_saved(tmp_path: Path) -> None:
     fresh.load(tmp_path / "deep" / "tables.npz")
     assert fresh.keys == tables.keys
     assert np.array_equal(fresh.index, tables.index) and np.array_equal(fresh.used, tables.used)
+
+
+def test_two_ranks_may_save_to_one_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other, write = tmp_path / "tables.npz", ClassTables(), np.savez_compressed
+
+    def interrupted(file: object, **held: object) -> None:
+        monkeypatch.setattr(np, "savez_compressed", write)
+        other.save(path)
+        write(file, **held)
+
+    monkeypatch.setattr(np, "savez_compressed", interrupted)
+    taught().save(path)
+    fresh = ClassTables()
+    fresh.load(path)
+    assert fresh.keys == taught().keys != other.keys
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_saved_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tables.npz"
+    ClassTables().save(path)
+    before = path.read_bytes()
+
+    def full(file: object, **held: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(OSError, match="space"):
+        taught().save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def _without(name: str, held: dict) -> dict:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from types import ModuleType
 
@@ -71,6 +72,75 @@ def test_both_forms_agree_on_what_is_no_number(at: int) -> None:
     with np.errstate(invalid="ignore"):
         for one, other in zip(*(form.index_of(hazard, WIDTHS) for form in FORMS), strict=True):
             assert np.array_equal(one, other, equal_nan=one.dtype == np.float64)
+
+
+def a_tree(rng: random.Random) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Votes, parents, families and levels of some classes."""
+    parents, families, levels = [0, 0, 0], [0, 1, 2], [0, 0, 0]
+    for number in range(3, 3 + rng.choice([0, 1, 7, 60])):
+        parent = rng.randrange(1, number)
+        parents.append(parent)
+        families.append(families[parent])
+        levels.append(levels[parent] + 1)
+    votes = np.random.default_rng(rng.randrange(1 << 30)).random((len(parents), 3, BUCKETS))
+    votes *= rng.choice([1e-9, 1.0, 30.0, 1e6])
+    votes[np.random.default_rng(1).random(votes.shape) < rng.choice([0.0, 0.5, 0.9])] = 0
+    votes[:, 2] = votes.sum(1)
+    return votes, *(np.array(column, np.int64) for column in (parents, families, levels))
+
+
+@over_forms
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_a_hazard_is_what_was_seen_drawn_towards_the_family(form: ModuleType, seed: int) -> None:
+    votes, parents, families, levels = a_tree(random.Random(seed))
+    whole = votes[3:] + 0
+    of_families = votes[:3].copy()
+    for number in range(3, len(votes)):
+        of_families[families[number]] += whole[number - 3]
+    of_families[0] += of_families[1] + of_families[2]
+    hazard = form.hazard_of(votes, parents, families, levels)
+    prior = [0.3 / 64 / (1 - 0.3 / 64 * b) for b in range(BUCKETS)]
+    used, exposed = of_families[:, 0], np.maximum(of_families[:, 1], of_families[:, 0])
+    expected = np.minimum((used + 10 * np.array(prior)) / (exposed + 10), 0.999)
+    assert np.allclose(hazard[:3], expected, rtol=1e-9)
+    assert (hazard >= 0).all() and (hazard <= 0.999).all()
+    nothing = form.hazard_of(np.zeros_like(votes), parents, families, levels)
+    assert np.allclose(nothing, np.minimum(prior, 0.999), rtol=1e-6)  # as the family, which is the prior
+
+
+@built
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 30))
+def test_both_forms_find_the_same_hazards_to_the_last_bit(seed: int) -> None:
+    votes, *tree = a_tree(random.Random(seed))
+    one, other = (form.hazard_of(votes.copy(), *tree) for form in FORMS)
+    assert one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+@built
+def test_what_is_no_tree_of_classes_is_refused_and_let_go() -> None:
+    good = a_tree(random.Random(3))
+    votes, parents, families, levels = good
+    for at, wrong in (
+        (0, votes[:2]),
+        (0, votes[:, :2].copy()),
+        (0, votes.astype(np.float32)),
+        (1, parents[:-1]),
+        (1, parents + len(parents)),
+        (1, parents - 1),
+        (2, families + 1),
+        (3, levels + 1),
+        (3, levels.astype(np.int32)),
+        (3, None),
+    ):
+        with pytest.raises(TypeError, match="age buckets"):
+            gittins.hazard_of(*good[:at], wrong, *good[at + 1 :])  # type: ignore[arg-type]
+    before = [sys.getrefcount(array) for array in good]
+    for _ in range(50):
+        found = gittins.hazard_of(*good)
+        assert sys.getrefcount(found) == 2
+    assert [sys.getrefcount(array) for array in good] == before
 
 
 @over_forms

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.gittins_numpy import falling
-from hiradix.policy.lanes import FEW, INFINITE, Lane, Place
+from hiradix.policy.lanes_python import FEW, Lane
 from hiradix.policy.leaves import is_blocked
+from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Finished, Note, Use
 from hiradix.replay.generate import generate
@@ -116,14 +118,25 @@ def test_a_lane_knows_who_goes_first_whatever_happens_in_between(seed: int) -> N
             life.check()
 
 
+class Ranked:
+    """Lanes that say another rank."""
+
+    def __init__(self, lanes: Any, rank: float):
+        self._lanes = lanes._lanes if isinstance(lanes, Ranked) else lanes
+        self.rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lanes, name)
+
+
 class Plain(LaneOrder):
     """The same order, found by looking at every leaf."""
 
     def _best(self, gone: Mapping[int, int]) -> Residency | None:
         while True:
-            self._settle()
+            self._enter_fresh()
             ranked = []
-            for entry in self._live:
+            for entry in self:
                 if entry.rank is not None:
                     note, depth = entry.rank.note, -entry.node.start  # type: ignore[union-attr]
                     bucket = bucket_of(self._log.clock - note.clock)
@@ -132,7 +145,7 @@ class Plain(LaneOrder):
             if not ranked:
                 return None
             entry = min(ranked)[-1]
-            entry.rank.lane.rank = min(ranked)[0]
+            self._lanes = Ranked(self._lanes, min(ranked)[0])
             if is_blocked(self._context, entry, gone):
                 self._unseat(entry)
             elif (entry.node.note or entry.rank.note) is not entry.rank.note:  # type: ignore[union-attr]
@@ -191,18 +204,18 @@ class Watched(LaneOrder):
         return super().victims(num_pages)
 
     def _look(self) -> None:
-        self._settle()
-        for entry in self._live:
+        self._enter_fresh()
+        for entry in self:
             assert is_blocked(self._context, entry) or self._stands(entry), f"{entry.node} cannot leave"
         Watched.num_asked += 1
 
     def _stands(self, entry: Residency) -> bool:
         if entry.rank is not None:
-            return entry.rank.entry is entry and entry.rank.lane is not None
+            return entry.rank.entry is entry and entry.rank.seat is not None
         node = entry.node
         assert node is not None
         return self._covers and any(
-            child.note is node.note is not None and child.host in self._live and self._stands(child.host)
+            child.note is node.note is not None and child.host.hotter is not None and self._stands(child.host)
             for child in node.children.values()
         )
 

@@ -279,3 +279,13 @@ def test_pages_of_slots_on_another_device_are_those_on_the_cpu(page_size: int) -
     assert np.array_equal(pages_of(slots, page_size), pages)
     found = pages_of(slots, page_size, page_size, 5 * page_size)
     assert np.array_equal(found, pages[1:5]) and found.dtype == np.int32
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended(make: Make) -> None:
+    """A server sees new ids for ever."""
+    bench = make(page_size=4)
+    for is_insert in (True, False, True):
+        bench.finish(bench.start(prompt(20)), insert=is_insert)
+        bench.settle()
+        assert not bench.cache._counted and not bench.cache._copies._grown
+    bench.check()

@@ -257,6 +257,48 @@ def test_load_back_needs_room_in_both_pools_or_does_nothing(make: Make) -> None:
     bench.check()
 
 
+def test_what_may_not_be_inserted_behind_a_failed_load_is_freed(make: Make) -> None:
+    """Found: `insert` said that the tree had it all, and neither its caller nor a pool got the slots."""
+    bench = make(config=host_tier("write_through"), page_size=2, window=6)
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    bench.cache.evict(EvictParams(1000))
+    match = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
+    loaded, node = bench.cache.init_load_back(match.last_host_node, match.host_hit_length)
+    receipt = bench.cache.inc_lock_ref(node)
+    for ticket in list(bench.cache.ongoing_load_back):
+        bench.cache.controller.cancel(ticket)
+    bench.cache.check_hicache_events()
+    assert bench.cache.stats().load_failed and len(matched(bench, prompt(20))) == 0
+    tokens = prompt(20) + prompt(8, 500)
+    given = torch.cat([loaded[:6], bench.allocator.alloc(len(tokens) - 6)])
+    done = bench.cache.insert(InsertParams(RadixKey(tokens), given, prev_prefix_len=4))
+    assert done.prefix_len == len(tokens), "nothing of it is to be freed by the caller"
+    bench.check()
+    assert bench.cache.total_size()[0] == 20
+    bench.cache.dec_lock_ref(receipt)
+    bench.cache.check_hicache_events()
+    bench.cache.evict(EvictParams(1))
+    assert insert(bench, tokens) == 0
+    bench.check()
+
+
+def test_what_leaves_for_an_inserts_copy_down_is_no_part_of_its_answer(make: Make) -> None:
+    """Found: device pages that leave as their window leaves the host were counted as found by the insert."""
+    bench = make(config=host_tier("write_through"), page_size=2, window=6)
+    insert(bench, prompt(20))
+    bench.settle()
+    bench.cache.evict(EvictParams(0, 1000))
+    assert bench.cache.total_size() == (20, 0)
+    supply = bench.cache.cache.supply
+    room = supply.host_pools[1].available
+    kept = supply.host_pools[1].alloc(room)
+    assert insert(bench, prompt(8, 500)) == 0 and bench.cache.total_size() == (8, 8), "a dead leaf has left"
+    bench.settle()
+    supply.free_host(kept, 1)
+    bench.check()
+
+
 def stored(path: object, backend: str = "file", policy: str = "write_through") -> dict[str, Any]:
     extra: dict[str, object] = {f"{backend}_storage_path": str(path), "max_size": "4MiB"}
     extra |= {"prefetch_threshold": 4, "min_free_space": 0}

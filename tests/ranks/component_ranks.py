@@ -11,12 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hiradix.cache import least
+from hiradix.policy.uses import HINTS, Finished
 from hiradix.transfer import JobKind
 from hiradix.tree import RadixKey, Tier
 from tests.cache.component_storage import StoredPlayer, StoredWorld
 from tests.cache.component_world import Admitted, ComponentWorld, Draw, Setup
 from tests.cache.test_components import CONFIGS, Player
-from tests.ranks.world import Ranks
+from tests.ranks.world import Ranks, standing
+
+LEARNING = ("ghd", "2q", "lru,ghd", "2q,lru")
+PAGE_TOKENS = 300  # that a page stands for when a policy learns: paths have names, and leave ghosts
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,21 @@ class RanksSetup:
     each: Setup
 
 
+def end(player: Player, draw: Draw) -> None:
+    """A running request ends, and the policy is told if it learns."""
+    world = player.world
+    if world.running and world.cache.learner is not None:
+        one = world.running.pop(draw(len(world.running)))
+        ended = Finished(len(one.key) * PAGE_TOKENS, draw(300), (None, *HINTS)[draw(3)])
+        world.cache.finished(one.key, one.lock.node, ended)
+        world.tree.unlock(one.lock)
+
+
 class ComponentRank(ComponentWorld):
     """One rank."""
 
     player: type[Player] = Player
-    moves: dict[Any, int] = Player.MOVES
+    moves: dict[Any, int] = Player.MOVES | {end: 5}
 
     def __init__(self, number: int, seed: int, setup: Setup, agree: Any):
         self.number, self.story, self.agree = number, random.Random(seed), agree
@@ -85,9 +99,7 @@ class ComponentRank(ComponentWorld):
             + tuple(_held(n.residency(c, tier)) for c, tier in places)
             for n in tree.nodes()
         ]
-        orders = [
-            [(e.node.created, e.node.end) for e in tree._store.orders[c][tier]] for c, tier in places
-        ]
+        orders = [standing(tree._store.orders[c][tier]) for c, tier in places]
         flights = [list(cache.flights.lane(kind)) for kind in JobKind]
         pools = (*cache.supply.device_pools, *cache.supply.host_pools)
         room = [pool.available for pool in pools]
@@ -101,7 +113,7 @@ class StoredRank(ComponentRank, StoredWorld):
 
     player = StoredPlayer
     moves = StoredPlayer.MOVES | {
-        StoredPlayer.peace: 0, StoredPlayer.ask: 40, StoredPlayer.restart: 7, StoredPlayer.lose: 1,
+        end: 5, StoredPlayer.peace: 0, StoredPlayer.ask: 40, StoredPlayer.restart: 7, StoredPlayer.lose: 1,
     }  # fmt: skip
 
     def dump(self) -> list[Any]:
@@ -132,4 +144,7 @@ class StoredRanks(ComponentRanks):
 
 
 def setup_of(seed: int) -> RanksSetup:
-    return RanksSetup((2, 3, 4)[seed % 3], CONFIGS[seed % len(CONFIGS)])
+    each = CONFIGS[seed % len(CONFIGS)]
+    if seed % 4 == 1:
+        each = replace(each, order=LEARNING[seed // 4 % len(LEARNING)])
+    return RanksSetup((2, 3, 4)[seed % 3], each)

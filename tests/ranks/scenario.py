@@ -181,6 +181,32 @@ def attach_on_one_rank_only(engine: Any, rank: int) -> Any:
     return [*seen, accepted[0], engine.cache.enable_storage, refused[1]]
 
 
+def attach_that_hangs_on_one_rank(engine: Any, rank: int) -> Any:
+    """Rank 1's backend does not open: no rank attaches, none is lost, and what opens late is closed again."""
+    import threading
+
+    settle(engine)
+    seen = [engine.detach_storage()[0]]
+    make, may, closed = engine.cache.storage_factory, threading.Event(), threading.Event()
+
+    def late(name: str, extra: Any) -> Any:
+        assert may.wait(60.0)
+        storage = make(name, extra)
+        close = storage.close
+        storage.close = lambda *arguments: (close(*arguments), closed.set())
+        return storage
+
+    if rank == 1:
+        engine.cache.storage_factory = late
+    extra = engine.config.cache.hicache_storage_backend_extra_config.backend
+    ok, message = engine.attach_storage("file", json.dumps(dict(extra)))
+    seen += [ok, engine.cache.enable_storage]
+    may.set()
+    engine.cache.storage_factory = make
+    seen += [rank == 0 or closed.wait(60.0), engine.attach_storage("file", json.dumps(dict(extra)))[0]]
+    return [*seen, message]
+
+
 def corrupted(engine: Any, rank: int) -> Any:
     """The control: one rank's cached keys are spoilt, and what follows must be seen to differ."""
     first = serve(engine, prompts(TALKS[:2], seed=77))
@@ -220,6 +246,13 @@ def hanging(engine: Any, rank: int) -> Any:
 PHASES: dict[str, Callable[[Any, int], Any]] = {
     f.__name__: f
     for f in (
-        converse, from_storage, one_bad_backend, attach_on_one_rank_only, corrupted, killed, hanging,
+        converse,
+        from_storage,
+        one_bad_backend,
+        attach_on_one_rank_only,
+        attach_that_hangs_on_one_rank,
+        corrupted,
+        killed,
+        hanging,
     )  # fmt: skip
 }

@@ -101,6 +101,15 @@ def test_four_ranks_answer_as_one_until_one_is_killed(model: Path, tmp_path: Pat
     assert said["from_storage"][0]["cached"][2] > 0
 
 
+@pytest.mark.timeout(200)
+def test_an_attach_that_hangs_on_one_rank_is_refused_on_all(model: Path, tmp_path: Path) -> None:
+    seen, codes = play(Plan(model, tmp_path, 2, ("attach_that_hangs_on_one_rank",), timeout_s=8.0))
+    assert codes == [0, 0], seen
+    mine, other = (one["attach_that_hangs_on_one_rank"] for one in seen if one is not None)
+    assert mine[:-1] == other[:-1] == [True, False, False, True, True]
+    assert "another rank" in mine[-1] and "not open within 4 s" in other[-1]
+
+
 @pytest.mark.long(10)
 @FULL
 def test_a_hanging_rank_is_noticed_within_the_deadline(model: Path, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI
+
+from hiradix.server.connection import http_settings
+from hiradix.server.serve import bind
 
 DEADLINE_S = 60.0
 
@@ -16,9 +18,8 @@ DEADLINE_S = 60.0
 @asynccontextmanager
 async def running(app: FastAPI) -> AsyncIterator[str]:
     """The application's URL while it is served."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, lifespan="off", log_config=None, log_level="critical")
+    with bind("127.0.0.1", 0) as listener:
+        config = uvicorn.Config(app, log_level="critical", **http_settings())
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve([listener]))
         try:

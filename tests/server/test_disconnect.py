@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
 
+from hiradix.engine.api import EngineBusy
 from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
 
@@ -47,6 +49,9 @@ def test_client_that_leaves_is_aborted(kind: Callable[[], ScriptedService], stre
             task.cancel()
             await seen(service.stopped)
             metrics = (await http.get(f"{url}/metrics", timeout=DEADLINE_S)).text
+        begun = [line for line in metrics.splitlines() if line.startswith("sglang:prompt_tokens_total{")]
+        assert begun == ([] if isinstance(service, SilentService) else [begun[0]])
+        assert all(line.endswith(" 50.0") for line in begun), "what was computed for him counts"
         assert service.aborted == [service.requests[0].rid]
         ended = [line for line in metrics.splitlines() if line.startswith("sglang:num_requests_total{")]
         assert len(ended) == 1 and 'finish_reason="client_gone"' in ended[0] and ended[0].endswith(" 1.0")
@@ -65,6 +70,36 @@ def test_client_that_leaves_in_mid_stream_is_aborted() -> None:
         assert service.aborted == [service.requests[0].rid]
 
     played(story, ScriptedService(hold=True))
+
+
+class LateRefusal(SilentService):
+    """Refuses a request at the moment when its client leaves."""
+
+    async def generate(self, generation):  # type: ignore[no-untyped-def, override]
+        try:
+            async for output in super().generate(generation):
+                yield output
+        except asyncio.CancelledError:
+            raise EngineBusy("the queue is full") from None
+
+
+def test_a_refusal_that_nobody_waits_for_is_no_error_of_ours() -> None:
+    """A traceback in the log: Task exception was never retrieved."""
+    logged: list[object] = []
+
+    async def story(service: ScriptedService, url: str) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        async with httpx.AsyncClient(trust_env=False) as http:
+            body = {"prompt": "a"}
+            task = asyncio.create_task(http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S))
+            await seen(service.asked)
+            task.cancel()
+            await seen(service.stopped)
+        gc.collect()
+
+    played(story, LateRefusal())
+    gc.collect()
+    assert logged == []
 
 
 def test_client_that_stays_is_not_aborted() -> None:

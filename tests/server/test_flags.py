@@ -137,6 +137,7 @@ def test_values_reach_engine_and_cache(model: str) -> None:
         ("--max-mamba-cache-size 0", "--max-mamba-cache-size"),
         ("--context-length -5", "--context-length"),
         ("--shutdown-timeout nan", "--shutdown-timeout"),
+        ("--context-length 1", "--context-length must be >= 2"),  # a token of a prompt, one of its answer
         ("--max-total-tokens 2147483648", "--max-total-tokens"),
         ("--max-running-requests 9223372036854775808", "--max-running-requests"),
         ("--max-mamba-cache-size 1000000000000000000000", "--max-mamba-cache-size"),

@@ -114,9 +114,7 @@ def test_a_full_file_ends_the_recording_and_not_the_server(tmp_path: Path) -> No
     assert len(read_trace(tmp_path / "trace").calls) > 5
 
 
-def test_a_recording_that_has_stopped_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_has_stopped_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TraceRecorder(tmp_path / "trace", max_bytes=100)
     recorder.record(list(range(200)), 1, Scope())
     named: list[int] = []

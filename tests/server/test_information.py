@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from hiradix.engine.api import EngineBusy
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.flags import OWN_LABELS
 from hiradix.server.service import CacheFigures
@@ -48,6 +50,24 @@ def test_server_info_under_both_names() -> None:
     assert (info["served_model_name"], info["page_size"], info["hicache_ratio"]) == (MODEL, 32, 1.5)
     assert info["engine"]["num_running"] == 2 and info["cache"]["host_used"] == 7
     assert info["hicache_write_policy"] == "write_through"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_that_failed_are_counted_with_what_they_cost(stream: bool) -> None:
+    """A server whose every request failed had no request at all in its metrics."""
+    failed = replace(piece("", "error", num_done=3), error="a step failed")
+    service = ScriptedService([piece("x", num_done=2), failed])
+    http = TestClient(application(service))
+    http.post("/v1/completions", json={"prompt": "a", "stream": stream})
+    service.script = (EngineBusy("the queue is full"),)
+    assert http.post("/v1/completions", json={"prompt": "a", "stream": stream}).status_code == 503
+    samples = scrape(http)
+    assert value(samples, "sglang:num_requests_total", finish_reason="error") == 1
+    assert value(samples, "sglang:num_requests_total", finish_reason="refused") == 1
+    assert value(samples, "sglang:prompt_tokens_total") == 50
+    assert value(samples, "sglang:generation_tokens_total") == 2
+    assert value(samples, "sglang:cached_tokens_total", cache_source="total") == 35
+    assert "sglang:e2e_request_latency_seconds_count" not in samples, "of answers that were complete"
 
 
 def test_requests_are_counted_by_source() -> None:

@@ -16,7 +16,7 @@ from hiradix.server import intake as intake_module
 from hiradix.server.intake import FREE_BYTES, LARGE_CHARS, Intake
 from hiradix.server.off_loop import Lane
 from hiradix.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
-from tests.server.scripted import CharTokenizer, ScriptedService, application
+from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 WAIT_S = 60.0
 
@@ -205,5 +205,64 @@ def test_work_that_gets_no_thread_gives_its_place_back(monkeypatch: pytest.Monke
                 with pytest.raises(EngineBusy, match="new thread"):
                     await lane.run(lambda: 0, WAIT_S)
         assert await lane.run(lambda: 1, 1.0) == 1
+
+    run(work)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_thousands_of_log_probabilities_are_rendered_beside_the_event_loop(path: str) -> None:
+    """Each is a token to decode: a second of them held up all other requests, and /health."""
+
+    def threads(num_pieces: int) -> set[int]:
+        seen = set[int]()
+
+        class Noting(CharTokenizer):
+            def token_text(self, token_id: int) -> str:
+                seen.add(threading.get_ident())
+                return super().token_text(token_id)
+
+        service = ScriptedService([*[piece("x")] * num_pieces, piece("", "stop")])
+        service.tokenizer = Noting()
+        logprobs = {"logprobs": 2} if path == "/v1/completions" else {"logprobs": True, "top_logprobs": 2}
+        asked = (
+            {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+        )
+
+        async def work() -> None:
+            call = await Call(application(service), path).send(json.dumps({**asked, **logprobs}).encode())
+            assert await call.done() == 200
+
+        run(work)
+        return seen
+
+    assert threads(1) == {threading.get_ident()}
+    assert len(threads(500) - {threading.get_ident()}) == 1 and threading.get_ident() not in threads(500)
+
+
+def test_answers_of_many_log_probabilities_are_rendered_one_at_a_time() -> None:
+    """A thread each took the interpreter from the event loop in turn: a hundred of them, half a second."""
+    may, begun = threading.Event(), list[int]()
+
+    class Held(CharTokenizer):
+        def token_text(self, token_id: int) -> str:
+            if threading.get_ident() not in begun:
+                begun.append(threading.get_ident())
+                assert may.wait(WAIT_S)
+            return super().token_text(token_id)
+
+    service = ScriptedService([*[piece("x")] * 500, piece("", "stop")])
+    service.tokenizer = Held()
+    asked = json.dumps({"prompt": "a", "logprobs": 2}).encode()
+
+    async def work() -> None:
+        app = application(service)
+        long = [await Call(app).send(asked) for _ in range(3)]
+        for _ in range(10):
+            other = await Call(app).send(b'{"prompt": "a", "stream": true}')
+            assert await other.done() == 200
+        assert len(begun) <= 1, "one at a time"
+        may.set()
+        assert [await call.done() for call in long] == [200] * 3
+        assert begun and threading.get_ident() not in begun
 
     run(work)

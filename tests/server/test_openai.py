@@ -84,6 +84,23 @@ def test_parameters_reach_the_engine() -> None:
     assert (scope.cache_salt, scope.extra_key, scope.priority) == ("tenant", "lora", 4)
 
 
+def test_an_answer_may_be_sent_back_as_official_clients_have_it() -> None:
+    """Their `model_dump()` of a message has fields that say nothing, and so have the requests of some."""
+    service = ScriptedService()
+    empty = {"refusal": None, "audio": None, "function_call": None, "tool_calls": None, "annotations": None}
+    answer = {"role": "assistant", "content": "Hello!", **empty}
+    fields = {"parallel_tool_calls": True, "function_call": "none", "reasoning_effort": None, "audio": None}
+    options = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    for message in (answer, {**answer, "tool_calls": [], "annotations": []}):
+        body = {"messages": [*USER, message, *USER], **fields, **options}
+        assert client(service).post("/v1/chat/completions", json=body).status_code == 200
+    for name in ("tool_calls", "annotations"):
+        body = {"messages": [*USER, {**answer, name: [{"type": "function"}]}]}
+        reply = client(service).post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == f"messages.1.{name}"
+    assert len(service.requests) == 2
+
+
 def test_each_request_has_its_own_id() -> None:
     service = ScriptedService()
     http = client(service)

@@ -139,14 +139,30 @@ def test_running_request_is_aborted_at_the_deadline(model: str) -> None:
     assert (status, err) == (0, "") and "after 1 aborts" in out
 
 
+def test_a_body_that_never_comes_does_not_hold_up_the_end(model: str) -> None:
+    """It took all of the grace, and what may be sent of aborted answers' time besides."""
+    with server(model, "answer", "--shutdown-timeout", "3600") as running:
+        running.wait_ready()
+        with socket.create_connection(("127.0.0.1", int(running.url.rsplit(":", 1)[1]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n")
+            client.sendall(f"authorization: {AUTH['Authorization']}\r\nexpect: 100-continue\r\n\r\n".encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 100"), "the body is being read"
+            client.sendall(b"{")
+            status, _, _ = running.end(signal.SIGTERM)
+    assert status == 0
+
+
 def test_second_signal_does_not_wait(model: str) -> None:
     with server(model, "hold", "--shutdown-timeout", "3600") as running:
         running.wait_ready()
-        with streaming(running):
+        with streaming(running) as lines:
             running.process.send_signal(signal.SIGTERM)
             wait_until_closed(running.url)
-            status, out, _ = running.end(signal.SIGTERM)
-    assert status == 0 and "after 1 aborts" in out
+            running.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+            status, out, err = running.end()
+    assert any('"finish_reason":"abort"' in line for line in rest) and "data: [DONE]" in rest
+    assert (status, err) == (0, "") and "after 1 aborts" in out
 
 
 def wait_until_closed(url: str) -> None:
@@ -205,6 +221,15 @@ def test_a_start_that_fails_leaves_no_trace_behind(
 @pytest.mark.parametrize("host", [".", "a" * 64])
 def test_host_that_is_no_name_is_one_line(host: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--host {host}" in failed_start("--model-path", model, "--host", host, capsys=capsys)
+
+
+@pytest.mark.parametrize("device", ["meta", "hpu", "vulkan", "gpu", "cpu:-1", "", "cuda:77"])
+def test_device_that_cannot_hold_a_model_is_one_line(
+    device: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`meta` has tensors without bytes: the pools were made there, and the first request ended the engine."""
+    said = failed_start("--model-path", model, "--port", "0", "--device", device, capsys=capsys)
+    assert f"--device {device}: " in said
 
 
 def test_field_names_of_the_engine_become_flags() -> None:

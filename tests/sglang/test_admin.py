@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
+
 from tests.sglang.conftest import LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import prompts, tokens
-from tests.sglang.server import Reference, Server, until
+from tests.sglang.server import Answer, Reference, Server, until
 
 PATH = "/hicache/storage-backend"
 
@@ -118,3 +121,41 @@ def test_flush_forgets_device_and_host(ours: Server, reference: Reference) -> No
     answers.append(ours.ask(prompt))
     assert [a.cached for a in answers] == [0, WHOLE, 0]
     reference.assert_same(answers)
+
+
+def test_other_weights_find_nothing_of_the_first_in_any_tier(
+    ours: Server, reference: Reference, model: Path, tmp_path: Path
+) -> None:
+    """Put in by SGLang's own call, and the first ones again; storage keeps those of each apart."""
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    (weights,) = other.glob("*.safetensors")
+    save_file({name: tensor.flip(-1).contiguous() for name, tensor in load_file(weights).items()}, weights)
+    ours.attach("file", keys(tmp_path / "pages"), hicache_storage_prefetch_policy="wait_complete")
+    prompt = tokens(LENGTH, "weights")
+
+    def asked() -> Answer:
+        answer = ours.ask(prompt)
+        until(lambda: ours.admin("POST", "/flush_cache").status_code == 200)
+        return answer
+
+    def put_in(folder: Path) -> None:
+        for server in (ours, reference.server):
+            body = {"model_path": str(folder), "flush_cache": True}
+
+            def done(server: Server = server, body: dict[str, object] = body) -> bool:
+                return server.admin("POST", "/update_weights_from_disk", **body).status_code == 200
+
+            until(done)
+
+    first = [asked(), asked()]
+    try:
+        put_in(other)
+        second, expected = [asked(), asked()], reference.server.ask(prompt)
+    finally:
+        put_in(model)
+    assert [a.tier("storage") for a in (*first, *second)] == [0, WHOLE, 0, WHOLE]
+    assert {a.tokens for a in second} == {expected.tokens} != {a.tokens for a in first}
+    again = asked()
+    assert again.tier("storage") == WHOLE
+    reference.assert_same([*first, again])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams
 
+from hiradix.adapters.sglang.weights import Weights
+from hiradix.config import parse_extra_config
 from hiradix.tree import Tier
 from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig
 from tests.sglang.test_named_after_upstream import PROMPT, STEM, in_storage, on_host
@@ -225,6 +227,67 @@ def test_what_an_adapter_stored_is_another_ones_when_it_is_trained_further(tmp_p
     for key in (lora, "tenant" + lora):
         assert [stored(weights, extra_key=key) for weights in ("a", "b", "a")] == [0, 0, len(PROMPT)]
     assert [stored(weights, extra_key="other") for weights in "ab"] == [0, len(PROMPT)]
+
+
+def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
+    """Changed in place, as SGLang does it; it flushes then. As they were again, and at the next start."""
+    rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
+    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    rig.cache.watch(Weights(model), extra)
+    found = []
+
+    def asked(rig: Rig, first: int) -> None:
+        """How much of a prompt storage has; what it has not is stored."""
+        tokens = [first] * PAGE + PROMPT + [1]
+        handle = rig.prefetch(rig.request(tokens))
+        rig.settle()
+        assert rig.cache.check_prefetch_progress(handle)
+        found.append(int(rig.cache.pop_prefetch_loaded_span(handle)[0]))
+        rig.run(tokens)
+        rig.settle()
+        rig.cache.reset()
+        rig.check()
+
+    for factor, first in ((1.0, 1), (1.0, 1), (2.0, 1), (1.0, 1), (1.0, 2), (0.5, 1), (1.0, 2)):
+        with torch.no_grad():
+            model.weight.mul_(factor)
+        rig.cache.reset()
+        asked(rig, first)
+    rig.cache.release_host_resources()
+    asked(Rig(tmp_path), 1)
+    asked(Rig(tmp_path), 3)
+    whole = len(PROMPT) + PAGE
+    assert found == [0, whole, 0, whole, 0, whole, 0, whole, 0]
+
+
+def test_a_storage_that_cannot_be_opened_for_other_weights_stays_away(tmp_path: Path) -> None:
+    rig, model = Rig(tmp_path / "pages"), torch.nn.Linear(8, 8)
+    rig.cache.watch(Weights(model), parse_extra_config('{"file_storage_path": "/dev/null/x"}'))
+    with torch.no_grad():
+        model.bias.add_(1.0)
+    rig.cache.reset()
+    assert not rig.cache.enable_storage and rig.cache.storage_name() is None
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.check()
+
+
+@pytest.mark.parametrize("storage", [True, False])
+def test_storage_that_is_attached_after_a_change_is_of_these_weights(tmp_path: Path, storage: bool) -> None:
+    rig, model = Rig(tmp_path if storage else None), torch.nn.Linear(8, 8)
+    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}'
+    rig.cache.watch(Weights(model), parse_extra_config(extra))
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.cache.detach_storage_backend()
+    with torch.no_grad():
+        model.weight.mul_(2.0)
+    rig.cache.reset()
+    assert rig.cache.attach_storage_backend("file", extra)[0]
+    handle = rig.prefetch(rig.request(PROMPT + [1]))
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None)
 
 
 def test_flush_while_pages_go_to_storage(tmp_path: Path) -> None:

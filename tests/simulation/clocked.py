@@ -89,11 +89,14 @@ class ClockDriver:
         finally:
             self._running = None
 
-    def wake(self, worker: Any) -> None:
-        idle = worker.name not in self._workers or self._at[worker.name] < self._now_s
-        self._workers[worker.name] = worker
-        if idle:
-            self._at[worker.name] = self._now_s
+    def wake(self, worker: Any, follower: Any = None) -> None:
+        for one in (worker, follower):
+            if one is not None and (one.name not in self._workers or self._at[one.name] < self._now_s):
+                self._at[one.name] = self._now_s
+            if one is not None:
+                self._workers[one.name] = one
+
+    announce = wake  # a worker may look round whenever it likes
 
     def stop(self, worker: Any, timeout_s: float) -> bool:
         self._workers.pop(worker.name, None)

@@ -140,6 +140,8 @@ class SimEngine:
                 if request.is_done:
                     self.scheduler.finish(request)
                     self.finished.append(request)
+        if not (self.scheduler.running or self.scheduler.waiting):
+            self.cache.ready_to_load_host_cache()
 
     def _attend(self, part: Part, layer: int) -> None:
         """Read the prefix and write the part's own tokens, when the compute stream comes to it."""

@@ -419,7 +419,7 @@ class World:
             if not (self.scheduler.waiting or self.scheduler.running):
                 break
             self.engine.step()
-            self.driver.run()
+            self.run_workers()
             self.driver.advance(1.0)
             self._collect()
             self.check_step()
@@ -428,11 +428,18 @@ class World:
             raise AssertionError(f"requests are never answered: {[r.rid for r in left]}")
         assert self.cache.drain(1000.0)
         for _ in range(3):
-            self.driver.run()
+            self.run_workers()
             self.engine.step()
         self.streams.synchronize()
         self.check()
         self.assert_idle()
+
+    def run_workers(self) -> None:
+        """Until none has work. Between two requests nothing may lie there that nobody starts."""
+        num_overslept = self.driver.num_overslept
+        self.driver.run()
+        if not (self.scheduler.waiting or self.scheduler.running):
+            assert self.driver.num_overslept == num_overslept, "jobs that nobody woke their worker for"
 
     def assert_idle(self) -> None:
         """Promise 6: nothing is held, queued, running or counted any more."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from hiradix.errors import StorageError
 from hiradix.storage import Page, PageFingerprint, StorageBackend, StorageContext, Traits, check_key
+from hiradix.storage.landing import Landing
 
 HANG_LIMIT_S = 60.0
 
@@ -197,6 +198,28 @@ class FakeClock:
 
 def memory_context(fingerprint: PageFingerprint, page_bytes: int, **config: Any) -> StorageContext:
     return StorageContext(fingerprint, config, page_bytes)
+
+
+class LandingMemory(MemoryBackend):
+    """Memory whose pages come in pieces of at most `piece_bytes`, straight into the caller's pages."""
+
+    traits = Traits(lands=True)
+    piece_bytes = 1000
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        return [self.land(key, page) for key, page in zip(keys, into, strict=True)]
+
+    def land(self, key: str, page: Page) -> bool:
+        """One page."""
+        assert isinstance(page, Landing), "not the guard's"
+        page.check_wanted()
+        (name,) = self._names([key])
+        stored = self.pages.get(name)
+        if stored is None or len(stored) != page.num_bytes:
+            return False
+        page.begin(len(stored))
+        view, step = memoryview(stored), self.piece_bytes
+        return all(page.write(view[at : at + step]) for at in range(0, len(view), step)) and page.is_whole
 
 
 class DirectMemory(MemoryBackend):

@@ -23,7 +23,7 @@ from tests.contracts.storage import (
     SharedQuotaContract,
     StorageContract,
 )
-from tests.storage.doubles import FaultyBackend, MemoryBackend
+from tests.storage.doubles import FaultyBackend, LandingMemory, MemoryBackend
 
 FILE_BYTES = footprint(SEAL_BYTES + PAGE_BYTES)
 PATIENT = {"deadline_s": 30.0, "lock_timeout_s": 30.0}
@@ -105,6 +105,18 @@ class TestGuardedMemory(MemoryStore, StorageContract, PersistentContract, Shared
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         backend = FaultyBackend(self.backend(place, fingerprint, config))
         return GuardedStorage(backend, fingerprint, GuardLimits(deadline_s=30.0))
+
+
+class TestGuardedLanding(MemoryStore, StorageContract, PersistentContract, SharedContract):
+    """Pages that are filled in place."""
+
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        context = StorageContext(fingerprint, {"place": str(place)} | config, PAGE_BYTES)
+        return GuardedStorage(
+            LandingMemory(context, self.places), fingerprint, GuardLimits(deadline_s=30.0)
+        )
 
 
 class TestGuardedInPieces(MemoryStore, StorageContract):

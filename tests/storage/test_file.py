@@ -6,6 +6,8 @@ import errno
 import itertools
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import open_storage, vectored
+from hiradix.storage import file, open_storage, vectored
 from hiradix.storage.file import FileBackend
 from hiradix.storage.file_config import PATH_ENV, FileConfig
 from hiradix.storage.seal import SEAL_BYTES
@@ -233,6 +235,26 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
 # -- room ---------------------------------------------------------------------------------
 
 
+def test_names_that_are_no_keys_are_left_alone_and_stop_nothing(tmp_path: Path) -> None:
+    """They were counted and, when room had to be made, stood for an error of every put."""
+    store = open_file(tmp_path, max_size=4 * FILE_BYTES)
+    assert all(put(store, keys_of(3)))
+    store.close()
+    whole = path_of(tmp_path, key_of(0))
+    others = [whole.with_name(name) for name in ("ключ.page", "a b.page", f"{'k' * 201}.page", ".page")]
+    kept = whole.parents[2].with_name(f"{whole.parents[2].name}.bak") / "0" / "0"
+    kept.mkdir(parents=True)
+    for path in (*others, kept / whole.name):
+        path.write_bytes(whole.read_bytes())
+        os.utime(path, (1, 1))
+    store = open_file(tmp_path, max_size=4 * FILE_BYTES)
+    assert hits(store, keys_of(3)) == [True] * 3
+    assert put(store, keys_of(4, 10)) == [True] * 4 and hits(store, keys_of(4, 10)) == [True] * 4
+    store.clear()
+    store.close()
+    assert all(path.exists() for path in (*others, kept / whole.name))
+
+
 def test_ledger_says_what_is_on_disk(tmp_path: Path) -> None:
     store = open_file(tmp_path, max_size=20 * FILE_BYTES)
     rng = random.Random(3)
@@ -281,6 +303,28 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     smaller.close()
 
 
+def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(tmp_path: Path) -> None:
+    """They stayed for ever, and each new page left at the next start."""
+    clock = [4_000_000_000 * 10**9]
+
+    def restart() -> FileBackend:
+        clock[0] += 10**9
+        return open_file(tmp_path, time_ns=lambda: clock[0], max_size=3 * FILE_BYTES)
+
+    store = restart()
+    put(store, keys_of(3))
+    store.close()
+    clock[0] = 1_700_000_000 * 10**9
+    store = restart()
+    assert hits(store, [key_of(0)]) == [True]
+    for number in (10, 11):
+        store.close()
+        store = restart()
+        put(store, keys_of(1, number))
+    assert hits(store, [*keys_of(3), *keys_of(2, 10)]) == [True, False, False, True, True]
+    store.close()
+
+
 def test_reads_do_not_write_again_and_again(tmp_path: Path) -> None:
     now_ns = 1_700_000_000_000_000_000
     store = open_file(tmp_path, time_ns=lambda: now_ns, touch_interval_s=60)
@@ -303,6 +347,73 @@ def test_nothing_is_written_when_the_disk_must_stay_free(tmp_path: Path) -> None
     assert put(strict, keys_of(2, start=50)) == [False, False]
     assert strict.stats()["put_no_room"] == 2 and not page_files(tmp_path)
     strict.close()
+
+
+class Told(threading.Condition):
+    """Says when somebody waits, however long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited = self.is_awaited or timeout != 0
+        return super().wait(timeout)
+
+
+def _closed_while_writing(store: FileBackend, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a put of three pages gave, or raised, that `close` met while its first page was being written.
+
+    The write goes on when close waits, or has ended.
+    """
+    real, found, closer = os.pwritev, [], threading.Thread(target=store.close)
+    store._puts._changed = told = Told()
+
+    def slow(fd: int, buffers: Any, offset: int = 0) -> int:
+        if closer.ident is None:
+            closer.start()
+            while closer.is_alive() and not told.is_awaited:
+                time.sleep(0)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(vectored, "pwritev", slow)
+    try:
+        found += put(store, keys_of(3))
+    except StorageError as error:
+        found.append(str(error))
+    closer.join()
+    return found
+
+
+def test_close_waits_for_puts_under_way(
+    store: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signed_in: list[int] = []
+    real = store._folder.leave
+
+    def leave() -> None:
+        signed_in.append(len(page_files(tmp_path)))
+        real()
+
+    monkeypatch.setattr(store._folder, "leave", leave)
+    assert _closed_while_writing(store, monkeypatch) == [True] * 3
+    assert signed_in == [3] and not list((tmp_path / "writers").iterdir())
+    assert bytes_in_ledger(tmp_path) == bytes_on_disk(tmp_path) == 3 * FILE_BYTES
+    again = open_file(tmp_path)
+    assert all(hits(again, keys_of(3)))
+    again.close()
+
+
+def test_close_does_not_wait_for_ever_and_the_put_leaves_nothing(
+    store: FileBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file, "CLOSE_TIMEOUT_S", 0.0)
+    (message,) = _closed_while_writing(store, monkeypatch)
+    assert "closed" in message
+    assert not page_files(tmp_path) and not list((tmp_path / "tmp").iterdir())
+    again = open_file(tmp_path)
+    assert bytes_in_ledger(tmp_path) == 0 and put(again, keys_of(3)) == [True] * 3
+    again.close()
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -267,6 +267,18 @@ class TestFaults:
 
 
 TENANTS = ("salt:a", "key:a", "")
+def test_pages_of_a_clock_that_was_ahead_leave_first(tmp_path: Path) -> None:
+    """They stayed for ever, and what was put last left for what was put next."""
+    path, old, new = tmp_path / "account", keys_of(3), keys_of(2, 10)
+    account = Account(path, "memory")
+    account.enter("a", {key: Entry(10, 4 * 10**18 + at) for at, key in enumerate(old)}, 100)
+    account.close()
+    account = Account(path, "memory", lambda: 17 * 10**17)
+    account.enter("a", {key: Entry(10, 17 * 10**17 + at) for at, key in enumerate(new)}, 100)
+    assert account.coldest("a", 50, ()) == [*old, *new]
+    account.close()
+
+
 KEYS = {tenant: keys_of(6, start=100 * at) for at, tenant in enumerate(TENANTS)}
 LIMIT = 3
 batches = st.sampled_from(TENANTS).flatmap(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from hiradix import storage_tools
 from hiradix.cli import main
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
@@ -78,6 +80,86 @@ def test_verify_finds_damage(folder: Path, capsys: Any) -> None:
     path.write_bytes(data)
     status, text = run(capsys, "verify", f"file://{folder}", *ROOM)
     assert status == 1 and text == f"damaged  {OURS}  {key_of(3)}\n6 pages are whole, 1 are not\n"
+
+
+def test_names_that_are_no_pages_are_not_listed(folder: Path, capsys: Any) -> None:
+    """One of them made pages beside it look damaged, and a folder of such a name ended the tool."""
+    whole = next(folder.glob(f"v1-{OURS}/*/*/*.page"))
+    for name in ("ключ.page", "a b.page", "notes.txt"):
+        whole.with_name(name).write_bytes(whole.read_bytes())
+    shutil.copytree(folder / f"v1-{OURS}", folder / f"v1-{OURS}.bak")
+    assert run(capsys, "ls", f"file://{folder}")[1].count("\n") == 7
+    assert run(capsys, "verify", f"file://{folder}") == (0, "7 pages are whole, 0 are not\n")
+
+
+def test_pages_that_go_while_they_are_listed(folder: Path, capsys: Any, monkeypatch: Any) -> None:
+    """As servers evict them: one made the tool end with an error."""
+    scandir, store = os.scandir, open_files(folder)
+
+    def then_gone(path: Any) -> Any:
+        found = scandir(path)
+        if re.search("v1-[0-9a-f]{32}/./.$", str(path)):
+            found = contextlib.nullcontext(list(found))
+            store.delete(keys_of(5))
+        return found
+
+    monkeypatch.setattr(os, "scandir", then_gone)
+    status, text = run(capsys, "ls", f"file://{folder}")
+    store.close()
+    assert status == 0 and text.count("\n") == 2
+
+
+@pytest.mark.parametrize("scheme", ["file", "disk"])
+def test_pages_that_go_before_they_are_read_are_not_damaged(
+    scheme: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """As servers evict them while a tool looks at their store."""
+    config = {f"{scheme}_storage_path": str(tmp_path / "a"), "max_size": "8MiB", "min_free_space": 0}
+    server = open_storage(scheme, StorageContext(FINGERPRINT, config, PAGE_BYTES))
+    keys = keys_of(6)
+    assert all(put(server, keys))
+    buffers = storage_tools._buffers
+
+    def then_gone(batch: Any) -> Any:
+        server.delete(keys[:2])
+        return buffers(batch)
+
+    monkeypatch.setattr(storage_tools, "_buffers", then_gone)
+    url = f"{scheme}://{tmp_path / 'a'}"
+    assert run(capsys, "verify", url) == (0, "4 pages are whole, 0 are not; 2 went meanwhile\n")
+    put(server, keys)
+    status, text = run(capsys, "copy", url, f"file://{tmp_path / 'b'}", "--set-to", "min_free_space=0")
+    assert (status, text) == (
+        0, "copied 4 pages; 0 could not be read, 0 could not be written; 2 went meanwhile\n"
+    )  # fmt: skip
+    server.close()
+
+
+@pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141)])
+def test_a_tool_that_is_ended_says_nothing_of_the_store(
+    folder: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, raised: BaseException, status: int
+) -> None:
+    """Its exit status is a shell's for these; what was done so far stays, and it can be run again."""
+    copied = ["copy", f"file://{folder}", f"file://{tmp_path / 'b'}", "--set-to", "min_free_space=0"]
+    with monkeypatch.context() as ended:
+        batches = storage_tools._batches
+
+        def first_only(pages: Any) -> Any:
+            yield next(batches(pages))
+            raise raised
+
+        ended.setattr(storage_tools, "_batches", first_only)
+        assert run(capsys, *copied) == (status, "")
+    assert run(capsys, *copied) == (0, "copied 7 pages; 0 could not be read, 0 could not be written\n")
+
+
+def test_a_listing_that_nobody_reads_to_its_end_ends_quietly(folder: Path) -> None:
+    listing = [sys.executable, "-u", "-m", "hiradix.cli", "storage", "ls", f"file://{folder}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(listing, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert done.stderr == "" and done.returncode == 141
 
 
 def test_clear_takes_one_fingerprint_or_all(folder: Path, capsys: Any) -> None:

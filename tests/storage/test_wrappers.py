@@ -17,6 +17,7 @@ from hiradix.storage import (
     PageFingerprint,
     StorageBackend,
     StorageContext,
+    Traits,
     open_storage,
     register_storage_backend,
 )
@@ -36,6 +37,7 @@ from tests.contracts.storage import (
     hits,
     key_of,
     keys_of,
+    page_of,
     put,
 )
 from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, raise_error
@@ -344,6 +346,40 @@ class TestTiers:
     def test_bad_keys_are_named(self, tmp_path: Path, keys: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             TierBackend(tier_context(tmp_path, **keys))
+
+
+class Tenanted(MemoryBackend):
+    """Wants to know whose pages it is given."""
+
+    traits = Traits(tenanted=True)
+    told: list[str] = []
+
+    def put(self, keys: Any, pages: Any, tenant: str = "") -> list[bool]:
+        self.told.append(tenant)
+        return super().put(keys, pages)
+
+
+@pytest.mark.parametrize("wrapping", ["retries", "nothing", "negative", "quota", "no limit", "tier"])
+def test_a_backend_that_asks_whose_pages_are_put_is_told(
+    tmp_path: Path, wrapping: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tenanted, "told", [])
+    register_storage_backend("tenanted", f"{__name__}:Tenanted")
+    quota = {"quota_path": str(tmp_path)}
+    keys: dict[str, Any] = {
+        "retries": {}, "nothing": {"retries": 0}, "negative": {"negative_ttl_s": 9},
+        "quota": quota | {"quota": "1MiB"}, "no limit": quota | {"quotas": {"salt:b": 1}}, "tier": {},
+    }[wrapping]  # fmt: skip
+    name = "tenanted"
+    if wrapping == "tier":
+        name = "tier"
+        lower = {"backend": "file", "file_storage_path": str(tmp_path / "far"), "min_free_space": 0}
+        keys = {"upper": {"backend": "tenanted"}, "lower": lower}
+    store = open_storage(name, StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+    pages = [page_of(key) for key in keys_of(2)]
+    assert store.put(keys_of(2), pages, tenant="salt:a") == [True, True]
+    assert Tenanted.told == ["salt:a"]
+    store.close()
 
 
 class TestWrapKeys:

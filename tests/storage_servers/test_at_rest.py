@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.compress import CompressedStorage
 from hiradix.storage.encrypt import EncryptedStorage, read_key
+from hiradix.storage.wrap import WrapConfig, wrap
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -30,7 +32,7 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
-from tests.storage.doubles import MemoryBackend
+from tests.storage.doubles import LandingMemory, MemoryBackend, memory_context
 from tests.storage_servers.servers import Server, prefix_of
 
 MASTER = bytes(range(32))
@@ -238,3 +240,15 @@ def test_stores_of_one_length_refuse_compression(tmp_path: Path, name: str) -> N
         keys = {"upper": {"backend": "file", **keys}, "lower": {"backend": "file", **keys}}
     with pytest.raises(ConfigError, match="compression: this backend stores pages of one length only"):
         open_storage(name, StorageContext(FINGERPRINT, keys | {"compression": "zstd"}, PAGE_BYTES))
+
+
+def test_who_writes_pages_himself_is_given_none_to_keep(tmp_path: Path) -> None:
+    """Compression and encryption fill the pages they are given by their buffers."""
+    for config in ({"compression": "zstd"}, {"encryption_key_file": key_file(tmp_path)}):
+        inner = LandingMemory(memory_context(FINGERPRINT, PAGE_BYTES))
+        inner.traits = dataclasses.replace(inner.traits, ragged=True)
+        made = wrap(inner, memory_context(FINGERPRINT, PAGE_BYTES), WrapConfig.from_mapping(config))
+        assert not made.traits.lands
+        made.close()
+    plain = LandingMemory(memory_context(FINGERPRINT, PAGE_BYTES))
+    assert wrap(plain, memory_context(FINGERPRINT, PAGE_BYTES), WrapConfig(negative_ttl_s=1.0)).traits.lands

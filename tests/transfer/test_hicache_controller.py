@@ -218,3 +218,28 @@ def test_reset_frees_the_host_pool_but_not_under_a_hung_transfer(bench: Bench) -
     bench.driver.held.clear()
     assert bench.settle() == [] and c.host_allocator.available == 320
     assert c.reset(0.1)
+
+
+def test_what_a_prefetch_had_brought_before_a_reset_is_nobodys(bench: Bench) -> None:
+    """Found: one that had ended was not told, and gave its caller pages that the reset had freed."""
+    c = bench.controller
+    c.host_allocator.alloc(6)
+    c.write_storage(torch.arange(6 * S), range(6 * S))
+    bench.settle()
+    operation = c.prefetch("r", range(6 * S))
+    bench.settle()
+    assert operation.is_done and operation.num_pages == 6
+    assert c.reset(0.1) and c.host_allocator.available == 320
+    host_slots, hashes = c.terminate_prefetch(operation)
+    assert len(host_slots) == 0 and hashes == ()
+
+
+def test_a_terminated_prefetch_asks_storage_for_no_more(bench: Bench) -> None:
+    c = bench.controller
+    operation = c.prefetch("r", range(6 * S))
+    assert not c.transfers.is_idle
+    c.terminate_prefetch(operation)
+    assert bench.settle() == [] and c.transfers.is_idle
+    assert c.transfers.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
+    with pytest.raises(AssertionError, match="terminated twice"):
+        c.terminate_prefetch(operation)

@@ -25,7 +25,10 @@ def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig:
     assert block.entered.wait(DEADLINE_S)
     queued = [c.read(hash_pages(rows_of(0, 1)), [2]), c.query(rows_of(0, 1)), c.query(rows_of(5, 1))]
     assert not c.detach(0.0)
-    assert {(r.ticket, r.reason) for r in c.poll()} == {(t, FailReason.DETACHED) for t in queued}
+    assert c.poll(0) == [] and len(first := c.poll(2)) == 2, "as many as wanted"
+    done = [*first, *c.poll(9)]
+    assert {(r.ticket, r.reason) for r in done} == {(t, FailReason.DETACHED) for t in queued}
+    assert [r.duration_s for r in done] == [0.0] * 3, "they never began"
     assert not c.storage_attached
     with pytest.raises(StorageError, match="still detaching"):
         c.attach(MemoryStorage())

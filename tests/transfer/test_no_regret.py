@@ -25,6 +25,22 @@ def test_cold_it_takes_every_transfer() -> None:
     assert not gate.takes(Move.LOAD, 10) and gate.takes(Move.FETCH, 10)
 
 
+def test_what_moves_is_known_before_what_computes() -> None:
+    """A cache that was filled before it started loads first."""
+    gate = NoRegret()
+    gate.moved(Move.LOAD, 10, 1.0)
+    gate.moved(Move.FETCH, 10, 1.0)
+    assert gate.takes(Move.LOAD, 1000) and gate.takes(Move.FETCH, 1000)
+    assert gate.num_refused == {Move.LOAD: 0, Move.FETCH: 0}
+
+
+def test_only_a_transfer_of_less_than_half_of_what_was_predicted_makes_the_tier_a_new_one() -> None:
+    for seconds, is_new in ((0.49, True), (0.51, False), (0.9, False)):
+        gate = measured(200, 100)
+        gate.moved(Move.LOAD, 100, seconds)
+        assert (abs(gate.rates()["load"] - 100 / seconds) < 1e-6) == is_new
+
+
 def test_the_faster_of_both_is_taken() -> None:
     assert measured(100, 200).takes(Move.LOAD, 1000)
     gate = measured(200, 100)

@@ -217,7 +217,8 @@ class World:
         content = self.random.getrandbits(40) + np.arange(len(device) * NUM_LAYERS).reshape(-1, NUM_LAYERS)
         self._set_device(device, content)
         flight = Flight(JobKind.WRITE, device, host, content=content)
-        self._submit(lambda: self.controller.write(device, host), flight)
+        write = self.random.choice([self.controller.write, self.controller.defer_write])
+        self._submit(lambda: write(device, host), flight)
 
     def do_load(self) -> None:
         device, host = self._pair()
@@ -356,10 +357,12 @@ class World:
         """Faults stop: everything comes to an end."""
         self.fault_rate = 0.0
         self.driver.held.clear()
+        num_overslept = self.driver.num_overslept
         self.controller.start_loading()
         self.driver.run()
         self.controller.start_loading()
         self.driver.run()
+        assert self.driver.num_overslept == num_overslept, "jobs that nobody woke their worker for"
         self.check()
         assert not self.open and self.controller.is_idle
         assert not self.controller._desk._open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from array import array
 from types import ModuleType
 from typing import Any
 
@@ -189,16 +190,18 @@ tokens_at = st.tuples(st.integers(0, 700), st.sampled_from([0, 1, 2**31 - 1, 2**
 
 
 @over_forms
-@given(st.integers(0, 700), st.lists(tokens_at, max_size=2), st.integers(1, 2), st.data())
+@given(st.integers(0, 700), st.lists(tokens_at, max_size=2), st.integers(0, 2), st.data())
 def test_narrow(
     form: ModuleType, count: int, odd_ones: list[tuple[int, int]], stride: int, data: st.DataObject
 ) -> None:
+    """Stride 0: an `array('q')`."""
     values = list(range(count))
     for place, token in odd_ones:
         values[place : place + 1] = [token]
     stop = data.draw(st.integers(0, len(values)))
     start = data.draw(st.integers(0, stop))
-    run, wanted = form.narrow(arrays(values, np.int64, stride), start, stop), values[start:stop]
+    tokens = arrays(values, np.int64, stride) if stride else array("q", values)
+    run, wanted = form.narrow(tokens, start, stop), values[start:stop]
     if all(0 <= token < 2**31 for token in wanted):
         assert np.frombuffer(run, np.int32).tolist() == wanted
     else:
@@ -237,8 +240,9 @@ def test_a_wide_token_equals_no_narrow_one(form: ModuleType) -> None:
 @pytest.mark.parametrize("start,stop", [(-1, 1), (2, 1), (0, 4), (4, 4)])
 def test_tokens_that_are_not_there(form: ModuleType, start: int, stop: int) -> None:
     tokens = np.arange(3)
-    with pytest.raises(AssertionError):
-        form.narrow(tokens, start, stop)
+    for either in (tokens, array("q", tokens)):
+        with pytest.raises(AssertionError):
+            form.narrow(either, start, stop)
     with pytest.raises(AssertionError):
         form.num_equal(tokens.tobytes(), 8, tokens, start, stop)
 
@@ -282,6 +286,8 @@ def test_what_the_garbage_collector_looks_at(form: ModuleType) -> None:
         ("slots_of", (None, 1)),
         ("pages_of", (np.zeros(2), 1, 0, 1)),
         ("narrow", (np.zeros(2), 0, 1)),
+        ("narrow", (array("d", [0]), 0, 1)),
+        ("narrow", (memoryview(bytes(16)).cast("d"), 0, 1)),
         ("narrow", (ID, 0)),
         ("num_equal", ("0", 4, ID, 0, 1)),
         ("num_equal", (b"0000", 3, ID, 0, 1)),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-
+from tests.lora import adapter
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
 from tests.vllm.test_kinds import both, checkpoint
 
 Start = Callable[..., Player]
-RANK = 4
 
 
 def test_latent_attention(start: Start, tmp_path: Path) -> None:
@@ -43,27 +39,6 @@ def test_latent_attention(start: Start, tmp_path: Path) -> None:
         expected, got = theirs.generate(prompts), ours.generate(prompts)
         assert cached(expected) == cached(got) == want
         assert_same(expected, got)
-
-
-def adapter(model: Path, folder: Path, seed: int) -> Path:
-    """A seeded adapter of a model's attention, strong enough to change what it says."""
-    folder.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    config = json.loads((model / "config.json").read_text())
-    width, kv = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, out in (("q_proj", width), ("k_proj", kv), ("v_proj", kv)):
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            weights[f"{at}.lora_A.weight"] = torch.randn(RANK, width, generator=generator)
-            weights[f"{at}.lora_B.weight"] = torch.randn(out, RANK, generator=generator)
-    save_file(weights, folder / "adapter_model.safetensors")
-    about: dict[str, Any] = {
-        "peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "k_proj", "v_proj"],
-        "bias": "none", "task_type": "CAUSAL_LM",
-    }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(about))
-    return folder
 
 
 def test_adapters_and_salts_are_apart(start: Start, model: Path, tmp_path: Path) -> None:

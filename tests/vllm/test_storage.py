@@ -26,12 +26,14 @@ PAGES = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
 
 
 def with_storage(name: str, policy: str = "wait_complete", **keys: Any) -> dict[str, Any]:
+    """Extra config with a store that a reset, by which the tests empty the host, leaves as it is."""
     return {
         "hicache_size": 0.1,
         "hicache_storage_backend": name,
         "hicache_storage_prefetch_policy": policy,
         "hicache_storage_backend_extra_config": {"prefetch_threshold": 32, **keys},
         "served_model_name": "tiny",
+        "storage_after_reset": "same",
     }
 
 
@@ -101,6 +103,33 @@ def test_the_same_weights_run_otherwise_have_pages_of_their_own(
     assert cached(start(store, hf_overrides=slow).generate(prompts)) == 3 * 192
 
 
+def test_other_weights_find_nothing_of_the_first_in_any_tier(start: Start, tmp_path: Path) -> None:
+    """Changed in place, as by a trainer, then back; another process is started with the first ones."""
+    keys = {"disk_storage_path": str(tmp_path / "disk"), "max_size": "64MiB"}
+    extra = with_storage("disk", **keys) | {"storage_after_reset": "apart"}
+    engine = {"enable_prefix_caching": True}
+    prompts = [conversation(seed, 200) for seed in range(3)]
+    plain, ours = start(None, **engine), start(extra, **engine)
+    expected = []
+    for factor in (1.0, 2.0, 0.5):
+        for player in (plain, ours):
+            player.ask("train", factor=factor)
+        expected.append(plain.generate(prompts))
+        until(ours, lambda state: state["has_storage"])
+        got = ours.generate(prompts)
+        assert cached(got) == 0
+        assert_same(expected[-1], got)
+        until(ours, lambda state: state["idle"])
+    assert not judge(expected[0], expected[1]).holds
+    again = ours.generate(prompts)
+    assert cached(again) == 3 * 192
+    assert_same(expected[2], again)
+    ours.stop()
+    got = start(extra, **engine).generate(prompts)
+    assert cached(got) == 0, "what was stored since the first change has the names of that process alone"
+    assert_same(expected[0], got)
+
+
 def test_a_store_that_misbehaves_costs_hits_and_nothing_else(start: Start, plain: Player) -> None:
     keys = {"deadline_s": 0.3, "breaker_failures": 1}
     extra = with_storage("naughty", "timeout", prefetch_timeout_base=0.5, **keys)
@@ -148,8 +177,11 @@ def test_storage_comes_and_goes_while_it_serves(start: Start, plain: Player, tmp
     """Asked of the admin endpoint, and steps take it up. By default such short prompts are not asked for."""
     port, prompts = free_port(), [prompt[:200] for prompt in PROMPTS]
     ours = start(
-        {"hicache_size": 0.1, "admin_port": port, "hicache_storage_prefetch_policy": "wait_complete"}
-    )
+        {
+            "hicache_size": 0.1, "admin_port": port, "hicache_storage_prefetch_policy": "wait_complete",
+            "storage_after_reset": "same",
+        }
+    )  # fmt: skip
     expected = plain.generate(prompts)
 
     def until(name: str, wanted: int) -> None:

@@ -22,8 +22,9 @@ from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Blocks, pool_of
 from hiradix.adapters.vllm.orders import Orders
-from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
+from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
@@ -68,10 +69,12 @@ class FakeRequest:
     mm_features: Sequence[FakeFeature] = ()
     prompt_embeds: Any = None
     resumable: bool = False
+    skip_reading_prefix_cache: bool = False
     num_computed_tokens: int = 0
     num_prompt: int = 0
     tables: list[list[int]] = field(default_factory=list)
     is_loading: bool = False
+    weights: int = 0
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -82,9 +85,13 @@ class FakeRequest:
         return len(self.all_token_ids)
 
     def number(self, position: int) -> int:
-        """What the KV of a position is made of: everything before it and what keeps it apart."""
+        """What the KV of a position is made of: everything before it and what keeps it apart.
+
+        With the weights that its computation began with: what stands behind old KV is of no use to others.
+        """
         images = [image for image in self.mm_features if image.mm_position.offset <= position]
-        space = f"{self.cache_salt}/{self.lora_request and self.lora_request.lora_name}/{images}".encode()
+        lora = self.lora_request and self.lora_request.lora_name
+        space = f"{self.weights}/{self.cache_salt}/{lora}/{images}".encode()
         return zlib.crc32(np.array(self.all_token_ids[: position + 1], np.int64).tobytes() + space) % 999_983
 
     def name(self, page: int) -> Any:
@@ -118,10 +125,14 @@ class FaultyTransport(TorchTransport):
 
 
 class FakeStorage:
-    """A store that outlives engines, with faults; stands for a guarded backend and its part per component."""
+    """A store that outlives engines, with faults; stands for a guarded backend and its part per component.
 
-    def __init__(self, pages: dict[str, bytes], num_components: int = 1) -> None:
+    label: begins the names of all pages, as what the worker was told does with a fingerprint.
+    """
+
+    def __init__(self, pages: dict[str, bytes], num_components: int = 1, label: str = "") -> None:
         self.pages = pages
+        self.label = label
         self.fault = ""
         self.parts = tuple(FakePart(self, "" if c == 0 else f"@{c}") for c in range(num_components))
 
@@ -135,16 +146,19 @@ class FakePart:
     def __init__(self, whole: FakeStorage, suffix: str) -> None:
         self._whole, self._suffix = whole, suffix
 
+    def _name(self, key: str) -> str:
+        return self._whole.label + key + self._suffix
+
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         if self._whole.fault == "exists":
             return 0
-        lacking = (i for i, key in enumerate(keys) if key + self._suffix not in self._whole.pages)
+        lacking = (i for i, key in enumerate(keys) if self._name(key) not in self._whole.pages)
         return next(lacking, len(keys))
 
     def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
-            data = self._whole.pages.get(key + self._suffix)
+            data = self._whole.pages.get(self._name(key))
             if data is None or (self._whole.fault == "get" and number >= len(keys) // 2):
                 ok.append(False)
                 continue
@@ -157,7 +171,7 @@ class FakePart:
         if self._whole.fault == "put":
             return [False] * len(keys)
         for key, views in zip(keys, pages, strict=True):
-            self._whole.pages[key + self._suffix] = b"".join(bytes(view) for view in views)
+            self._whole.pages[self._name(key)] = b"".join(bytes(view) for view in views)
         return [True] * len(keys)
 
 
@@ -178,6 +192,8 @@ class World:
     write_policy: str = "write_through"
     prefetch_policy: str = "wait_complete"
     prefix_cache: bool = False
+    keeps_storage: bool = False
+    batch_pages: int = 128
     seed: int = 0
 
 
@@ -201,14 +217,23 @@ class Rank:
             )
             for group, transport in enumerate(self.transports)
         ]
-        runtime = Runtime(self.driver, self.driver.now, TransferLimits(num_load_slots=64))
+        runtime = Runtime(
+            self.driver, self.driver.now, TransferLimits(batch_pages=world.batch_pages, num_load_slots=64)
+        )
         self.storage = FakeStorage({} if store is None else store, groups)
         self.role = WorkerRole(pairs, range(groups), self._open, runtime)
+        self.switching: list[Work] = []  # goes on with `follow`
+        self.role.switch.spawn = self.switching.append
         if store is not None:
             self.role.attach("fake", {})
 
-    def _open(self, name: str, keys: Mapping[str, Any]) -> Any:
+    def _open(self, name: str, keys: Mapping[str, Any], label: str) -> Any:
+        self.storage = FakeStorage(self.storage.pages, len(self.storage.parts), label)
         return self.storage
+
+    def follow(self) -> None:
+        """What the worker was told of its storage goes on a step."""
+        self.switching[:] = [work for work in self.switching if next(work, "ended") is None]
 
     def write(self, group: int, block: int, offset: int, number: int) -> None:
         for layer, cache in enumerate(self.caches):
@@ -246,6 +271,8 @@ class MiniVLLM:
                 PrefetchPolicy.from_name(world.prefetch_policy, limits),
                 lambda: self.now_s,
                 events,
+                Asked("fake", {}),
+                world.keeps_storage,
             )
         )
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
@@ -263,6 +290,7 @@ class MiniVLLM:
         self.num_preempted = 0
         self.num_quiet = 0
         self.num_recomputed = 0
+        self.weights = 0
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -317,7 +345,10 @@ class MiniVLLM:
         self.local_tokens += len(blocks) * S
 
     def _remember(self, request: FakeRequest) -> None:
-        """Whole blocks that have been computed are found by the next one."""
+        """Whole blocks that have been computed are found by the next one; vLLM refuses a change of weights
+        while a request that waits for a load has older ones."""
+        if request.weights != self.weights:
+            return
         for page in range(request.num_computed_tokens // S if self.world.prefix_cache else 0):
             block, name = request.tables[0][page], request.name(page)
             if block not in self.name_of and name not in self.known:
@@ -329,6 +360,19 @@ class MiniVLLM:
         request.num_computed_tokens = 0
         self.num_preempted += 1
         self.waiting.insert(0, request)
+
+    def update_weights(self, preempts: bool) -> None:
+        """All that is computed from here on is other numbers, and nothing may be found of those before.
+
+        preempts: running requests begin again; else they go on with what they have. Where vLLM has a prefix
+        cache of its own, that can be emptied only without them.
+        """
+        self.weights += 1
+        while preempts and self.running:
+            self._preempt()
+        self.known.clear()
+        self.name_of.clear()
+        self.role.reset()
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -415,6 +459,7 @@ class MiniVLLM:
                 break
             external, local = 0, []
             if request.num_computed_tokens == 0:
+                request.weights = self.weights
                 local = self._local(request)
                 found = self.role.lookup(request, len(local) * S)
                 if found is None:
@@ -564,6 +609,7 @@ class MiniVLLM:
                 return
             for rank in self.ranks:
                 rank.driver.step()
+                rank.follow()
             self.step()
         raise AssertionError(f"not reached in {max_steps} steps: {len(self.waiting)} wait")
 

@@ -144,6 +144,7 @@ def test_a_store_is_told_of_the_host_pools_beside_the_models_thread() -> None:
             assert told, "the model's thread waits"
 
     rank.storage.parts[0].register = register  # type: ignore[attr-defined]
+    rank.role.switch.open_storage = lambda name, keys, label: rank.storage  # type: ignore[assignment,return-value]
     rank.role.attach("fake", {})
     assert told == [True]
 
@@ -152,27 +153,27 @@ def test_a_store_is_told_of_the_host_pools_beside_the_models_thread() -> None:
 def test_an_order_that_fails_is_answered_and_the_next_one_done(failure: Exception) -> None:
     vllm = MiniVLLM(World())
 
-    def fail_once(name: str, keys: Mapping[str, Any]) -> Any:
-        role._open_storage = vllm.ranks[0]._open
+    def fail_once(name: str, keys: Mapping[str, Any], label: str) -> Any:
+        switch.open_storage = vllm.ranks[0]._open
         raise failure
 
-    role = vllm.ranks[0].role
-    role._open_storage = fail_once
+    switch = vllm.ranks[0].role.switch
+    switch.open_storage = fail_once
     for _ in range(2):
         vllm.role.storage.ask("fake", {})
         vllm.step()
-    vllm.run(lambda: vllm.role.has_storage, max_steps=100_000)
+    vllm.run(lambda: vllm.role.has_storage)
 
 
 def test_storage_comes_and_goes_between_steps() -> None:
-    vllm = MiniVLLM(World(num_workers=2))
+    vllm = MiniVLLM(World(num_workers=2, keeps_storage=True))
     for rank in vllm.ranks:
         rank.storage.pages = {}
 
     def asks(name: str | None) -> None:
         vllm.role.storage.ask(name, {})
         vllm.step()
-        vllm.run(lambda: vllm.role.has_storage is (name is not None), max_steps=100_000)
+        vllm.run(lambda: vllm.role.has_storage is (name is not None))
 
     vllm.add(request("a", 3))
     vllm.drain()

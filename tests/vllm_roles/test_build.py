@@ -35,8 +35,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return found
 
 
-def built(folder: object, groups: list[tuple[Any, list[int]]], interior: Interior = Interior.TOKENS) -> None:
-    """A worker over `groups`, each a spec and its layers, with a store of files; closed again."""
+def built(
+    folder: object,
+    groups: list[tuple[Any, list[int]]],
+    interior: Interior = Interior.TOKENS,
+    labels: Sequence[str] = (),
+) -> None:
+    """A worker over `groups`, each a spec and its layers, with a store of files; closed again.
+
+    labels: with each of these the store is opened again.
+    """
     named = [KVGroup(spec, [f"layers.{layer}.attn" for layer in layers]) for spec, layers in groups]
     keys = {"file_storage_path": str(folder)}
     extra = {
@@ -49,6 +57,8 @@ def built(folder: object, groups: list[tuple[Any, list[int]]], interior: Interio
     caches = {name: torch.zeros(BLOCKS, HEADS, S, 8) for group in named for name in group.layers}
     made = build_worker(plan, caches)
     assert made.facts.has_storage
+    for label in labels:
+        made.role.switch.open_storage("file", keys, label).close()
     made.role.close(1.0)
 
 
@@ -86,6 +96,14 @@ def test_pages_that_only_a_kernel_understands_are_stored_under_names_of_their_ow
         digests += [pages.fingerprint.digest() for pages in asked]
     plain, translated, own = digests
     assert plain == translated != own
+
+
+def test_pages_of_before_a_reset_have_other_names(asked: Asked, tmp_path: object) -> None:
+    digests = []
+    for labels in ((), ("",), ("x",), ("y",)):
+        built(tmp_path, [(FullAttentionSpec(), [0, 1])], labels=labels)
+        digests += [pages.fingerprint.digest() for pages in asked]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
 class Config:

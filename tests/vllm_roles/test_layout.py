@@ -189,6 +189,7 @@ def test_settings_have_the_flags_names_and_defaults() -> None:
         ({"hicache_sizes": 1}, "unknown key 'hicache_sizes'"),
         ({"load_mode": "later"}, "load_mode"),
         ({"admin_port": 70_000}, "admin_port"),
+        ({"storage_after_reset": "gone"}, "storage_after_reset"),
         ({"hicache_storage_backend_extra_config": "{}"}, "must be an object"),
         ({"radix_eviction_policy": None}, "radix_eviction_policy must be text"),
         ({"radix_eviction_policy": ["lru"]}, "radix_eviction_policy must be text"),
@@ -201,6 +202,16 @@ def test_settings_have_the_flags_names_and_defaults() -> None:
 def test_bad_settings_are_named(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_settings(values, 32)
+
+
+def test_each_data_parallel_rank_has_an_admin_port_of_its_own() -> None:
+    """They are processes of one host with one configuration."""
+    settings = parse_settings({"admin_port": 65_534}, 32)
+    assert [settings.admin_port_of(rank) for rank in (0, 1)] == [65_534, 65_535]
+    with pytest.raises(ConfigError, match="admin_port 65534.* rank 2 is 65536"):
+        settings.admin_port_of(2)
+    for values, port in (({}, None), ({"admin_port": 0}, 0)):
+        assert parse_settings(values, 32).admin_port_of(3) == port
 
 
 def test_write_back_needs_vllms_prefix_cache() -> None:

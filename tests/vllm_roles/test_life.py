@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ from hiradix.adapters.vllm.left import LeftBook, Pending
 from hiradix.adapters.vllm.plan import StepRequest
 from hiradix.adapters.vllm.requests import track
 from hiradix.adapters.vllm.saves import NULL_BLOCK
+from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.tree import Tier
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
@@ -397,6 +399,93 @@ def test_a_request_goes_on_at_the_prefetchs_deadline() -> None:
     late.drain()
 
 
+def test_a_request_that_reads_no_cache_asks_no_storage() -> None:
+    """As one that wants log probabilities of its prompt: what is computed is saved all the same."""
+    vllm = slow("wait_complete", 4)
+    probe = request("b", 4, first=1, skip_reading_prefix_cache=True)
+    vllm.role.arrived(probe)
+    assert vllm.role.lookup(probe, 0) == 0
+    assert vllm.role.step([], lambda request_id: []).queries == () and not vllm.role.fetches.flights
+    vllm.role.finished(probe, [[]])
+    vllm.add(request("c", 4))
+    vllm.drain()
+    assert vllm.hit_tokens == 4 * S
+
+
+LONG = 32  # pages of a prompt that storage has, which a slow one gives two at a time
+
+
+def slow(policy: str, num_pages: int = LONG) -> MiniVLLM:
+    """A process whose storage has a long prompt; of the engine's steps, two are a call of its storage."""
+    store: list[dict[str, bytes]] = [{}]
+    first = MiniVLLM(World(num_blocks=64, host_pages=40, budget=200), store)
+    first.add(request("a", num_pages, max_tokens=1))
+    first.drain()
+    world = World(num_blocks=64, host_pages=40, budget=200, prefetch_policy=policy, batch_pages=2)
+    vllm = MiniVLLM(world, store)
+    limits = PrefetchLimits(S, threshold_tokens=S, timeout_base_s=0.2, timeout_s_per_ki_token=0.0)
+    vllm.role.fetches.policy = PrefetchPolicy(policy, limits)
+    return vllm
+
+
+def steps(vllm: MiniVLLM, wanted: Callable[[], bool]) -> None:
+    """As its `run`, with storage at half the pace."""
+    while not wanted():
+        vllm.ranks[0].driver.step()
+        vllm.step()
+        vllm.step()
+
+
+def goes_on(vllm: MiniVLLM, name: str, stop: bool = False) -> None:
+    """Steps until this one reads. stop: and storage answers no more then."""
+    vllm.add(request(name, LONG, max_tokens=1))
+    vllm.run(lambda: any(fetch.host for fetch in vllm.role.fetches.flights.values()))
+    if stop:
+        vllm.ranks[0].driver.held.add("fetch")
+
+
+def test_what_a_slow_storage_has_given_at_the_deadline_is_used() -> None:
+    """And the rest is not read: its host pages are free, and storage is asked for what others want."""
+    vllm = slow("timeout")
+    goes_on(vllm, "b")
+    steps(vllm, lambda: bool(vllm.running or vllm.done))
+    assert vllm.now_s < 0.215, "it went on at the deadline"
+    assert 8 * S <= vllm.hit_tokens < LONG * S
+    assert vllm.hit_tokens == vllm.role.fetches.figures.read * S
+    assert not vllm.role.fetches.flights and vllm.role.fetches.figures.late == 0
+    vllm.drain()
+
+
+def test_a_storage_that_answers_no_more_holds_nobody_beyond_the_deadline() -> None:
+    vllm = slow("timeout")
+    goes_on(vllm, "b", stop=True)
+    while not vllm.done:
+        vllm.step()
+        assert vllm.now_s <= 0.25
+    assert vllm.hit_tokens == 0
+    vllm.ranks[0].driver.held.clear()
+    vllm.drain()
+
+
+@pytest.mark.parametrize("ends", ["abort", "reset"])
+def test_a_read_for_nobody_ends_with_its_batch(ends: str) -> None:
+    """Its host pages are free after one more call of storage, not when all of a long prompt has been read."""
+    vllm = slow("wait_complete")
+    goes_on(vllm, "b")
+    if ends == "abort":
+        vllm.abort(vllm.waiting[0])
+    else:
+        vllm.role.reset()
+    for _ in range(4):
+        vllm.step()
+        vllm.ranks[0].driver.step()
+    vllm.step()
+    assert not vllm.role.fetches.flights, "it still reads"
+    assert vllm.role.fetches.figures.read <= (8 if ends == "abort" else 0)
+    vllm.role.check()
+    vllm.drain()
+
+
 def test_a_reset_forgets_everything_at_once_and_frees_what_is_in_use_later() -> None:
     vllm = MiniVLLM(World(budget=40))
     vllm.add(request("a", 4))
@@ -539,3 +628,99 @@ def test_storage_that_is_asked_for_ends_the_quiet() -> None:
     assert vllm.role.quiet_step([]) is None
     assert [order.name for order in vllm.step().storage] == ["fake"]
     vllm.drain()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_runs_over_a_reset_is_found_by_nobody(policy: str, steps: int) -> None:
+    """vLLM resets connectors while requests run, too, as by `/reset_prefix_cache?reset_external=true`."""
+    vllm = MiniVLLM(World(write_policy=policy, num_blocks=12, budget=6))
+    vllm.add(request("a", 4, max_tokens=6))
+    for _ in range(steps):
+        vllm.step()
+        vllm.ranks[0].driver.run()
+    vllm.update_weights(preempts=False)
+    vllm.drain()
+    for name, first in (("b", 1), ("c", 60), ("d", 1)):
+        vllm.add(request(name, 4, first=first))
+        vllm.drain()
+    assert vllm.hit_tokens == 4 * S, "b's pages, and not a's"
+
+
+def test_what_begins_again_after_a_reset_is_saved() -> None:
+    vllm = MiniVLLM(World(budget=6))
+    vllm.add(request("a", 4))
+    vllm.step()
+    vllm.update_weights(preempts=True)
+    vllm.drain()
+    vllm.add(request("b", 4))
+    vllm.drain()
+    assert vllm.num_preempted == 1 and vllm.hit_tokens == 4 * S
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_storage_of_before_a_reset_is_found_by_nobody(num_workers: int) -> None:
+    """Nor may a later process, with the weights that the first was started with, find what came after it."""
+    store: list[dict[str, bytes]] = [{} for _ in range(num_workers)]
+    world = World(num_workers=num_workers)
+    vllm = MiniVLLM(world, store)
+    hits = []
+
+    def asked(first: int = 1) -> None:
+        before = vllm.hit_tokens
+        vllm.add(request(f"r{len(vllm.done)}", 4, first=first))
+        vllm.drain()
+        hits.append(vllm.hit_tokens - before)
+
+    asked()
+    vllm.update_weights(preempts=True)
+    vllm.run(lambda: vllm.role.has_storage)
+    asked()
+    vllm.index.lose_all()
+    asked()
+    asked(50)
+    vllm = MiniVLLM(world, store)
+    asked()
+    asked(50)
+    assert hits == [0, 0, 4 * S, 0, 4 * S, 0]
+
+
+def test_a_save_that_a_reset_overtakes_is_not_stored_as_new() -> None:
+    """Its copy takes so long that storage has another name when the pages are there."""
+    store: list[dict[str, bytes]] = [{}]
+    vllm = MiniVLLM(World(budget=40), store)
+    driver = vllm.ranks[0].driver
+    driver.held.add("write")
+    vllm.add(request("a", 3, max_tokens=1))
+    vllm.run(lambda: bool(vllm.done))
+    vllm.update_weights(preempts=True)
+    vllm.run(lambda: vllm.role.has_storage)
+    assert vllm.role.saves.flights and not store[0]
+    driver.held.clear()
+    vllm.drain()
+    assert not store[0] and vllm.role.figures.store_failed_pages == 3
+
+
+def test_a_reset_while_storage_is_switched_opens_it_once_more() -> None:
+    vllm = MiniVLLM(World(), [{}])
+    vllm.role.storage.ask("fake", {})
+    vllm.step()
+    vllm.update_weights(preempts=True)
+    switch, labels = vllm.ranks[0].role.switch, []
+    whole = switch.open_storage
+
+    def opened(name: str, keys: Any, label: str) -> Any:
+        labels.append((label, vllm.role.has_storage))
+        return whole(name, keys, label)
+
+    switch.open_storage = opened
+    vllm.run(lambda: vllm.role.has_storage)
+    assert [(bool(label), had) for label, had in labels] == [(False, False), (True, False)]
+
+
+def test_a_detached_storage_stays_so_over_a_reset() -> None:
+    vllm = MiniVLLM(World(), [{}])
+    vllm.role.storage.ask(None, {})
+    vllm.run(lambda: not vllm.role.has_storage and not vllm.ranks[0].switching)
+    vllm.update_weights(preempts=True)
+    assert vllm.step().storage == ()

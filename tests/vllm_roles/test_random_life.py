@@ -13,14 +13,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm import index, loads, saves, scheduler, worker
+from hiradix.adapters.vllm import index, loads, saves, scheduler, stores, worker
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import BlockTable
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
 PREFIXES = 3
-MOVES = (*("add", "step", "step", "work") * 2, "abort", "hold", "copy", "fault", "reset")
+MOVES = (*("add", "step", "step", "work") * 2, "abort", "hold", "copy", "fault", "reset", "switch", "follow")
 
 
 def drawn_world(rng: random.Random) -> World:
@@ -36,6 +36,7 @@ def drawn_world(rng: random.Random) -> World:
         write_policy=rng.choice(["write_through", "write_through", "write_through_selective", "write_back"]),
         prefetch_policy=rng.choice(["best_effort", "timeout", "wait_complete"]),
         prefix_cache=not window and rng.random() < 0.6,
+        batch_pages=rng.choice([1, 2, 128]),
         seed=rng.randrange(1 << 30),
     )
 
@@ -89,14 +90,28 @@ class Life:
         self.rng.choice(self.vllm.ranks).storage.fault = self.rng.choice(["", "exists", "get", "put"])
 
     def reset(self) -> None:
-        if self.rng.random() < 0.1:
-            self.vllm.role.reset()
+        """As after a change of weights, of which it is always one."""
+        if self.rng.random() < 0.2:
+            for rank in self.vllm.ranks if self.rng.random() < 0.5 else ():
+                rank.driver.run()
+            self.vllm.update_weights(self.world.prefix_cache or self.rng.random() < 0.5)
+
+    def switch(self) -> None:
+        """Storage is attached, whether there is some or not, or detached, whatever uses it."""
+        if self.store is not None:
+            self.vllm.role.storage.ask(self.rng.choice(["fake", "fake", None]), {})
+
+    def follow(self) -> None:
+        """A worker's thread that attaches or detaches."""
+        self.rng.choice(self.vllm.ranks).follow()
 
     def play(self, num_moves: int) -> None:
         for _ in range(num_moves):
             getattr(self, self.rng.choice(MOVES))()
         self.end()
-        if self.store is not None:  # another process with the same store
+        if (
+            self.store is not None
+        ):  # another process with the same store, and the weights of the first one's start
             self.vllm = MiniVLLM(self.world, self.store)
             for _ in range(num_moves // 4):
                 getattr(self, self.rng.choice(["add", "step", "work"]))()
@@ -191,7 +206,19 @@ def what_vllm_has_is_loaded_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loads.LoadBook, "order", order)
 
 
+def a_reset_goes_by_requests_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        Tracked, "is_stale", property(lambda self: False, lambda self, value: None), raising=False
+    )
+
+
+def a_reset_keeps_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores.StorageBook, "start_anew", lambda self: None)
+
+
 FAULTS = (
+    a_reset_goes_by_requests_that_run,
+    a_reset_keeps_storage,
     what_vllm_has_is_promised_again,
     what_vllm_has_is_loaded_over,
     blocks_are_taken_without_waiting,

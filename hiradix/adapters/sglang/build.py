@@ -12,6 +12,7 @@ import torch
 from hiradix.adapters.sglang.adapters import Adapters
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
+from hiradix.adapters.sglang.weights import Weights
 from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
@@ -126,7 +127,17 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
 
     adapters = Adapters.given(getattr(flags, "lora_paths", None))
-    return HiRadixHostCache(params, inner, controller, adapters)
+    cache = HiRadixHostCache(params, inner, controller, adapters)
+    cache.watch(_weights_of(context, flags), _extra_config(flags))
+    return cache
+
+
+def _weights_of(context: Any, flags: Any) -> Weights:
+    """The model's as they are in memory; with SGLang's memory saver they may be away."""
+    runner, params = getattr(context.tp_worker, "model_runner", None), context.params
+    group = params.attn_tp_cache_group or params.tp_cache_group
+    agree = least_over(group) if place_in(group)[1] > 1 else None
+    return Weights(getattr(runner, "model", None), bool(getattr(flags, "enable_memory_saver", False)), agree)
 
 
 def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:
@@ -231,7 +242,7 @@ def _policy_config(params: Any) -> dict[str, Any]:
     return dict(getattr(params, "eviction_policy_config", None) or {})
 
 
-def _weights(model_path: str) -> str:
+def _weights_in(model_path: str) -> str:
     """A digest of the weights in a folder; "" for names that SGLang finds elsewhere."""
     return weights_digest(model_path, "config.json") if Path(model_path).is_dir() else ""
 
@@ -250,7 +261,17 @@ def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheI
         eviction_policy_config=_policy_config(params),
         sliding_window_size=getattr(params, "swa_retain_window", None),
         agree=least_over(group) if num_ranks > 1 else None,
+        ranks_on_host=_ranks_on_host(),
     )
+
+
+def _ranks_on_host() -> int:
+    """SGLang's count of the ranks on this machine, data parallel ones too; 0 where it keeps none."""
+    try:
+        from sglang.srt.mem_cache.pool_host.base import ranks_per_host
+    except ImportError:  # older ones
+        return 0
+    return int(ranks_per_host())
 
 
 def _identity(context: Any, flags: Any) -> ModelIdentity:
@@ -259,7 +280,7 @@ def _identity(context: Any, flags: Any) -> ModelIdentity:
     tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
     model = ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{_weights(flags.model_path) or flags.revision or ''}:{kvcache.dtype}{_layout(kvcache)}",
+        revision=f"{_weights_in(flags.model_path) or flags.revision or ''}:{kvcache.dtype}{_layout(kvcache)}",
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,

@@ -31,10 +31,20 @@ def activate() -> None:
 
 
 def make_cache(context: Any) -> Any:
-    """SGLang's factory: its TreeCacheBuildContext in, a prefix cache of the API it speaks out."""
-    from hiradix.adapters.sglang.build import build_cache
+    """SGLang's factory: its TreeCacheBuildContext in, a prefix cache of the API it speaks out.
 
-    return build_cache(context)
+    Raises ConfigError naming the version of an SGLang that lacks what the cache imports of it.
+    """
+    from hiradix.adapters.sglang.build import build_cache
+    from hiradix.adapters.sglang.support import installed_version, unsupported_version, warn_if_untested
+
+    warn_if_untested()
+    try:
+        return build_cache(context)
+    except ImportError as error:
+        if not (error.name or "").startswith("sglang"):
+            raise
+        raise unsupported_version(installed_version(), str(error)) from error
 
 
 def offer_choices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 from importlib import metadata
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from hiradix.errors import ConfigError
 
 TESTED = "0.5.23"
+TESTED_TOO = ("0.5.15",)  # with the older contract
+
+logger = logging.getLogger(__name__)
 
 
 class Api(Enum):
@@ -31,6 +35,17 @@ def unsupported_version(version: str, reason: str) -> ConfigError:
         f"--radix-cache-backend hiradix: SGLang {version} is not supported: {reason}. "
         f"Tested with SGLang {TESTED}; from 0.5.15 on there is a registry of cache backends"
     )
+
+
+def warn_if_untested() -> None:
+    """Say so where the installed SGLang is none of the tested ones."""
+    version = installed_version()
+    if ".".join(version.split(".")[:3]) not in (TESTED, *TESTED_TOO):
+        logger.warning(
+            "--radix-cache-backend hiradix was tested with SGLang %s, this is %s, which may ask for more",
+            TESTED,
+            version,
+        )
 
 
 def api_of(base_class: type) -> Api:

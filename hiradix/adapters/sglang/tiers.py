@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence, Sized
 from typing import Any
@@ -13,10 +14,16 @@ from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.meters import Meters
 from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
+from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
+from hiradix.config import ExtraConfig, parse_extra_config
+from hiradix.errors import CacheError
 from hiradix.prefix_cache import HiRadixCache, RadixKey
+from hiradix.prefix_cache.build import NamedStorage
 from hiradix.tree import Node
 from hiradix.tree.key import as_tokens
+
+logger = logging.getLogger(__name__)
 
 
 class HiRadixHostCache(HiRadixPrefixCache):
@@ -43,6 +50,31 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._has_unclaimed_load = False
         assert inner.cache.prefetcher is not None
         self._prefetcher = inner.cache.prefetcher
+        self._weights = UNSEEN
+        self._extra = ExtraConfig()  # of the storage that is attached
+        self.show_storage()
+
+    def watch(self, weights: Weights, extra: ExtraConfig) -> None:
+        """Have pages of other weights stored under other names. extra: of the storage attached at start."""
+        self._weights, self._extra = weights, extra
+
+    def reset(self) -> None:
+        """Empty device and host. Storage keeps what it has; of other weights than these nothing is found."""
+        super().reset()
+        label = self._weights.changed()
+        if label is None:
+            return
+        name, factory = self.inner.storage_name, self.inner.storage_factory
+        assert isinstance(factory, NamedStorage), factory
+        factory.label = label
+        if name is None:
+            return
+        logger.info("hiradix: weights have changed: storage %s is opened anew, for pages of these", name)
+        self.inner.detach_storage_backend()
+        try:
+            self.inner.attach(name, self._extra)
+        except (CacheError, OSError) as error:
+            logger.warning("hiradix: storage %s stays detached after a change of weights: %s", name, error)
         self.show_storage()
 
     # -- every scheduler step -----------------------------------------------------------
@@ -165,6 +197,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
         """Attach a backend by name, ours or one of SGLang's; (ok, message) in SGLang's words."""
+        before = self.inner.storage
         answer = self.inner.attach_storage_backend(
             storage_backend,
             storage_backend_extra_config_json,
@@ -172,6 +205,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
             hicache_storage_prefetch_policy,
             hicache_write_policy,
         )
+        if self.inner.storage is not before:
+            self._extra = parse_extra_config(storage_backend_extra_config_json)
         self.show_storage()
         return answer
 

@@ -21,7 +21,11 @@ __all__ = ["HiRadixConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "HiRadixConnector":
-        from hiradix.adapters.vllm.connector import HiRadixConnector
+        try:
+            from hiradix.adapters.vllm.connector import HiRadixConnector
+        except ImportError as error:
+            from hiradix.adapters.vllm.support import unsupported
 
+            raise unsupported(error) from error
         return HiRadixConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

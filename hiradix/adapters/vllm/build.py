@@ -21,7 +21,8 @@ from hiradix.adapters.vllm.layout import (
 )
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
-from hiradix.adapters.vllm.worker import OpenStorage, WorkerRole
+from hiradix.adapters.vllm.switch import OpenStorage
+from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
 from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
@@ -138,9 +139,10 @@ def _storage_opener(plan: WorkerPlan, hosts: Sequence[HostPool], names: Sequence
     layout = plan.settings.cache.hicache_mem_layout
     if plan.interior is Interior.OWN:
         layout += "+kernel"  # pages that only the same kernel understands
-    pages = [stored_pages(plan.model, host, layout, name) for host, name in zip(hosts, names, strict=True)]
 
-    def open_it(name: str, keys: Mapping[str, Any]) -> Stores:
+    def open_it(name: str, keys: Mapping[str, Any], label: str) -> Stores:
+        model = run_with(plan.model, {"label": label})
+        pages = [stored_pages(model, host, layout, own) for host, own in zip(hosts, names, strict=True)]
         return open_stores(name, ExtraConfig.from_mapping(keys).backend, pages)
 
     return open_it

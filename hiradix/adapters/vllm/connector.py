@@ -28,10 +28,11 @@ from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
-from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
+from hiradix.adapters.vllm.support import warn_if_untested
 from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
@@ -94,10 +95,11 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         if role is KVConnectorRole.SCHEDULER:
+            warn_if_untested()
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
-            if settings.admin_port is not None:
-                calls = AdminCalls(self._ask, self._shown, settings.admin_api_key)
-                self.admin = AdminServer(settings.admin_port, calls)
+            port = settings.admin_port_of(vllm_config.parallel_config.data_parallel_index)
+            if port is not None:
+                self.admin = AdminServer(port, AdminCalls(self._ask, self._shown, settings.admin_api_key))
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -117,6 +119,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             WritePolicy.from_name(cache.hicache_write_policy),
             PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
+            stored=Asked(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.backend),
+            keeps_storage=self._settings.storage_after_reset == "same",
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:

@@ -2,8 +2,10 @@
 
     query (each worker hashes and asks) -> the least any worker found -> host pages -> read -> the tree
 
-How long a request is told to ask again is the prefetch policy's decision; what arrives later still enters
-the tree. Host pages are taken only when the hit length is known.
+How long a request is told to ask again is the prefetch policy's decision. Shortly before its deadline a read
+is told to end with the batch it is in, so that what has arrived is there in time; what arrives later still
+enters the tree. A read that nobody wants any more ends likewise. Host pages are taken only when the hit
+length is known.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
+
+CUT_SHARE, CUT_S = (
+    0.25,
+    0.5,
+)  # how long before its deadline a read is cut short: that share of it, at most so long
 
 
 @dataclass(eq=False)
@@ -38,6 +45,7 @@ class Fetch:
     host: tuple[Pages, ...] = ()
     end: int = 0
     first_hash: int = 0
+    is_cut: bool = False  # told to end with what it has
     is_orphan: bool = False  # the index was cleared since
 
 
@@ -105,20 +113,29 @@ class FetchBook:
         if tracked.fetch is None:
             return False
         fetch = self.flights[tracked.fetch]
-        if not self.policy.should_stop(self._clock() - fetch.started_s, fetch.num_pages):
+        waited_s, limit_s = self._clock() - fetch.started_s, self.policy.wait_limit_s(fetch.num_pages)
+        if waited_s < limit_s:
+            if fetch.host and waited_s >= limit_s - min(CUT_S, CUT_SHARE * limit_s):
+                self._cut(tracked.fetch)
             return True
-        self.abandon(tracked)
+        if not fetch.host:
+            self._cut(tracked.fetch)
+        tracked.fetch, fetch.owner = None, None
         return False
 
     def abandon(self, tracked: Tracked) -> None:
-        """Nobody waits any more. What is being read may still arrive."""
+        """Nobody wants it any more. What has been read so far still enters the tree."""
         if tracked.fetch is None:
             return
-        fetch = self.flights[tracked.fetch]
-        fetch.owner = None
-        if not fetch.host:
-            self.cancels.append(tracked.fetch)
+        self._cut(tracked.fetch)
+        self.flights[tracked.fetch].owner = None
         tracked.fetch = None
+
+    def _cut(self, ticket: Ticket) -> None:
+        fetch = self.flights[ticket]
+        if not fetch.is_cut:
+            fetch.is_cut = True
+            self.cancels.append(ticket)
 
     def take(self) -> tuple[tuple[Query, ...], tuple[Read, ...], tuple[Ticket, ...]]:
         """Queries, reads and cancels ordered since the last call."""

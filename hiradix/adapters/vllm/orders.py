@@ -76,11 +76,15 @@ class Read:
 
 @dataclass(frozen=True)
 class StorageOrder:
-    """Attach the named backend with its keys; name None: detach the one there is."""
+    """Attach the named backend with its keys; name None: detach the one there is.
+
+    label: part of the pages' names; "" for the weights that the model was started with.
+    """
 
     ticket: Ticket
     name: str | None
     keys: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
 
 
 @dataclass(frozen=True, eq=False)

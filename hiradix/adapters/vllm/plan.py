@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
@@ -14,11 +13,20 @@ from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 
 
+class Asked(NamedTuple):
+    """A backend to attach, or a detach (name None). prefetch: the policy from then on, None for the same."""
+
+    name: str | None
+    keys: Mapping[str, Any]
+    prefetch: PrefetchPolicy | None = None
+
+
 @dataclass(frozen=True)
 class SchedulerPlan:
     """What the role is built from. groups: the KV cache group of each of the index's components.
 
-    load_async: loads run beside other requests' steps, and their request waits for them.
+    load_async: loads run beside other requests' steps, and their request waits for them. stored: the storage
+    that workers are started with. keeps_storage: a reset says nothing of what is stored.
     """
 
     index: HostIndex
@@ -29,6 +37,8 @@ class SchedulerPlan:
     prefetch: PrefetchPolicy
     clock: Callable[[], float] = time.monotonic
     events: HostEvents | None = None
+    stored: Asked | None = None
+    keeps_storage: bool = False
 
 
 class StepRequest(NamedTuple):
@@ -54,33 +64,3 @@ class Figures:
     stored_pages: int = 0
     store_failed_pages: int = 0
     fences: int = 0
-
-
-class Asked(NamedTuple):
-    """A backend to attach, or a detach (name None). prefetch: the policy from then on, None for the same."""
-
-    name: str | None
-    keys: Mapping[str, Any]
-    prefetch: PrefetchPolicy | None = None
-
-
-@dataclass
-class StorageAsks:
-    """What is asked of storage, taken up by the next step. Any thread asks.
-
-    The last word counts: what was asked before it and not yet taken is forgotten.
-    """
-
-    _asked: deque[Asked] = field(default_factory=lambda: deque(maxlen=1))
-
-    def ask(self, name: str | None, keys: Mapping[str, Any], prefetch: PrefetchPolicy | None = None) -> None:
-        self._asked.append(Asked(name, dict(keys), prefetch))
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether `take` has something to give."""
-        return bool(self._asked)
-
-    def take(self) -> Asked | None:
-        """What was asked last, once."""
-        return self._asked.pop() if self._asked else None

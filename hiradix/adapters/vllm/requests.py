@@ -28,6 +28,7 @@ class EngineRequest(Protocol):
     prompt_embeds: Any
     prompt_token_ids: Sequence[int] | None
     resumable: bool
+    skip_reading_prefix_cache: bool
     block_hashes: Sequence[bytes]
 
     @property
@@ -44,7 +45,7 @@ class Tracked:
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
     table that are saved or need not be. hold: keeps prefetched pages until they are loaded or given up.
     fetch: its prefetch under way. loads: its loads under way. waiting_since: when it was first told to ask
-    again, None if it was not.
+    again, None if it was not. is_stale: what it has computed so far was so before a reset.
     """
 
     request: EngineRequest
@@ -56,6 +57,7 @@ class Tracked:
     fetch: Ticket | None = None
     loads: set[Ticket] = field(default_factory=set)
     waiting_since: float | None = None
+    is_stale: bool = False
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:
         """The key of the request's first pages; its tokens must be known that far."""

@@ -12,17 +12,18 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 from hiradix.adapters.vllm.fetches import FetchBook
 from hiradix.adapters.vllm.left import LateBook, LeftBook, Pending
 from hiradix.adapters.vllm.loads import LoadBook
-from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, StorageOrder, Ticket
-from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest, StorageAsks
+from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, Ticket
+from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import BlockTable, SaveBook
+from hiradix.adapters.vllm.stores import StorageBook
 from hiradix.adapters.vllm.tally import Tally
 from hiradix.tree import BACKBONE, Pages
 
@@ -41,13 +42,12 @@ class SchedulerRole:
         self.plan = plan
         self.index = plan.index
         self.figures = Figures()
-        self.storage = StorageAsks()
-        self.has_storage = self._is_switching = False  # the second: while it is attached or detached
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
         self.tally = Tally(plan.num_workers)
         self.saves = SaveBook(plan.index, plan.groups)
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
+        self.storage = StorageBook(self.fetches, self._ticket)
         self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
@@ -62,15 +62,11 @@ class SchedulerRole:
     def open(self, num_pages: Sequence[int], has_storage: bool) -> None:
         """Before the first request: host pages per component that every worker has."""
         self.index.open(num_pages)
-        self.has_storage = has_storage
+        self.storage.opened(self.plan.stored if has_storage else None)
 
-    def _storage_orders(self) -> tuple[StorageOrder, ...]:
-        """What was asked of storage; one thing at a time, as workers follow beside their steps."""
-        if self._is_switching or (asked := self.storage.take()) is None:
-            return ()
-        self.has_storage, self._is_switching = False, True  # until every worker has followed
-        self.fetches.policy = asked.prefetch or self.fetches.policy
-        return (StorageOrder(self._ticket(), asked.name, asked.keys),)
+    @property
+    def has_storage(self) -> bool:
+        return self.storage.is_attached
 
     # -- one request's life -------------------------------------------------------------------
 
@@ -81,7 +77,7 @@ class SchedulerRole:
         if tracked is None:
             return
         self.requests[request.request_id] = tracked
-        if self.has_storage and self.index.is_open:
+        if self.has_storage and self.index.is_open and not request.skip_reading_prefix_cache:
             self.fetches.start(tracked, self._loadable_pages(request))
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
@@ -90,7 +86,7 @@ class SchedulerRole:
         Changes nothing but what is remembered of the request: a lookup without a load pins nothing.
         """
         tracked = self.requests.get(request.request_id)
-        if tracked is None or not self.index.is_open:
+        if tracked is None or not self.index.is_open or request.skip_reading_prefix_cache:
             return 0
         tracked.local_tokens = local_tokens
         self._happened()
@@ -122,7 +118,7 @@ class SchedulerRole:
         self._happened()
         self._give_up(tracked)
         if tracked.request.num_computed_tokens == 0 or num_tokens:
-            tracked.num_saved = 0
+            tracked.num_saved, tracked.is_stale = 0, False
         if num_tokens:
             self.loads.order(tracked, table(), num_tokens)
             self.figures.hit_tokens += num_tokens
@@ -136,7 +132,7 @@ class SchedulerRole:
         self._give_up(tracked)
         self.fetches.abandon(tracked)
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
-        is_kept = self._saves_new or self._saves_lost
+        is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
         if is_kept and not tracked.loads and known > tracked.num_saved:
             self._left.leave(Pending(tracked, known, tuple(tuple(blocks) for blocks in table)))
 
@@ -183,7 +179,7 @@ class SchedulerRole:
         for one in scheduled:
             if (save := self._save(one, table)) is not None:
                 saves.append(save)
-        parts = (fences, tuple(saves), loads, *self.fetches.take(), self._storage_orders())
+        parts = (fences, tuple(saves), loads, *self.fetches.take(), self.storage.orders())
         self._quiet = NO_ORDERS[True, self._is_awaited]
         if not any(parts):
             return NO_ORDERS[bool(scheduled), self._is_awaited]
@@ -205,7 +201,7 @@ class SchedulerRole:
 
     def _due(self, tracked: Tracked, end: int) -> int:
         """Leading pages of a request to be on the host when a step has computed its tokens up to `end`."""
-        known = min(end, tracked.request.num_tokens)
+        known = 0 if tracked.is_stale else min(end, tracked.request.num_tokens)
         if not self._saves_new:
             known = min(known, tracked.local_tokens)
         return known // self.index.page_size
@@ -273,16 +269,13 @@ class SchedulerRole:
         if owner is not None:
             self._tell_entered(owner, fetch.start, entered)
 
-    def _attached(self, outcome: Outcome) -> None:
-        self.has_storage, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
-
-    _ends = {
+    _ends: ClassVar[Mapping[Stage, Callable[[Any, Outcome], None]]] = {
         Stage.WRITTEN: _written,
         Stage.STORED: _stored,
         Stage.LOADED: _loaded,
         Stage.FOUND: lambda self, outcome: self.fetches.found(outcome),
         Stage.READ: _read,
-        Stage.ATTACHED: _attached,
+        Stage.ATTACHED: lambda self, outcome: self.storage.ended(outcome),
     }
 
     def _tell_entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
@@ -315,13 +308,19 @@ class SchedulerRole:
     # -- the whole ------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget all host pages. What transfers still use is served to nobody, and goes when they end."""
+        """Forget all host pages. What transfers still use is served to nobody, and goes when they end.
+
+        As after a change of weights: nothing of what requests have computed so far is saved any more.
+        """
         self._happened()
         for tracked in self.requests.values():
             self._give_up(tracked)
+            tracked.is_stale = tracked.request.num_computed_tokens > 0
         self.fetches.forget_all()
         self.index.lose_all()
         self._left.forget_all()
+        if not self.plan.keeps_storage:
+            self.storage.start_anew()
 
     @property
     def is_idle(self) -> bool:

@@ -11,7 +11,8 @@ from hiradix.config import MAX_PORT, ExtraConfig, HiCacheConfig, require_choice,
 from hiradix.errors import ConfigError
 
 LOAD_MODES = ("auto", "sync", "async")
-OWN_KEYS = ("load_mode", "drain_timeout_s", "admin_port", "admin_api_key")
+AFTER_RESET = ("apart", "same")
+OWN_KEYS = ("load_mode", "drain_timeout_s", "admin_port", "admin_api_key", "storage_after_reset")
 CONFIG_KEYS = (
     "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
     "hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend",
@@ -29,7 +30,8 @@ class Settings:
     """cache: as the flags of `hiradix serve`. load_mode: see docs/vllm.md.
 
     drain_timeout_s: how long a shutdown waits for what is on its way to storage. admin_port: of the admin
-    endpoint (see `admin`); None for none, 0 for a free port.
+    endpoint (see `admin`) of the first data parallel rank; None for none, 0 for a free port.
+    storage_after_reset: whether pages are stored under other names when vLLM has reset the connector.
     """
 
     cache: HiCacheConfig
@@ -37,6 +39,16 @@ class Settings:
     drain_timeout_s: float = 10.0
     admin_port: int | None = None
     admin_api_key: str | None = None
+    storage_after_reset: str = "apart"
+
+    def admin_port_of(self, dp_rank: int) -> int | None:
+        """The port of a data parallel rank's endpoint: its own, as ranks of a host cannot share one."""
+        if not self.admin_port:
+            return self.admin_port
+        port = self.admin_port + dp_rank
+        if port > MAX_PORT:
+            raise ConfigError(f"admin_port {self.admin_port}: that of data parallel rank {dp_rank} is {port}")
+        return port
 
 
 def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
@@ -59,6 +71,7 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         require_number("drain_timeout_s", values.get("drain_timeout_s", 10.0)),
         port,
         values.get("admin_api_key"),
+        require_choice("storage_after_reset", values.get("storage_after_reset", "apart"), AFTER_RESET),
     )
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Query, Read, Save, Stage, StorageOrder
+from hiradix.adapters.vllm.switch import OpenStorage, StorageSwitch
 from hiradix.adapters.vllm.traffic import Traffic
-from hiradix.errors import CacheError
 from hiradix.storage import Stores
 from hiradix.transfer import (
     Copy,
@@ -46,7 +46,6 @@ LIMITS = TransferLimits(queued_jobs=4096, num_load_slots=256)
 AWAIT_S = 0.002  # what a step without a forward gives to transfers that requests wait for
 IDLE_S = 1.0
 
-OpenStorage = Callable[[str, Mapping[str, Any]], Stores]
 Order = Save | Load | Query | Read
 
 
@@ -77,13 +76,13 @@ class WorkerRole:
     ) -> None:
         self._pair_of = {group: pair for pair, group in enumerate(groups)}
         self._controller = TransferController.over(pairs, runtime or Runtime(limits=LIMITS))
-        self._open_storage = open_storage
-        self._storage: Stores | None = None
         self._lock = threading.RLock()
+        self.switch = StorageSwitch(self._controller, self._lock, open_storage, self._take_in)
         self._changed = threading.Condition(self._lock)
         self._jobs: dict[JobTicket, Order] = {}
         self._stores: dict[JobTicket, Save] = {}
         self._saving: set[int] = set()  # tickets whose blocks are still read
+        self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
         self._step_loads: dict[int, Load] = {}
         self._outcomes: list[Outcome] = []
         self._collected = NOTHING
@@ -101,30 +100,7 @@ class WorkerRole:
 
     def attach(self, name: str, keys: Mapping[str, Any]) -> None:
         """Open a backend and use it. Raises CacheError; takes as long as the backend does."""
-        storage = self._open_storage(name, keys)
-        try:
-            self._controller.introduce(storage)  # beside the model's thread, which needs the lock
-            with self._lock:
-                self._controller.attach(storage)
-        except CacheError:
-            storage.close()
-            raise
-        self._storage = storage
-
-    def detach(self, timeout_s: float) -> bool:
-        """Stop using storage; False if a job of it still runs at the deadline."""
-        deadline_s = self._controller.runtime.clock() + timeout_s
-        while True:
-            with self._lock:
-                ended = self._controller.detach(0.0)
-            self._take_in()
-            if ended or self._controller.runtime.clock() >= deadline_s:
-                break
-            self._wake.wait(0.01)
-        if ended and self._storage is not None:
-            self._storage.close()
-            self._storage = None
-        return ended
+        self.switch.attach(name, keys)
 
     @property
     def has_storage(self) -> bool:
@@ -132,28 +108,20 @@ class WorkerRole:
 
     @property
     def storage(self) -> Stores | None:
-        return self._storage
+        return self.switch.storage
 
     def _follow(self, order: StorageOrder) -> None:
-        """Attach or detach beside the model's thread, and answer."""
+        """Attach or detach beside the model's thread, and answer. What is being saved is not stored."""
 
-        def work() -> None:
-            error = None
-            try:
-                if not self.detach(30.0):
-                    error = "a storage job did not end"
-                elif order.name is not None:
-                    self.attach(order.name, order.keys)
-            except Exception as refusal:  # whoever asked waits for an answer
-                error = str(refusal) or type(refusal).__name__
-            if error is not None:
-                logger.warning("storage: %s", error)
-            with self._lock:
+        def answer(error: str | None) -> None:
+            with self._changed:
                 attached = int(self.has_storage)
                 self._outcomes.append(Outcome(order.ticket, Stage.ATTACHED, attached, error=error))
                 self._changed.notify_all()
 
-        threading.Thread(target=work, name="hiradix-vllm-storage", daemon=True).start()
+        with self._lock:
+            self._unstored |= self._saving
+        self.switch.follow(order, answer)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -250,8 +218,7 @@ class WorkerRole:
             self._closing = True
             self._controller.close(2.0)
         self._wake.set()
-        if self._storage is not None:
-            self._storage.close()
+        self.switch.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -329,8 +296,12 @@ class WorkerRole:
     def _written(self, save: Save, error: str | None) -> None:
         self._saving.discard(save.ticket)
         self._outcomes.append(Outcome(save.ticket, Stage.WRITTEN, 0, error=error))
+        is_unstored = save.ticket in self._unstored
+        self._unstored.discard(save.ticket)
         if save.rows is None:
             return
+        if error is None and is_unstored:
+            error = "storage was switched"
         if error is None:
             backbone, others = self._tails([(move.group, move.host) for move in save.moves])
             self._stores[self._controller.store(save.rows, backbone, others)] = save

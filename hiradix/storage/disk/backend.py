@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.disk.config import PATH_KEY, DiskConfig, slot_bytes
@@ -19,10 +20,9 @@ from hiradix.storage.disk.moves import Move
 from hiradix.storage.disk.probe import choose
 from hiradix.storage.disk.recency import Recency, Uses
 from hiradix.storage.disk.record import Name, name_of
-from hiradix.storage.disk.segments import Segment
 from hiradix.storage.disk.store import PageRecord, Store
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, sizes_of
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 from hiradix.storage.vectored import NO_ROOM
 
@@ -50,7 +50,7 @@ class DiskBackend(StorageBackend):
         started = time.perf_counter()
         try:
             namespace = bytes.fromhex(context.fingerprint.digest())[:16]
-            self._store = Store(config, namespace, slot_bytes(context.page_bytes))
+            self._store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
             with self._store.alone(OPEN_TIMEOUT_S):
                 self._abilities = choose(config)
                 self._store.open(self._abilities.direct)
@@ -71,11 +71,7 @@ class DiskBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check_open()
-        known = self._store.shelf.labels
-        all_there = known.issuperset(keys)
-        names = list(keys) if all_there else [key if key in known else name_of(key) for key in keys]
-        _check_lengths(into, self._page_bytes)
-        reads = self._plan(names, into)
+        reads = self._plan(keys, into)
         damaged: list[Entry] = []
 
         def check(index: int) -> bool:
@@ -87,12 +83,13 @@ class DiskBackend(StorageBackend):
 
         checked = self._must_check(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
-        ok = [False] * len(keys)
         with self._store.mutex:
             self._store.refresh()
-            still = self._still_there(reads)
-            if not checked and len(whole) == len(ok) and all(whole) and all(still):
+            all_read = len(whole) == len(keys) and False not in whole
+            if all_read and not checked and reads.state == self._store.state:
                 return whole
+            ok = [False] * len(keys)
+            still = reads.still_there(self._store)
             for index, entry, good, there in zip(reads.indices, reads.entries, whole, still):
                 ok[index] = good and there
                 if good and there and checked:
@@ -189,40 +186,45 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             return next((index for index, name in enumerate(names) if name not in pages), len(names))
 
-    def _plan(self, names: Sequence[Name], into: Sequence[Page]) -> _Reads:
-        """What to read for the names that are there; they count as used."""
-        num_bytes = self._page_bytes
+    def _plan(self, keys: Sequence[str], into: Sequence[Page]) -> _Reads:
+        """What to read for the keys that are there; they count as used."""
         with self._store.mutex:
-            if not self._store.shelf.labels.issuperset(names):
-                self._store.refresh()
-            reads = _Reads(self._store.state)
+            names, entries = self._find(keys)
+            _check_lengths(into, self._page_bytes)
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
                 self._use([])
-            slot_size = self._store.slot_size
-            segments: dict[int, Segment | None] = {}
-            for index, entry in enumerate(map(self._store.shelf.pages.get, names)):
-                if entry is None or entry.num_bytes != num_bytes:
-                    continue
-                number, slot = entry.place
-                if number not in segments:
-                    segments[number] = self._store.segment(number)
-                segment = segments[number]
-                if segment is not None:
-                    reads.indices.append(index)
-                    reads.entries.append(entry)
-                    reads.moves.append((segment, slot * slot_size, into[index]))
+            reads = self._reads(entries, into)
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)
         return reads
 
-    def _still_there(self, reads: _Reads) -> Sequence[bool]:
-        """Which pages the log still names where they were read. Needs the mutex."""
-        if self._store.state == reads.state:
-            return [True] * len(reads.entries)
-        current = self._store.index.by_place
-        found = [(entry, current.get(entry.place)) for entry in reads.entries]
-        return [now is not None and now.version == entry.version for entry, now in found]
+    def _find(self, keys: Sequence[str]) -> tuple[list[Name], list[Entry | None]]:
+        """The keys' names and pages; other processes' too, where one is missing. Needs the mutex."""
+        entries = list(map(self._store.shelf.pages.get, keys))
+        if None not in entries:
+            return list(keys), entries
+        names = [name_of(key) if entry is None else key for key, entry in zip(keys, entries)]
+        self._store.refresh()
+        return names, list(map(self._store.shelf.pages.get, names))
+
+    def _reads(self, entries: Sequence[Entry | None], into: Sequence[Page]) -> _Reads:
+        """Where to read the pages that are there. Needs the mutex."""
+        num_bytes, size = self._page_bytes, self._store.slot_size
+        there = [entry for entry in entries if entry is not None and entry.num_bytes == num_bytes]
+        numbers = [entry.place[0] for entry in there]
+        segments = {number: self._store.segment(number) for number in set(numbers)}
+        found = {number: segment for number, segment in segments.items() if segment is not None}
+        indices: Sequence[int] = range(len(entries))
+        if len(there) < len(entries) or len(found) < len(segments):
+            there = [entry for entry in there if entry.place[0] in found]
+            numbers = [entry.place[0] for entry in there]
+            good = set(map(id, there))
+            indices = [index for index, entry in enumerate(entries) if id(entry) in good]
+            into = [into[index] for index in indices]
+        offsets = [entry.place[1] * size for entry in there]
+        moves = list(zip([found[number] for number in numbers], offsets, into))
+        return _Reads(self._store.state, indices, there, moves)
 
     def _move(self, place: tuple[int, int], page: Page) -> Move | None:
         """Needs the mutex. None: the segment's file is gone."""
@@ -256,7 +258,7 @@ class DiskBackend(StorageBackend):
             if entry is not None:
                 pages.move_to_end(name)
                 entry.used_ns = used_ns
-                if used_ns - entry.logged_ns > interval_ns:
+                if abs(used_ns - entry.logged_ns) > interval_ns:
                     self._used[entry.place] = entry
 
     def _log_uses(self) -> None:
@@ -324,23 +326,29 @@ class DiskBackend(StorageBackend):
             self._count("lock_skipped")
 
 
+@dataclass(slots=True)
 class _Reads:
     """Pages on their way: which of the call's, what is known of them, and where they go.
 
     state: the store's when they were found.
     """
 
-    __slots__ = ("entries", "indices", "moves", "state")
+    state: tuple[int, int]
+    indices: Sequence[int]
+    entries: Sequence[Entry]
+    moves: Sequence[Move]
 
-    def __init__(self, state: tuple[int, int]) -> None:
-        self.indices: list[int] = []
-        self.entries: list[Entry] = []
-        self.moves: list[Move] = []
-        self.state = state
+    def still_there(self, store: Store) -> Sequence[bool]:
+        """Which pages the log still names where they were read. Needs the mutex."""
+        if store.state == self.state:
+            return [True] * len(self.entries)
+        current = store.index.by_place
+        found = [(entry, current.get(entry.place)) for entry in self.entries]
+        return [now is not None and now.version == entry.version for entry, now in found]
 
 
 def _check_lengths(pages: Sequence[Page], expected: int) -> None:
-    sizes = [page[0].nbytes if len(page) == 1 else page_bytes(page) for page in pages]
+    sizes = sizes_of(pages)
     if sizes.count(expected) != len(sizes):
         wrong = next(size for size in sizes if size != expected)
         raise StorageError(f"a page of {wrong} bytes, expected {expected}")

@@ -11,8 +11,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from hiradix.storage.disk.record import Kind, Name, Record, packed_name, unpacked_name
+from hiradix.storage.lru import believed
 
 
 class Entry:
@@ -24,12 +26,13 @@ class Entry:
         "verified", "version",
     )  # fmt: skip
 
-    def __init__(self, record: Record, name: Name):
+    def __init__(self, record: Record, name: Name, same: dict[Any, Any]):
+        """same: of what many entries have in common, the one object that all of them hold."""
         self.name = name
-        self.namespace = record.namespace
-        self.place = (record.segment, record.slot)
+        self.namespace: bytes = same.setdefault(record.namespace, record.namespace)
+        self.place: tuple[int, int] = same.setdefault(record.segment, record.segment), record.slot
         self.version = record.version
-        self.num_bytes = record.num_bytes
+        self.num_bytes: int = same.setdefault(record.num_bytes, record.num_bytes)
         self.algorithm = record.algorithm
         self.checksum = record.checksum
         self.used_ns = self.logged_ns = record.used_ns
@@ -59,6 +62,11 @@ class Shelf:
         for place in taken:
             heapq.heappush(self.heap, place)
         return taken
+
+    def tidy(self) -> None:
+        """Give back the memory of slots that are no longer free."""
+        self.free = set(self.free)
+        self.heap = sorted(self.free)
 
     def give(self, place: tuple[int, int]) -> None:
         """A slot is free from now on."""
@@ -90,6 +98,7 @@ class Index:
         self.dropped: list[int] = []  # segments that went, for their files to be let go of
         self.next_segment = 0
         self.next_version = 1
+        self._same: dict[Any, Any] = {}
 
     @property
     def num_slots(self) -> int:
@@ -159,9 +168,14 @@ class Index:
             for entry in shelf.pages.values():
                 yield put_record(entry)
 
-    def sort(self) -> None:
-        """Put all shelves in order of use."""
+    def sort(self, now_ns: int) -> None:
+        """Put all shelves in order of use, as far as that is believed, without what reading has left behind.
+        """
+        for entry in self.by_place.values():
+            if entry.used_ns > now_ns:
+                entry.used_ns = believed(entry.used_ns, now_ns)
         for shelf in self.shelves.values():
+            shelf.tidy()
             times = [entry.used_ns for entry in shelf.pages.values()]
             if any(before > after for before, after in zip(times, times[1:])):
                 order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)
@@ -184,7 +198,7 @@ class Index:
         info = self.segments.get(record.segment)
         if info is None or record.slot >= info.num_slots or record.num_bytes > info.slot_bytes:
             return
-        entry = Entry(record, unpacked_name(record.key, record.flags))
+        entry = Entry(record, unpacked_name(record.key, record.flags), self._same)
         place, shelf = entry.place, self.shelf(info.slot_bytes)
         label = self.label(entry.namespace, entry.name)
         if place in self.by_place:
@@ -230,6 +244,7 @@ class Index:
             self._free((number, slot))
         self.shelf(info.slot_bytes).free.difference_update((number, slot) for slot in range(info.num_slots))
         del self.segments[number]
+        self._same.clear()
         self.dropped.append(number)
 
 

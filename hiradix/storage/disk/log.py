@@ -10,9 +10,11 @@ alive takes its place, and the old file is cut to nothing.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,15 +28,21 @@ from hiradix.storage.disk.record import (
     RECORD_BYTES,
     Kind,
     Record,
-    header_number,
+    header_of,
     pack,
     unpack,
 )
 from hiradix.storage.vectored import write_from
 
+logger = logging.getLogger(__name__)
+
 NAME = "log"
 RECORDS_PER_SLOT, SPARE_RECORDS = 4, 256
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class NoHeader(StorageError):
+    """A log that does not begin as one, because it is damaged or none."""
 
 
 class Log:
@@ -44,9 +52,10 @@ class Log:
     were unreadable with readable ones behind them, in what was read since the last rewrite.
     """
 
-    def __init__(self, root: Path, namespace: bytes):
+    def __init__(self, root: Path, namespace: bytes, time_ns: Callable[[], int] = time.time_ns):
         self._path = os.path.join(root, NAME)
         self._namespace = namespace
+        self._time_ns = time_ns
         self._fd = -1
         self._number = 0
         self._length = 0  # records read
@@ -66,10 +75,13 @@ class Log:
         return self._number, self._length
 
     def open(self) -> None:
-        """Read the log, or begin one: a file that is no log of this format is replaced."""
+        """Read the log, or begin one: a log without a beginning is replaced. Raises StorageError for one of
+        another format."""
         try:
             self._load()
-        except (FileNotFoundError, StorageError):
+        except (FileNotFoundError, NoHeader) as error:
+            if isinstance(error, NoHeader):
+                logger.warning("%s: the store begins empty", error)
             self.close()
             dropped = list(self.index.segments)
             self.index = Index(self._namespace)
@@ -149,17 +161,18 @@ class Log:
         """Read all of the log that is in the directory now."""
         fd = os.open(self._path, _FLAGS)
         raw = _read(fd, 0, file_size(fd))
-        number = header_number(raw)
-        if number is None:
+        try:
+            number = _number_of(raw, self._path)
+        except StorageError:
             os.close(fd)
-            raise StorageError(f"{self._path} is no log of this version")
+            raise
         self.close()
         self._fd, self._number, self._length = fd, number, 0
         index, self.num_damaged, self._moved = Index(self._namespace), 0, False
         with _no_collection():
             self._apply(raw, index)
             index.adopt(self.index)
-            index.sort()
+            index.sort(self._time_ns())
         index.dropped += list(self.index.segments)
         self.index = index
 
@@ -232,6 +245,29 @@ def _read(fd: int, start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
+def _number_of(raw: bytes, path: str) -> int:
+    """The number of a log of this format. Raises NoHeader, or StorageError for another format."""
+    found = header_of(raw)
+    if found is None:
+        raise NoHeader(f"{path} is no log of a disk store, or its first record is damaged")
+    number, version = found
+    if version != FORMAT_VERSION:
+        raise StorageError(f"{path} is of format {version}, this is {FORMAT_VERSION}; take another folder")
+    return number
+
+
+def require_own(root: Path) -> None:
+    """Raise StorageError where `root` has a file of the log's name that is none; for folders new to us."""
+    path = os.path.join(root, NAME)
+    try:
+        with open(path, "rb") as file:
+            _number_of(file.read(RECORD_BYTES), path)
+    except FileNotFoundError:
+        return
+    except NoHeader:
+        raise StorageError(f"{path} is no log of a disk store; take another folder") from None
+
+
 def pages_in(root: Path) -> list[Entry]:
     """The pages of every fingerprint that the log in `root` names, for those that only look.
 
@@ -239,9 +275,7 @@ def pages_in(root: Path) -> list[Entry]:
     """
     with open(os.path.join(root, NAME), "rb") as file:
         raw = file.read()
-    number = header_number(raw)
-    if number is None:
-        raise StorageError("its log is of no known format")
+    number = _number_of(raw, os.path.join(root, NAME))
     index = Index(NO_NAMESPACE)
     for record in unpack(raw, number, 0):
         if record is not None:

@@ -11,7 +11,6 @@ Pages that lie one behind the other in a file are one operation: a system call's
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
@@ -32,7 +31,9 @@ MAX_PLAIN_CALLS = 4
 NUM_WAVES = 4
 """A batch whose pages are checked is looked at in that many parts, each while the rest is being read."""
 
-
+_READ, _WRITTEN = (
+    tuple(f"{verb}_{way}" for way in ("direct", "cached", "bounced")) for verb in ("read", "written")
+)
 Move = tuple[Segment, int, Page]
 """A page's file, its offset there, its memory. Offset and room for the page are multiples of ALIGNMENT."""
 
@@ -49,7 +50,7 @@ class PageIO:
         self._write_direct = write_direct
         self._bounce: list[memoryview] = []
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts = dict.fromkeys((*_READ, *_WRITTEN), 0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -163,14 +164,11 @@ class PageIO:
         return staging_memory(max(BOUNCE_BYTES, num_bytes))
 
     def _count(self, batch: _Batch, direct: list[_Run], cached: list[_Run], num_bounced: int) -> None:
-        verb = "written" if batch.write else "read"
-        ways = {
-            f"{verb}_direct": sum(len(run.indices) for run in direct),
-            f"{verb}_cached": sum(len(run.indices) for run in cached),
-            f"{verb}_bounced": num_bounced,
-        }
+        names = _WRITTEN if batch.write else _READ
+        num_direct, num_cached = (sum([len(run.indices) for run in runs]) for runs in (direct, cached))
         with self._lock:
-            self._counts.update(ways)
+            for name, number in zip(names, (num_direct, num_cached, num_bounced)):
+                self._counts[name] += number
 
 
 class _Run:
@@ -235,16 +233,16 @@ class _Batch:
         if self._is_one_run(segments, offsets, pages):
             yield _Run(range(len(pages)), list(pages))
             return
+        limit = max(1, IOV_MAX // max(map(len, pages)))
         indices: list[int] = []
-        segment, end, num_views = None, -1, 0
-        for index in sorted(range(len(pages)), key=lambda index: (segments[index].fd, offsets[index])):
-            num_views += len(pages[index])
-            follows = segments[index] is segment and offsets[index] == end and num_views <= IOV_MAX
-            if indices and not follows:
+        expected = None
+        fds = [segment.fd for segment in segments]
+        for fd, offset, index in sorted(zip(fds, offsets, range(len(pages)))):
+            if indices and ((fd, offset) != expected or len(indices) == limit):
                 yield _Run(indices, [pages[at] for at in indices])
-                indices, num_views = [], len(pages[index])
+                indices = []
             indices.append(index)
-            segment, end = segments[index], offsets[index] + self.num_bytes
+            expected = fd, offset + self.num_bytes
         yield _Run(indices, [pages[at] for at in indices])
 
     def _is_one_run(

@@ -106,14 +106,13 @@ def unpack(raw: bytes, log_number: int, position: int) -> Iterator[Record | None
             )
 
 
-def header_number(raw: bytes) -> int | None:
-    """The number of the log that begins with `raw`; None unless that is a header of this format."""
+def header_of(raw: bytes) -> tuple[int, int] | None:
+    """Number and format of the log that begins with `raw`; None unless that is a whole header."""
     if len(raw) < RECORD_BYTES:
         return None
     number = int(_FORMAT.unpack_from(raw)[4])
     (first,) = unpack(raw[:RECORD_BYTES], number, 0)
-    good = first is not None and first.kind == Kind.HEADER and first.num_bytes == FORMAT_VERSION
-    return number if good else None
+    return (number, first.num_bytes) if first is not None and first.kind == Kind.HEADER else None
 
 
 def _seed(log_number: int, position: int) -> int:

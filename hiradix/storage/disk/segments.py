@@ -6,6 +6,7 @@ descriptor closed, or someone else's.
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -76,13 +77,22 @@ class SegmentFolder:
         self._open.pop(number, None)
 
     def remove(self, number: int) -> None:
-        """Delete a segment's file; its blocks are free at once, whoever still has it open."""
+        """Delete a segment's file; its blocks are free at once, whoever still has it open. A link goes alone.
+        """
         self.forget(number)
+        path = self.path(number)
         try:
-            os.truncate(self.path(number), 0)
+            fd = os.open(path, _OPEN)
+            try:
+                os.ftruncate(fd, 0)
+            finally:
+                os.close(fd)
         except FileNotFoundError:
             return
-        remove(self.path(number))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        remove(path)
 
     def numbers(self) -> list[int]:
         """The segments that have a file, sorted."""

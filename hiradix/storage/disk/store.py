@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from hiradix.errors import StorageError
 from hiradix.storage.dir_lock import DirLock
 from hiradix.storage.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
 from hiradix.storage.disk.index import Entry, Index, Shelf
-from hiradix.storage.disk.log import Log
+from hiradix.storage.disk.log import Log, require_own
 from hiradix.storage.disk.record import Kind, Name, Record, packed_name
 from hiradix.storage.disk.segments import Segment, SegmentFolder
 
@@ -33,12 +33,14 @@ class Store:
     Methods that say "locked" are for inside `locked` and the mutex; they may raise OSError and StorageError.
     """
 
-    def __init__(self, config: DiskConfig, namespace: bytes, slot_size: int):
+    def __init__(
+        self, config: DiskConfig, namespace: bytes, slot_size: int, time_ns: Callable[[], int]
+    ):
         self._config = config
         self._namespace = namespace
         self.slot_size = slot_size
         self._lock = self._new_lock()
-        self._log = Log(config.path, namespace)
+        self._log = Log(config.path, namespace, time_ns)
         self._segments = SegmentFolder(config.path, False)
         self.mutex = threading.Lock()
         self.counts: Counter[str] = Counter()
@@ -188,8 +190,11 @@ class Store:
     # -- inside -------------------------------------------------------------------------
 
     def _new_lock(self) -> DirLock:
-        self._config.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return DirLock(self._config.path / LOCK_NAME)
+        path = self._config.path / LOCK_NAME
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            require_own(path.parent)
+        return DirLock(path)
 
     def _after_reading(self) -> None:
         if self._log.num_damaged and self._config.verify == "off":

@@ -1,4 +1,4 @@
-"""An SGLang plugin with what SGLang lacks on a CPU: its own HiCache, for comparisons, and sliding windows.
+"""An SGLang plugin with what SGLang lacks on a CPU: its own HiCache, for comparisons, windows, adapters.
 
 torch.cpu's events and streams get CUDA's surface, host pools are not pinned, and the page copies of the
 `direct` io backend are torch calls; so use `--hicache-io-backend direct`. hiradix needs none of that. The
@@ -7,6 +7,7 @@ here it reads them where they are.
 """
 
 import contextlib
+import functools
 import inspect
 import time
 
@@ -137,3 +138,14 @@ def _without_pinning():
         return original(*bound.args, **bound.kwargs)
 
     base.HostKVCache.__init__ = without_pinning
+    torch.Tensor.pin_memory = lambda self, *_: self  # as SGLang's adapters (LoRA) ask for it
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(make):
+    @functools.wraps(make)
+    def unpinned(*arguments, pin_memory=False, **named):
+        return make(*arguments, **named)
+
+    return unpinned

@@ -1,0 +1,68 @@
+"""Which storage the workers have, the scheduler's half: asked for by any thread, ordered by steps.
+
+One order at a time, as workers follow beside their steps; of several that wait the last word counts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hiradix.adapters.vllm.fetches import FetchBook
+from hiradix.adapters.vllm.orders import Outcome, StorageOrder, Ticket
+from hiradix.adapters.vllm.plan import Asked
+from hiradix.policy.prefetch import PrefetchPolicy
+
+
+class StorageBook:
+    """See the module's docstring. is_attached: every worker has storage, and none is switching."""
+
+    def __init__(self, fetches: FetchBook, ticket: Callable[[], Ticket]) -> None:
+        self.is_attached = False
+        self._fetches = fetches
+        self._ticket = ticket
+        self._asked: deque[Asked] = deque(maxlen=1)
+        self._now: Asked | None = None  # what workers have, or follow to
+        self._is_switching = False
+        self._is_anew = False  # what they have is to be opened again, with `_label`
+        self._label = ""
+
+    def opened(self, asked: Asked | None) -> None:
+        """What workers have from the start."""
+        self.is_attached, self._now = asked is not None, asked
+
+    def ask(self, name: str | None, keys: Mapping[str, Any], prefetch: PrefetchPolicy | None = None) -> None:
+        """Have the next step attach a backend, or detach the one there is (None). Any thread."""
+        self._asked.append(Asked(name, dict(keys), prefetch))
+
+    def start_anew(self) -> None:
+        """What is stored so far may be of other weights: from here on pages have names of their own."""
+        self._label = uuid.uuid4().hex
+        self._is_anew = self._now is not None
+        self.is_attached = False
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether `orders` may have something to give."""
+        return bool(self._asked) or self._is_anew
+
+    def orders(self) -> tuple[StorageOrder, ...]:
+        """What was asked last, once."""
+        if self._is_switching or not self.is_asked:
+            return ()
+        asked = self._asked.pop() if self._asked else self._now
+        self._is_anew = False
+        assert asked is not None, "nothing is attached that could be opened again"
+        self.is_attached, self._is_switching = False, True
+        self._now = None if asked.name is None else asked
+        self._fetches.policy = asked.prefetch or self._fetches.policy
+        return (StorageOrder(self._ticket(), asked.name, asked.keys, self._label),)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Every worker has followed, or could not."""
+        ok, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
+        self.is_attached = ok and not self._is_anew
+        if not ok:
+            self._now, self._is_anew = None, False

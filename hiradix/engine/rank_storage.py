@@ -1,0 +1,72 @@
+"""Storage of one rank of several, opened within a deadline: the others wait, but not for ever."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from typing import NamedTuple
+
+from hiradix.errors import CacheError, StorageError
+from hiradix.prefix_cache import HiRadixCache, OpenedStorage
+
+MAX_OPEN_S = 30.0
+
+
+class Attach(NamedTuple):
+    """A backend's name, its settings as text, and the policies to change."""
+
+    name: str
+    extra_config_json: str | None
+    prefetch_policy: str | None
+    write_policy: str | None
+
+
+def open_timeout_s(rank_timeout_s: float) -> float:
+    """Seconds a backend may take to open, where ranks wait for each other for `rank_timeout_s`."""
+    return min(MAX_OPEN_S, rank_timeout_s / 2)
+
+
+def attach_on_ranks(cache: HiRadixCache, asked: Attach, timeout_s: float) -> tuple[bool, str]:
+    """Attach a backend on all ranks or none; (ok, message).
+
+    One that is not open after `timeout_s` is refused, and closed when it opens later.
+    """
+    policies = asked.prefetch_policy, asked.write_policy
+    answer: tuple[bool, str] | None = cache.plan_attach(asked.name, *policies)
+    if answer is not None:
+        return answer
+    try:
+        opened = _opened(cache, asked, timeout_s)
+    except CacheError as error:
+        cache.attach_opened(None)
+        return False, str(error)
+    attached: tuple[bool, str] = cache.attach_opened(opened, *policies)
+    return attached
+
+
+def _opened(cache: HiRadixCache, asked: Attach, timeout_s: float) -> OpenedStorage:
+    future: Future[OpenedStorage] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(cache.open_storage(asked.name, asked.extra_config_json))
+        except BaseException as error:  # it belongs to whoever asked
+            future.set_exception(error)
+
+    failed = f"Failed to attach storage backend '{asked.name}'"
+    try:
+        threading.Thread(target=run, name="hiradix-open-storage", daemon=True).start()
+        return future.result(timeout_s)
+    except NotDone:
+        future.add_done_callback(_close_late)
+        raise StorageError(f"{failed}: not open within {timeout_s:g} s") from None
+    except CacheError:
+        raise
+    except Exception as error:
+        raise StorageError(f"{failed}: {type(error).__name__}: {error}") from error
+
+
+def _close_late(opening: Future[OpenedStorage]) -> None:
+    if opening.exception() is None:
+        opening.result().storage.close()

@@ -1,0 +1,27 @@
+"""A leaf's place in a lane of its class, and what lanes count with."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hiradix.policy.uses import Note
+from hiradix.tree.node import Residency
+
+NEVER: Final = 1 << 60
+INFINITE: Final = 1e300  # beyond every index
+
+
+class Place:
+    """A leaf's place in a lane, or on its way there (seat None). entry None: void, to be skipped.
+
+    start: where the leaf's node began when it was given the place. seat, depth: the lanes'.
+    """
+
+    __slots__ = ("entry", "note", "start", "seat", "depth")
+
+    def __init__(self, entry: Residency, note: Note, start: int):
+        self.entry: Residency | None = entry
+        self.note = note
+        self.start = start
+        self.seat: object = None
+        self.depth = 0
