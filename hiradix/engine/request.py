@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,30 @@ import torch
 from hiradix.engine.api import SamplingParams, Scope, Usage
 
 if TYPE_CHECKING:
-    from hiradix.engine.states import RequestState
     from hiradix.engine.tokenizer import TextStream
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What a running request has of the pool of recurrent states.
+
+    slot: its own. source: where its next pass reads. record: has the state behind `record_tokens` tokens.
+    """
+
+    slot: int
+    source: int
+    record: int | None = None
+    record_tokens: int = 0
+
+    def take_record(self, num_tokens: int) -> int:
+        """Hand over the record of the state behind `num_tokens` tokens."""
+        record, self.record = self.record, None
+        assert record is not None and self.record_tokens == num_tokens, (
+            f"a record of {num_tokens} tokens is wanted, {record} is of {self.record_tokens}"
+        )
+        return record
 
 
 class Request:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hiradix.engine.request import Request
+from hiradix.engine.request import Request, RequestState
 from hiradix.memory import PageAllocator
 from hiradix.prefix_cache import EvictParams, StateRadixCache
 
@@ -33,27 +33,6 @@ class StateUse:
     target: int
     boundary: int = 0
     record: int | None = None
-
-
-@dataclass(slots=True)
-class RequestState:
-    """What a running request has of the pool.
-
-    slot: its own. source: where its next pass reads. record: has the state behind `record_tokens` tokens.
-    """
-
-    slot: int
-    source: int
-    record: int | None = None
-    record_tokens: int = 0
-
-    def take_record(self, num_tokens: int) -> int:
-        """Hand over the record of the state behind `num_tokens` tokens."""
-        record, self.record = self.record, None
-        assert record is not None and self.record_tokens == num_tokens, (
-            f"a record of {num_tokens} tokens is wanted, {record} is of {self.record_tokens}"
-        )
-        return record
 
 
 class NoStates:
