@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.weights import UNSEEN, Weights
+from hiradix.adapters.sglang.weights import NUM_SAMPLES, UNSEEN, Weights, _sample
 
 
 class Model(torch.nn.Module):
@@ -91,16 +92,92 @@ def changed(how: Callable[[Model], object]) -> str | None:
     return weights.changed()
 
 
-def test_ranks_say_that_there_was_a_change_when_one_has_seen_it() -> None:
-    other = np.ones(2, np.int64)  # what the other rank says
-    weights = Weights(Model(), agree=lambda own: np.minimum(own, other))
-    assert weights.changed() is None
-    other[:] = [0, 0]
-    assert weights.changed()
-    other[:] = [1, 0]
-    assert weights.changed() is None
-    other[:] = [0, 1]
-    assert weights.changed() == ""
+@pytest.mark.parametrize("shape", [(64, 64), (512, 256), (300,), (511,), (257,), (1024, 3), (7, 4096)])
+def test_a_change_of_a_part_is_seen_by_as_many_samples_as_it_is_large(shape: tuple[int, ...]) -> None:
+    """Steps of one length over rows of a power of two met the first column only, and of 300 numbers the
+    last 44 were never read."""
+    old = torch.zeros(shape, dtype=torch.int16)
+    for dim, size in enumerate(shape):
+        for part in range(2 if size < 16 else 4):
+            new, length = old.clone(), size // (2 if size < 16 else 4)
+            new.narrow(dim, part * length, length).fill_(-1)
+            share = float((_sample(new) != 0).float().mean())
+            assert 0.5 < share / float((new != 0).float().mean()) < 1.5, (dim, part)
+
+
+def test_samples_are_numbers_of_the_tensor_alone() -> None:
+    """A tensor may be a part of another's memory."""
+    memory = torch.arange(40_000, dtype=torch.int32).view(200, 200)
+    for part in (memory[:, 3:150], memory.t()[5:], memory[7:], memory[3, 4], memory[::3, ::7]):
+        found = _sample(part).view(torch.int32)
+        assert len(found) == min(NUM_SAMPLES, part.numel()) and set(found.tolist()) <= set(
+            part.flatten().tolist()
+        )
+
+
+class Meeting:
+    """The elementwise minimum over ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self._given: list[Any] = [None] * size
+        self._all_there = threading.Barrier(size)
+
+    def of(self, rank: int) -> Callable[[Any], Any]:
+        def least(vector: Any) -> Any:
+            self._given[rank] = vector
+            self._all_there.wait(30)
+            found = np.min(self._given, axis=0)
+            self._all_there.wait(30)
+            return found
+
+        return least
+
+
+def labels_of(looks: list[list[float]]) -> list[list[str | None]]:
+    """By rank, what each says at each look, `looks` having a number for each rank's weights; at start: 0."""
+    size = len(looks[0])
+    meeting, told = Meeting(size), [list[str | None]() for _ in range(size)]
+
+    def run(rank: int) -> None:
+        model = Model()
+        weights = Weights(model, place=(rank, size), agree=meeting.of(rank))
+        for look in looks:
+            model.load_state_dict(Model().state_dict())
+            if look[rank]:
+                model.get_parameter("plain").data.fill_(look[rank])
+            told[rank].append(weights.changed())
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return told
+
+
+def test_ranks_have_one_label_which_tells_every_part_of_the_weights() -> None:
+    """Each rank named what it stored by its own part: where they share pages, nothing was found."""
+    told = labels_of([[0, 0], [1, 0], [1, 0], [2, 0], [2, 3], [0, 3], [0, 0], [1, 0], [0, 1]])
+    assert told[0] == told[1]
+    first, same, other, both, half, back, again, swapped = told[0][1:]
+    assert (told[0][0], same, back) == (None, None, "") and again == first
+    assert len({first, other, both, half, swapped}) == 5 and all([first, other, both, half, swapped])
+
+
+def test_ranks_whose_weights_may_be_away_have_one_label_too() -> None:
+    meeting = Meeting(2)
+    told: dict[int, list[str | None]] = {}
+
+    def run(rank: int) -> None:
+        weights = Weights(Model(), True, (rank, 2), meeting.of(rank))
+        told[rank] = [weights.changed() for _ in range(3)]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert told[0] == told[1] and len(set(told[0])) == 3 and all(told[0])
 
 
 def test_weights_that_may_be_away_are_not_read() -> None:

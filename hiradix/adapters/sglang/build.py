@@ -136,8 +136,13 @@ def _weights_of(context: Any, flags: Any) -> Weights:
     """The model's as they are in memory; with SGLang's memory saver they may be away."""
     runner, params = getattr(context.tp_worker, "model_runner", None), context.params
     group = params.attn_tp_cache_group or params.tp_cache_group
-    agree = least_over(group) if place_in(group)[1] > 1 else None
-    return Weights(getattr(runner, "model", None), bool(getattr(flags, "enable_memory_saver", False)), agree)
+    place = place_in(group)
+    return Weights(
+        getattr(runner, "model", None),
+        bool(getattr(flags, "enable_memory_saver", False)),
+        place,
+        least_over(group) if place[1] > 1 else None,
+    )
 
 
 def streams_for(device: torch.device, tp_worker: Any) -> FencedStreams | None:

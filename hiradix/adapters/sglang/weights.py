@@ -12,26 +12,37 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hiradix.cache.agreement import Agree
 
 logger = logging.getLogger(__name__)
 
-NUM_SAMPLES = 256  # numbers of each tensor, evenly spread over its memory
+NUM_SAMPLES = 256  # numbers of each tensor, one in each of as many equal parts of it
+_GOLDEN = (5**0.5 - 1) / 2
+_NOBODY = 1 << 32  # more than any word of a digest
 
 
 class Weights:
     """Watches a model's parameters; None: none are there to be seen. Reads them at start and at each look.
 
     may_be_away: their memory may be given back while the engine sleeps, when reading it would end the
-    process: then they are not read, and count as changed at each look. agree: with several ranks, the
-    elementwise minimum over all of them, so that they say the same.
+    process: then they are not read, and count as changed at each look. place: (rank, number of ranks).
+    agree: with several ranks, the elementwise minimum over all of them; they look at the same time, and all
+    say the same of all their parts together.
     """
 
-    def __init__(self, model: Any, may_be_away: bool = False, agree: Agree | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        may_be_away: bool = False,
+        place: tuple[int, int] = (0, 1),
+        agree: Agree | None = None,
+    ) -> None:
         self._model = model
         self._may_be_away = may_be_away
+        self._place = place
         self._agree = agree
         self._first = self._last = self._digest()
 
@@ -39,13 +50,22 @@ class Weights:
         """None while they are on all ranks as at the last look; else what tells them from others, "" where
         they are as at the start again."""
         before, self._last = self._last, self._digest()
-        is_same = np.array([self._last == other for other in (before, self._first)], np.int64)
-        as_before, as_first = is_same if self._agree is None else self._agree(is_same)
-        if as_before:
+        if self._last == before:
             return None
-        return "" if as_first else self._last
+        return "" if self._last == self._first else self._last
 
     def _digest(self) -> str:
+        """Of this rank's part, or with several ranks of all of them: each fills in its own, and the least are
+        what somebody has filled in."""
+        own = self._own_digest()
+        if self._agree is None:
+            return own
+        rank, size = self._place
+        words = np.full((size, len(own) // 8), _NOBODY, np.int64)
+        words[rank] = np.frombuffer(bytes.fromhex(own), ">u4")
+        return hashlib.sha256(self._agree(words.ravel()).tobytes()).hexdigest()[:32]
+
+    def _own_digest(self) -> str:
         if self._may_be_away:
             return uuid.uuid4().hex
         try:
@@ -57,7 +77,7 @@ class Weights:
 
 def _digest_of(model: Any) -> str:
     if model is None:
-        return ""
+        return "0" * 32
     found = [plain for _, weights in model.named_parameters() for plain in _plain(weights.detach())]
     samples = [_sample(weights) for weights in found]
     digest = hashlib.sha256()
@@ -78,13 +98,26 @@ def _plain(weights: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sample(weights: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes]: numbers spread over the memory of a tensor, without a copy of all of it."""
-    if not weights.numel():
+    """uint8 [bytes]: numbers spread over a tensor, without a copy of all of it."""
+    count = weights.numel()
+    if not count:
         return torch.empty(0, dtype=torch.uint8, device=weights.device)
+    at = np.unravel_index(_places(count), tuple(weights.shape) or (1,))
+    offsets = sum(index * stride for index, stride in zip(at, weights.stride() or (1,), strict=True))
     span = 1 + sum((size - 1) * stride for size, stride in zip(weights.shape, weights.stride(), strict=True))
-    step = max(1, span // NUM_SAMPLES)
-    count = min(NUM_SAMPLES, span)
-    return weights.as_strided((count,), (step,)).contiguous().view(torch.uint8)
+    memory = weights.as_strided((span,), (1,)).view(torch.uint8).view(span, weights.element_size())
+    return memory[torch.from_numpy(offsets).to(weights.device)].flatten()
+
+
+def _places(count: int) -> npt.NDArray[np.int64]:
+    """int64 [at most NUM_SAMPLES], ascending: which of `count` numbers are read.
+
+    Where in its part each lies goes round by the golden ratio, so that no width of a row meets one column.
+    """
+    if count <= NUM_SAMPLES:
+        return np.arange(count)
+    part = np.arange(NUM_SAMPLES)
+    return ((part + (part * _GOLDEN) % 1) * (count / NUM_SAMPLES)).astype(np.int64)
 
 
 UNSEEN = Weights(None)
