@@ -23,6 +23,16 @@ def flags(folder: Path, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def acts_with(folder: Path, name: str) -> list[list[str | None]]:
+    """b's folder is the process's own: SGLang maps it, and ends where another writes in it meanwhile."""
+    first, second, b = str(folder / "b"), str(folder / "b2"), str(folder / f"b of {name}")
+    return [
+        *(["put", first, b], ["ask", None], ["ask", "a"], ["load", "b", b], ["ask", "b"]),
+        *(["ask", "b"], ["unload", "b"], ["put", second, b], ["load", "b", b], ["ask", "b"]),
+        *(["ask", None], ["ask", "a"], ["flush"], ["ask", None], ["ask", "a"], ["ask", "b"]),
+    ]
+
+
 def test_no_hit_crosses_adapters_in_any_tier(model: Path, tmp_path: Path) -> None:
     """Each answers as without a cache; a restart finds in storage what the same weights stored."""
     for seed, name in enumerate(("a", "b", "a2", "b2")):
@@ -33,15 +43,9 @@ def test_no_hit_crosses_adapters_in_any_tier(model: Path, tmp_path: Path) -> Non
         "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps(extra),
     }  # fmt: skip
-    b = str(tmp_path / "folder of b")
-    acts = [
-        *(["put", str(tmp_path / "b"), b], ["ask", None], ["ask", "a"], ["load", "b", b], ["ask", "b"]),
-        *(["ask", "b"], ["unload", "b"], ["put", str(tmp_path / "b2"), b], ["load", "b", b], ["ask", "b"]),
-        *(["ask", None], ["ask", "a"], ["flush"], ["ask", None], ["ask", "a"], ["ask", "b"]),
-    ]
     logs = [tmp_path / name for name in ("plain.log", "ours.log", "again.log")]
     both = [
-        start(log, model_path=str(model), flags=flags(tmp_path, **one), acts=acts)
+        start(log, model_path=str(model), flags=flags(tmp_path, **one), acts=acts_with(tmp_path, log.stem))
         for log, one in zip(logs, ({"disable_radix_cache": True}, ours), strict=False)
     ]
     plain, cached = (answers(process, log) for process, log in zip(both, logs, strict=False))
