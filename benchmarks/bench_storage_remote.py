@@ -11,10 +11,11 @@ lengthen. GB/s is 1e9 bytes per second; a batch is 128 pages. Stores are emptied
 Pages lie in memory with huge pages, as host pools do. tcp: as many bytes from another process over loopback.
 memcpy: one thread. redis-py: MGET, and SET in a pipeline. boto3: get_object and put_object, 16 at a time,
 which is SGLang's way. library: what ours is built on, called alone, without seals, checks or copies of ours:
-obstore, 16 at a time; mooncake, a batch at a time; checked: the same with a checksum of each page, the
-least that sealed pages take. s3: SeaweedFS, which hashes, stores and passes on; `s3 in memory`: a server
-that does nothing but move bytes (storage_peers/s3_memory.py), so that it is the clients that are
-compared. Writes build/bench/storage-remote.json.
+obstore, 16 at a time; mooncake, a batch at a time; for redis a bare socket, on which commands that were made
+before are sent while replies are counted, which is what server and kernel can do for one client; checked:
+the same with a checksum of each page, the least that sealed pages take. s3: SeaweedFS, which hashes, stores
+and passes on; `s3 in memory`: a server that does nothing but move bytes (storage_peers/s3_memory.py), so
+that it is the clients that are compared. Writes build/bench/storage-remote.json.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,6 +161,53 @@ def redis_py(port: int, pages: Pages) -> tuple[Way, Way]:
     return Way(put, lambda: client.delete(*pages.keys)), Way(get)
 
 
+def redis_socket(port: int, pages: Pages) -> tuple[Way, Way]:
+    """SET and GET of everything on a socket: the server's and the kernel's share of any client's time."""
+    import redis
+
+    link = socket.create_connection(("127.0.0.1", port))
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    size, count = pages.page_bytes, len(pages.keys)
+    names = [b"$%d\r\nbare-%s\r\n" % (len(key) + 5, key.encode()) for key in pages.keys]
+    landing = memoryview(host_memory(8 << 20))
+
+    def receive(num_bytes: int) -> None:
+        while num_bytes:
+            num_bytes -= link.recv_into(landing, min(num_bytes, landing.nbytes))
+
+    def send(at: int, stop: int) -> None:
+        parts: list[memoryview] = []
+        for name, view in zip(names[at:stop], pages.views[at:stop]):
+            head = b"*3\r\n$3\r\nSET\r\n%s$%d\r\n" % (name, size)
+            parts += [memoryview(head), view, memoryview(b"\r\n")]
+        while parts:
+            sent = link.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def put() -> None:
+        answers = threading.Thread(target=receive, args=(len(b"+OK\r\n") * count,))
+        answers.start()
+        for at in range(0, count, 32):
+            send(at, at + 32)
+        answers.join()
+
+    def get() -> None:
+        reply, due = len(b"$%d\r\n" % size) + size + 2, 0
+        for at in range(0, count, 32):
+            requests = [b"*2\r\n$3\r\nGET\r\n" + name for name in names[at : at + 32]]
+            link.sendall(b"".join(requests))
+            due += len(requests)
+            receive(reply * max(0, due - 16))
+            due = min(due, 16)
+        receive(reply * due)
+
+    client = redis.Redis(port=port)
+    return Way(put, lambda: client.delete(*["bare-" + key for key in pages.keys])), Way(get)
+
+
 def boto3_way(port: int, store: Any, pages: Pages) -> tuple[Way, Way]:
     import boto3
     from botocore.config import Config
@@ -282,9 +331,11 @@ def measure_redis(folder: Path, pages: Pages, rounds: int) -> list[Row]:
     with servers.redis_like("redis-server", folder / "redis", "--maxmemory", "2gb") as server:
         store = opened("redis", pages, url=f"redis://127.0.0.1:{server.port}/0", timeout_s=30.0)
         (put, get), (their_put, their_get) = ours(store, pages), redis_py(server.port, pages)
-        rows = rows_of("redis set", {"hiradix": put, "redis-py": their_put}, pages, rounds)
+        bare_put, bare_get = redis_socket(server.port, pages)
+        ways = {"hiradix": put, "redis-py": their_put, "library": bare_put}
+        rows = rows_of("redis set", ways, pages, rounds)
         with tcp(pages) as receive:
-            ways = {"hiradix": get, "redis-py": their_get, "tcp": receive}
+            ways = {"hiradix": get, "redis-py": their_get, "library": bare_get, "tcp": receive}
             rows += rows_of("redis get", ways, pages, rounds)
         store.close()
     return rows

@@ -19,7 +19,7 @@ from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
 from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks
+from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, growing
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
@@ -27,6 +27,7 @@ from hiradix.storage.staged import Staged, Work
 
 logger = logging.getLogger(__name__)
 
+SHORT_PIECE_BYTES = 1 << 20
 WIDE_PIECE_BYTES = 64 << 20
 """Most that `Traits.width` makes of a piece."""
 
@@ -222,8 +223,7 @@ class GuardedStorage:
         def move(session: Session) -> None:
             more = self._staged.seal_bytes
             staged = [size + more for size in sizes] if more else sizes
-            runs = chunks(staged, self._piece_bytes(op, staged))
-            self._move_chunks(op, session, batch, runs)
+            self._move_chunks(op, session, batch, self._pieces(op, staged))
 
         reason, duration_s = self._call(op, keys, total_bytes, move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
@@ -238,12 +238,19 @@ class GuardedStorage:
         """Whether pages are filled in place, each checked as it comes."""
         return op is Op.GET and self._traits.lands and not self._traits.verifies
 
-    def _piece_bytes(self, op: Op, sizes: Sequence[int]) -> int:
-        """How much of a batch of pages of such sizes goes to the backend at once."""
+    def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
+        """What of a batch of pages of such sizes goes to the backend at once.
+
+        Staged pieces are filled while the backend has the one before: so the first of a put, which it waits
+        for, is a short one. After the last of a get nobody waits but the caller.
+        """
         if self._direct is not None or self._lands(op):
-            return DIRECT_PIECE_BYTES
-        wide = self._traits.width * max(sizes, default=0)
-        return max(self.limits.staging_bytes, min(wide, WIDE_PIECE_BYTES))
+            return chunks(sizes, DIRECT_PIECE_BYTES)
+        wide = min(self._traits.width * max(sizes, default=0), WIDE_PIECE_BYTES)
+        runs = chunks(sizes, max(self.limits.staging_bytes, wide))
+        if op is Op.PUT and runs:
+            runs[:1] = growing(runs[0], sizes, max(SHORT_PIECE_BYTES, wide))
+        return runs
 
     def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
         try:

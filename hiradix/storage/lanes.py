@@ -213,3 +213,11 @@ def chunks(sizes: Sequence[int], limit_bytes: int) -> list[range]:
             start, used = index, 0
         used += size
     return [*runs, range(start, len(sizes))] if sizes else []
+
+
+def growing(run: range, sizes: Sequence[int], short_bytes: int) -> list[range]:
+    """A run in ever longer ones, the first of which fits into `short_bytes` if one page does."""
+    half = len(run) // 2
+    if not half or sum(sizes[run.start : run.stop]) <= short_bytes:
+        return [run]
+    return [*growing(run[:half], sizes, short_bytes), run[half:]]

@@ -21,6 +21,9 @@ from hiradix.storage.redis_link import CLIENT_FAULTS, RedisConfig, connect, serv
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _SCAN = 1000
+UNASKED_BYTES = 1 << 20
+"""Of a put, that many bytes go with the question which pages are there: a server that waits for the answer to
+be read is one that stores nothing meanwhile. None where the last put found pages there."""
 
 
 class RedisBackend(StorageBackend):
@@ -32,6 +35,8 @@ class RedisBackend(StorageBackend):
         self.config = config = RedisConfig.from_mapping(context.extra_config)
         self._prefix = f"{config.key_prefix}:{context.fingerprint.digest()[:32]}:".encode()
         self._ttl_ms = int(config.ttl_s * 1000)
+        self._expiry = (b"PX", b"%d" % self._ttl_ms) if self._ttl_ms else ()
+        self._expects_absent = True  # as the last put found them
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._ragged = context.ragged
@@ -60,12 +65,15 @@ class RedisBackend(StorageBackend):
         return self._ask(lambda: self._commands.get(names, into, self._ttl_ms))
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        names = self._names(keys)
-        lengths = self._ask(lambda: self._commands.lengths(names))
-        ok = [fits(length, page, self._ragged) for length, page in zip(lengths, pages, strict=True)]
-        self._renew(names, ok)
-        self._count("put_present", sum(ok))
-        for index, stored in self._set(names, pages, [i for i, there in enumerate(ok) if not there]):
+        names, unasked = self._names(keys), UNASKED_BYTES if self._expects_absent else 0
+        found = self._ask(lambda: self._commands.set_missing(names, pages, self._expiry, unasked))
+        there = [fits(length, page, self._ragged) for (length, _), page in zip(found, pages, strict=True)]
+        self._expects_absent = not any(there)
+        renewed = self._renew(names, there)
+        self._count("put_present", sum(renewed))
+        ok = [known or bool(stored) for known, (_, stored) in zip(renewed, found)]
+        again = [i for i, (_, stored) in enumerate(found) if not ok[i] and (there[i] or stored is None)]
+        for index, stored in self._set(names, pages, again):
             ok[index] = stored
         self._count("put_refused", ok.count(False))
         return ok
@@ -108,22 +116,22 @@ class RedisBackend(StorageBackend):
             with self._counts_lock:
                 self._counts[name] += number
 
-    def _renew(self, names: Sequence[bytes], ok: list[bool]) -> None:
-        """Pages that are there live as long as if they were stored; one that went meanwhile is there no more.
-        """
-        there = [index for index, is_there in enumerate(ok) if is_there]
-        if there and self._ttl_ms:
-            mine = [names[index] for index in there]
-            for index, renewed in zip(there, self._ask(lambda: self._commands.renew(mine, self._ttl_ms))):
+    def _renew(self, names: Sequence[bytes], there: Sequence[bool]) -> list[bool]:
+        """Pages that are there live as long as if they were stored; which of them did not go meanwhile."""
+        ok = list(there)
+        which = [index for index, is_there in enumerate(ok) if is_there]
+        if which and self._ttl_ms:
+            mine = [names[index] for index in which]
+            for index, renewed in zip(which, self._ask(lambda: self._commands.renew(mine, self._ttl_ms))):
                 ok[index] = renewed
+        return ok
 
     def _set(
         self, names: Sequence[bytes], pages: Sequence[Page], which: Sequence[int]
     ) -> list[tuple[int, bool]]:
         """Write the pages at `which`, over whatever of another length or type is there."""
         mine, data = [names[index] for index in which], [pages[index] for index in which]
-        expiry = (b"PX", b"%d" % self._ttl_ms) if self._ttl_ms else ()
-        stored = self._ask(lambda: self._commands.set(mine, data, expiry)) if which else []
+        stored = self._ask(lambda: self._commands.set(mine, data, self._expiry)) if which else []
         return list(zip(which, stored))
 
     def _unlink(self, names: Sequence[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import redis
@@ -12,10 +13,13 @@ from hiradix.errors import StorageError
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.protocol import Page, fits, page_bytes
 from hiradix.storage.redis_link import CLIENT_FAULTS
-from hiradix.storage.resp import ReplyError, RespStream, encode_around
+from hiradix.storage.resp import Frame, ReplyError, RespStream, encode_around
 
 T = TypeVar("T")
 REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
+Found = tuple[int, bool | None]
+"""Bytes that were stored under a name, and what `set` says of it; None: nothing was changed."""
+_NIL = b"$-1"
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
 
@@ -39,6 +43,13 @@ class Commands(Protocol):
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         """SET with `options`. False: the server has no room, or takes no writes now."""
+        ...
+
+    def set_missing(
+        self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
+    ) -> list[Found]:
+        """As `set`, but for pages whose length is there. About so many bytes of the first may be sent before
+        that is known; these take no other value's place, whatever its length."""
         ...
 
     def remove(self, names: Sequence[bytes]) -> None:
@@ -83,15 +94,33 @@ class SocketCommands:
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
-            mine = [pages[index] for index in which]
-            frames = [
-                encode_around((b"SET", names[index]), page_bytes(page), options)
-                for index, page in zip(which, mine)
-            ]
-            replies = stream.set_from([head for head, _ in frames], mine, [tail for _, tail in frames])
-            return [_stored(reply) for reply in replies]
+            frames = [_set_frame(names[index], pages[index], options) for index in which]
+            return [_stored(reply) for reply in stream.set_from(frames)]
 
         return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
+
+    def set_missing(
+        self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
+    ) -> list[Found]:
+        def ask(stream: RespStream, which: Sequence[int]) -> list[Found]:
+            questions = [(b"STRLEN", names[index]) for index in which]
+            num_unasked = _leading([page_bytes(pages[index]) for index in which], unasked_bytes)
+            frames = [
+                _set_frame(names[index], pages[index], (*options, b"NX") if at < num_unasked else options)
+                for at, index in enumerate(which)
+            ]
+
+            def wanted(at: int, answer: bytes) -> bool:
+                length = _length(answer)
+                return length is not None and not fits(length, pages[which[at]], self._ragged)
+
+            answers, replies = stream.ask_and_set(questions, frames, num_unasked, wanted)
+            stored = {at: _stored(reply) for at, reply in replies.items() if reply != _NIL}
+            return [(_number(answer), stored.get(at)) for at, answer in enumerate(answers)]
+
+        return self._each_node(
+            names, ask, lambda: self._fallback.set_missing(names, pages, options, unasked_bytes)
+        )
 
     def remove(self, names: Sequence[bytes]) -> None:
         self._numbers(names, [(b"UNLINK", name) for name in names])
@@ -178,6 +207,15 @@ class ClientCommands:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
         return [_stored(reply) for reply in self._run(commands)]
 
+    def set_missing(
+        self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
+    ) -> list[Found]:
+        lengths = self.lengths(names)
+        missing = [i for i, page in enumerate(pages) if not fits(lengths[i], page, self._ragged)]
+        stored = self.set([names[i] for i in missing], [pages[i] for i in missing], options)
+        sent = dict(zip(missing, stored, strict=True))
+        return [(length, sent.get(index)) for index, length in enumerate(lengths)]
+
     def remove(self, names: Sequence[bytes]) -> None:
         self.numbers([(b"UNLINK", name) for name in names])
 
@@ -207,16 +245,31 @@ def _renew_command(name: bytes, ttl_ms: int) -> tuple[bytes, ...]:
     return (b"PEXPIRE", name, b"%d" % ttl_ms)
 
 
+def _set_frame(name: bytes, page: Page, options: Sequence[bytes]) -> Frame:
+    head, tail = encode_around((b"SET", name), page_bytes(page), options)
+    return head, page, tail
+
+
+def _leading(sizes: Sequence[int], limit_bytes: int) -> int:
+    """How many of the first begin within so many bytes."""
+    return sum(end - size < limit_bytes for size, end in zip(sizes, accumulate(sizes)))
+
+
 def _number(reply: Any) -> int:
     """Of an integer reply; 0 for a value that is no string. Other errors are raised."""
     if isinstance(reply, int):
         return reply
+    number = _length(reply)
+    if number is None:
+        raise ReplyError(_error_text(reply))
+    return number
+
+
+def _length(reply: Any) -> int | None:
+    """The same; None where `_number` would raise."""
     if isinstance(reply, bytes) and reply[:1] == b":":
         return int(reply[1:])
-    text = _error_text(reply)
-    if text.startswith("WRONGTYPE"):
-        return 0
-    raise ReplyError(text)
+    return 0 if _error_text(reply).startswith("WRONGTYPE") else None
 
 
 def _stored(reply: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, fits
@@ -21,6 +21,8 @@ _SET_BATCH = 16
 _IOV = 512
 
 Sock = socket.socket | ssl.SSLSocket
+Frame = tuple[bytes, Page, bytes]
+"""A command with a payload: what goes before it, the payload, what goes behind."""
 
 
 class ReplyError(StorageError):
@@ -53,8 +55,8 @@ class RespStream:
 
     def lines(self, commands: Sequence[Sequence[bytes]]) -> list[bytes]:
         """One-line replies, errors included, of `commands`."""
-        self._sock.sendall(b"".join(encode(command) for command in commands))
-        return [self._line(_BUFFER_BYTES) for _ in commands]
+        self._sock.sendall(b"".join(map(encode, commands)))
+        return self._lines(len(commands))
 
     def get_into(
         self, commands: Sequence[Sequence[bytes]], pages: Sequence[Page], ragged: bool = False
@@ -80,23 +82,47 @@ class RespStream:
             raise error
         return ok
 
-    def set_from(self, heads: Sequence[bytes], pages: Sequence[Page], tails: Sequence[bytes]) -> list[bytes]:
-        """Send head, page and tail of each command; the one-line replies, errors included.
+    def set_from(self, frames: Sequence[Frame], num_sent: int = 0) -> list[bytes]:
+        """Send the frames behind the first `num_sent`; the one-line replies to all, errors included.
 
         Replies are read when the pages behind them are sent, so that the server does not wait for these.
         """
         replies: list[bytes] = []
-        for start in range(0, len(pages), _SET_BATCH):
-            parts: list[memoryview] = []
-            stop = min(start + _SET_BATCH, len(pages))
-            for index in range(start, stop):
-                parts += [memoryview(heads[index]), *pages[index], memoryview(tails[index])]
-            self._send(parts)
-            replies += [self._line(_BUFFER_BYTES) for _ in range(len(replies), start)]
-        replies += [self._line(_BUFFER_BYTES) for _ in range(len(replies), len(pages))]
-        return replies
+        for start in range(num_sent, len(frames), _SET_BATCH):
+            self._send_frames(frames[start : start + _SET_BATCH])
+            replies += self._lines(start - len(replies))
+        return replies + self._lines(len(frames) - len(replies))
+
+    def ask_and_set(
+        self,
+        questions: Sequence[Sequence[bytes]],
+        frames: Sequence[Frame],
+        num_unasked: int,
+        wanted: Callable[[int, bytes], bool],
+    ) -> tuple[list[bytes], dict[int, bytes]]:
+        """One-line replies to `questions`, one for each frame, and, by place, to the frames that were sent.
+
+        wanted: whether to send a frame, by its place and the reply to its question. The first `num_unasked`
+        go with the questions, so that neither side waits while the other thinks.
+        """
+        self._sock.sendall(b"".join(map(encode, questions)))
+        self._send_frames(frames[:num_unasked])
+        answers = self._lines(len(questions))
+        which = list(range(num_unasked))
+        which += [index for index in range(num_unasked, len(frames)) if wanted(index, answers[index])]
+        replies = self.set_from([frames[index] for index in which], num_unasked)
+        return answers, dict(zip(which, replies, strict=True))
 
     # -- the wire -----------------------------------------------------------------------
+
+    def _send_frames(self, frames: Sequence[Frame]) -> None:
+        parts: list[memoryview] = []
+        for head, page, tail in frames:
+            parts += [memoryview(head), *page, memoryview(tail)]
+        self._send(parts)
+
+    def _lines(self, count: int) -> list[bytes]:
+        return [self._line(_BUFFER_BYTES) for _ in range(count)]
 
     def _send(self, parts: Sequence[memoryview]) -> None:
         left = [part.cast("B") for part in parts if part.nbytes]

@@ -40,7 +40,7 @@ from hiradix.storage.build import GUARD_KEYS
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import parse_size
-from hiradix.storage.resp import RespStream, encode_around
+from hiradix.storage.resp import Frame, RespStream, encode_around
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
@@ -414,10 +414,9 @@ def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
     """Replies that come only when the pages of two batches are there are no standstill, and stay in order."""
     ours, theirs = socket.socketpair()
     ours.settimeout(5.0)
-    frames = [encode_around([b"SET", b"%d" % number], 8, []) for number in range(40)]
-    pages = [[memoryview(b"%08d" % number)] for number in range(40)]
+    frames = [set_frame(number) for number in range(40)]
     received = bytearray()
-    wanted = sum(len(head) + 8 + len(tail) for head, tail in frames)
+    wanted = sum(len(head) + 8 + len(tail) for head, _, tail in frames)
 
     def serve() -> None:
         while len(received) < wanted and (more := theirs.recv(1 << 16)):
@@ -430,15 +429,53 @@ def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
     replied: list[int] = []
     server = threading.Thread(target=serve)
     server.start()
-    heads, tails = [head for head, _ in frames], [tail for _, tail in frames]
     try:
-        found = RespStream(ours).set_from(heads, pages, tails)
+        found = RespStream(ours).set_from(frames)
     finally:
         ours.close()
         server.join(10.0)
         theirs.close()
     assert found == [b"+%d" % n for n in range(32)] + [b"-NO %d" % n for n in range(32, 40)]
-    assert received == b"".join(h + bytes(p[0]) + t for h, p, t in zip(heads, pages, tails))
+    assert received == b"".join(head + page[0] + tail for head, page, tail in frames)
+
+
+def set_frame(number: int) -> Frame:
+    head, tail = encode_around([b"SET", b"%d" % number], 8, [])
+    return head, [memoryview(b"%08d" % number)], tail
+
+
+@pytest.mark.parametrize("num_unasked", [0, 3])
+def test_the_first_pages_are_sent_before_the_server_says_which_are_there(num_unasked: int) -> None:
+    """Of the others those that it has not; the stream ends behind the last reply."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5.0)
+    frames, there = [set_frame(number) for number in range(14)], {1, 4, 13}
+    sent = [n for n in range(14) if n < num_unasked or n not in there]
+    received = bytearray()
+
+    def receive(until: bytes) -> None:
+        while not received.endswith(until) and (more := theirs.recv(1 << 16)):
+            received.extend(more)
+
+    def serve() -> None:
+        receive(b"STRLEN\r\n$2\r\n13\r\n" if not num_unasked else b"00000002\r\n")
+        theirs.send(b"".join(b":%d\r\n" % (8 * (n in there)) for n in range(14)))
+        receive(b"00000012\r\n")
+        theirs.send(b"".join(b"+%d\r\n" % n for n in sent))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    questions = [(b"STRLEN", b"%d" % number) for number in range(14)]
+    stream = RespStream(ours)
+    try:
+        answers, replies = stream.ask_and_set(questions, frames, num_unasked, lambda at, _: at not in there)
+    finally:
+        ours.close()
+        server.join(10.0)
+        theirs.close()
+    assert replies == {n: b"+%d" % n for n in sent}
+    assert answers == [b":%d" % (8 * (n in there)) for n in range(14)] and stream.is_drained
+    assert received.count(b"SET") == len(sent)
 
 
 @pytest.mark.parametrize("length", range(9))
