@@ -10,8 +10,12 @@ from __future__ import annotations
 import threading
 
 from hiradix.errors import StorageError
+from hiradix.storage.lanes import scatter
 from hiradix.storage.protocol import Page
 from hiradix.storage.seal import DEFAULT_ALGORITHM, RUNNING, SEAL_BYTES, Running, Sealer, Verdict
+
+LOCKLESS_BYTES = 1 << 16
+"""Longer pieces are copied without the interpreter lock: others that came meanwhile need not wait for it."""
 
 
 class Landing(list[memoryview]):
@@ -81,7 +85,11 @@ class Landing(list[memoryview]):
         for view in self._views:
             if start < view.nbytes:
                 piece = data[: view.nbytes - start]
-                view[start : start + piece.nbytes] = piece
+                part = view[start : start + piece.nbytes]
+                if piece.nbytes < LOCKLESS_BYTES:
+                    part[:] = piece
+                else:
+                    scatter(piece, [part])
                 data = data[piece.nbytes :]
                 if not data.nbytes:
                     return

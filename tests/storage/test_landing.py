@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page
+from hiradix.storage import landing as landing_module
 from hiradix.storage.landing import Landing
 from hiradix.storage.seal import CRC32, DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
@@ -44,11 +45,19 @@ def cut(data: bytes | bytearray, lengths: Sequence[int]) -> list[memoryview]:
 LENGTHS = st.lists(st.integers(0, 40), max_size=8)
 
 
+@pytest.mark.parametrize("lockless_bytes", [0, 16, landing_module.LOCKLESS_BYTES])
 @given(st.integers(1, 100), LENGTHS, LENGTHS, st.data())
+@settings(suppress_health_check=list(HealthCheck))
 def test_pieces_go_one_behind_the_other(
-    size: int, views: list[int], pieces: list[int], data: st.DataObject
+    monkeypatch: pytest.MonkeyPatch,
+    lockless_bytes: int,
+    size: int,
+    views: list[int],
+    pieces: list[int],
+    data: st.DataObject,
 ) -> None:
-    """Whatever buffers the page has and whatever comes; begun twice."""
+    """Whatever buffers the page has and whatever comes, however it is copied; begun twice."""
+    monkeypatch.setattr(landing_module, "LOCKLESS_BYTES", lockless_bytes)
     page, came = bytearray(size), random.Random(size).randbytes(120)
     landing, num_bytes = Landing(cut(page, views)), data.draw(st.integers(1, size))
     for _ in range(2):

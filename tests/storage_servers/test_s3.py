@@ -14,7 +14,14 @@ import pytest
 
 from hiradix.demo.process import free_port
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import (
+    BreakerState,
+    GuardedStorage,
+    PageFingerprint,
+    StorageContext,
+    open_storage,
+    s3_backend,
+)
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend
 from tests.contracts.storage import (
@@ -387,9 +394,13 @@ def test_read_only_page_of_pieces(backend: S3Backend) -> None:
     assert backend.put(keys_of(1), [pieces]) == [True] and hits(backend, keys_of(1)) == [True]
 
 
-def test_long_pages_arrive_whole_in_pieces(own_s3: Server) -> None:
+@pytest.mark.parametrize("stream_bytes", [1 << 20, STREAM_BYTES])
+def test_long_pages_arrive_whole_in_pieces(
+    own_s3: Server, monkeypatch: pytest.MonkeyPatch, stream_bytes: int
+) -> None:
     """Also where an object is of another length than its page, or was cut on its way."""
-    length = 3 * STREAM_BYTES + 12345
+    monkeypatch.setattr(s3_backend, "STREAM_BYTES", stream_bytes)
+    length = (3 << 20) + 12345
     fingerprint = PageFingerprint("long")
     keys = {"timeout_s": 30.0, **s3_keys(own_s3, "long")}
     store = S3Backend(StorageContext(fingerprint, keys, length))
