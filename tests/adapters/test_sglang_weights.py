@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -138,11 +139,14 @@ def labels_of(looks: list[list[float]]) -> list[list[str | None]]:
     size = len(looks[0])
     meeting, told = Meeting(size), [list[str | None]() for _ in range(size)]
 
+    models = [Model() for _ in range(size)]
+    first = copy.deepcopy(models[0].state_dict())
+
     def run(rank: int) -> None:
-        model = Model()
+        model = models[rank]
         weights = Weights(model, place=(rank, size), agree=meeting.of(rank))
         for look in looks:
-            model.load_state_dict(Model().state_dict())
+            model.load_state_dict(first)
             if look[rank]:
                 model.get_parameter("plain").data.fill_(look[rank])
             told[rank].append(weights.changed())
@@ -165,11 +169,11 @@ def test_ranks_have_one_label_which_tells_every_part_of_the_weights() -> None:
 
 
 def test_ranks_whose_weights_may_be_away_have_one_label_too() -> None:
-    meeting = Meeting(2)
+    meeting, model = Meeting(2), Model()
     told: dict[int, list[str | None]] = {}
 
     def run(rank: int) -> None:
-        weights = Weights(Model(), True, (rank, 2), meeting.of(rank))
+        weights = Weights(model, True, (rank, 2), meeting.of(rank))
         told[rank] = [weights.changed() for _ in range(3)]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
