@@ -151,7 +151,7 @@ class FileBackend(StorageBackend):
                 with self._room.locked():
                     self._room.unlink_paths(paths)
             for path in paths:
-                self._room.forget(os.path.basename(path).removesuffix(".page"))
+                self._room.forget(self._folder.name(folder, os.path.basename(path)))
 
     def close(self) -> None:
         """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file.

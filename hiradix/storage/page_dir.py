@@ -54,12 +54,18 @@ class PageDir:
     # -- names --------------------------------------------------------------------------
 
     def path(self, name: str) -> str:
-        """Where a page is: `name` is one of our keys, or (with a slash) a path below root as `scan` gave it.
-        """
+        """Where a page is: `name` is one of our keys, or (with a slash) a path below root."""
         if "/" in name:
             return os.path.join(self.root, name)
         fan = key_digest(name).hex()
         return f"{self._own}/{fan[0]}/{fan[1]}/{name}{SUFFIX}"
+
+    def name(self, folder: str, file_name: str) -> str:
+        """What `path` knows a page's file as. One of ours in a folder that is another key's, where nobody
+        looks for it, goes by its path, like those of others."""
+        key, path = file_name[: -len(SUFFIX)], f"{folder}/{file_name}"
+        is_ours = folder.startswith(self.namespace) and self.path(key) == os.path.join(self.root, path)
+        return key if is_ours else path
 
     def new_temp(self, num_bytes: int) -> tuple[str, int]:
         """Path and descriptor of a new temporary file that has its final length already."""
@@ -128,16 +134,14 @@ class PageDir:
     # -- what is there ------------------------------------------------------------------
 
     def scan(self) -> dict[str, Entry]:
-        """Every page of every fingerprint: our keys, and paths below root for others. Call with the lock
-        held."""
+        """Every page of every fingerprint, by `name`. Call with the lock held."""
         found: dict[str, Entry] = {}
         for space in filter(_SPACE.fullmatch, os.listdir(self.root)):
             for folder in folders_of(space):
                 for entry in _pages(os.path.join(self.root, folder)):
                     status = _status(entry)
                     if status is not None:
-                        own = space == self.namespace
-                        name = entry.name[: -len(SUFFIX)] if own else f"{folder}/{entry.name}"
+                        name = self.name(folder, entry.name)
                         found[name] = Entry(footprint(status.st_size), status.st_mtime_ns)
         return found
 

@@ -255,6 +255,26 @@ def test_names_that_are_no_keys_are_left_alone_and_stop_nothing(tmp_path: Path) 
     assert all(path.exists() for path in (*others, kept / whole.name))
 
 
+def test_a_page_in_another_keys_folder_goes_like_others_and_is_no_page(tmp_path: Path) -> None:
+    """Such files counted towards the cap, could not be evicted and were said to be there."""
+    store = open_file(tmp_path, max_size=4 * FILE_BYTES)
+    assert all(put(store, keys_of(4)))
+    store.close()
+    for key in keys_of(4):
+        path = path_of(tmp_path, key)
+        x, y = path.parent.parent.name, path.parent.name
+        target = path.parents[2] / f"{int(x, 16) ^ 1:x}" / y
+        target.mkdir(parents=True, exist_ok=True)
+        path.rename(target / path.name)
+    store = open_file(tmp_path, max_size=4 * FILE_BYTES)
+    assert store.exists(keys_of(4)) == 0 and not any(hits(store, keys_of(4)))
+    assert put(store, keys_of(2)) == [True] * 2 and hits(store, keys_of(2)) == [True] * 2
+    assert bytes_on_disk(tmp_path) == bytes_in_ledger(tmp_path) == 4 * FILE_BYTES
+    store.clear()
+    assert not page_files(tmp_path) and store.stats()["files"] == store.stats()["used_bytes"] == 0
+    store.close()
+
+
 def test_ledger_says_what_is_on_disk(tmp_path: Path) -> None:
     store = open_file(tmp_path, max_size=20 * FILE_BYTES)
     rng = random.Random(3)

@@ -65,6 +65,18 @@ class FileStates(StoreStates):
             path = random.Random(seed).choice(paths)
             path.write_bytes(path.read_bytes()[:-1])
 
+    @rule(seed=st.integers(0, 1000))
+    def misplace(self, seed: int) -> None:
+        """A page's file in a folder that is another key's: nobody finds it, and it takes room until it goes."""
+        rng = random.Random(seed)
+        paths = page_files(self.place)
+        if paths:
+            path = rng.choice(paths)
+            target = path.parents[2] / rng.choice("0123456789abcdef") / rng.choice("0123456789abcdef")
+            target.mkdir(parents=True, exist_ok=True)
+            if not (target / path.name).exists():
+                path.rename(target / path.name)
+
     @invariant()
     def cap_holds_and_every_byte_is_counted(self) -> None:
         on_disk = bytes_on_disk(self.place)
