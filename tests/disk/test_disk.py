@@ -15,6 +15,7 @@ import pytest
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import StorageContext, open_storage
 from hiradix.storage.disk import DiskBackend
+from hiradix.storage.disk import log as log_module
 from hiradix.storage.disk.record import RECORD_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -375,9 +376,11 @@ def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(make: Mak
     assert hits(store, [*keys_of(3), *keys_of(2, 10)]) == [True, False, False, True, True]
 
 
-def test_reader_is_not_given_a_page_that_was_replaced_meanwhile(make: Make) -> None:
-    """Another process evicts the page and writes its slot between our look-up and the end of our read."""
-    ours, theirs = make(max_size=cap_of(2), verify="off"), make(max_size=cap_of(2), verify="off")
+@pytest.mark.parametrize("verify", ["off", "always"])
+def test_reader_is_not_given_a_page_that_was_replaced_meanwhile(make: Make, verify: str) -> None:
+    """Another process evicts the page and writes its slot between our look-up and the end of our read. That
+    is no damage."""
+    ours, theirs = (make(max_size=cap_of(2), verify=verify) for _ in range(2))
     put(ours, keys_of(2))
     assert all(hits(ours, keys_of(2)))
     real = ours._io.read
@@ -389,7 +392,7 @@ def test_reader_is_not_given_a_page_that_was_replaced_meanwhile(make: Make) -> N
     ours._io.read = late  # type: ignore[method-assign]
     assert hits(ours, keys_of(2)) == [False, False]
     ours._io.read = real  # type: ignore[method-assign]
-    assert all(hits(ours, keys_of(2, 50)))
+    assert all(hits(ours, keys_of(2, 50))) and "read_damaged" not in ours.stats()
 
 
 def test_log_rewritten_by_another_between_look_up_and_read(make: Make) -> None:
@@ -404,6 +407,28 @@ def test_log_rewritten_by_another_between_look_up_and_read(make: Make) -> None:
 
     ours._io.read = late  # type: ignore[method-assign]
     assert all(hits(ours, keys_of(5))), "the pages are where they were"
+
+
+def test_a_listing_during_which_the_log_is_rewritten_is_whole(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It named what had been read of the old log when that was cut."""
+    store, keys, reads = make(), keys_of(20), []
+    assert all(put(store, keys))
+
+    def cut_short(fd: int, start: int, end: int) -> bytes:
+        reads.append(end)
+        if len(reads) > 1:
+            return whole(fd, start, end)
+        head = whole(fd, start, start + 8 * RECORD_BYTES)
+        with store._store.locked(), store._store.mutex:
+            store._store._log.rewrite()
+        return head + whole(fd, start + len(head), end)
+
+    whole = log_module._read
+    monkeypatch.setattr(log_module, "_read", cut_short)
+    listed = {entry.name for entry in log_module.pages_in(tmp_path / "store")}
+    assert listed == set(keys) and len(reads) > 1
 
 
 def test_new_log_that_never_came_stops_nobody(make: Make, tmp_path: Path) -> None:

@@ -72,14 +72,12 @@ class DiskBackend(StorageBackend):
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check_open()
         reads = self._plan(keys, into)
-        damaged: list[Entry] = []
+        bad: set[int] = set()
 
         def check(index: int) -> bool:
-            entry = reads.entries[index]
-            if self._is_intact(entry, reads.moves[index][2]):
-                return True
-            damaged.append(entry)
-            return False
+            if not self._is_intact(reads.entries[index], reads.moves[index][2]):
+                bad.add(index)
+            return index not in bad
 
         checked = self._must_check(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
@@ -90,13 +88,14 @@ class DiskBackend(StorageBackend):
                 return whole
             ok = [False] * len(keys)
             still = reads.still_there(self._store)
-            for index, entry, good, there in zip(reads.indices, reads.entries, whole, still):
-                ok[index] = good and there
-                if good and there and checked:
+            damaged: dict[Entry, None] = {}
+            for at, (index, entry, there) in enumerate(zip(reads.indices, reads.entries, still)):
+                ok[index] = whole[at] and there
+                if ok[index] and checked:
                     entry.verified = True
-                if not good and there and not faults:
-                    damaged.append(entry)
-        self._drop_damaged(damaged)
+                if there and not whole[at] and (at in bad or not faults):
+                    damaged[entry] = None
+        self._drop_damaged(list(damaged))
         if faults and not any(ok):
             self._count("read_errors", len(faults))
             raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "log"
 RECORDS_PER_SLOT, SPARE_RECORDS = 4, 256
+READ_TRIES = 100
+"""Of those that only look, while others replace the log."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -245,6 +247,19 @@ def _read(fd: int, start: int, end: int) -> bytes:
     return b"".join(parts)
 
 
+def _read_in_place(path: str) -> bytes:
+    """The log, read once more where another took its place meanwhile: what is replaced is cut to nothing."""
+    for _ in range(READ_TRIES):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            raw = _read(fd, 0, file_size(fd))
+            if is_in_place(fd, path):
+                return raw
+        finally:
+            os.close(fd)
+    raise StorageError(f"{path} was replaced {READ_TRIES} times while it was read")
+
+
 def _number_of(raw: bytes, path: str) -> int:
     """The number of a log of this format. Raises NoHeader, or StorageError for another format."""
     found = header_of(raw)
@@ -273,9 +288,9 @@ def pages_in(root: Path) -> list[Entry]:
 
     Takes no lock and changes nothing. Raises OSError or StorageError where there is no log.
     """
-    with open(os.path.join(root, NAME), "rb") as file:
-        raw = file.read()
-    number = _number_of(raw, os.path.join(root, NAME))
+    path = os.path.join(root, NAME)
+    raw = _read_in_place(path)
+    number = _number_of(raw, path)
     index = Index(NO_NAMESPACE)
     for record in unpack(raw, number, 0):
         if record is not None:
