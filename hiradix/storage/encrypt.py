@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import logging
 import os
 import struct
 import threading
@@ -26,6 +27,8 @@ from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrapper import Wrapper
+
+logger = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<4sI12s")
 _MAGIC = b"HRE1"
@@ -88,6 +91,20 @@ class EncryptedStorage(Wrapper):
     def own_stats(self) -> Mapping[str, float]:
         return {"decrypt_refused": self._num_refused}
 
+    def _refuse(self, key: str) -> None:
+        """Take down a page that cannot be read. The first is told: why all are misses shows nowhere else.
+        """
+        self._spoilt.note([key])
+        with self._lock:
+            self._num_refused += 1
+            is_first = self._num_refused == 1
+        if is_first:
+            logger.warning(
+                "%s: a stored page is damaged or of another key, and is replaced when it is put again. "
+                "Servers with different keys need stores of their own, or they replace each other's pages",
+                flag("encryption_key_file"),
+            )
+
     def _bound(self, key: str, length: int) -> bytes:
         return b"%s\0%s\0%d" % (self._context, str(key).encode("utf-8"), length)
 
@@ -105,9 +122,7 @@ class EncryptedStorage(Wrapper):
                 raise InvalidTag
             plain = self._cipher.decrypt(nonce, bytes(body), self._bound(key, length))
         except InvalidTag:
-            self._spoilt.note([key])
-            with self._lock:
-                self._num_refused += 1
+            self._refuse(key)
             return False
         fill_head(memoryview(plain), page)
         return True

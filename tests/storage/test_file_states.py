@@ -67,7 +67,7 @@ class FileStates(StoreStates):
 
     @rule(seed=st.integers(0, 1000))
     def misplace(self, seed: int) -> None:
-        """A page's file in a folder that is another key's: nobody finds it, and it takes room until it goes."""
+        """A page's file in another key's folder: nobody finds it, and it takes room until it goes."""
         rng = random.Random(seed)
         paths = page_files(self.place)
         if paths:

@@ -144,6 +144,18 @@ def test_each_fingerprint_has_a_key_of_its_own(tmp_path: Path) -> None:
     assert ours.traits.verifies and not pages.traits.verifies
 
 
+def test_pages_of_another_key_are_told_once_and_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Servers with different keys replaced each other's pages, and none said why it had no hits."""
+    pages = MemoryBackend(StorageContext(FINGERPRINT, {}, PAGE_BYTES))
+    ours, theirs = (EncryptedStorage(pages, key, FINGERPRINT.digest()) for key in (MASTER, bytes(32)))
+    assert all(put(ours, keys_of(3))) and all(hits(ours, keys_of(3))) and not caplog.records
+    for _ in range(2):
+        assert hits(theirs, keys_of(3)) == [False] * 3
+    (told,) = caplog.messages
+    assert "encryption_key_file" in told and "of another key" in told and "stores of their own" in told
+    assert all(put(theirs, keys_of(3))) and all(hits(theirs, keys_of(3))) and not any(hits(ours, keys_of(3)))
+
+
 def test_same_page_is_never_encrypted_alike(tmp_path: Path) -> None:
     pages = MemoryBackend(StorageContext(FINGERPRINT, {}, PAGE_BYTES))
     store = EncryptedStorage(pages, MASTER, FINGERPRINT.digest())
