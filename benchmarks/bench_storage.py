@@ -214,10 +214,15 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
         return measure
 
     def verified() -> list[Row]:
-        alone = bench.without_peers()
-        alone.open(verify="always")
-        alone.put()
-        return alone.rows("get cold, every page verified", alone.rates(cold, alone.num_pages))
+        """And, in the same minute, the same of a store that was opened anew as well and does not verify."""
+        alone, rows = bench.without_peers(), []
+        for case, verify in (("opened anew", "recovered"), ("every page verified", "always")):
+            alone.open(verify=verify)
+            alone.put()
+            rows += alone.rows(f"get cold, {case}", alone.rates(cold, alone.num_pages))
+            shares = [f"{store.name} {store.do('huge share'):.0%}" for store in (alone.ours, alone.physical)]
+            print(f"get cold, {case}: in huge pages {', '.join(shares)}", file=sys.stderr, flush=True)
+        return rows
 
     def costs(case: str, before: Callable[[Worker], None]) -> Callable[[], list[Row]]:
         def measure() -> list[Row]:

@@ -47,6 +47,18 @@ class Pool:
         rng = random.Random(2)
         self.keys = [rng.randbytes(32).hex() for _ in range(num_pages)]
 
+    def huge_share(self) -> float:
+        """How much of the memory is in huge pages: which reads past the page cache depend on."""
+        begin, found, inside = int(self.cells.ctypes.data), 0, False
+        for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                first, last = (int(text, 16) for text in name.split("-"))
+                inside = first < begin + self.num_bytes and begin < last
+            elif inside and name == "AnonHugePages:":
+                found += int(rest.split()[0]) << 10
+        return min(1.0, found / self.num_bytes)
+
 
 class System:
     """What a worker calls; a system fills in `_open`, `_put`, `_get` and, if it can, `exists` and `close`."""

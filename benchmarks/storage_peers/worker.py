@@ -70,6 +70,8 @@ def main() -> None:
                 answer = [str(path) for path in system.files()]  # type: ignore[union-attr]
             elif order["do"] == "spans":
                 answer = system.spans()  # type: ignore[union-attr]
+            elif order["do"] == "huge share":
+                answer = system.pool.huge_share()  # type: ignore[union-attr]
             elif order["do"] == "read where":
                 system.to_read = order["spans"]  # type: ignore[union-attr]
             else:

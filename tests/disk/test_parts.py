@@ -209,6 +209,21 @@ def test_ring_smaller_than_its_batch(pages: Path, wave: int) -> None:
     os.close(fd)
 
 
+@pytest.mark.parametrize("depth", [1, 3, 8, 90])
+def test_a_ring_is_filled_up_before_results_are_looked_at(pages: Path, depth: int) -> None:
+    """And never beyond `depth`, nor its own length."""
+    ring, into, fd = Ring(8), memory(90), os.open(pages, os.O_RDONLY)
+    num_ended = 0
+    for ended, results in ring.run(reads(fd, into, list(range(90))), 1, depth):
+        assert results == [PAGE] * len(ended)
+        num_ended += len(ended)
+        assert int(ring._sq_tail[0]) - num_ended == min(depth, 8, 90 - num_ended)
+        assert ring._sq_head[0] == ring._sq_tail[0], "the kernel was not told of some"
+    assert num_ended == 90 and [into[i * PAGE] for i in range(90)] == list(range(90))
+    ring.close()
+    os.close(fd)
+
+
 def test_ring_goes_round_its_counters(pages: Path) -> None:
     ring, into, fd = Ring(4), memory(3), os.open(pages, os.O_RDONLY)
     for turn in range(200):

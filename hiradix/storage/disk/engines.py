@@ -29,8 +29,10 @@ class Engine(Protocol):
 
     name: str
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
-        """Results as they come, at least `wave` at a time where possible.
+    def run(
+        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
+    ) -> Landings:
+        """Results as they come, at least `wave` at a time if possible, of at most `depth` operations at once.
 
         When the iterator ends or is closed, nothing is under way any more.
         """
@@ -49,10 +51,12 @@ class UringEngine:
     def __init__(self) -> None:
         self._rings = RingPool()
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
+    def run(
+        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
+    ) -> Landings:
         prepared = np.zeros(len(operations), OPERATION)
         keep = _fill(prepared, operations, write)
-        yield from self._rings.run(prepared, wave)
+        yield from self._rings.run(prepared, wave, depth)
         del keep
 
     def close(self) -> None:
@@ -88,7 +92,9 @@ class ThreadEngine:
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, "hiradix-disk")
 
-    def run(self, operations: Sequence[Operation], write: bool, wave: int) -> Landings:
+    def run(
+        self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
+    ) -> Landings:
         share = max(1, -(-len(operations) // self._num_threads))
         parts = [range(at, min(at + share, len(operations))) for at in range(0, len(operations), share)]
         futures = [self._executor.submit(_move_all, operations, part, write) for part in parts]

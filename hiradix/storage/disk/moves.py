@@ -28,8 +28,10 @@ DIRECT_OPERATION_BYTES = 2 << 20
 """Longer operations past the page cache are not faster, and fewer of them run at once."""
 MAX_PLAIN_CALLS = 4
 """That many reads through the page cache, and all writes, are plain calls: they copy faster than io_uring."""
-NUM_WAVES = 4
-"""A batch whose pages are checked is looked at in that many parts, each while the rest is being read."""
+CHECKED_BYTES, CHECKED_DEPTH = 16 << 20, 8
+"""Of a batch whose pages are checked so much, in at least so many operations, is under way at once, and an
+eighth of it is checked at a time. A disk that is asked for everything ends it all at about the same time, and
+nothing is being read while it is checked."""
 
 _READ, _WRITTEN = (
     tuple(f"{verb}_{way}" for way in ("direct", "cached", "bounced")) for verb in ("read", "written")
@@ -121,9 +123,13 @@ class PageIO:
             if run.num_spans > IOV_MAX:
                 batch.plainly(run)
         operations = [batch.operation(run) for run in whole]
-        wave = max(1, len(operations) // NUM_WAVES) if batch.check is not None else len(operations)
+        wave, depth = len(operations), 0
+        if batch.check is not None:
+            num_bytes = sum([len(run.indices) for run in whole]) * batch.num_bytes
+            depth = max(CHECKED_DEPTH, CHECKED_BYTES * len(operations) // max(1, num_bytes))
+            wave = depth // CHECKED_DEPTH
         if operations:
-            with closing(self._engine.run(operations, batch.write, wave)) as landings:
+            with closing(self._engine.run(operations, batch.write, wave, depth)) as landings:
                 for ended, results in landings:
                     for i, result in zip(ended, results):
                         batch.landed(whole[i], result)

@@ -76,20 +76,25 @@ class Ring:
         words[sq.g // 4 :][: self.num_entries] = np.arange(self.num_entries)
         self._fence = threading.Lock()
 
-    def run(self, operations: _Array, wave: int) -> Landings:
+    def run(self, operations: _Array, wave: int, depth: int = 0) -> Landings:
         """Do all `operations` and give (indices, results) as they end, at least `wave` at a time.
 
+        depth: at most so many are under way, also while the caller looks at results; 0: the ring's length.
         A result is a byte count, or a negative errno. When this generator ends or is closed, the kernel has
         let go of all memory. `user_data` is overwritten.
         """
         operations["user_data"] = np.arange(len(operations))
-        given = done = 0
+        depth = min(depth or self.num_entries, self.num_entries)
+        given, done = self._give(operations, depth), 0
         try:
             while done < len(operations):
-                given += self._give(operations[given:], self.num_entries - (given - done))
                 self._enter(min(wave, given - done))
                 ended, results = self._take()
                 done += len(ended)
+                more = self._give(operations[given:], depth - (given - done))
+                if more:
+                    given += more
+                    self._enter(0)
                 yield ended, results
         finally:
             while done < given:
@@ -145,14 +150,14 @@ class RingPool:
         self._idle = [Ring(num_entries)]
         self._closed = False
 
-    def run(self, operations: _Array, wave: int) -> Landings:
+    def run(self, operations: _Array, wave: int, depth: int = 0) -> Landings:
         """`Ring.run` on a ring that is free, or new."""
         try:
             ring = self._idle.pop()
         except IndexError:
             ring = Ring(self._num_entries)
         try:
-            yield from ring.run(operations, wave)
+            yield from ring.run(operations, wave, depth)
         finally:
             if self._closed:
                 ring.close()
