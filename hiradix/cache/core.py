@@ -191,13 +191,16 @@ class HierarchicalCache:
         lock = self.supply.give(key, (pages, *others), at)
         if ended is not None:
             self.finished(key, lock.node, ended)
-        self.inserted(lock.node)
+        else:
+            self.inserted(lock.node)
         return lock
 
     def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
-        """A request that still locks `node`, on the path of `key`, has ended. Once per request."""
+        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request, also
+        where its last tokens added no page: a policy that learns has what is `inserted` wait for this."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
+        self.inserted(node)
 
     def is_blocked(self, key: RadixKey) -> bool:
         """Whether nothing may be inserted at `key`: a failed load is still locked on its way."""

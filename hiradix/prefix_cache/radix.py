@@ -119,9 +119,10 @@ class RadixCache(Figures):
         self.tree.hit(live)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
         done = self.tree.insert(key, DEVICE, [pages], at=self._lock_on(live))
-        if self.cache.learner is not None and not params.chunked:
+        if params.chunked:
+            self.cache.inserted(done.lock.node)
+        else:
             self.cache.finished(key, done.lock.node, Finished(len(key), 0))
-        self.cache.inserted(done.lock.node)
         self.tree.unlock(done.lock)
         return InsertResult(num_live)
 

@@ -109,8 +109,9 @@ class Bench:
             self.allocator = SlotAllocator(num_pages * size, size, "cpu", self.pool)
         self.rows = ReqToTokenPool(8, 512, "cpu")
         params = CacheInitParams(
-            req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=size, **switches
-        )
+            req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=size,
+            eviction_policy=config.radix_eviction_policy, **switches,
+        )  # fmt: skip
         self.cache: RadixCache = build_prefix_cache(config, params, self.pool, ModelIdentity("bench"))
         self.running: list[Request] = []
         self.counter = 0

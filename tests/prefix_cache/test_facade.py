@@ -189,6 +189,16 @@ def test_a_prompt_repeated_word_for_word_is_counted_and_written(make: Make) -> N
     assert bench.cache.stats().written == 8
 
 
+@pytest.mark.parametrize("policy", ["lru", "ghd", "2q"])
+def test_what_a_request_shared_is_written_though_its_answer_adds_no_page(make: Make, policy: str) -> None:
+    """A policy that learns has pages of a running request wait for its end: they were never written where
+    the answer was shorter than a page."""
+    bench = make(radix_eviction_policy=policy)
+    bench.finish(bench.start(prompt(10)))
+    bench.settle()
+    assert bench.cache.stats().written == 8
+
+
 def test_a_request_may_finish_without_having_shared_anything_before(make: Make) -> None:
     bench = make(hicache_write_policy="write_through_selective")
     bench.finish(bench.start(prompt(10)))
