@@ -174,15 +174,19 @@ class Play:
         """vLLM's own call to forget its prefix cache and the connector's."""
         return self._scheduler.reset_prefix_cache(reset_connector=True)
 
-    def train(self, factor: float) -> Any:
-        """Other weights, as a trainer puts them in: paused, changed, and on."""
+    def train(self, factor: float, is_paused: bool) -> Any:
+        """Other weights, as a trainer puts them in: paused, changed, and on, or changed and then told so."""
         core = self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
-        core.pause_scheduler(mode="keep", clear_cache=True)
+        if is_paused:
+            core.pause_scheduler(mode="keep", clear_cache=True)
         model = core.model_executor.driver_worker.worker.model_runner.model
         for name, weights in model.named_parameters():
             if "layernorm" in name:  # what is multiplied is packed for the processor, away from these
                 weights.data.mul_(factor)
-        core.resume_scheduler()
+        if is_paused:
+            core.resume_scheduler()
+        else:  # what trainers call that know nothing of connectors
+            assert self.llm.reset_prefix_cache()
         return True
 
     def attach(self, name: str, keys: dict[str, Any]) -> Any:

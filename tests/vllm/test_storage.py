@@ -111,9 +111,9 @@ def test_other_weights_find_nothing_of_the_first_in_any_tier(start: Start, tmp_p
     prompts = [conversation(seed, 200) for seed in range(3)]
     plain, ours = start(None, **engine), start(extra, **engine)
     expected = []
-    for factor in (1.0, 2.0, 0.5):
+    for factor, is_paused in ((1.0, True), (2.0, True), (0.5, False)):
         for player in (plain, ours):
-            player.ask("train", factor=factor)
+            player.ask("train", factor=factor, is_paused=is_paused)
         expected.append(plain.generate(prompts))
         until(ours, lambda state: state["has_storage"])
         got = ours.generate(prompts)

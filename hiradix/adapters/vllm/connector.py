@@ -29,6 +29,7 @@ from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.resets import ResetWatch
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
@@ -94,6 +95,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._orders = Orders()  # of the step under way
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
+        self._resets = ResetWatch()
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested()
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
@@ -148,10 +150,21 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner.open(pages, all(fact.has_storage for fact in facts))
         logger.info("hiradix: %s host pages of %d tokens", pages, self._grouping.page_size)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._settings.storage_after_reset == "apart":
+            self._resets.bind(gpu_block_pool)
+
+    def _follow_resets(self) -> None:
+        """Of vLLM's own prefix cache: before anything is looked up, read or saved that may be older."""
+        if self._resets.has_seen_one():
+            self._planner.reset()
+
     def on_new_request(self, request: Any) -> None:
+        self._follow_resets()
         self._planner.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._follow_resets()
         found = self._planner.lookup(request, num_computed_tokens)
         return found, bool(found) and self._planner.plan.load_async
 
@@ -159,6 +172,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._planner.allocated(request, blocks.get_block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        self._follow_resets()
         planner, cached = self._planner, scheduler_output.scheduled_cached_reqs
         if not scheduler_output.scheduled_new_reqs and cached.req_ids and not any(cached.new_block_ids):
             counts = scheduler_output.num_scheduled_tokens
@@ -203,6 +217,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return HiRadixPromMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool:
+        self._resets.has_seen_one()  # the same one
         self._planner.reset()
         return True
 

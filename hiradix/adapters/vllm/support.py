@@ -19,8 +19,8 @@ def installed_version() -> str:
         return "of unknown version"
 
 
-def unsupported(error: ImportError) -> ConfigError:
-    """The error for a vLLM that lacks something which the connector imports."""
+def unsupported(error: ImportError | AttributeError) -> ConfigError:
+    """The error for a vLLM that lacks something which the connector needs."""
     return ConfigError(
         f"HiRadixConnector: vLLM {installed_version()} is not supported: {error}. Tested with vLLM {TESTED}"
     )
