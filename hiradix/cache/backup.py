@@ -94,9 +94,23 @@ class Backup:
         if self.policy.writes_on_insert:
             for last, start in self._due(node):
                 self._submit(last, start)
+                if self._learner is not None and not self._is_plain:
+                    self._submit_inner(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
         self.storing.store(node)
+
+    def _submit_inner(self, node: Node, start: int) -> None:
+        """What ends between page `start` of a path and `node` needs beside the backbone, which goes down only
+        now: each insert has ended somewhere, and had this wait."""
+        at = node
+        while at.parent is not None:
+            at = self._tree.boundaries(at.parent).device_node
+            if at.end <= start:
+                return
+            others = self._others(at, at.end)
+            if others:
+                self._submit(at, at.end, others)
 
     # -- device to host -----------------------------------------------------------------
 

@@ -59,17 +59,18 @@ def test_answers_do_not_depend_on_storage(policy: str, mix: Mix, tmp_path: Path)
     mix.assert_idle(engine)
 
 
-@pytest.mark.parametrize("backend", ["file", "disk"])
+@pytest.mark.parametrize(("backend", "eviction"), [("file", "ghd"), ("disk", "lru")])
 @pytest.mark.parametrize(
     ("mix", "family"),
     [("windows", "gemma3"), ("windows", "qwen2-window"), ("states", "lfm2"), ("states", "qwen3-next")],
     indirect=["mix"],
 )
 def test_storage_serves_it_after_a_flush_and_in_another_engine(
-    backend: str, mix: Mix, family: str, reference: Callable[[str], Reference], tmp_path: Path
+    backend: str, eviction: str, mix: Mix, family: str, reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
+    """Also where a policy that learns has the prompt's end wait for the answer's."""
     judge, asked = reference(family), prompts(mix.lengths, seed=2)
-    config = with_storage(tmp_path, backend)
+    config = replace(with_storage(tmp_path, backend), radix_eviction_policy=eviction)
     engine = mix.make(model_path=str(judge.path), cache=config)
     first = serve(engine, asked, GREEDY)
     judge.judge(asked, tokens(first)).assert_holds()

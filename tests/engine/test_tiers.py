@@ -127,18 +127,19 @@ def test_other_families_through_all_tiers(
 ROUND_TRIPS = ["llama", "llama-plain", "deepseek", "gemma3"]
 
 
-@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+@pytest.mark.parametrize(("layout", "eviction"), [("page_first", "ghd"), ("layer_first", "lru")])
 @pytest.mark.parametrize("family", ROUND_TRIPS)
 def test_storage_serves_another_engine(
     family: str,
     layout: str,
+    eviction: str,
     configure: Configure,
     reference: Callable[[str], Reference],
     make_cached: MakeEngine,
 ) -> None:
     """Device, host, storage, another process's host, its device: the answers are those of computing anew."""
     judge, asked = reference(family), prompts([100, 130, 75], seed=2)
-    config = replace(configure("stored"), hicache_mem_layout=layout)
+    config = replace(configure("stored"), hicache_mem_layout=layout, radix_eviction_policy=eviction)
     settings = {"model_path": str(judge.path), "cache": config, "max_total_tokens": 1024}
     first = make_cached(**settings)
     serve(first, asked, GREEDY)
