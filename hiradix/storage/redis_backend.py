@@ -29,7 +29,7 @@ be read is one that stores nothing meanwhile. None where the last put found page
 class RedisBackend(StorageBackend):
     """See the module's docstring. Raises ConfigError when the server cannot be used. Thread-safe."""
 
-    traits = Traits(namespaced=True, ragged=True)
+    traits = Traits(namespaced=True, ragged=True, lands=True)
 
     def __init__(self, context: StorageContext):
         self.config = config = RedisConfig.from_mapping(context.extra_config)

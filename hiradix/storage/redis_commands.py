@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import redis
 
 from hiradix.errors import StorageError
+from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.protocol import Page, fits, page_bytes
 from hiradix.storage.redis_link import CLIENT_FAULTS
@@ -58,7 +59,7 @@ class Commands(Protocol):
 
 
 class SocketCommands:
-    """Payload between the socket and the pages, no copy in between.
+    """Payload between the socket and the pages, no copy in between but that of a `Landing`.
 
     client: a `redis.Redis` or `RedisCluster`; its pools give the connections, connected and authenticated.
     After a fault of a cluster's node the next call asks first who has its slots; a server that became a
@@ -292,6 +293,9 @@ def _copied(reply: Any, page: Page, ragged: bool) -> bool:
         raise ReplyError(_error_text(reply))
     if not isinstance(reply, bytes) or not fits(len(reply), page, ragged):
         return False
+    if isinstance(page, Landing):
+        page.begin(len(reply))
+        return page.write(memoryview(reply))
     fill_head(memoryview(reply), page)
     return True
 

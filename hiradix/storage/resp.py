@@ -12,11 +12,15 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from hiradix.errors import StorageError
-from hiradix.storage.protocol import Page, fits
+from hiradix.storage.landing import Landing
+from hiradix.storage.protocol import Page, fits, page_bytes
 
 _BUFFER_BYTES = 1 << 16
 _HEADER_BYTES = 64  # read ahead of a payload: more would be copied twice
-_WINDOW = 32  # requests in flight of a batched GET
+_LANDING_BYTES = 1 << 18  # stays in the processor's caches between the socket and the page
+_WINDOW, _WINDOW_BYTES = 32, 16 << 20
+"""Requests in flight of a batched GET, and bytes that these ask for (but two may always be): a server makes
+all replies that it is asked for before it sends them, and has the first no longer in its caches then."""
 _SET_BATCH = 16
 _IOV = 512
 
@@ -44,6 +48,7 @@ class RespStream:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
+        self._landing = memoryview(b"")
         self.error_codes: set[bytes] = set()
 
     @property
@@ -66,12 +71,15 @@ class RespStream:
         Raises ReplyError after the whole batch when a reply is an error other than WRONGTYPE.
         """
         requests = [encode(command) for command in commands]
+        longest = max(map(page_bytes, pages), default=1)
+        half = max(1, min(_WINDOW, _WINDOW_BYTES // max(1, longest)) // 2)
         sent, ok = 0, []
         error: ReplyError | None = None
         for index, page in enumerate(pages):
-            if sent - index <= _WINDOW // 2 and sent < len(requests):
-                self._sock.sendall(b"".join(requests[sent : sent + _WINDOW]))
-                sent = min(len(requests), sent + _WINDOW)
+            if sent - index <= half and sent < len(requests):
+                stop = index + 2 * half
+                self._sock.sendall(b"".join(requests[sent:stop]))
+                sent = min(len(requests), stop)
             try:
                 ok.append(self._bulk_into(page, ragged))
             except ReplyError as raised:
@@ -181,12 +189,35 @@ class RespStream:
         if not fits(length, page, ragged):
             self._skip(length + 2)
             return False
-        for view in page:
-            part = view.cast("B")[:length]
-            self._fill_view(part)
-            length -= len(part)
+        if isinstance(page, Landing):
+            self._land(page, length)
+        else:
+            for view in page:
+                part = view.cast("B")[:length]
+                self._fill_view(part)
+                length -= len(part)
         self._skip(2)
         return True
+
+    def _land(self, page: Landing, length: int) -> None:
+        """The next `length` bytes, and with the last of them the beginning of what comes behind."""
+        page.begin(length)
+        if self._start < self._end:
+            data = self._view[self._start : min(self._end, self._start + length)]
+            page.write(data)
+            self._start += len(data)
+            length -= len(data)
+        if length and not self._landing:
+            self._landing = memoryview(bytearray(_LANDING_BYTES))
+        while length:
+            received = self._receive(self._landing[: length + _HEADER_BYTES])
+            page.write(self._landing[: min(received, length)])
+            if received > length:
+                ahead = self._landing[length:received]
+                self._start, self._end = 0, len(ahead)
+                self._view[: len(ahead)] = ahead
+                return
+            length -= received
 
     def _fill_view(self, view: memoryview) -> None:
         done = min(self._end - self._start, len(view))

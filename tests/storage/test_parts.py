@@ -20,10 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
     GuardedStorage,
     GuardLimits,
+    Page,
     PageFingerprint,
     StorageBackend,
     StorageContext,
@@ -33,11 +34,13 @@ from hiradix.storage import (
     open_storage,
     register_storage_backend,
     registry,
+    resp,
     storage_backend_names,
     vectored,
 )
 from hiradix.storage.build import GUARD_KEYS
 from hiradix.storage.file_config import FileConfig
+from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import parse_size
 from hiradix.storage.resp import Frame, RespStream, encode_around
@@ -485,3 +488,59 @@ def test_a_short_value_goes_to_a_pages_beginning(length: int) -> None:
     view = memoryview(memory)
     fill_head(memoryview(b"12345678"[:length]), [view[:3], view[3:3], view[3:4], view[4:]])
     assert memory == b"12345678"[:length] + b"." * (8 - length)
+
+
+@pytest.mark.parametrize("lands", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_come_out_of_a_stream_in_whatever_pieces_it_has(
+    monkeypatch: pytest.MonkeyPatch, seed: int, lands: bool
+) -> None:
+    """Beside pages that are not there, of another length, and refused; nothing behind the last is taken."""
+    rng = random.Random(seed)
+    monkeypatch.setattr(resp, "_LANDING_BYTES", rng.choice([100, 300, 5000]))
+    length, replies, expected = 200, [], []
+    for _ in range(60):
+        data = rng.randbytes(rng.choice([length, length, length, 0, 199, 201]))
+        kind = rng.random()
+        reply = b"$-1\r\n" if kind < 0.1 else b"$%d\r\n%s\r\n" % (len(data), data)
+        replies.append(b"-WRONGTYPE no string\r\n" if kind > 0.9 else reply)
+        expected.append(data if len(data) == length and 0.1 <= kind <= 0.9 else None)
+    stream = b"".join(replies)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30.0)
+    theirs.settimeout(30.0)
+
+    def serve() -> None:
+        at = 0
+        while at < len(stream):
+            at += theirs.send(stream[at : at + rng.choice([1, 7, 64, 150, 900])])
+        theirs.send(b"+NEXT\r\n")
+
+    server = threading.Thread(target=serve)
+    server.start()
+    memory = [bytearray(length) for _ in replies]
+    pages: list[Page] = [[memoryview(page)[:33], memoryview(page)[33:]] for page in memory]
+    if lands:
+        pages = [Landing(page) for page in pages]
+    try:
+        found = RespStream(ours)
+        assert found.get_into([(b"GET", b"x")] * 60, pages) == [data is not None for data in expected]
+        assert all(page == data for page, data in zip(memory, expected) if data is not None)
+        assert found.lines([]) == [] and found._line(64) == b"+NEXT" and found.is_drained
+    finally:
+        ours.close()
+        server.join(60.0)
+        theirs.close()
+
+
+def test_nothing_lands_in_a_page_that_was_taken_back() -> None:
+    ours, theirs = socket.socketpair()
+    page = bytearray(8)
+    landing = Landing([memoryview(page)])
+    landing.withdraw()
+    theirs.send(b"$8\r\n12345678\r\n")
+    with pytest.raises(StorageError, match="nobody waits"):
+        RespStream(ours).get_into([(b"GET", b"x")], [landing])
+    assert page == bytes(8)
+    ours.close()
+    theirs.close()
