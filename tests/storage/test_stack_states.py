@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,16 +21,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page, StorageBackend, StorageContext, Traits
+from hiradix.storage import tier as tier_module
 from hiradix.storage.account import Account
 from hiradix.storage.breaker import BreakerLimits
+from hiradix.storage.landing import Landing
+from hiradix.storage.lanes import fill_head
 from hiradix.storage.negative import NegativeCache
+from hiradix.storage.protocol import fits
 from hiradix.storage.quota import QuotaStorage
 from hiradix.storage.retry import RetryingStorage
 from tests.contracts.storage import FINGERPRINT, OTHER, blank, bytes_of, content, key_of
 from tests.storage.doubles import FakeClock, MemoryBackend
 
 try:
-    from hiradix.storage.encrypt import OVERHEAD_BYTES as ENCRYPTED_BYTES
+    from hiradix.storage.compress import CompressedStorage
+except ImportError:  # the package is an extra
+    CompressedStorage = None  # type: ignore[assignment,misc]
+try:
     from hiradix.storage.encrypt import EncryptedStorage
 except ImportError:  # the package is an extra
     EncryptedStorage = None  # type: ignore[assignment,misc]
@@ -42,10 +50,16 @@ batches = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 
 
 class Wild(MemoryBackend):
-    """Memory whose next call goes wrong in one way. No page of it is ever proven: whoever is above must."""
+    """Memory whose next call goes wrong in one way. No page of it is ever proven: whoever is above must.
 
-    def __init__(self, context: StorageContext, places: dict[str, OrderedDict[str, bytes]]):
+    traits: `lands` and `ragged` are kept.
+    """
+
+    def __init__(
+        self, context: StorageContext, places: dict[str, OrderedDict[str, bytes]], traits: Traits
+    ):
         super().__init__(context, places)
+        self.traits = traits
         self.fault, self.rng = "none", random.Random(0)
 
     def _next(self) -> str:
@@ -67,13 +81,31 @@ class Wild(MemoryBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         fault = self._next()
-        ok = super().get(keys, into)
+        ok = [self._fill(key, page) for key, page in zip(keys, into)]
         if fault == "tear":
             for page in into:
-                page[-1][page[-1].nbytes // 2 :] = bytes(page[-1].nbytes - page[-1].nbytes // 2)
+                self._tear(page)
         if fault == "raise late":
             raise StorageError("the connection was reset")
         return [True] * len(ok) if fault in ("lie", "tear") else ok
+
+    def _fill(self, key: str, page: Page) -> bool:
+        stored = self.pages.get(self._names([key])[0])
+        if stored is None or not fits(len(stored), page, self.traits.ragged):
+            return False
+        if not isinstance(page, Landing):
+            fill_head(memoryview(stored), page)
+            return True
+        page.begin(len(stored))
+        at = self.rng.randrange(len(stored) + 1)
+        return all(page.write(memoryview(piece)) for piece in (stored[:at], stored[at:])) and page.is_whole
+
+    def _tear(self, page: Page) -> None:
+        if isinstance(page, Landing):
+            page.begin(page.num_bytes)
+            page.write(memoryview(bytes(page.num_bytes // 2)))
+        else:
+            page[-1][page[-1].nbytes // 2 :] = bytes(page[-1].nbytes - page[-1].nbytes // 2)
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         fault = self._next()
@@ -115,22 +147,51 @@ def _quota(inner: StorageBackend, machine: StackStates) -> StorageBackend:
     return QuotaStorage(inner, account, lambda tenant: limit_bytes, machine.tick)
 
 
+def _compressed(inner: StorageBackend, machine: StackStates) -> StorageBackend:
+    return CompressedStorage(inner, 1)
+
+
+def _tier(inner: StorageBackend, machine: StackStates) -> StorageBackend:
+    """What is below is far, and another memory is near; each has a guard of its own."""
+    near = machine.memory(machine.near)
+    stores = {"upper": near, "lower": inner}
+
+    def opened(name: str, context: StorageContext) -> GuardedStorage:
+        return GuardedStorage(stores[name], context.fingerprint, machine.limits, machine.clock)
+
+    with mock.patch.object(tier_module, "_open", opened):
+        return tier_module.TierBackend(StorageContext(machine.fingerprint, {}, PAGE_BYTES))
+
+
 WRAPPERS: Mapping[str, Callable[[StorageBackend, Any], StorageBackend]] = {
-    "retry": _retry, "negative": _negative, "quota": _quota,
-} | ({} if EncryptedStorage is None else {"encrypted": _encrypted})  # fmt: skip
-stacks = st.permutations(sorted(WRAPPERS)).flatmap(
-    lambda order: st.integers(0, len(order)).map(lambda count: order[:count])
+    "retry": _retry, "negative": _negative, "quota": _quota, "tier": _tier,
+} | ({} if EncryptedStorage is None else {"encrypted": _encrypted}) | (
+    {} if CompressedStorage is None else {"compressed": _compressed})  # fmt: skip
+
+
+def _can_stand(stack: Sequence[str]) -> bool:
+    """A tier takes pages of one length only."""
+    return "tier" not in stack or "compressed" not in stack[stack.index("tier") :]
+
+
+stacks = (
+    st.permutations(sorted(WRAPPERS))
+    .flatmap(lambda order: st.integers(0, len(order)).map(lambda count: order[:count]))
+    .filter(_can_stand)
 )
 
 
 class StackStates(RuleBasedStateMachine):
     """The oracle is a function of the key: what stands under a name is the same whoever stores it."""
 
-    @initialize(stack=stacks, failures=st.integers(1, 4))
-    def start(self, stack: list[str], failures: int) -> None:
-        self.stack, self.failures = stack, failures
+    @initialize(stack=stacks, failures=st.integers(1, 4), lands=st.booleans())
+    def start(self, stack: list[str], failures: int, lands: bool) -> None:
+        self.stack = stack
+        self.traits = Traits(lands=lands, ragged="compressed" in stack)
+        self.limits = GuardLimits(deadline_s=60.0, breaker=BreakerLimits(failures, 5.0))
         self.folder, self.clock, self.now_ns = Path(tempfile.mkdtemp()), FakeClock(), 0
         self.places: dict[str, OrderedDict[str, bytes]] = {}
+        self.near: dict[str, OrderedDict[str, bytes]] = {}
         self.fingerprint = FINGERPRINT
         self.store = self._open()
 
@@ -138,15 +199,20 @@ class StackStates(RuleBasedStateMachine):
         self.now_ns += 2_000_000_000
         return self.now_ns
 
+    def memory(self, places: dict[str, OrderedDict[str, bytes]]) -> Wild:
+        self.wilds.append(Wild(StorageContext(self.fingerprint, {}, PAGE_BYTES), places, self.traits))
+        return self.wilds[-1]
+
     def _open(self) -> GuardedStorage:
-        longer = ENCRYPTED_BYTES if "encrypted" in self.stack else 0
-        self.wild = Wild(StorageContext(self.fingerprint, {}, PAGE_BYTES + longer), self.places)
-        backend: StorageBackend = self.wild
+        self.wilds: list[Wild] = []
+        backend: StorageBackend = self.memory(self.places)
         for name in self.stack:
             backend = WRAPPERS[name](backend, self)
-        assert ("encrypted" in self.stack) == getattr(backend, "traits", Traits()).verifies
-        limits = GuardLimits(deadline_s=60.0, breaker=BreakerLimits(self.failures, 5.0))
-        return GuardedStorage(backend, self.fingerprint, limits, self.clock)
+        traits = getattr(backend, "traits", Traits())
+        assert traits.verifies == bool({"encrypted", "tier"} & set(self.stack))
+        plain = {"encrypted", "compressed", "tier"}.isdisjoint(self.stack)
+        assert traits.lands == (plain and self.traits.lands), self.stack
+        return GuardedStorage(backend, self.fingerprint, self.limits, self.clock)
 
     def _bytes(self, key: str) -> bytes:
         return bytes_of(f"{key} {self.fingerprint.revision}", PAGE_BYTES)
@@ -162,10 +228,11 @@ class StackStates(RuleBasedStateMachine):
     def _put(self, keys: Sequence[str], tenant: str) -> list[bool]:
         return self.store.put(keys, [[memoryview(self._bytes(key))] for key in keys], tenant=tenant)
 
-    @rule(fault=st.sampled_from(FAULTS), seed=st.integers(0, 1000))
-    def go_wrong(self, fault: str, seed: int) -> None:
+    @rule(fault=st.sampled_from(FAULTS), seed=st.integers(0, 1000), near=st.booleans())
+    def go_wrong(self, fault: str, seed: int, near: bool) -> None:
         """The next call that comes through does."""
-        self.wild.fault, self.wild.rng = fault, random.Random(seed)
+        wild = self.wilds[-1 if near else 0]
+        wild.fault, wild.rng = fault, random.Random(seed)
 
     @rule(keys=batches, tenant=st.sampled_from(["", "salt:a"]))
     def put(self, keys: list[str], tenant: str) -> None:
@@ -198,7 +265,8 @@ class StackStates(RuleBasedStateMachine):
     @rule(keys=batches)
     def heals(self, keys: list[str]) -> None:
         """When nothing goes wrong any more, what is damaged is found, put again and there."""
-        self.wild.fault = "none"
+        for wild in self.wilds:
+            wild.fault = "none"
         self.clock.now_s += 20.0
         self._hits(keys[:1])  # the breaker's probe
         self._hits(keys)  # finds damaged pages
