@@ -94,14 +94,17 @@ class NixlLink:
         self._agent, chosen = self._made(config, {**parameters, **config.plugin_options})
         answers = [engine for engine in POSIX_ENGINES if chosen.get(engine) == "true"]
         self._is_whole = config.plugin == "POSIX" and bool(answers) and set(answers) <= set(ANSWER_AT_THE_END)
+        self._is_single = config.plugin == "POSIX" and not self._is_whole
+        self._turn, self._has_failed = threading.Lock(), False
         self.memory = RegisteredMemory(config.buffer_bytes, self._register)
 
     def run(self, write: bool, transfers: Sequence[Transfer]) -> list[bool]:
         """Which pages were moved. Nothing is under way when this returns.
 
         Each piece is a transfer of its own, but for engines known to answer at the end of all: others
-        answer at the first failure, and go on writing into memory that is another page's by then. Pages that
-        are one transfer are moved all or none, as the library does not say which failed.
+        answer at the first failure, and go on writing into memory that is another page's by then (which
+        `use_posix_aio` does across transfers, too: see `_move_singly`). Pages that are one transfer are moved
+        all or none, as the library does not say which failed.
         """
         if not transfers:
             return []
@@ -135,7 +138,8 @@ class NixlLink:
         together = [pieces] if self._is_whole else [[piece] for piece in pieces]
         try:
             with _os_errors(), self._registered(whole):
-                moved = self._move("WRITE" if write else "READ", together)
+                move = self._move_singly if self._is_single else self._move
+                moved = move("WRITE" if write else "READ", together)
         except OSError as error:
             logger.info("%s", error)
             moved = [False] * len(together)
@@ -172,6 +176,19 @@ class NixlLink:
         finally:
             with self._lock:
                 agent.deregister_memory(known)
+
+    def _move_singly(self, what: str, together: Sequence[Sequence[_Piece]]) -> list[bool]:
+        """`_move` one after the other, until one fails: `use_posix_aio` has one queue for all, and answers
+        for later ones with that failure while they are under way. From then on nothing is moved."""
+        moved: list[bool] = []
+        for one in together:
+            with self._turn:
+                done = not self._has_failed and self._move(what, [one]) == [True]
+                if not (done or self._has_failed):
+                    self._has_failed = True
+                    logger.warning("nixl: use_posix_aio failed once: plain calls move all pages from here on")
+            moved.append(done)
+        return moved
 
     def _move(self, what: str, together: Sequence[Sequence[_Piece]]) -> list[bool]:
         """Which of the transfers `together` came to their end; when this returns all have, or failed."""

@@ -15,12 +15,16 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from hiradix.demo.process import free_port
+from hiradix.errors import ConfigError
 
+T = TypeVar("T")
 START_TIMEOUT_S = 60.0
 
 
@@ -36,6 +40,19 @@ def wait_for(done: Callable[[], bool], timeout_s: float = START_TIMEOUT_S) -> No
     while not done():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.02)
+
+
+def opened(make: Callable[[], T]) -> T:
+    """What `make` gives, a store of short timeouts, when the machine lets its server answer within them."""
+    made: list[T] = []
+
+    def is_made() -> bool:
+        with suppress(ConfigError):
+            made.append(make())
+        return bool(made)
+
+    wait_for(is_made)
+    return made[0]
 
 
 @dataclass
@@ -76,11 +93,17 @@ class Server:
         self.process.send_signal(number)
 
     def stall(self) -> None:
-        """Keep the connections and answer nothing, until `go_on`."""
+        """Keep the connections and answer nothing, until `go_on`. On a busy machine a server that was told to
+        stop goes on for tens of milliseconds, and answers: this returns when it has stopped."""
         self.signal(signal.SIGSTOP)
+        wait_for(self._has_stopped)
 
     def go_on(self) -> None:
         self.signal(signal.SIGCONT)
+
+    def _has_stopped(self) -> bool:
+        assert self.process is not None
+        return os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
 
     def restart(self) -> None:
         """Kill and start again, so that it looks at its files anew."""

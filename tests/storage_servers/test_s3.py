@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from tests.contracts.storage import (
     Make,
     NamespaceContract,
     PersistentContract,
-    SharedContract,
     SharedQuotaContract,
     StorageContract,
     blank,
@@ -43,17 +40,9 @@ from tests.contracts.storage import (
     keys_of,
     page_of,
     put,
-    run_all,
 )
-from tests.storage_servers.servers import (
-    ACCESS,
-    BUCKET,
-    Server,
-    make_folder,
-    prefix_of,
-    s3_keys,
-    wait_for,
-)
+from tests.storage_servers.objects import OnServer, SharedOnServer
+from tests.storage_servers.servers import ACCESS, BUCKET, Server, opened, s3_keys, wait_for
 
 FOLDER = FINGERPRINT.digest()[:32]
 
@@ -65,63 +54,20 @@ def context(
     return StorageContext(fingerprint, keys | config, PAGE_BYTES)
 
 
-class OnServer:
-    """`place` becomes a prefix in the bucket: one server holds the stores of all tests."""
-
-    server: Server
-
-    @pytest.fixture(autouse=True)
-    def _server(self, s3_server: Server) -> None:
-        self.server = s3_server
-
+class OnS3(OnServer):
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
-        make_folder(self.server, f"{prefix_of(place)}/{fingerprint.digest()[:32]}")
-        return context(self.server, prefix_of(place), fingerprint, **config)
+        return context(self.server, self.prefix(place, fingerprint), fingerprint, **config)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         """With the retry every backend has: rclone cuts a body short when its object is deleted meanwhile."""
         return RetryingStorage(S3Backend(self.context(place, fingerprint, config)), 3, 0.01)
 
-    @property
-    def loses_uploads_that_meet(self) -> bool:
-        """Where uploads of one object meet and one of them fails, rclone deletes what another has stored (its
-        issue 9718). So there a page may be missing until it is put again; what is found is right."""
-        return self.server.command[0].endswith("rclone")
 
-    def test_threads_put_the_same_keys(self, store: Any) -> None:
-        if self.loses_uploads_that_meet:
-            put_at_once([store] * 4, keys_of(16))
-        else:
-            super().test_threads_put_the_same_keys(store)  # type: ignore[misc]
-
-
-def put_at_once(stores: list[Any], keys: list[str]) -> None:
-    """All end, what is found is right, and whoever puts the pages again has them all."""
-    answers = [0]
-
-    def put_all(store: Any) -> None:
-        with suppress(StorageError):
-            put(store, keys)
-        answers[0] += 1
-
-    run_all([partial(put_all, store) for store in stores])
-    assert answers == [len(stores)]
-    for store in stores:
-        hits(store, keys)
-    assert all(put(stores[0], keys)) and all(all(hits(store, keys)) for store in stores)
-
-
-class TestS3(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedContract):
+class TestS3(OnS3, SharedOnServer, StorageContract, PersistentContract, NamespaceContract):
     """No cap."""
 
-    def test_same_keys_from_several_handles(self, make: Make) -> None:
-        if self.loses_uploads_that_meet:
-            put_at_once([make() for _ in range(3)], keys_of(20))
-        else:
-            super().test_same_keys_from_several_handles(make)
 
-
-class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContract):
+class TestS3WithCap(OnS3, StorageContract, PersistentContract, BoundedContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         return super().open(place, fingerprint, **{"max_size": "1GiB"} | config)
 
@@ -132,7 +78,7 @@ class TestS3WithCap(OnServer, StorageContract, PersistentContract, BoundedContra
         return len(S3Backend(self.context(place, FINGERPRINT, {}))._list())
 
 
-class TestGuardedS3(OnServer, StorageContract, PersistentContract, NamespaceContract, SharedQuotaContract):
+class TestGuardedS3(OnS3, StorageContract, PersistentContract, NamespaceContract, SharedQuotaContract):
     raises = False
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
@@ -249,7 +195,8 @@ def test_killed_server_is_an_error_and_keeps_its_pages(own_s3: Server) -> None:
 
 def test_stalled_server_times_out(own_s3: Server) -> None:
     patient = S3Backend(context(own_s3))
-    store = S3Backend(context(own_s3, request_retries=0, timeout_s=0.2, retry_timeout_s=0.2))
+    impatient = context(own_s3, request_retries=0, timeout_s=0.2, retry_timeout_s=0.2)
+    store = opened(lambda: S3Backend(impatient))
     put(patient, keys_of(2))
     own_s3.stall()
     with pytest.raises(StorageError):
