@@ -189,15 +189,12 @@ class HierarchicalCache:
         if self.is_blocked(key):
             return self.tree.lock(at.node if at is not None else self.tree.root, DEVICE)
         lock = self.supply.give(key, (pages, *others), at)
-        if ended is not None:
-            self.finished(key, lock.node, ended)
-        else:
-            self.inserted(lock.node)
+        self.inserted(lock.node) if ended is None else self.finished(key, lock.node, ended)
         return lock
 
     def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
-        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request, also
-        where its last tokens added no page: a policy that learns has what is `inserted` wait for this."""
+        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what it
+        has inserted may have waited for this."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
         self.inserted(node)

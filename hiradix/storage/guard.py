@@ -239,11 +239,8 @@ class GuardedStorage:
         return op is Op.GET and self._traits.lands and not self._traits.verifies
 
     def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
-        """What of a batch of pages of such sizes goes to the backend at once.
-
-        Staged pieces are filled while the backend has the one before: so the first of a put, which it waits
-        for, is a short one. After the last of a get nobody waits but the caller.
-        """
+        """What of pages of such sizes goes to the backend at once. A staged piece is filled while the backend
+        has the one before: so the first of a put, which it waits for, is a short one."""
         if self._direct is not None or self._lands(op):
             return chunks(sizes, DIRECT_PIECE_BYTES)
         wide = min(self._traits.width * max(sizes, default=0), WIDE_PIECE_BYTES)
