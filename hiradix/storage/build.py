@@ -7,13 +7,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hiradix.errors import ConfigError
 from hiradix.storage.breaker import BreakerLimits
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.identities import remember
+from hiradix.storage.lanes import LEFT_BEHIND
 from hiradix.storage.options import Options
 from hiradix.storage.protocol import StorageBackend, StorageContext
 from hiradix.storage.quota import with_quota
-from hiradix.storage.registry import create_storage_backend
+from hiradix.storage.registry import FLAG, create_storage_backend
 from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, inner_context, wrap
 
 GUARD_KEYS = (
@@ -25,6 +27,10 @@ GUARD_KEYS = (
     "breaker_retry_s",
     "admin_timeout_s",
 )
+
+
+MAX_LEFT_BEHIND = 64
+"""Threads in calls of closed stores: one that hangs and is attached again and again leaves more each time."""
 
 
 def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
@@ -54,6 +60,12 @@ def open_storage(
     name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
 ) -> GuardedStorage:
     """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
+    left = LEFT_BEHIND.num_lanes
+    if left >= MAX_LEFT_BEHIND:
+        raise ConfigError(
+            f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "
+            f"opened until they are fewer than {MAX_LEFT_BEHIND}, or the process is started again"
+        )
     limits = guard_limits(context.extra_config)
     return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
 

@@ -100,6 +100,21 @@ class Lane:
                 self._on_late_end(self)
 
 
+class LeftBehind:
+    """How many lanes of closed pools are in calls that have not ended, in this process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_lanes = 0
+
+    def add(self, number: int) -> None:
+        with self._lock:
+            self.num_lanes += number
+
+
+LEFT_BEHIND = LeftBehind()
+
+
 class LanePool:
     """At most `num_lanes` lanes, made when first needed."""
 
@@ -109,6 +124,7 @@ class LanePool:
         self._num_made = 0
         self._changed = threading.Condition()
         self._closed = False
+        self._left_behind = LEFT_BEHIND
         self.num_late = 0
 
     @property
@@ -134,10 +150,13 @@ class LanePool:
         self._put_back(lane)
 
     def close(self) -> None:
-        """End all threads: idle ones now, the others when their call ends."""
+        """End all threads: idle ones now, the others when their call ends. Idempotent."""
         with self._changed:
+            if self._closed:
+                return
             self._closed = True
             free, self._free = self._free, []
+            self._left_behind.add(self._num_made - len(free))
             self._changed.notify_all()
         for lane in free:
             lane.stop()
@@ -166,6 +185,7 @@ class LanePool:
                 self._free.append(lane)
                 self._changed.notify()
                 return
+        self._left_behind.add(-1)
         lane.stop()
 
 

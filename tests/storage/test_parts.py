@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from hiradix.storage import (
     PageFingerprint,
     StorageBackend,
     StorageContext,
+    build,
     create_storage_backend,
     guard_limits,
+    lanes,
     load_storage_backend,
     open_storage,
     register_storage_backend,
@@ -204,8 +207,41 @@ class Moody(MemoryBackend):
         raise ConnectionRefusedError("no server at 127.0.0.1:1")
 
 
+class Hanging(MemoryBackend):
+    """Its server does not answer until released."""
+
+    release = threading.Event()
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        assert self.release.wait(60), "never released"
+        return super().exists(keys, prefix_keys)
+
+
 @pytest.mark.usefixtures("clean_registry")
 class TestRegistry:
+    def test_a_store_that_hangs_cannot_be_opened_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each time it was attached and detached it left its threads behind."""
+        register_storage_backend("hanging", f"{__name__}:Hanging")
+        keys = {"deadline_s": 0.01, "num_workers": 1, "admin_timeout_s": 0.01}
+        context = StorageContext(FINGERPRINT, keys, PAGE_BYTES)
+        left = lanes.LeftBehind()  # other tests' threads do not count
+        for module in (lanes, build):
+            monkeypatch.setattr(module, "LEFT_BEHIND", left)
+        monkeypatch.setattr(build, "MAX_LEFT_BEHIND", 3)
+        for _ in range(3):
+            storage = open_storage("hanging", context)
+            assert storage.exists(keys_of(2)) == 0
+            storage.close(0.01)
+            storage.close(0.01)
+        with pytest.raises(ConfigError, match="--hicache-storage-backend hanging: 3 threads are in calls"):
+            open_storage("hanging", context)
+        Hanging.release.set()
+        deadline = time.monotonic() + 60
+        while left.num_lanes:
+            assert time.monotonic() < deadline, "threads that have ended still count"
+            time.sleep(0.001)
+        open_storage("hanging", context).close()
+
     def test_plugin_by_module_and_class(self) -> None:
         register_storage_backend("plugin", f"{__name__}:Plugin")
         assert "plugin" in storage_backend_names()
