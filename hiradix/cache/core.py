@@ -193,8 +193,8 @@ class HierarchicalCache:
         return lock
 
     def finished(self, key: RadixKey, node: Node, ended: Finished) -> None:
-        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what it
-        has inserted may have waited for this."""
+        """A request that still locks `node`, where the path of `key` ends, has ended. Once per request: what
+        it has inserted may have waited for this."""
         if self.learner is not None:
             self.learner.finished(self.tree, node, key, ended)
         self.inserted(node)
