@@ -118,9 +118,9 @@ def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
     if "hash_ids" in first:
         return 512, _mooncake
     if "blocks" in first:
-        size = _count(first, "block_tokens")
-        if size < 1:
-            raise ConfigError(f"{path}: block_tokens must be >= 1, got {size}")
+        size = first.get("block_tokens")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ConfigError(f"{path}: block_tokens must be a whole number >= 1, got {size!r}")
         return size, _recorded(size)
     if "tokens" in first or "token_ids" in first:
         return PLAIN_BLOCK, _plain()
@@ -137,6 +137,8 @@ def _count(record: Record, *names: str) -> int:
     value = _field(record, names)
     if value is None:
         raise KeyError(" or ".join(names))
+    if isinstance(value, bool):
+        raise ValueError(f"{names[0]} is no number: {value}")
     count = int(value)
     if not 0 <= count < 1 << 31:
         raise ValueError(f"{names[0]} is {count}")
@@ -162,7 +164,7 @@ def _time(value: Any) -> float:
 
 def _ids(record: Record, name: str) -> list[int]:
     ids = record[name]
-    if not isinstance(ids, list) or not all(isinstance(x, int) and -(1 << 62) < x < 1 << 62 for x in ids):
+    if not isinstance(ids, list) or not all(type(x) is int and -(1 << 62) < x < 1 << 62 for x in ids):
         raise ValueError(f"{name} is no list of whole numbers")
     return ids
 
@@ -191,9 +193,11 @@ def _recorded(size: int) -> Callable[[Record], Call]:
 
     def read(record: Record) -> Call:
         tokens, names, own = _count(record, "prompt_tokens"), record["blocks"], record["block_tokens"]
-        if own != size or len(names) > tokens // size:
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("blocks is no list of texts")
+        if own != size or isinstance(own, bool) or len(names) > tokens // size:
             raise ValueError(f"{len(names)} blocks of {own} tokens, of {tokens} tokens in blocks of {size}")
-        blocks = namer.blocks([str(name) for name in names])
+        blocks = namer.blocks(names)
         hint = record.get("hint")
         return Call(
             _time(record["time_s"]),

@@ -111,7 +111,13 @@ def test_a_compressed_trace_has_the_name_of_its_contents(suffix: str, pack, tmp_
         (BURST + b"9,a,m," + b"1" * 200_000 + b",5,275,x\n", ":4: field larger"),
         (RECORDED + lines({**RECORD, "prompt_tokens": 127}), ":4: .*2 blocks"),
         (RECORDED + lines({**RECORD, "block_tokens": 32}), ":4: .*32"),
+        (RECORDED + lines({**RECORD, "blocks": [1, {}]}), ":4: .*blocks is no list of texts"),
+        (RECORDED + lines({**RECORD, "blocks": "ab"}), ":4: .*blocks is no list of texts"),
+        (lines({**RECORD, "block_tokens": True}), "block_tokens must be a whole number >= 1, got True"),
+        (lines({**RECORD, "block_tokens": None}), "block_tokens must be .* got None"),
+        (lines({**RECORD, "output_tokens": False}), ":1: .*output_tokens is no number: False"),
         (lines({"tokens": [1, 2], "output_tokens": -1}), ":1: .*-1"),
+        (lines({"tokens": [1, True]}), ":1: .*tokens is no list of whole numbers"),
     ],
 )
 def test_a_bad_trace_is_an_error_that_names_the_line(data: bytes, said: str, tmp_path: Path) -> None:
