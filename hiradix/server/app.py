@@ -124,6 +124,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # the address would be the client's Host header
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)

@@ -6,19 +6,28 @@ import asyncio
 import resource
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hiradix.server.refusals import REFUSALS
 
 HEAD_TIMEOUT_S = 30.0
 """A request's head is there so long after the connection was opened, or after the answer before."""
 STOP_BODY_TIMEOUT_S = 2.0
 """A body that comes in when the server is told to stop has so long."""
 MAX_CONNECTIONS = 4096
-_FULL = b"too many connections; try again later\n"
-_REFUSAL = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n"
-    b"retry-after: 1\r\nconnection: close\r\n\r\n" % len(_FULL)
-)
+
+
+def _refusal(status: bytes, reason: bytes, more: bytes = b"") -> bytes:
+    return (
+        b"HTTP/1.1 %s\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n%sconnection: close\r\n\r\n%s"
+        % (status, len(reason), more, reason)
+    )
+
+
+FULL = _refusal(b"503 Service Unavailable", b"too many connections; try again later\n", b"retry-after: 1\r\n")
+LATE = _refusal(b"408 Request Timeout", b"the request's head did not come in time\n")
 
 
 def most_connections() -> int:
@@ -40,7 +49,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > most_connections():
-            transport.write(_REFUSAL + _FULL)
+            REFUSALS["full"] += 1
+            transport.write(FULL)
             transport.close()
         self._end_within(HEAD_TIMEOUT_S)
 
@@ -54,6 +64,14 @@ class Connection(H11Protocol):
             if self.cycle.keep_alive or not self.cycle.more_body:  # else it is late already
                 self._end_within(None)
             self._read_on()
+
+    def send_400_response(self, msg: str) -> None:
+        """Where it is too late for an answer uvicorn's own would raise, a traceback in the log for each."""
+        REFUSALS["invalid"] += 1
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # which begins the next request, if that is there
@@ -83,5 +101,13 @@ class Connection(H11Protocol):
         """End it, behind what is still to be sent: that has a deadline of its own, set on the listener."""
         if self.transport.get_write_buffer_size() > 0:
             self._end_within(timeout_s)
+        elif self._has_begun():
+            REFUSALS["late"] += 1
+            self.transport.write(LATE)
+            self.transport.close()
         else:
             self.transport.abort()
+
+    def _has_begun(self) -> bool:
+        """A part of a head is there: of no request is anything answered yet."""
+        return self.conn.our_state is h11.IDLE and bool(self.conn.trailing_data[0])

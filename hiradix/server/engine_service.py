@@ -216,7 +216,12 @@ def _hierarchy(engine: Engine) -> HiRadixCache:
 
 def _close_late(opening: asyncio.Future[OpenedStorage]) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        opening.result().storage.close()
+        off_loop(opening.result().storage.close).add_done_callback(_closed_late)
+
+
+def _closed_late(closing: asyncio.Future[None]) -> None:
+    if not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.warning("storage that came too late to be attached: %s", error)
 
 
 def _transfers(stats: TransferStats | None) -> dict[str, TransferFigures]:

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from hiradix.engine.api import Output
 from hiradix.server.generation import ClientGone
+from hiradix.server.refusals import REFUSALS
 from hiradix.server.schema import ApiError
 from hiradix.server.service import Snapshot, TransferFigures
 
@@ -255,6 +256,7 @@ class RequestMetrics:
         """The text of /metrics; without a snapshot only what was counted here."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_HitRate(self._labels, self._tally))
+        registry.register(_Refusals(self._labels))
         if snapshot is not None:
             registry.register(SnapshotCollector(snapshot, self._extra))
         text: bytes = generate_latest(self._registry) + generate_latest(registry)
@@ -272,4 +274,17 @@ class _HitRate:
             "sglang:cache_hit_rate", "Share of prompt tokens reused.", labels=list(self._labels)
         )
         metric.add_metric(list(self._labels.values()), self._tally.cached / max(1, self._tally.prompt))
+        yield metric
+
+
+class _Refusals:
+    def __init__(self, labels: Mapping[str, str]):
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Connections that were refused before there was a request, since the process started."""
+        names = [*self._labels, "reason"]
+        metric = CounterMetricFamily("hiradix:refused_connections", "Connections refused.", labels=names)
+        for reason, count in REFUSALS.items():
+            metric.add_metric([*self._labels.values(), reason], count)
         yield metric

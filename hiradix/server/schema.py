@@ -14,6 +14,7 @@ from hiradix.engine.api import SamplingParams, Scope
 from hiradix.server.json_text import parse
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
+MAX_ADMIN_BODY_BYTES = 256 * 1024
 BODY_TIMEOUT_S = 120.0
 MAX_ERRORS = 1000
 MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
@@ -218,11 +219,12 @@ class Share(Protocol):
 
 
 async def _read(request: Request, share: Share | None) -> bytes:
+    most = MAX_ADMIN_BODY_BYTES if share is None else MAX_BODY_BYTES
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise ApiError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+        if len(data) > most:
+            raise ApiError(f"the body is larger than {most} bytes", status=413)
         if share is not None:
             share.grown_to(len(data))
     return bytes(data)
@@ -245,7 +247,7 @@ def _parsed(data: bytes) -> Any:
 
 
 async def read_json(request: Request) -> Any:
-    """The request's JSON body, at most MAX_BODY_BYTES within BODY_TIMEOUT_S; ApiError otherwise."""
+    """An administrator's JSON body, short enough to be parsed on the event loop; ApiError otherwise."""
     return _parsed(await _received(request))
 
 

@@ -226,6 +226,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     from hiradix.server.app import AppSettings, create_app
     from hiradix.server.auth import Keys
     from hiradix.server.connection import http_settings
+    from hiradix.server.refusals import Sparing
 
     class Server(uvicorn.Server):
         """uvicorn with our own signal handling: it must not raise the signal again after a clean end."""
@@ -241,6 +242,7 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
         metric_labels=dict(config.metric_labels),
         extra_config_text=config.extra_config_text,
     )
+    logging.getLogger("uvicorn.error").addFilter(Sparing())
     return Server(
         uvicorn.Config(
             create_app(service, settings),

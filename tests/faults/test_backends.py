@@ -144,6 +144,7 @@ class Watched(MemoryBackend):
     opened: Callable[[], object]
     num_closed = 0
     closed = threading.Event()
+    closer: threading.Thread
 
     def __init__(self, context: StorageContext):
         super().__init__(context)
@@ -152,6 +153,7 @@ class Watched(MemoryBackend):
     def close(self) -> None:
         super().close()
         Watched.num_closed += 1
+        Watched.closer = threading.current_thread()
         Watched.closed.set()
 
 
@@ -187,6 +189,7 @@ def test_what_is_open_after_the_deadline_is_closed(service: EngineService) -> No
 
     outcome = asyncio.run(late())
     assert not outcome.ok and "not open within" in outcome.message
+    assert Watched.closer is not threading.current_thread(), "a close that hangs would stop the event loop"
 
 
 def test_without_wait_a_busy_engine_refuses(service: EngineService) -> None:

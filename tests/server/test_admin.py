@@ -195,6 +195,21 @@ def test_refused_attach_and_detach_change_no_view() -> None:
     assert http.get(STORAGE).json() == {**VIEW_EMPTY, "hicache_storage_backend": "file"}
 
 
+def test_an_attach_body_too_long_to_be_parsed_beside_requests_is_refused() -> None:
+    service = ScriptedService()
+    body = {**ATTACH, "hicache_storage_backend_extra_config_json": "[" + "1," * 200_000 + "1]"}
+    reply = client(service, admin_key="a").put(STORAGE, json=body, headers=bearer("a"))
+    assert reply.status_code == 400 and "larger than 262144 bytes" in reply.json()["message"]
+    assert not service.calls
+
+
+@pytest.mark.parametrize("path", ["/flush_cache/", f"{STORAGE}/", "/v1/completions/", "/metrics/"])
+def test_no_path_is_redirected_to_the_host_a_client_names(path: str) -> None:
+    http = client(ScriptedService(), admin_key="a")
+    reply = http.post(path, headers={**bearer("a"), "host": "evil.example"}, follow_redirects=False)
+    assert reply.status_code == 404 and "location" not in reply.headers
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

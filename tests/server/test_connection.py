@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from hiradix.server import connection
 from hiradix.server import serve as serve_module
+from hiradix.server.refusals import REFUSALS, WARN_EVERY_S, Sparing
 from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
 
@@ -54,13 +56,56 @@ async def end_of(streams: Streams, trickle: bytes = b"") -> bytes:
 @pytest.mark.parametrize("begun", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: "])
 def test_a_head_that_never_ends_is_given_up(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
+    late = REFUSALS["late"]
 
     async def story(host: str, port: int) -> None:
-        streams = await asyncio.open_connection(host, port)
-        streams[1].write(begun)
-        assert await end_of(streams, b"a" if begun else b"") == b""
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(begun)
+        given = await reader.read()
+        assert given.startswith(b"HTTP/1.1 408 ") if begun else given == b""
+        await end_of(await asyncio.open_connection(host, port), b"a")
 
     played(story)
+    assert REFUSALS["late"] == late + bool(begun) + 1
+
+
+def test_no_http_is_refused_and_counted_whenever_it_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """Behind an answer that did not wait for the body it ended in a traceback for each."""
+    invalid = REFUSALS["invalid"]
+
+    async def story(host: str, port: int) -> None:
+        for _ in range(3):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+            writer.close()
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 404 ")
+        writer.write(b"no chunk\r\n")
+        await end_of((reader, writer))
+
+    with caplog.at_level("WARNING"):
+        played(story)
+    assert REFUSALS["invalid"] == invalid + 4
+    assert not [record for record in caplog.records if record.levelname != "WARNING"], caplog.text
+
+
+def test_warnings_that_clients_cause_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    logger, sparing = logging.getLogger("clients"), Sparing(lambda: now_s)
+    logger.addFilter(sparing)
+    for _ in range(1000):
+        logger.warning("no HTTP")
+    logger.warning("another thing")
+    now_s = WARN_EVERY_S
+    logger.warning("no HTTP")
+    now_s = 2 * WARN_EVERY_S
+    logger.warning("no HTTP")
+    logger.removeFilter(sparing)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no HTTP", "another thing", "no HTTP (and 999 more)", "no HTTP"
+    ]  # fmt: skip
 
 
 def test_the_rest_of_a_body_nobody_wants_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from hiradix.engine.api import EngineBusy
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.flags import OWN_LABELS
+from hiradix.server.refusals import REFUSALS
 from hiradix.server.service import CacheFigures
 from tests.server.scripted import INFO, MODEL, ScriptedService, application, piece
 
@@ -173,3 +174,12 @@ def test_the_labels_that_tell_values_apart_are_those_a_start_refuses() -> None:
             if len({labels[label] for labels, _ in same_name}) > 1:
                 found.add(label)
     assert found == OWN_LABELS
+
+
+def test_refused_connections_are_counted_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, reason in enumerate(("invalid", "late", "full"), 1):
+        monkeypatch.setitem(REFUSALS, reason, number)
+    samples = scrape(TestClient(application(ScriptedService())))
+    for number, reason in enumerate(("invalid", "late", "full"), 1):
+        name = "hiradix:refused_connections_total"
+        assert value(samples, name, reason=reason, model_name=MODEL) == number
