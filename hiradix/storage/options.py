@@ -26,7 +26,10 @@ def parse_size(key: str, value: object) -> int:
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(f'{flag(key)}: expected bytes or a size such as "64GiB", got {value!r}')
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+        try:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+        except OverflowError:
+            raise ConfigError(f"{flag(key)}: {value:.20}... is too large") from None
     return require_int(flag(key), value)
 
 

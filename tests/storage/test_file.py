@@ -608,6 +608,7 @@ def test_folder_that_nobody_may_make_names_its_key() -> None:
         PAGE_BYTES), ("max_size", "10XB"), ("min_free_space", "-1"), ("touch_interval_s", "x"),
         ("lock_timeout_s", float("nan")), ("fsync", 1), ("checksum", "yes"), ("file_storage_path", 7),
         ("file_storage_path", "a\0b"), ("file_storage_path", ""), ("max_sizes", 1), ("unknown", None),
+        pytest.param("max_size", "9" * 400 + "GiB", id="more than a float"),
     ],
 )  # fmt: skip
 def test_bad_value_names_its_key(tmp_path: Path, key: str, value: Any) -> None:
