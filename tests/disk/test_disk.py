@@ -355,6 +355,23 @@ def test_order_of_use_survives_a_restart(make: Make) -> None:
 # -- several handles ------------------------------------------------------------------------
 
 
+def test_reads_do_not_write_to_the_log_again_and_again(make: Make, tmp_path: Path) -> None:
+    """A use is written down once in `touch_interval_s`, with the next put."""
+    now_s = [1_800_000_000.0]
+    store = make(FINGERPRINT, lambda: int(now_s[0] * 1e9), touch_interval_s=60.0)
+    put(store, keys_of(4))
+
+    def records_of_a_put(number: int) -> int:
+        before = log_file(tmp_path).stat().st_size
+        assert all(hits(store, keys_of(4))) and put(store, [key_of(number)]) == [True]
+        return (log_file(tmp_path).stat().st_size - before) // RECORD_BYTES
+
+    alone = records_of_a_put(100)
+    assert records_of_a_put(101) == alone
+    now_s[0] += 61.0
+    assert [records_of_a_put(number) for number in (102, 103)] == [alone + 4, alone]
+
+
 def test_pages_of_a_clock_that_was_ahead_go_first_unless_they_are_used(make: Make) -> None:
     """They stayed for ever, and each new page left at the next start."""
     clock = [4_000_000_000 * 10**9]
