@@ -487,7 +487,7 @@ def set_frame(number: int) -> Frame:
 def test_the_first_pages_are_sent_before_the_server_says_which_are_there(num_unasked: int) -> None:
     """Of the others those that it has not; the stream ends behind the last reply."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(5.0)
+    ours.settimeout(30.0)
     frames, there = [set_frame(number) for number in range(14)], {1, 4, 13}
     sent = [n for n in range(14) if n < num_unasked or n not in there]
     received = bytearray()
@@ -510,7 +510,7 @@ def test_the_first_pages_are_sent_before_the_server_says_which_are_there(num_una
         answers, replies = stream.ask_and_set(questions, frames, num_unasked, lambda at, _: at not in there)
     finally:
         ours.close()
-        server.join(10.0)
+        server.join(60.0)
         theirs.close()
     assert replies == {n: b"+%d" % n for n in sent}
     assert answers == [b":%d" % (8 * (n in there)) for n in range(14)] and stream.is_drained
