@@ -228,6 +228,11 @@ class TestRegistry:
         for module in (lanes, build):
             monkeypatch.setattr(module, "LEFT_BEHIND", left)
         monkeypatch.setattr(build, "MAX_LEFT_BEHIND", 3)
+        register_storage_backend("plugin", f"{__name__}:Plugin")
+        idle = open_storage("plugin", CONTEXT)
+        assert all(put(idle, keys_of(1)))
+        idle.close()
+        assert not left.num_lanes
         for _ in range(3):
             storage = open_storage("hanging", context)
             assert storage.exists(keys_of(2)) == 0
