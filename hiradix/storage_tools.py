@@ -21,6 +21,7 @@ from hiradix.storage.file_config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.options import parse_size
+from hiradix.storage.quota import QUOTA_KEYS
 
 BATCH = 64
 UNCUT: dict[str, Any] = {"max_size": 1 << 60, "touch_interval_s": 1e9}
@@ -211,6 +212,8 @@ def clear(args: argparse.Namespace) -> int:
 def copy(args: argparse.Namespace) -> int:
     """Copies page by page, checked on the way; status 1 when a page could not be read or written."""
     source, target = StoreAddress.parse(args.url, args.set), StoreAddress.parse(args.to, args.set_to)
+    for key in (key for key in QUOTA_KEYS if key in target.config):
+        raise ConfigError(f"--set-to {key}: no store says whose its pages are, so copies have no quota")
     copied = unread = unwritten = gone = 0
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_pages(args)):

@@ -251,6 +251,7 @@ def test_bench_leaves_nothing_behind(tmp_path: Path, capsys: Any, scheme: str) -
         (["ls", "file:///x", "--set", "novalue"], "expected key=value"),
         (["bench", "file:///x", "--pages", "0"], "must be at least 1"),
         (["verify", "file:///x", "--set", "compression=zstd"], "do not show their length"),
+        (["copy", "file:///x", "file:///y", "--set-to", "quota=1GiB"], "--set-to quota: no store says"),
     ],
 )
 def test_bad_questions_are_answered(capsys: Any, arguments: list[str], message: str) -> None:
