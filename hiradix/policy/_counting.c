@@ -33,31 +33,34 @@ typedef struct {
     npy_int64 stranger; /* a class that there is not, if a row is in one */
 } work;
 
-/* The numbers of a list, `width` to an event; 0, or -1 and an error. */
+/* The numbers of a list, `width` to an event; 0, or -1 and an error. A number that is no int may do anything when it is
+ * asked for, to the list too. */
 static int read_events(PyObject *list, int width, events *found)
 {
     if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) % width) {
         PyErr_Format(PyExc_TypeError, "no list of events of %d numbers", width);
         return -1;
     }
-    found->count = PyList_GET_SIZE(list) / width;
-    found->of = PyMem_Calloc(found->count + 1, sizeof(event));
-    if (found->of == NULL) {
+    PyObject *all = PyList_AsTuple(list);
+    found->count = all == NULL ? 0 : PyTuple_GET_SIZE(all) / width;
+    found->of = all == NULL ? NULL : PyMem_Calloc(found->count + 1, sizeof(event));
+    int good = found->of != NULL;
+    if (!good && !PyErr_Occurred()) {
         PyErr_NoMemory();
-        return -1;
     }
-    for (Py_ssize_t i = 0; i < found->count; i++) {
+    for (Py_ssize_t i = 0; good && i < found->count; i++) {
         npy_int64 numbers[3];
-        for (int j = 0; j < width; j++) {
-            numbers[j] = PyLong_AsLongLong(PyList_GET_ITEM(list, i * width + j));
-            if (numbers[j] == -1 && PyErr_Occurred()) {
-                return -1;
-            }
+        for (int j = 0; good && j < width; j++) {
+            numbers[j] = PyLong_AsLongLong(PyTuple_GET_ITEM(all, i * width + j));
+            good = numbers[j] != -1 || !PyErr_Occurred();
         }
-        event one = {numbers[0], width == 3 ? numbers[1] : 0, numbers[width - 1]};
-        found->of[i] = one;
+        if (good) {
+            event one = {numbers[0], width == 3 ? numbers[1] : 0, numbers[width - 1]};
+            found->of[i] = one;
+        }
     }
-    return 0;
+    Py_XDECREF(all);
+    return good ? 0 : -1;
 }
 
 /* The data of item `i` of a tuple, if that is an array of `type` with `dims` dimensions, the first `length`; else NULL. */
@@ -250,10 +253,11 @@ static PyObject *count(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     work at = {0};
     events used = {NULL, 0}, gone = {NULL, 0};
     at.base = PyLong_AsLongLong(args[3]);
-    npy_int64 clock = PyLong_AsLongLong(args[4]);
+    npy_int64 clock = at.base == -1 && PyErr_Occurred() ? -1 : PyLong_AsLongLong(args[4]);
     double *changes = NULL;
-    int good = !((at.base == -1 || clock == -1) && PyErr_Occurred()) && read_arrays(&at, args[1], args[2]) == 0
-        && read_events(PyTuple_GET_ITEM(args[0], 0), 3, &used) == 0 && read_events(PyTuple_GET_ITEM(args[0], 1), 2, &gone) == 0
+    /* The arrays last: from there on nobody else's code runs, which might let their memory go. */
+    int good = !((at.base == -1 || clock == -1) && PyErr_Occurred()) && read_events(PyTuple_GET_ITEM(args[0], 0), 3, &used) == 0
+        && read_events(PyTuple_GET_ITEM(args[0], 1), 2, &gone) == 0 && read_arrays(&at, args[1], args[2]) == 0
         && are_rows(&at, &used) && are_rows(&at, &gone);
     if (good) {
         changes = PyMem_Calloc(3 * at.num_classes * WIDTH + 1, sizeof(double));

@@ -420,10 +420,14 @@ static PyObject *lanes_enter(Lanes *self, PyObject *const *args, Py_ssize_t narg
     if (nargs != 4) {
         return PyErr_Format(PyExc_TypeError, "enter takes 4 arguments, not %zd", nargs);
     }
-    long long class_id = PyLong_AsLongLong(args[1]), used = PyLong_AsLongLong(args[2]), depth = PyLong_AsLongLong(args[3]);
-    if ((class_id == -1 || used == -1 || depth == -1) && PyErr_Occurred()) {
-        return NULL;
+    long long numbers[3];
+    for (int i = 0; i < 3; i++) {
+        numbers[i] = PyLong_AsLongLong(args[i + 1]);
+        if (numbers[i] == -1 && PyErr_Occurred()) {
+            return NULL;
+        }
     }
+    long long class_id = numbers[0], used = numbers[1], depth = numbers[2];
     int number = lane_number(self, class_id);
     npy_intp slot = number < 0 ? -1 : new_slot(self, args[0], number);
     if (slot < 0) {
@@ -519,11 +523,15 @@ static Py_ssize_t lanes_length(Lanes *self)
     return count;
 }
 
-static int lanes_init(Lanes *self, PyObject *args, PyObject *kwargs)
+static PyObject *lanes_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *tables;
-    if (self->tables != NULL || (kwargs != NULL && PyDict_GET_SIZE(kwargs)) || !PyArg_ParseTuple(args, "O", &tables)) {
-        return PyErr_Occurred() ? -1 : (PyErr_SetString(PyExc_TypeError, "Lanes are made once, of tables"), -1);
+    if ((kwargs != NULL && PyDict_GET_SIZE(kwargs)) || !PyArg_ParseTuple(args, "O", &tables)) {
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Lanes are made of tables");
+    }
+    Lanes *self = (Lanes *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
     }
     self->tables = Py_NewRef(tables);
     self->chosen = -1;
@@ -534,7 +542,10 @@ static int lanes_init(Lanes *self, PyObject *args, PyObject *kwargs)
     for (int i = 0; i < CLASSES; i++) {
         self->of_class[i] = -1;
     }
-    return settled(self, 0);
+    if (settled(self, 0) < 0) {
+        Py_CLEAR(self);
+    }
+    return (PyObject *)self;
 }
 
 static void lanes_dealloc(Lanes *self)
@@ -574,8 +585,7 @@ static PyTypeObject lanes_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "hiradix.policy._lanes.Lanes",
     .tp_basicsize = sizeof(Lanes),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = PyType_GenericNew,
-    .tp_init = (initproc)lanes_init,
+    .tp_new = lanes_new,
     .tp_dealloc = (destructor)lanes_dealloc,
     .tp_methods = lanes_methods,
     .tp_members = lanes_members,

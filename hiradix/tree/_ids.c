@@ -1,5 +1,6 @@
 /* Arrays of page ids and tokens, and what the garbage collector looks at: ids.py says what these do, and ids_numpy.py,
- * whose functions have the same names, is what they are tested against. Ids are checked before anything is read or written through them. The caller holds the GIL. */
+ * whose functions have the same names, is what they are tested against. Ids are checked before anything is read or written
+ * through them. The caller holds the GIL. */
 
 #define PY_SSIZE_T_CLEAN
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
@@ -327,8 +328,8 @@ static int is_buffer_of_tokens(PyObject *object, Py_buffer *view)
         PyErr_Clear();
         return 0;
     }
-    if (view->ndim == 1 && view->itemsize == sizeof(npy_int64) && view->format != NULL
-        && strcmp(view->format, "q") == 0) {
+    if (view->ndim == 1 && view->itemsize == sizeof(npy_int64) && (npy_uintp)view->buf % sizeof(npy_int64) == 0
+        && view->format != NULL && strcmp(view->format, "q") == 0) {
         return 1;
     }
     PyBuffer_Release(view);

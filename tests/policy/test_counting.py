@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,6 +110,17 @@ def test_both_forms_are_the_same_to_the_last_bit(seed: int) -> None:
     assert one.left == other.left
 
 
+class Emptying:
+    """A number that takes everything out of a list when it is asked for."""
+
+    def __init__(self, numbers: list[Any]):
+        self.numbers = numbers
+
+    def __index__(self) -> int:
+        self.numbers.clear()
+        return len(self.numbers)
+
+
 @pytest.mark.skipif(not counting.IS_BUILT, reason="needs `make compiled`")
 def test_what_cannot_be_counted_is_refused_and_let_go() -> None:
     def columns(rows: int = 3, class_id: int = 0, passed: int = 0) -> list[np.ndarray]:
@@ -132,6 +144,12 @@ def test_what_cannot_be_counted_is_refused_and_let_go() -> None:
         counting.count(([], []), tuple(columns(class_id=4)), tables, 0, 5000)
     with pytest.raises(AssertionError, match="rows"):
         counting.count(([], []), tuple(columns(passed=4)), tables, 0, 0)
+    emptied: list[Any] = []
+    emptied += [Emptying(emptied), 5, 1] * 9
+    counting.count((emptied, []), tuple(good), tables, 0, 0)
+    assert tables[0][0, 0] == 9 and emptied == []
+    with pytest.raises(TypeError, match="'str'"):  # and no other number is asked for with that error at hand
+        counting.count(([], []), tuple(good), tables, "1", Emptying([]))
     before = [sys.getrefcount(array) for array in (*good, *tables)]
     for _ in range(50):
         counting.count(([0, 5, 1], [1, 1]), tuple(good), tables, 0, 5000)

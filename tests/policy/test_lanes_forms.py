@@ -182,5 +182,7 @@ def test_what_is_no_table_no_class_and_no_number_is_refused() -> None:
         some.enter(place, "2", 0, 0)
     with pytest.raises(TypeError):
         some.enter(place, 2)
+    with pytest.raises(TypeError):
+        lanes.Lanes.__new__(lanes.Lanes)  # of no tables
     some.left(place, 7)  # it has no such seat
     assert some.first(0) is None and sys.getrefcount(place) == 2
