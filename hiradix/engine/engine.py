@@ -33,7 +33,7 @@ from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
 from hiradix.engine.pools import EnginePools, build_pools
 from hiradix.engine.ports import PrefixCache, is_transferring
-from hiradix.engine.rank_storage import Attach, attach_on_ranks, open_timeout_s
+from hiradix.engine.rank_storage import Attach, attach_on_ranks, clear_on_ranks, open_timeout_s
 from hiradix.engine.request import Request
 from hiradix.engine.scheduler import Limits, Part, Scheduler
 from hiradix.engine.slots import free_tokens
@@ -259,6 +259,8 @@ class Engine:
 
     def clear_storage(self) -> bool:
         """Delete this model's pages from storage; False when there is none or it failed."""
+        if self._open_timeout_s is not None and isinstance(self.cache, HiRadixCache):
+            return clear_on_ranks(self.cache, self._open_timeout_s)
         return self.cache.clear_storage_backend()
 
     def hint(self, prompt_ids: Sequence[int], scope: Scope) -> int:

@@ -1,4 +1,4 @@
-"""Storage of one rank of several, opened within a deadline: the others wait, but not for ever."""
+"""Storage of one rank of several, opened and cleared within a deadline: the others wait, but not for ever."""
 
 from __future__ import annotations
 
@@ -43,6 +43,27 @@ def attach_on_ranks(cache: HiRadixCache, asked: Attach, timeout_s: float) -> tup
         return False, str(error)
     attached: tuple[bool, str] = cache.attach_opened(opened, *policies)
     return attached
+
+
+def clear_on_ranks(cache: HiRadixCache, timeout_s: float) -> bool:
+    """Delete the model's pages; False where there is no storage, or it had not done so after `timeout_s`."""
+    storage = cache.storage
+    if storage is None:
+        return False
+    done: Future[bool] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(storage.clear())
+        except BaseException:  # the backend's name for a failure is in its guard's log
+            done.set_result(False)
+
+    try:
+        threading.Thread(target=run, name="hiradix-clear-storage", daemon=True).start()
+        ok = done.result(timeout_s)
+    except (NotDone, RuntimeError):  # or no thread can be started
+        ok = False
+    return bool(cache.cleared(ok))
 
 
 def _opened(cache: HiRadixCache, asked: Attach, timeout_s: float) -> OpenedStorage:
