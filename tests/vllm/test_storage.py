@@ -162,7 +162,8 @@ def test_a_store_that_is_killed(start: Start, plain: Player, redis: Server) -> N
     assert_same(expected, ours.generate(PROMPTS))
     until(ours, lambda state: state["idle"])  # all of it is on the host
     assert_same(expected, ours.generate(PROMPTS))
-    assert ours.state()["loaded_pages"] == PAGES, "the host tier goes on alone"
+    state = ours.state()
+    assert state["loaded_pages"] == PAGES, f"the host tier goes on alone: {state}"
 
 
 def admin(port: int, method: str, body: dict[str, str] | None = None) -> dict[str, Any]:
