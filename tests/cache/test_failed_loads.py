@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from hiradix.transfer import LoadFailed
-from hiradix.tree import Tier
+from hiradix.tree import Lock, Tier
 from tests.cache.test_lost_hits import key, serve
 from tests.cache.world import LAYERS, Setup, World
 
 
-def failed_load(num_pages: int, split_at: int) -> tuple[World, object]:
+def failed_load(num_pages: int, split_at: int) -> tuple[World, Lock]:
     """A world in which a load of `key(num_pages)` failed while somebody locked its first `split_at` pages."""
     world = World(Setup(device_pages=20, host_pages=20), 1)
     cache, tree = world.cache, world.cache.tree
@@ -47,6 +47,23 @@ def test_a_failed_load_frees_its_pages_once_its_reader_is_gone() -> None:
     cache.evict(20)
     assert world.device.available == 20 and tree.protected_pages(Tier.DEVICE) == 0
     assert cache.match(key(6)).loadable_node.end == 6
+    world.assert_drained()
+
+
+def test_an_insert_over_a_failed_load_keeps_the_lock_its_request_has() -> None:
+    """The request goes on with the lock it gets and gives the other back: what it reads must not be freed."""
+    world, held = failed_load(6, split_at=4)
+    cache, tree = world.cache, world.cache.tree
+    pages = world.device.alloc(2)
+    lock = cache.insert(key(6), pages, at=held)
+    assert lock.node is held.node
+    tree.unlock(held)
+    cache.evict(20)
+    assert world.device.available == 14, "four pages are read, and two are still the request's own"
+    world.device.free(pages)
+    tree.unlock(lock)
+    cache.tick()
+    assert world.device.available == 20
     world.assert_drained()
 
 
