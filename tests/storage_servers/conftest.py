@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.storage_servers.servers import Server, rclone, redis_like, weed
+
+TRIES = 3
+
+
+@contextmanager
+def running(make: Callable[[Path], Server], folder: Path) -> Iterator[Server]:
+    """A server; another, on other ports, where it ends at its start: between the choice of a port and its use
+    another process may take it. SeaweedFS has ten, and several workers start one at the same moment."""
+    for number in range(TRIES):
+        server = make(folder / str(number))
+        try:
+            server.start()
+            break
+        except AssertionError:
+            server.kill()
+            if number == TRIES - 1:
+                raise
+    try:
+        yield server
+    finally:
+        server.kill()
 
 
 @pytest.fixture(scope="session", params=["redis-server", "valkey-server"])
@@ -15,7 +38,7 @@ def redis_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """One server of each kind for the whole session."""
-    with redis_like(request.param, tmp_path_factory.mktemp(request.param)) as server:
+    with running(partial(redis_like, request.param), tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
 
@@ -23,19 +46,19 @@ def redis_server(
 def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SeaweedFS and rclone, one of each for the whole session."""
     make = {"weed": weed, "rclone": rclone}[request.param]
-    with make(tmp_path_factory.mktemp(request.param)) as server:
+    with running(make, tmp_path_factory.mktemp(request.param)) as server:
         yield server
 
 
 @pytest.fixture
 def own_s3(tmp_path: Path) -> Iterator[Server]:
     """A server that the test may stall, kill and start again."""
-    with rclone(tmp_path / "rclone") as server:
+    with running(rclone, tmp_path / "rclone") as server:
         yield server
 
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[Server]:
     """A server that the test may stall, kill and start again."""
-    with redis_like("redis-server", tmp_path / "redis") as server:
+    with running(partial(redis_like, "redis-server"), tmp_path / "redis") as server:
         yield server
