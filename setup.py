@@ -15,7 +15,7 @@ AT_EACH_TURN = {
 }
 BY_HAND = {
     f"hiradix.{folder}.{name}": f"hiradix/{folder}/{name}.c"
-    for folder, names in (("tree", "_ids"), ("policy", "_counting _gittins _lanes"))
+    for folder, names in (("tree", "_ids"), ("policy", "_counting _gittins _lanes _names"))
     for name in names.split()
 }
 INTERPRETED = ("__init__", "native")  # of the tree; `native` has two forms, one of them for mypyc to read

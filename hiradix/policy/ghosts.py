@@ -1,8 +1,8 @@
 """Ghosts: hashed prefixes of what has left the cache, with the note of its last use. Bounded.
 
 A prefix is named in blocks of about 512 tokens by a chain of 8-byte hashes, so that what was evicted costs
-a table entry and no tokens. The hash is Python's own of bytes, keyed anew in each process: names never leave
-it. A wrong match (once in 2^64) costs a wrong statistic, never a wrong hit.
+a table entry and no tokens. The hash is keyed anew in each process: names never leave it (`names`). A wrong
+match (once in 2^64) costs a wrong statistic, never a wrong hit.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final, Generic, TypeVar
 
+from hiradix.policy.names import name_of
 from hiradix.tree import RadixKey
 from hiradix.tree.native import mypyc_attr
 
 BLOCK_TOKENS: Final = 512
 NAME_BYTES: Final = 8
 _SHORT: Final = 512  # bytes of names that are copied rather than shared
-_name: Final = Struct("<q").pack
+_packed: Final = Struct("<q").pack
 
 NoteT = TypeVar("NoteT")
 
@@ -75,7 +76,7 @@ EMPTY: Final = Trail((), 0)
 
 
 def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
-    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 0.6 us per block of 512."""
+    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 0.3 us per block of 512."""
     known = trail.num_blocks
     if known >= num_blocks:
         return trail
@@ -84,13 +85,11 @@ def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_p
     names: list[bytes] = []
     at, end = known * size, num_blocks * size
     while at < end:
-        run = key.packed(at, at + size + lookahead)[0]
-        if key.extras is None:
-            number = hash((name, run))
-        else:
+        if key.extras is not None:
             page = at // page_size
-            number = hash((name, run, key.extras_of(page, page + pages_per_block)))
-        name = _name(number)
+            name = _packed(hash((name, key.extras_of(page, page + pages_per_block))))
+        run, first, last = key.span(at, at + size + lookahead)
+        name = name_of(name, run, first, last)
         names.append(name)
         at += size
     return trail.joined(names[0] if len(names) == 1 else b"".join(names))

@@ -270,6 +270,13 @@ class RadixKey:
             return self.run[first : first + (end - start) * NARROW], NARROW
         return self._packed(start, end)
 
+    def span(self, start: int, end: int) -> tuple[bytes, int, int]:
+        """As `packed`, but what has these bytes, and from where up to where: no copy if `run` has them."""
+        if self.run_width == NARROW and self.run_start <= start and end <= self.run_end:
+            return self.run, (start - self.run_start) * NARROW, (end - self.run_start) * NARROW
+        run = self._packed(start, end)[0]
+        return run, 0, len(run)
+
     def _packed(self, start: int, end: int) -> tuple[bytes, int]:
         assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
         if self._array is not None:

@@ -1,0 +1,13 @@
+"""Names of blocks by Python's own hash of bytes; `names` says what they are."""
+
+from __future__ import annotations
+
+from struct import Struct
+from typing import Final
+
+_pack: Final = Struct("<q").pack
+
+
+def name_of(prior: bytes, run: bytes, first: int, last: int) -> bytes:
+    assert 0 <= first <= last <= len(run), f"bytes {first}..{last} of {len(run)}"
+    return _pack(hash((prior, run[first:last])))
