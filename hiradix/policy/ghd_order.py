@@ -6,13 +6,13 @@ locked, so that a path that is locked and unlocked again costs next to nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import Lanes
-from hiradix.policy.leaves import NONE_GONE, exposed_parent, is_blocked
+from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.uses import Note, Use, UseLog
 from hiradix.tree import LruOrder, Node, OrderContext, Tier
@@ -102,7 +102,7 @@ class LaneOrder:
 
     # -- places -----------------------------------------------------------------------------
 
-    def _came(self, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> None:
+    def _came(self, entry: Residency, gone: dict[int, int] | None = None) -> None:
         """`entry`, which is in the order, may be a leaf or have another note: see that its place is right."""
         place: Place | None = entry.rank
         if place is not None:
@@ -132,7 +132,7 @@ class LaneOrder:
         place.entry, place.start = above, parent.start
         return True
 
-    def _uncover(self, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> None:
+    def _uncover(self, entry: Residency, gone: dict[int, int] | None = None) -> None:
         """`entry` has no place any more, or one by another note: its parent's may need one."""
         node = entry.node
         parent = None if node is None else node.parent or node.heir
@@ -183,7 +183,7 @@ class LaneOrder:
         if self._covers:
             self._uncover(entry)
 
-    def _enter_fresh(self, gone: Mapping[int, int] = NONE_GONE) -> None:
+    def _enter_fresh(self, gone: dict[int, int] | None = None) -> None:
         """Give the leaves that have come to their lanes, as far as they still are some."""
         sign = -1 if self._context.backbone else 1
         lanes = self._lanes
@@ -213,10 +213,10 @@ class LaneOrder:
 
     def peek(self) -> Residency | None:
         """As `coldest`, by what has been counted so far."""
-        entry = self._best(NONE_GONE)
+        entry = self._best(None)
         return None if self.limit != INFINITE and self._lanes.rank >= self.limit else entry
 
-    def _best(self, gone: Mapping[int, int]) -> Residency | None:
+    def _best(self, gone: dict[int, int] | None) -> Residency | None:
         """The leaf to go next; what is none, or not in the order, loses its place on the way."""
         while True:
             if self._fresh:
@@ -260,7 +260,7 @@ class LaneOrder:
 
     def worth(self, note: Note | None) -> float:
         """The index of what has just been used as `note`."""
-        return float(self._tables.index[CONVERSATION if note is None else note.class_id, 0])
+        return self._tables.index.item(CONVERSATION if note is None else note.class_id, 0)
 
     # -- the tree changes -------------------------------------------------------------------
 

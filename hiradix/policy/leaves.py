@@ -6,16 +6,11 @@ their parent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from hiradix.tree import Node, OrderContext
 from hiradix.tree.node import Residency
 
-NONE_GONE: Mapping[int, int] = MappingProxyType({})
 
-
-def is_blocked(context: OrderContext, entry: Residency, gone: Mapping[int, int] = NONE_GONE) -> bool:
+def is_blocked(context: OrderContext, entry: Residency, gone: dict[int, int] | None = None) -> bool:
     """Whether something in the tree depends on the entry, of what is not `gone`. O(1)."""
     node = entry.node
     if not context.backbone or node is None:
@@ -26,7 +21,7 @@ def is_blocked(context: OrderContext, entry: Residency, gone: Mapping[int, int] 
         count = len(node.children)
     else:
         count = node.num_device_children
-    return count > (gone.get(id(node), 0) if gone else 0)
+    return count > (0 if gone is None else gone.get(id(node), 0))
 
 
 def exposed_parent(context: OrderContext, node: Node, gone: dict[int, int]) -> Residency | None:
