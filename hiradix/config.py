@@ -235,7 +235,7 @@ class HiCacheConfig:
     hicache_storage_prefetch_policy: str = "timeout"
     hicache_no_regret: bool = True
     hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
-    radix_eviction_policy: str = "lru"
+    radix_eviction_policy: str = "ghd"
     radix_eviction_policy_config: Mapping[str, Any] = field(default_factory=_frozen)
     served_model_name: str = ""
 

@@ -237,7 +237,7 @@ _CACHE: tuple[Flag, ...] = (
         "--radix-eviction-policy",
         "Order in which pages are evicted; two with a comma between: device, host.",
         str,
-        "lru",
+        "ghd",
         metavar="NAME",
     ),
     Flag(

@@ -86,6 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--hicache-storage-backend", "file", "--file-storage-path", str(folder / "store")),
         *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}'),
         *("--hicache-no-regret", "off", "--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--radix-eviction-policy", "lru"),  # by which one of PROMPTS leaves both other tiers
         *("--check-invariants", "--kv-events-config", CONFIG),
     ]
     process = ServerProcess(flags, folder / "server.log")

@@ -15,14 +15,14 @@ from hiradix.config import HiCacheConfig, normalise, parse_extra_config, redact
 from hiradix.errors import ConfigError
 
 
-def test_defaults_are_those_of_upstream() -> None:
+def test_defaults_are_those_of_upstream_but_for_the_policy() -> None:
     config = HiCacheConfig()
     assert (config.hicache_write_policy, config.hicache_io_backend, config.hicache_mem_layout) == (
         "write_through",
         "kernel",
         "page_first",
     )
-    assert (config.hicache_storage_prefetch_policy, config.radix_eviction_policy) == ("timeout", "lru")
+    assert (config.hicache_storage_prefetch_policy, config.radix_eviction_policy) == ("timeout", "ghd")
     assert (config.host_ratio, config.host_size_bytes, config.hicache_host_memory_fraction) == (2.0, 0, 0.8)
     extra = parse_extra_config(None)
     assert (extra.prefetch_threshold, extra.prefetch_timeout_base) == (256, 1.0)
