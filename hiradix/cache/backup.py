@@ -165,8 +165,8 @@ class Backup:
 
     def _affordable(self, node: Node, start: int, is_new: bool) -> tuple[int, Node | None]:
         """Of the path from page `start` to `node`: (where what is worth its room ends, the last node that the
-        host has room for or None)."""
-        learns = is_new and self._learner is not None
+        host has room for or None). With storage all is: what the host refused, that would never see."""
+        learns = is_new and self._learner is not None and not self._controller.storage_attached
         refused = self._refused(node, node.end - start) if learns else 0
         if refused <= 0 and (learns or node.end - start <= self._supply.host_room()):
             return node.end, node

@@ -190,6 +190,22 @@ def test_a_prompt_repeated_word_for_word_is_counted_and_written(make: Make) -> N
 
 
 @pytest.mark.parametrize("policy", ["lru", "ghd", "2q"])
+def test_storage_gets_what_is_worth_no_room_on_the_host(make: Make, tmp_path: object, policy: str) -> None:
+    """Asked in turns, more than both tiers hold: who learns keeps some of it, and refused the rest."""
+    bench = make(radix_eviction_policy=policy, hicache_ratio=1.0, **storage(tmp_path))
+    asked = [[100 * number + i for i in range(18)] for number in range(12)]
+    for _ in range(5):
+        for tokens in asked:
+            bench.finish(bench.start(tokens))
+            bench.settle()
+    bench.cache.reset()
+    for tokens in asked:
+        req = bench.start(tokens)
+        assert req.device_tokens + req.host_tokens == 16
+        bench.finish(req)
+
+
+@pytest.mark.parametrize("policy", ["lru", "ghd", "2q"])
 def test_what_a_request_shared_is_written_though_its_answer_adds_no_page(make: Make, policy: str) -> None:
     """A policy that learns has pages of a running request wait for its end: they were never written where
     the answer was shorter than a page."""
