@@ -27,6 +27,7 @@ from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.memory import HostPool, KVShape, TorchTransport
+from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits
@@ -78,7 +79,7 @@ class FakeRequest:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self.all_token_ids
+        return self.all_token_ids[: self.num_prompt or None]
 
     @property
     def num_tokens(self) -> int:
@@ -195,6 +196,8 @@ class World:
     keeps_storage: bool = False
     batch_pages: int = 128
     seed: int = 0
+    policy: str = "lru"
+    tables: str = ""
 
 
 class Rank:
@@ -257,7 +260,8 @@ class MiniVLLM:
     ) -> None:
         self.world = world
         windows = (Component("window", -(-(world.window - 1) // S)),) if world.window else ()
-        self.index = HostIndex(S, (FULL, *windows))
+        order = make_order(world.policy, {"tables": world.tables} if world.tables else {})
+        self.index = HostIndex(S, (FULL, *windows), order)
         self.groups = tuple(range(1 + len(windows)))
         self.now_s = 0.0
         limits = PrefetchLimits(S, threshold_tokens=S)

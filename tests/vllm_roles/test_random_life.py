@@ -38,6 +38,7 @@ def drawn_world(rng: random.Random) -> World:
         prefix_cache=not window and rng.random() < 0.6,
         batch_pages=rng.choice([1, 2, 128]),
         seed=rng.randrange(1 << 30),
+        policy=rng.choice(["lru", "ghd", "2q"]),
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import hiradix.adapters.vllm
-from hiradix.adapters.vllm.support import warn_if_untested
+from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
 from hiradix.errors import ConfigError
 
 
@@ -33,3 +33,43 @@ def test_a_vllm_without_what_is_imported_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hiradix.adapters.vllm.support.installed_version", lambda: "0.9.1")
     with pytest.raises(ConfigError, match=r"vLLM 0\.9\.1 is not supported: .*vllm.*Tested with vLLM 0\.32"):
         _ = hiradix.adapters.vllm.HiRadixConnector
+
+
+def config(**sizes: int) -> SimpleNamespace:
+    """vLLM's configuration of a model for which its own prefix cache is right."""
+    parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **sizes}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(is_prefix_caching_supported=True),
+    )
+
+
+def caches(is_mixed: bool = False, **spec: bool) -> SimpleNamespace:
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**spec))
+    return SimpleNamespace(has_mixed_precision_kv_cache=is_mixed, kv_cache_groups=[group])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("decode_context_parallel_size", 2), ("prefill_context_parallel_size", 4)]
+)
+def test_context_parallel_ranks_are_refused(name: str, value: int) -> None:
+    """Their blocks hold a share of so many times the tokens: pages would be named by the first of them."""
+    refuse_options(config(), caches())
+    with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} {value}: not supported"):
+        refuse_options(config(**{name: value}), caches())
+
+
+def test_blocks_that_are_zeroed_before_the_connector_is_asked_are_refused() -> None:
+    with pytest.raises(ConfigError, match="^--kv-cache-dtype: .*different precisions"):
+        refuse_options(config(), caches(is_mixed=True))
+
+
+def test_models_for_which_vllm_has_no_prefix_cache_are_refused() -> None:
+    """As a pooling model that takes the mean of all tokens: of a hit it would see the rest alone. Or one
+    whose layers look ahead: its KV of a prefix is another with each continuation."""
+    pooling = config()
+    pooling.model_config.is_prefix_caching_supported = False
+    refuse_options(config(), caches(non_causal=False))
+    for asked, kv_caches in ((pooling, caches()), (config(), caches(non_causal=True))):
+        with pytest.raises(ConfigError, match="^--model: no prefix"):
+            refuse_options(asked, kv_caches)

@@ -33,7 +33,7 @@ from hiradix.adapters.vllm.resets import ResetWatch
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
-from hiradix.adapters.vllm.support import warn_if_untested
+from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
 from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
@@ -82,6 +82,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         # A load that failed is computed again; vLLM's own default would fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        refuse_options(vllm_config, kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._grouping: Grouping = grouping(specs)
         settings = parse_settings(
@@ -279,6 +280,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.admin is not None:
             self.admin.close()
+        if self.scheduler is not None:
+            self.scheduler.index.close()
         if self.worker is not None:
             self.worker.role.close(self._settings.drain_timeout_s)
 

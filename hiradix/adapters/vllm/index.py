@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.memory import PageAllocator
+from hiradix.policy.learning import LearningPolicy, learner_of
+from hiradix.policy.uses import Finished
 from hiradix.tree import (
     BACKBONE,
     Component,
@@ -51,6 +53,7 @@ class HostIndex:
     ) -> None:
         self.page_size = page_size
         self.tree = RadixTree(page_size, components, order=order)
+        self.learner = learner_of(order)  # of an eviction policy that learns, else None
         self._pools: list[PageAllocator] = []
         self._state: list[npt.NDArray[np.int8]] = []
         self._lost: list[tuple[RadixKey, int]] = []
@@ -116,6 +119,18 @@ class HostIndex:
         """
         boundary = self.tree.match(key).loadable_node  # splits where the key leaves the tree
         return boundary, boundary if len(self.tree.components) == 1 else self.tree.find(key)
+
+    def touch(self, node: Node) -> None:
+        """What is on the way to `node` has been used, though nothing was loaded or saved."""
+        self.unlock(self.tree.lock(node, Tier.HOST))
+
+    def used(self, key: RadixKey, ended: Finished) -> None:
+        """A request that has ended used as much of `key` as is here: the policy may learn from it."""
+        if self.learner is None:
+            return
+        lock = self.tree.lock(self.resident_end(key), Tier.HOST)
+        self.learner.finished(self.tree, lock.node, key, ended)
+        self.unlock(lock)
 
     # -- entering ---------------------------------------------------------------------------
 
@@ -220,6 +235,12 @@ class HostIndex:
             self._pools[component].free(pages)
             if component == BACKBONE:
                 self.dropped.append(pages)
+
+    def close(self) -> None:
+        """The engine ends: what the policy has learned is kept, where it was told to keep it."""
+        factory = self.tree.order_factory
+        if isinstance(factory, LearningPolicy):
+            factory.close()
 
     def check(self, in_flight: Sequence[int]) -> None:
         """Assert that each page is free, in the tree, or one of `in_flight` (counts per component)."""

@@ -11,26 +11,32 @@ copy saves it whole.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import NULL_BLOCK
+from hiradix.policy.uses import Finished
 
 Blocks = tuple[tuple[int, ...], ...]  # of each KV cache group
 
 
 @dataclass
 class Pending:
-    """Blocks of a request that has ended, to be saved: its first pages, the blocks of each KV cache group."""
+    """Blocks of a request that has ended, to be saved: its first pages, the blocks of each KV cache group.
+
+    ended: what a policy may learn of it once they are saved; None: it has, or there is none that learns.
+    """
 
     tracked: Tracked
     num_pages: int
     table: Blocks
+    ended: Finished | None = None
 
     def without(self, written: set[int]) -> Pending:
         """What is left of it when these blocks are written to."""
         gone = [tuple(NULL_BLOCK if b in written else b for b in blocks) for blocks in self.table]
-        return Pending(self.tracked, self.num_pages, tuple(gone))
+        return replace(self, table=tuple(gone))
 
 
 @dataclass
@@ -78,7 +84,7 @@ class LeftBook:
         Those behind its last whole page matter to nobody, and vLLM takes them first.
         """
         table = tuple(blocks[: pending.num_pages] for blocks in pending.table)
-        pending = Pending(pending.tracked, pending.num_pages, table)
+        pending = replace(pending, table=table)
         turns = tuple(tuple(self._turns.get(block, 0) for block in blocks) for blocks in pending.table)
         left = Left(pending, turns)
         for blocks in pending.table:
@@ -95,7 +101,7 @@ class LeftBook:
             if left is not None and not left.is_saved:
                 left.is_saved = True
                 found.append(left)
-        pending = [Pending(one.pending.tracked, one.pending.num_pages, self._there(one)) for one in found]
+        pending = [replace(one.pending, table=self._there(one)) for one in found]
         for block in blocks:
             self._turns[block] = self._turns.get(block, 0) + 1
         return pending
@@ -114,3 +120,9 @@ class LeftBook:
     def forget_all(self) -> None:
         """What is on the device is nobody's any more."""
         self._latest.clear()
+
+
+def learn(index: HostIndex, tracked: Tracked, num_pages: int, ended: Finished | None) -> None:
+    """Tell the host's policy of a request that has ended and used so many pages; None: nothing to tell."""
+    if ended is not None and num_pages and index.is_open:
+        index.used(tracked.key(num_pages, index.page_size), ended)

@@ -64,3 +64,15 @@ class Figures:
     stored_pages: int = 0
     store_failed_pages: int = 0
     fences: int = 0
+
+
+class Changes:
+    """What figures have grown by since they were last told."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, float] = {}
+
+    def until(self, now: Mapping[str, float]) -> dict[str, float]:
+        """By name, what differs from the last call's `now`."""
+        told, self._told = self._told, dict(now)
+        return {name: value - told.get(name, 0) for name, value in now.items() if value != told.get(name, 0)}

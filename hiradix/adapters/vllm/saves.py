@@ -58,6 +58,7 @@ class SaveBook:
         tracked.num_saved = num_pages
         start, end = node.end, _unbroken(table[self.groups[BACKBONE]], node.end, num_pages)
         if end <= start:
+            self.index.touch(node)
             return None
         path = self.index.tree.lock(node, Tier.HOST)
         pages = self.index.alloc(end - start)

@@ -17,10 +17,10 @@ from itertools import count
 from typing import Any, ClassVar
 
 from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.left import LateBook, LeftBook, Pending
+from hiradix.adapters.vllm.left import LateBook, LeftBook, Pending, learn
 from hiradix.adapters.vllm.loads import LoadBook
 from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, Ticket
-from hiradix.adapters.vllm.plan import Figures, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.plan import Changes, Figures, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import BlockTable, SaveBook
 from hiradix.adapters.vllm.stores import StorageBook
@@ -47,12 +47,12 @@ class SchedulerRole:
         self.tally = Tally(plan.num_workers)
         self.saves = SaveBook(plan.index, plan.groups)
         self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
-        self.storage = StorageBook(self.fetches, self._ticket)
+        self.storage = StorageBook(self.fetches, self._ticket, plan.clock)
         self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._left: LateBook | LeftBook = LeftBook() if self._saves_lost else LateBook()
-        self._told: tuple[float, ...] = ()
+        self._changes = Changes()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
@@ -117,6 +117,7 @@ class SchedulerRole:
             return
         self._happened()
         self._give_up(tracked)
+        self.fetches.abandon(tracked)
         if tracked.request.num_computed_tokens == 0 or num_tokens:
             tracked.num_saved, tracked.is_stale = 0, False
         if num_tokens:
@@ -133,8 +134,12 @@ class SchedulerRole:
         self.fetches.abandon(tracked)
         known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
         is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
+        ended = tracked.ended() if self.index.learner is not None and not tracked.is_stale else None
         if is_kept and not tracked.loads and known > tracked.num_saved:
-            self._left.leave(Pending(tracked, known, tuple(tuple(blocks) for blocks in table)))
+            late = None if self._saves_lost else ended  # it is saved with the next step: it is learned then
+            self._left.leave(Pending(tracked, known, tuple(tuple(blocks) for blocks in table), late))
+            ended = ended if late is None else None
+        learn(self.index, tracked, known, ended)
 
     def _give_up(self, tracked: Tracked) -> None:
         """Let go of prefetched pages: they are loaded from here on, or not wanted."""
@@ -208,7 +213,10 @@ class SchedulerRole:
 
     def _save_late(self, left: Iterable[Pending]) -> list[Save]:
         """What ended requests left behind."""
-        planned = [self._planned(self._ticket(), one.tracked, one.table, one.num_pages) for one in left]
+        planned = []
+        for one in left:
+            planned.append(self._planned(self._ticket(), one.tracked, one.table, one.num_pages))
+            learn(self.index, one.tracked, one.num_pages, one.ended)
         return [Save(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
 
     def _planned(self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int) -> Save | None:
@@ -296,14 +304,8 @@ class SchedulerRole:
         if self._is_told:
             return {}
         self._is_told = True
-        own, fetched = vars(self.figures), vars(self.fetches.figures)
-        now = (*own.values(), self.saves.num_dropped, *fetched.values())
-        if now == self._told:
-            return {}
-        told, self._told = self._told or (0,) * len(now), now
-        names = (*own, "no_host_page", *(f"prefetch_{name}_pages" for name in fetched))
-        rows = zip(names, now, told, strict=True)
-        return {name: value - before for name, value, before in rows if value != before}
+        fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.fetches.figures).items()}
+        return self._changes.until({**vars(self.figures), "no_host_page": self.saves.num_dropped, **fetched})
 
     # -- the whole ------------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
 """Which storage the workers have, the scheduler's half: asked for by any thread, ordered by steps.
 
-One order at a time, as workers follow beside their steps; of several that wait the last word counts.
+One order at a time, as workers follow beside their steps; of several that wait the last word counts. Storage
+that cannot be opened again, as after a reset, is tried every `RETRY_S`; what was asked for, once.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -15,18 +18,25 @@ from hiradix.adapters.vllm.orders import Outcome, StorageOrder, Ticket
 from hiradix.adapters.vllm.plan import Asked
 from hiradix.policy.prefetch import PrefetchPolicy
 
+logger = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+
 
 class StorageBook:
     """See the module's docstring. is_attached: every worker has storage, and none is switching."""
 
-    def __init__(self, fetches: FetchBook, ticket: Callable[[], Ticket]) -> None:
+    def __init__(self, fetches: FetchBook, ticket: Callable[[], Ticket], clock: Callable[[], float]) -> None:
         self.is_attached = False
         self._fetches = fetches
         self._ticket = ticket
+        self._clock = clock
         self._asked: deque[Asked] = deque(maxlen=1)
         self._now: Asked | None = None  # what workers have, or follow to
         self._is_switching = False
-        self._is_anew = False  # what they have is to be opened again, with `_label`
+        self._is_anew = False  # what they have is to be opened again, with `_label`, not before `_due_s`
+        self._due_s = -math.inf
+        self._is_reopening = False  # the order under way is one nobody asked for
         self._label = ""
 
     def opened(self, asked: Asked | None) -> None:
@@ -46,13 +56,14 @@ class StorageBook:
     @property
     def is_asked(self) -> bool:
         """Whether `orders` may have something to give."""
-        return bool(self._asked) or self._is_anew
+        return bool(self._asked) or (self._is_anew and self._clock() >= self._due_s)
 
     def orders(self) -> tuple[StorageOrder, ...]:
         """What was asked last, once."""
         if self._is_switching or not self.is_asked:
             return ()
-        asked = self._asked.pop() if self._asked else self._now
+        self._is_reopening = not self._asked
+        asked = self._now if self._is_reopening else self._asked.pop()
         self._is_anew = False
         assert asked is not None, "nothing is attached that could be opened again"
         self.is_attached, self._is_switching = False, True
@@ -64,5 +75,21 @@ class StorageBook:
         """Every worker has followed, or could not."""
         ok, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
         self.is_attached = ok and not self._is_anew
+        if not ok and self._is_reopening:
+            self._await_it(outcome.error)
+            return
+        if outcome.error is not None:
+            logger.warning("storage: %s", outcome.error)
+        elif ok and self._due_s > -math.inf:
+            logger.info("storage is attached again")
+        self._due_s = -math.inf
         if not ok:
             self._now, self._is_anew = None, False
+
+    def _await_it(self, error: str | None) -> None:
+        """It could not be opened again: the next try is due later."""
+        if self._due_s == -math.inf:
+            logger.warning(
+                "storage: %s; tried again every %g s, until then nothing is stored or read", error, RETRY_S
+            )
+        self._is_anew, self._due_s = True, self._clock() + RETRY_S

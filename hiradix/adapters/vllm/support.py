@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from importlib import metadata
+from typing import Any
 
 from hiradix.errors import ConfigError
 
@@ -35,3 +36,24 @@ def warn_if_untested() -> None:
             TESTED,
             version,
         )
+
+
+def refuse_options(config: Any, kv_caches: Any) -> None:
+    """Raise ConfigError for what would save or load other pages than their names say.
+
+    config, kv_caches: vLLM's VllmConfig and KVCacheConfig. Where vLLM's own prefix cache would be wrong, this
+    one is too, and vLLM asks connectors all the same. With context parallelism a block holds each rank's
+    share of more tokens than its size. Blocks that are zeroed when they are handed out are so, in vLLM's
+    second model runner, before the connector is asked to wait for the copy that still reads them.
+    """
+    looks_ahead = any(
+        getattr(group.kv_cache_spec, "non_causal", False) for group in kv_caches.kv_cache_groups
+    )
+    if looks_ahead or not config.model_config.is_prefix_caching_supported:
+        raise ConfigError("--model: no prefix of this one's prompts can be cached, not by vLLM either")
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(config.parallel_config, name, 1) > 1:
+            size = getattr(config.parallel_config, name)
+            raise ConfigError(f"--{name.replace('_', '-')} {size}: not supported")
+    if getattr(kv_caches, "has_mixed_precision_kv_cache", False):
+        raise ConfigError("--kv-cache-dtype: layers with KV caches of different precisions are not supported")

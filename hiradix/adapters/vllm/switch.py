@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from hiradix.adapters.vllm.orders import StorageOrder
-from hiradix.errors import CacheError
+from hiradix.errors import StorageError
 from hiradix.storage import Stores
 from hiradix.transfer import TransferController
 
@@ -46,18 +46,24 @@ class StorageSwitch:
         self._controller = controller
         self._lock: Any = lock
         self._take_in = take_in
+        self._is_closed = False
 
     def attach(self, name: str, keys: Mapping[str, Any], label: str = "") -> None:
-        """Open a backend and use it. Raises CacheError; takes as long as the backend does."""
+        """Open a backend and use it. Raises CacheError; takes as long as the backend does.
+
+        A role that was closed meanwhile attaches nothing: nobody would close it.
+        """
         storage = self.open_storage(name, keys, label)
         try:
             self._controller.introduce(storage)  # beside the model's thread, which needs the lock
             with self._lock:
+                if self._is_closed:
+                    raise StorageError("shut down before it was opened")
                 self._controller.attach(storage)
-        except CacheError:
+                self.storage = storage
+        except BaseException:
             storage.close()
             raise
-        self.storage = storage
 
     def follow(self, order: StorageOrder, answer: Callable[[str | None], None]) -> None:
         """Do as ordered beside the caller's thread, and `answer`: what went wrong, or None."""
@@ -73,7 +79,7 @@ class StorageSwitch:
         except Exception as refusal:  # whoever asked waits for an answer
             error = str(refusal) or type(refusal).__name__
         if error is not None:
-            logger.warning("storage: %s", error)
+            logger.debug("storage: %s", error)  # the scheduler's role says so, once for all workers
         answer(error)
 
     def _letting_go(self) -> Generator[None, None, bool]:
@@ -84,15 +90,21 @@ class StorageSwitch:
             with self._lock:
                 ended = self._controller.detach(0.0)
             self._take_in()
-            if ended or clock() >= deadline_s:
+            if ended or self._is_closed or clock() >= deadline_s:
                 break
             yield
         if ended:
-            self.close()
+            self._let_go()
         return ended
 
     def close(self) -> None:
-        """Close what is attached. Nothing may use it any more."""
-        storage, self.storage = self.storage, None
+        """Close what is attached, and what an order under way still opens. Nothing may use it any more."""
+        with self._lock:
+            self._is_closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            storage, self.storage = self.storage, None
         if storage is not None:
             storage.close()

@@ -85,6 +85,7 @@ class WorkerRole:
         self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
         self._step_loads: dict[int, Load] = {}
         self._outcomes: list[Outcome] = []
+        self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
         self.step_failed = False
         self._closing = False
@@ -168,9 +169,7 @@ class WorkerRole:
         if not (self._step_loads or self.step_failed or orders.brings_work):
             return
         with self._changed:
-            if self._step_loads:
-                self._wait_for(lambda: not self._step_loads)
-                self._controller.layer_done_counter.set_consumer()
+            self._end_step_loads()
             for save in orders.saves:
                 if not save.before_forward:
                     self._save(save, "a load for this step failed" if self.step_failed else None)
@@ -187,26 +186,29 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        return not (self._jobs or self._stores or self._outcomes) and self._collected is NOTHING
+        waiting = self._jobs or self._stores or self._outcomes or self._told
+        return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
-        """Requests whose loads have ended since, and what failed."""
+        """Requests whose loads have ended since, and what failed: of the step's own loads all.
+
+        With speculative decoding vLLM asks before `after_forward`, as the draft model comes between.
+        """
         if self.is_idle and not orders.is_awaited:
             return NOTHING
         with self._lock:
+            self._end_step_loads()
             self._take_in()
             if orders.is_awaited and not orders.computes:
                 self._wait_for(lambda: bool(self._outcomes), AWAIT_S)
             collected, self._collected = self._collected, NOTHING
+            self._told, self._outcomes = self._told + self._outcomes, []
             return collected
 
     def take_outcomes(self) -> tuple[Outcome, ...]:
-        """Answers since the last call."""
-        if not self._outcomes:
-            return ()
-        with self._lock:
-            outcomes, self._outcomes = self._outcomes, []
-            return tuple(outcomes)
+        """Answers since the last call, as of `collect`: the scheduler hears of a load's end with vLLM."""
+        outcomes, self._told = tuple(self._told), []
+        return outcomes
 
     def close(self, drain_timeout_s: float) -> None:
         """Let what is on its way to storage arrive, then end everything. Idempotent."""
@@ -221,6 +223,12 @@ class WorkerRole:
         self.switch.close()
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _end_step_loads(self) -> None:
+        """With `_lock` held: the step's own loads have ended, and it is known how."""
+        if self._step_loads:
+            self._wait_for(lambda: not self._step_loads)
+            self._controller.layer_done_counter.set_consumer()
 
     def _save(self, save: Save, refusal: str | None = None) -> None:
         if refusal is not None:
