@@ -123,14 +123,19 @@ def test_flush_forgets_device_and_host(ours: Server, reference: Reference) -> No
     reference.assert_same(answers)
 
 
+def other_weights(model: Path, folder: Path) -> Path:
+    """A copy of a model with the numbers of each of its weights in another order."""
+    shutil.copytree(model, folder)
+    (weights,) = folder.glob("*.safetensors")
+    save_file({name: tensor.flip(-1).contiguous() for name, tensor in load_file(weights).items()}, weights)
+    return folder
+
+
 def test_other_weights_find_nothing_of_the_first_in_any_tier(
     ours: Server, reference: Reference, model: Path, tmp_path: Path
 ) -> None:
     """Put in by SGLang's own call, and the first ones again; storage keeps those of each apart."""
-    other = tmp_path / "other"
-    shutil.copytree(model, other)
-    (weights,) = other.glob("*.safetensors")
-    save_file({name: tensor.flip(-1).contiguous() for name, tensor in load_file(weights).items()}, weights)
+    other = other_weights(model, tmp_path / "other")
     ours.attach("file", keys(tmp_path / "pages"), hicache_storage_prefetch_policy="wait_complete")
     prompt = tokens(LENGTH, "weights")
 
@@ -159,3 +164,34 @@ def test_other_weights_find_nothing_of_the_first_in_any_tier(
     again = asked()
     assert again.tier("storage") == WHOLE
     reference.assert_same([*first, again])
+
+
+def test_weights_put_in_while_requests_are_paused(
+    ours: Server, reference: Reference, model: Path, tmp_path: Path
+) -> None:
+    """In place, so SGLang does not flush: what is computed until it does is never found again."""
+    other = other_weights(model, tmp_path / "other")
+    ours.attach("file", keys(tmp_path / "pages"), hicache_storage_prefetch_policy="wait_complete")
+    asked = prompts(4, LENGTH, "paused")
+    running = [threading.Thread(target=ours.ask, args=(prompt, 1500)) for prompt in asked[:2]]
+    for thread in running:
+        thread.start()
+    until(lambda: ours.metrics().get("sglang:num_running_reqs", 0) == 2)
+    assert ours.admin("POST", "/pause_generation", mode="in_place").status_code == 200
+    body = {"model_path": str(other), "flush_cache": True}
+    try:
+        reply = ours.admin("POST", "/update_weights_from_disk", **body)
+        assert reply.status_code == 400 and "the cache was not flushed" in reply.text
+        assert ours.admin("POST", "/continue_generation", torch_empty_cache=False).status_code == 200
+        for thread in running:
+            thread.join(300)
+        for prompt in asked:
+            ours.ask(prompt)
+        ours.flush()
+    finally:
+        ours.admin("POST", "/continue_generation", torch_empty_cache=False)
+        body["model_path"] = str(model)
+        until(lambda: ours.admin("POST", "/update_weights_from_disk", **body).status_code == 200)
+    answers = [ours.ask(prompt) for prompt in asked]
+    assert [a.tier("storage") for a in answers[2:]] == [0, 0]
+    reference.assert_same(answers)

@@ -260,6 +260,54 @@ def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
     assert found == [0, whole, 0, whole, 0, whole, 0, whole, 0]
 
 
+def test_what_is_computed_after_an_update_without_a_flush_is_found_by_nobody(tmp_path: Path) -> None:
+    """It was stored as the first weights', and found when they were back; prompts cached before it too."""
+    rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
+    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    rig.cache.watch(Weights(model), extra)
+
+    def put_in(factor: float) -> None:
+        with torch.no_grad():
+            model.weight.mul_(factor)
+        rig.cache.weights_put_in()
+
+    def in_storage(rig: Rig, first: int) -> int:
+        handle = rig.prefetch(rig.request([first] * PAGE + PROMPT + [1]))
+        rig.settle()
+        assert rig.cache.check_prefetch_progress(handle)
+        return int(rig.cache.pop_prefetch_loaded_span(handle)[0])
+
+    def run(first: int) -> None:
+        rig.run([first] * PAGE + PROMPT + [1])
+        rig.settle()
+
+    run(1)
+    put_in(2.0)
+    opened = rig.cache.inner.storage
+    for first, factor in ((1, 2.0), (2, 0.5)):
+        run(first)
+        put_in(factor)  # in parts, as by SGLang's buckets: storage is not opened anew for each
+    assert rig.cache.inner.storage is opened is not None
+    rig.cache.reset()  # from here on they have a name
+    assert [in_storage(rig, first) for first in (1, 2)] == [0, 0]
+    run(3)
+    rig.cache.weights_put_in()  # the same
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    rig.cache.reset()
+    whole = len(PROMPT) + PAGE
+    assert [in_storage(rig, first) for first in (1, 2, 3)] == [whole, 0, 0]
+    put_in(2.0)
+    run(4)
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    rig.cache.reset()  # the first ones are back before any flush
+    assert [in_storage(rig, first) for first in (1, 4)] == [whole, 0]
+    rig.check()
+    rig.cache.release_host_resources()
+    assert in_storage(Rig(tmp_path), 2) == 0
+
+
 def test_a_storage_that_cannot_be_opened_for_other_weights_stays_away(tmp_path: Path) -> None:
     rig, model = Rig(tmp_path / "pages"), torch.nn.Linear(8, 8)
     rig.cache.watch(Weights(model), parse_extra_config('{"file_storage_path": "/dev/null/x"}'))

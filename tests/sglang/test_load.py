@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from tests.sglang.conftest import DEVICE_TOKENS, PAGE_SIZE
-from tests.sglang.prompts import families
+from tests.sglang.prompts import families, prompts
 from tests.sglang.server import Reference, Server
+
+END = 1  # the token that ends an answer
 
 
 @pytest.mark.timeout(900)
@@ -30,6 +32,25 @@ def test_200_concurrent_requests_with_shared_prefixes(
     assert sum(a.cached for a in answers) > 0.3 * sum(map(len, asked))
     assert sum(a.tier("host") + a.tier("storage") for a in [*answers, *again]) > 0
     reference.assert_same([*answers, *again])
+
+
+def test_requests_are_retracted_when_the_pool_is_full(
+    ours: Server, reference: Reference, tmp_path: Path
+) -> None:
+    """SGLang reserves less than these answers need: it takes requests back, which are matched again."""
+    ours.attach("file", json.dumps({"file_storage_path": str(tmp_path), "prefetch_threshold": PAGE_SIZE}))
+    candidates, length = prompts(24, 60, "retracted"), 250
+    reference.prepare(candidates, length)
+    asked = [p for p in candidates if END not in reference.answer(p, length).tokens]
+    assert len(asked) * (60 + length) > 1.2 * DEVICE_TOKENS
+
+    def num_retracted() -> float:
+        return ours.metrics().get("sglang:num_retracted_requests_total", 0.0)
+
+    before, sampling = num_retracted(), {"temperature": 0, "max_new_tokens": length}  # it may end sooner
+    answers = ours.ask_all(asked, len(asked), sampling_params=sampling)
+    assert num_retracted() > before
+    reference.assert_same(answers)
 
 
 @pytest.mark.timeout(900)

@@ -125,7 +125,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
 
         return HiRadixPrefixCache(params, inner)  # as in `legacy`, no page outlives an adapter's id
     from hiradix.adapters.sglang.tiers import HiRadixHostCache
+    from hiradix.adapters.sglang.updates import watch_updates
 
+    watch_updates()
     adapters = Adapters.given(getattr(flags, "lora_paths", None))
     cache = HiRadixHostCache(params, inner, controller, adapters)
     cache.watch(_weights_of(context, flags), _extra_config(flags))

@@ -20,6 +20,7 @@ from hiradix.config import ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
+from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
 from hiradix.tree.key import as_tokens
 
@@ -48,6 +49,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._meters = Meters(self, params.enable_metrics)
         self._checks = os.environ.get("HIRADIX_CHECK") == "1"
         self._has_unclaimed_load = False
+        self._is_alone = place_in(params.attn_tp_cache_group or params.tp_cache_group)[1] == 1
+        self._was_asked = False  # whether it is idle, since the last step
         assert inner.cache.prefetcher is not None
         self._prefetcher = inner.cache.prefetcher
         self._weights = UNSEEN
@@ -62,8 +65,19 @@ class HiRadixHostCache(HiRadixPrefixCache):
         """Empty device and host. Storage keeps what it has; of other weights than these nothing is found."""
         super().reset()
         label = self._weights.changed()
-        if label is None:
-            return
+        if label is not None:
+            self._name_pages(label)
+
+    def weights_put_in(self) -> None:
+        """SGLang has put in weights. Where it has not flushed, what is cached, and what requests go on with,
+        is of several weights: storage has it under names that nobody finds later, until a flush."""
+        label = self._weights.unnamed()
+        if label is not None:
+            logger.warning("hiradix: weights were put in without a flush: until one, pages are stored apart")
+            self._name_pages(label)
+
+    def _name_pages(self, label: str) -> None:
+        """Have pages in storage told from those of other weights by `label`."""
         name, factory = self.inner.storage_name, self.inner.storage_factory
         assert isinstance(factory, NamedStorage), factory
         factory.label = label
@@ -81,6 +95,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
     def check_hicache_events(self) -> None:
         """Apply finished transfers; with several ranks, those that all of them have."""
+        self._was_asked = False
         if self._has_unclaimed_load:  # its request was not admitted after all
             self.ready_to_load_host_cache()
         self.inner.cache.tick()
@@ -94,8 +109,20 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._has_unclaimed_load = False
         return self.inner.ready_to_load_host_cache()
 
+    def _go_on_without_steps(self) -> None:
+        """Start and apply transfers where SGLang asks whether they have ended, and takes no step between.
+
+        While generation is paused it only asks, again and again: none would end, and a flush be refused for
+        as long. Several ranks need not ask equally often, so theirs wait for the next step, as HiCache's do.
+        """
+        if self._was_asked and self._is_alone:
+            self.ready_to_load_host_cache()
+            self.inner.cache.tick()
+        self._was_asked = True
+
     @property
     def ongoing_write_through(self) -> Sized:
+        self._go_on_without_steps()  # it is the first of the four that SGLang looks at
         return self.inner.ongoing_write_through
 
     @property

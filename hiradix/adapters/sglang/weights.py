@@ -45,19 +45,32 @@ class Weights:
         self._place = place
         self._agree = agree
         self._first = self._last = self._digest()
+        self._is_unnamed = False
 
     def changed(self) -> str | None:
         """None while they are on all ranks as at the last look; else what tells them from others, "" where
         they are as at the start again."""
+        self._is_unnamed = False
         before, self._last = self._last, self._digest()
         if self._last == before:
             return None
         return "" if self._last == self._first else self._last
 
+    def unnamed(self) -> str | None:
+        """None while they are on all ranks as at the last look, or this was told since; else what tells
+        nothing else, the same on all ranks, for what is of several weights, until `changed` is asked."""
+        if self._is_unnamed or self._digest() == self._last:
+            return None
+        self._is_unnamed = True
+        self._last = self._of_all(uuid.uuid4().hex)
+        return self._last
+
     def _digest(self) -> str:
-        """Of this rank's part, or with several ranks of all of them: each fills in its own, and the least are
-        what somebody has filled in."""
-        own = self._own_digest()
+        return self._of_all(self._own_digest())
+
+    def _of_all(self, own: str) -> str:
+        """This rank's digest, or with several ranks one of all of theirs: each fills in its own, and the
+        least are what somebody has filled in."""
         if self._agree is None:
             return own
         rank, size = self._place

@@ -1,0 +1,34 @@
+"""Weights that SGLang puts in without a flush: heard of by its hooks, as no cache is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_registered: list[str] = []
+
+
+def watch_updates() -> None:
+    """Have the cache of this process look at the weights after each update. May be called again."""
+    if _registered:
+        return
+    hooks = {"flush_cache_after_weight_update": _updated, "end_weight_update": _look}
+    for call, hook in hooks.items():
+        HookRegistry.register(f"{_MANAGER}.{call}", hook)
+        _registered.append(call)
+    HookRegistry.apply_hooks()
+
+
+def _updated(told: tuple[bool, str], manager: Any, request: Any, *_: Any) -> None:
+    """After every update. told: whether all went well, the flush too if one was asked for."""
+    if not (request.flush_cache and told[0]):
+        _look(told, manager)
+
+
+def _look(_: Any, manager: Any, *__: Any) -> None:
+    """After a session of updates too: other processes may have written the weights."""
+    put_in = getattr(manager.scheduler.tree_cache, "weights_put_in", None)
+    if put_in is not None:
+        put_in()
