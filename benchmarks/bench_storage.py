@@ -163,9 +163,14 @@ def cold(store: Worker) -> None:
 
     Done by this process, as `warm` is: the store's own has not just used up its share of the processor.
     """
+    uncache(store.do("files"))
+
+
+def uncache(paths: Sequence[str | Path]) -> None:
+    """Take these files out of the page cache, or fail."""
     from hiradix.storage.disk.kernel import cached_share
 
-    for path in store.do("files"):
+    for path in paths:
         fd = os.open(path, os.O_RDONLY)
         size = os.fstat(fd).st_size
         os.fdatasync(fd)

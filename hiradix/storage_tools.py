@@ -121,10 +121,27 @@ def _pages(args: argparse.Namespace) -> Iterator[StoredPage]:
             yield page
 
 
+def _placed(args: argparse.Namespace, misplaced: list[StoredPage]) -> Iterator[StoredPage]:
+    """The pages that are where servers look for them; the others are added to `misplaced`."""
+    for page in _pages(args):
+        if page.misplaced:
+            misplaced.append(page)
+        else:
+            yield page
+
+
+def _tell_misplaced(pages: Sequence[StoredPage]) -> str:
+    """One line per page, and what a summary says of them."""
+    for page in pages:
+        print(f"misplaced  {page.fingerprint}  {page.key}  {page.misplaced}")
+    return f"; {len(pages)} are misplaced" if pages else ""
+
+
 def list_pages(args: argparse.Namespace) -> int:
     """One line per page."""
     for page in _pages(args):
-        print(f"{page.fingerprint}  {page.num_bytes:>12}  {page.key}")
+        place = f"  misplaced: {page.misplaced}" if page.misplaced else ""
+        print(f"{page.fingerprint}  {page.num_bytes:>12}  {page.key}{place}")
     return 0
 
 
@@ -132,13 +149,17 @@ def show_sums(args: argparse.Namespace) -> int:
     """One line per fingerprint."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for page in _pages(args):
+    misplaced: list[StoredPage] = []
+    for page in _placed(args, misplaced):
         counts[page.fingerprint] += 1
         sizes[page.fingerprint] += page.num_bytes
     print(f"{'fingerprint':32}  {'pages':>10}  {'bytes':>16}")
     for name, count in counts.most_common():
         print(f"{name:32}  {count:>10}  {sizes[name]:>16}")
     print(f"{'all':32}  {sum(counts.values()):>10}  {sum(sizes.values()):>16}")
+    if misplaced:
+        num_bytes = sum(page.num_bytes for page in misplaced)
+        print(f"{len(misplaced)} page files of {num_bytes} bytes are misplaced: nobody reads them")
     _tell_apart([name for name, _ in counts.most_common()])
     return 0
 
@@ -180,33 +201,38 @@ def verify(args: argparse.Namespace) -> int:
     """Counts pages that read back whole and those that do not; status 1 when there are any of these."""
     address = StoreAddress.parse(args.url, args.set)
     good = bad = gone = 0
+    misplaced: list[StoredPage] = []
     with _Stores(address) as stores:
-        for batch in _batches(_pages(args)):
+        for batch in _batches(_placed(args, misplaced)):
             found, damaged = stores.read(batch)
             for page in damaged:
                 print(f"damaged  {page.fingerprint}  {page.key}")
             good, bad = good + len(found), bad + len(damaged)
             gone += len(batch) - len(found) - len(damaged)
-    print(f"{good} pages are whole, {bad} are not{_went(gone)}")
-    return 1 if bad else 0
+    print(f"{good} pages are whole, {bad} are not{_tell_misplaced(misplaced)}{_went(gone)}")
+    return 1 if bad or misplaced else 0
 
 
 def clear(args: argparse.Namespace) -> int:
-    """Removes pages; says how many were there."""
+    """Removes pages; says how many were there, and which misplaced ones it leaves."""
     address = StoreAddress.parse(args.url, args.set)
-    if args.fingerprint:
-        stored_fingerprint(args.fingerprint)
-    found = (page.fingerprint for page in scan(address))
-    pages = Counter(name for name in found if args.all or name == args.fingerprint)
-    for fingerprint, count in pages.items():
+    misplaced: list[StoredPage] = []
+    pages = Counter(page.fingerprint for page in _placed(args, misplaced))
+    pages.update(page.fingerprint for page in misplaced)
+    for fingerprint in pages:
         with _Stores(StoreAddress(address.backend, _uncompressed(address.config))) as stores:
             if not stores.of(StoredPage(fingerprint, "", 1)).clear():
                 print(f"could not clear {fingerprint}", file=sys.stderr)
                 return 1
+    left = [page for page in _pages(args) if page in misplaced] if misplaced else []
+    pages.subtract(page.fingerprint for page in left)
+    for fingerprint, count in pages.items():
         print(f"removed {count} pages of {fingerprint}")
+    for page in left:
+        print(f"left {page.misplaced}: it is misplaced")
     if not pages:
         print("there were none")
-    return 0
+    return 1 if left else 0
 
 
 def copy(args: argparse.Namespace) -> int:
@@ -215,15 +241,16 @@ def copy(args: argparse.Namespace) -> int:
     for key in (key for key in QUOTA_KEYS if key in target.config):
         raise ConfigError(f"--set-to {key}: no store says whose its pages are, so copies have no quota")
     copied = unread = unwritten = gone = 0
+    misplaced: list[StoredPage] = []
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
-        for batch in _batches(_pages(args)):
+        for batch in _batches(_placed(args, misplaced)):
             found, damaged = sources.read(batch)
             stored = targets.of(batch[0]).put(list(found), list(found.values()))
             copied, unread = copied + sum(stored), unread + len(damaged)
             unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)
     lost = f"{unread} could not be read, {unwritten} could not be written"
-    print(f"copied {copied} pages; {lost}{_went(gone)}")
-    return 1 if unread or unwritten else 0
+    print(f"copied {copied} pages; {lost}{_tell_misplaced(misplaced)}{_went(gone)}")
+    return 1 if unread or unwritten or misplaced else 0
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -232,8 +259,11 @@ def bench(args: argparse.Namespace) -> int:
     num_bytes, count = parse_size("--page-bytes", args.page_bytes), args.pages
     if count < 1 or num_bytes < 1:
         raise ConfigError("--pages and --page-bytes must be at least 1")
-    source = np.frombuffer(np.random.default_rng(1).bytes(num_bytes * count), np.uint8).copy()
-    target = np.zeros_like(source)
+    try:
+        source = np.frombuffer(np.random.default_rng(1).bytes(num_bytes * count), np.uint8).copy()
+        target = np.zeros_like(source)
+    except (MemoryError, OverflowError, ValueError) as error:
+        raise ConfigError(f"--pages {count} of --page-bytes {num_bytes} do not fit into memory") from error
     keys = [os.urandom(32).hex() for _ in range(count)]
     rows: list[tuple[str, float]] = [("memory copy", _timed(lambda: np.copyto(target, source))[0])]
     fingerprint = PageFingerprint("hiradix storage bench", revision=os.urandom(8).hex())
@@ -270,7 +300,7 @@ class _Stores:
             raise ConfigError("compressed pages do not show their length: only ls, stat and bench work")
         self._address = address
         own = (WRITING if is_target else LOOKING).get(address.backend, {})
-        self._keys = {**PATIENT, **own, **address.config}
+        self._keys = {**PATIENT, **own, **address.config, "quantise": "none"}  # as they are stored
         self._open: dict[tuple[str, int], GuardedStorage] = {}
 
     def of(self, page: StoredPage) -> GuardedStorage:

@@ -12,11 +12,11 @@ from hiradix.storage.breaker import BreakerLimits
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.identities import remember
 from hiradix.storage.lanes import LEFT_BEHIND
-from hiradix.storage.options import Options
+from hiradix.storage.options import MAX_TIMEOUT_S, Options
 from hiradix.storage.protocol import StorageBackend, StorageContext
 from hiradix.storage.quota import with_quota
 from hiradix.storage.registry import FLAG, create_storage_backend
-from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, inner_context, wrap
+from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, coded, inner_context, wrap
 
 GUARD_KEYS = (
     "deadline_s",
@@ -38,16 +38,16 @@ def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
     """
     options, default = Options(values), GuardLimits()
     return GuardLimits(
-        deadline_s=options.number("deadline_s", default.deadline_s),
+        deadline_s=options.seconds("deadline_s", default.deadline_s, 0.001, MAX_TIMEOUT_S),
         bytes_per_s=options.number("bytes_per_s", default.bytes_per_s, 1.0),
         num_workers=options.integer("num_workers", default.num_workers, 1),
         staging_bytes=options.size("staging_size", default.staging_bytes),
         checksum=options.boolean("checksum", default.checksum),
         breaker=BreakerLimits(
             failures_to_open=options.integer("breaker_failures", default.breaker.failures_to_open, 1),
-            retry_after_s=options.number("breaker_retry_s", default.breaker.retry_after_s),
+            retry_after_s=options.seconds("breaker_retry_s", default.breaker.retry_after_s),
         ),
-        admin_timeout_s=options.number("admin_timeout_s", default.admin_timeout_s),
+        admin_timeout_s=options.seconds("admin_timeout_s", default.admin_timeout_s, 0.001, MAX_TIMEOUT_S),
     )
 
 
@@ -66,12 +66,15 @@ def open_storage(
             f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "
             f"opened until they are fewer than {MAX_LEFT_BEHIND}, or the process is started again"
         )
-    limits = guard_limits(context.extra_config)
+    limits, context = guard_limits(context.extra_config), coded(context)
     return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
 
 
 def open_backend(name: str, context: StorageContext) -> StorageBackend:
-    """Backend `name` in the wrappers that its keys ask for, without a guard. Raises ConfigError."""
+    """Backend `name` in the wrappers that its keys ask for, without a guard. Raises ConfigError.
+
+    context: as `coded` has it.
+    """
     wrappers = WrapConfig.from_mapping(context.extra_config)
     rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)

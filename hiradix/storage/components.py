@@ -21,6 +21,7 @@ from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.options import flag, parse_size
 from hiradix.storage.protocol import StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
+from hiradix.storage.wrap import coded
 
 
 class Stores(Protocol):
@@ -51,12 +52,13 @@ class Stores(Protocol):
 class ComponentPages:
     """Pages of one component. weight: what share of a cap they get, such as the bytes of their host pool.
 
-    fingerprint: with `component` set for all but the backbone.
+    fingerprint: with `component` set for all but the backbone. elements: as a `StorageContext` has it.
     """
 
     fingerprint: PageFingerprint
     page_bytes: int
     weight: int = 1
+    elements: str = ""
 
 
 def open_stores(
@@ -136,7 +138,7 @@ def _context(
         further = ", ".join(other.fingerprint.component for other in all_pages[1:])
         share = _Share(pages.weight, sum(other.weight for other in all_pages), pages is all_pages[0], further)
         keys = share.of_keys(name, keys)
-    return StorageContext(pages.fingerprint, keys, pages.page_bytes)
+    return coded(StorageContext(pages.fingerprint, keys, pages.page_bytes, elements=pages.elements))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import dataclasses
 import logging
 import os
 import struct
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -26,7 +25,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
-from hiradix.storage.wrapper import Wrapper
+from hiradix.storage.wrapper import CodingWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ def read_key(path: str) -> bytes:
     raise ConfigError(f"{flag('encryption_key_file')}: {path} must hold {wanted}")
 
 
-class EncryptedStorage(Wrapper):
+class EncryptedStorage(CodingWrapper):
     """Pages are encrypted on their way in. It proves identity and content, so no seal is needed. Thread-safe.
 
     master_key: 32 bytes, from which the fingerprint's key is derived (HKDF-SHA256).
@@ -62,68 +61,41 @@ class EncryptedStorage(Wrapper):
 
     def __init__(self, inner: StorageBackend, master_key: bytes, fingerprint: str):
         super().__init__(inner)
-        self.traits = dataclasses.replace(self.traits, verifies=True, lands=False)
+        self.traits = dataclasses.replace(self.traits, verifies=True)
         self._context = b"hiradix-page-key-1\0" + fingerprint.encode("ascii")
         self._cipher = AESGCM(HKDF(SHA256(), KEY_BYTES, salt=None, info=self._context).derive(master_key))
-        self._lock = threading.Lock()
-        self._num_refused = 0
-
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        stored = [memoryview(bytearray(page_bytes(page) + OVERHEAD_BYTES)) for page in into]
-        ok = self._get(keys, [[view] for view in stored], prefix_keys)
-        return [
-            good and self._open(key, view, page)
-            for good, key, view, page in zip(ok, keys, stored, into, strict=True)
-        ]
-
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
-        sealed = [[memoryview(self._seal(key, page))] for key, page in zip(keys, pages, strict=True)]
-        return self._put(keys, sealed, prefix_keys, tenant)
 
     def own_stats(self) -> Mapping[str, float]:
-        return {"decrypt_refused": self._num_refused}
+        return {"decrypt_refused": self._num_damaged}
 
-    def _refuse(self, key: str) -> None:
-        """Take down a page that cannot be read. The first is told: why all are misses shows nowhere else.
-        """
-        self._spoilt.note([key])
-        with self._lock:
-            self._num_refused += 1
-            is_first = self._num_refused == 1
-        if is_first:
-            logger.warning(
-                "%s: a stored page is damaged or of another key, and is replaced when it is put again. "
-                "Servers with different keys need stores of their own, or they replace each other's pages",
-                flag("encryption_key_file"),
-            )
+    def _tell_first(self) -> None:
+        """Why all are misses shows nowhere else."""
+        logger.warning(
+            "%s: a stored page is damaged or of another key, and is replaced when it is put again. "
+            "Servers with different keys need stores of their own, or they replace each other's pages",
+            flag("encryption_key_file"),
+        )
 
     def _bound(self, key: str, length: int) -> bytes:
         return b"%s\0%s\0%d" % (self._context, str(key).encode("utf-8"), length)
 
-    def _seal(self, key: str, page: Page) -> bytes:
+    def _most_bytes(self, num_bytes: int) -> int:
+        return num_bytes + OVERHEAD_BYTES
+
+    def _pack(self, key: str, page: Page) -> bytes:
         plain = b"".join(page)
         nonce = os.urandom(12)
         body: bytes = self._cipher.encrypt(nonce, plain, self._bound(key, len(plain)))
         return _HEAD.pack(_MAGIC, len(plain), nonce) + body
 
-    def _open(self, key: str, stored: memoryview, page: Page) -> bool:
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
         magic, length, nonce = _HEAD.unpack_from(stored)
         body = stored[_HEAD.size : _HEAD.size + length + _TAG_BYTES]
+        if magic != _MAGIC or length > page_bytes(page):
+            return False
         try:
-            if magic != _MAGIC or length > page_bytes(page):
-                raise InvalidTag
             plain = self._cipher.decrypt(nonce, bytes(body), self._bound(key, length))
         except InvalidTag:
-            self._refuse(key)
             return False
         fill_head(memoryview(plain), page)
         return True
-

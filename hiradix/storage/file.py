@@ -22,6 +22,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
 from hiradix.storage.page_dir import PageDir, footprint, remove
+from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
@@ -97,18 +98,18 @@ class FileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns = self._time_ns()
+        piece, now_ns = self._piece(keys)
         ok = [False] * len(keys)
         faults: list[OSError] = []
         for start in range(0, len(keys), GROUP_PAGES):
             group = range(start, min(start + GROUP_PAGES, len(keys)))
-            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns + len(keys), faults):
+            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns, faults):
                 ok[index] = True
         if faults:
             self._count("read_errors", len(faults))
             if not any(ok):
                 raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns, piece)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -117,7 +118,7 @@ class FileBackend(StorageBackend):
             return self._put(keys, pages)
 
     def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        now_ns = self._time_ns()
+        piece, now_ns = self._piece(keys)
         ok = [False] * len(keys)
         todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -125,16 +126,18 @@ class FileBackend(StorageBackend):
             ok[index] = _is_whole(_status(path), num_bytes)
             if not ok[index]:
                 todo.append(FileWrite(index, key, path, page, num_bytes))
-        self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
+        there = [(key, page) for key, page, good in zip(keys, pages, ok) if good]
+        self._use_tail_first(there, now_ns, piece)
+        keep = {*keys, *piece.before}
         while todo:
             group = self._next_group(todo)
-            done = self._store(group, now_ns, set(keys))
+            done = self._store(group, now_ns, keep)
             for write in done:
                 ok[write.index] = True
             if len(done) < len(group):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns)
+        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns, piece)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -185,9 +188,15 @@ class FileBackend(StorageBackend):
         with self._counts_lock:
             self._counts[name] += number
 
-    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int) -> None:
-        for rank, (key, page) in enumerate(reversed(used)):
-            self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns + rank)
+    def _piece(self, keys: Sequence[str]) -> tuple[Piece, int]:
+        """The piece of a chain that `keys` are, and when the first of them counts as used."""
+        piece = current_piece()
+        return piece, piece.began(self._time_ns())
+
+    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int, piece: Piece) -> None:
+        for rank, (key, page) in reversed(list(enumerate(used))):
+            self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - rank)
+        self._room.renew(piece.chain[::-1])
 
     def _load(
         self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError]

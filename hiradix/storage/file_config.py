@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError
-from hiradix.storage.options import Options, flag
+from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 PATH_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 PATH_KEY = "file_storage_path"
@@ -55,8 +55,10 @@ class FileConfig:
             path_source=source,
             max_bytes=options.size("max_size", FileConfig.max_bytes),
             min_free_bytes=options.size("min_free_space", FileConfig.min_free_bytes),
-            touch_interval_s=options.number("touch_interval_s", FileConfig.touch_interval_s),
-            lock_timeout_s=options.number("lock_timeout_s", FileConfig.lock_timeout_s),
+            touch_interval_s=options.seconds("touch_interval_s", FileConfig.touch_interval_s),
+            lock_timeout_s=options.seconds(
+                "lock_timeout_s", FileConfig.lock_timeout_s, maximum=MAX_TIMEOUT_S
+            ),
             fsync=options.boolean("fsync", FileConfig.fsync),
             checksum=options.boolean("checksum", FileConfig.checksum),
         )

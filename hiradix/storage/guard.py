@@ -21,6 +21,7 @@ from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, growing
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
+from hiradix.storage.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.staged import Staged, Work
@@ -317,13 +318,12 @@ class GuardedStorage:
             self._meters.count("stats_failed")
 
     def _work(self, op: Op, batch: Batch) -> Work:
-        call = getattr(self.backend, op.value)
+        call, piece_at = getattr(self.backend, op.value), pieces_of((id(self), op), batch.names)
 
         def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
             names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
-            if op is Op.PUT and self._traits.tenanted:
-                more["tenant"] = batch.tenant
-            return lambda: call(names, pages, **more)
+            more |= {"tenant": batch.tenant} if op is Op.PUT and self._traits.tenanted else {}
+            return partial(_in_piece, piece_at(chunk.start), partial(call, names, pages, **more))
 
         return work
 
@@ -350,6 +350,11 @@ class GuardedStorage:
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False
         return True
+
+
+def _in_piece(piece: Piece, call: Callable[[], object]) -> object:
+    with as_piece(piece):
+        return call()
 
 
 def _nothing(*_: object) -> None:

@@ -26,11 +26,15 @@ _BATCH = 500
 
 @dataclass(frozen=True)
 class StoredPage:
-    """One page. fingerprint: 32 hex digits. num_bytes: of the page, without what its backend adds."""
+    """One page. fingerprint: 32 hex digits. num_bytes: of the page, without what its backend adds.
+
+    misplaced: where in the store it is, if that is no place where a server looks for this key.
+    """
 
     fingerprint: str
     key: str
     num_bytes: int
+    misplaced: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def _setting(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--set {text!r}: expected key=value")
     try:
         return key, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return key, value
 
 
@@ -107,8 +111,8 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     root = Path(str(config["file_storage_path"])).expanduser()
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder")
-    for fingerprint, key, num_bytes in pages_below(str(root)):
-        yield StoredPage(fingerprint, key, num_bytes - SEAL_BYTES)
+    for fingerprint, key, num_bytes, misplaced in pages_below(str(root)):
+        yield StoredPage(fingerprint, key, num_bytes - SEAL_BYTES, misplaced)
 
 
 def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
@@ -135,20 +139,22 @@ def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
         for name in client.scan_iter(f"{options.key_prefix}:*", count=_BATCH):
             names.append(name)
             if len(names) >= _BATCH:
-                yield from _redis_pages(client, names)
+                yield from _redis_pages(client, options.key_prefix, names)
                 names = []
-        yield from _redis_pages(client, names)
+        yield from _redis_pages(client, options.key_prefix, names)
     finally:
         client.close()
 
 
-def _redis_pages(client: Any, names: Sequence[bytes]) -> Iterator[StoredPage]:
+def _redis_pages(client: Any, prefix: str, names: Sequence[bytes]) -> Iterator[StoredPage]:
     pipeline = client.pipeline(transaction=False)
     for name in names:
         pipeline.strlen(name)
     for name, length in zip(names, pipeline.execute(raise_on_error=False)):
         parts = name.decode("utf-8", "replace").rsplit(":", 2)
-        if len(parts) == 3 and _FINGERPRINT.fullmatch(parts[1]) and isinstance(length, int):
+        if len(parts) < 3 or parts[0] != prefix:
+            continue  # of a store whose prefix begins with ours
+        if _FINGERPRINT.fullmatch(parts[1]) and isinstance(length, int):
             yield StoredPage(parts[1], parts[2], length - SEAL_BYTES)
 
 
@@ -159,9 +165,8 @@ def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
     for part in obstore.list(S3Config.from_mapping(backend_keys(config)).client()):
         for entry in part:
-            folder, _, key = str(entry["path"]).rpartition("/")
-            fingerprint = folder.rpartition("/")[2]
-            if _FINGERPRINT.fullmatch(fingerprint):
+            fingerprint, _, key = str(entry["path"]).rpartition("/")
+            if _FINGERPRINT.fullmatch(fingerprint):  # deeper ones are of stores below this one
                 yield StoredPage(fingerprint, key, int(entry["size"]) - SEAL_BYTES)
 
 

@@ -44,6 +44,11 @@ class LruIndex:
         self._entries[name] = entry
         self.num_bytes += entry.num_bytes
 
+    def renew(self, name: str) -> None:
+        """`name`, if it is there, is the hottest now, as a part of what was used just before."""
+        if name in self._entries:
+            self._entries.move_to_end(name)
+
     def drop(self, name: str) -> int:
         """Forget `name`; the bytes it counted for, 0 if it was not there."""
         entry = self._entries.pop(name, None)

@@ -344,5 +344,5 @@ def _reach(address: str, timeout_s: float) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last of a port
         raise ConfigError(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error

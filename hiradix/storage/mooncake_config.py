@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiradix.errors import ConfigError
-from hiradix.storage.options import Options, flag
+from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 PROTOCOLS = ("tcp", "rdma")
 _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}")
@@ -52,7 +52,7 @@ class MooncakeConfig:
             device_name=options.text("device_name", default.device_name),
             tenant_id=options.text("tenant_id", default.tenant_id),
             replica_num=options.integer("replica_num", default.replica_num, 1),
-            timeout_s=options.number("timeout_s", default.timeout_s, 0.001),
+            timeout_s=options.seconds("timeout_s", default.timeout_s, 0.001, MAX_TIMEOUT_S),
             key_prefix=options.text("key_prefix", default.key_prefix),
             zero_copy=options.boolean("zero_copy", default.zero_copy),
             checksum=options.boolean("checksum", default.checksum),

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hiradix.config import EXTRA_CONFIG_FLAG, require_bool, require_int, require_number
+from hiradix.config import (
+    EXTRA_CONFIG_FLAG,
+    MAX_PORT,
+    MAX_SECONDS,
+    redact,
+    require_bool,
+    require_int,
+    require_number,
+)
 from hiradix.errors import ConfigError
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+MAX_BYTES = (1 << 63) - 1
+"""What files, SQLite and the libraries count bytes with."""
+MAX_COUNT = (1 << 31) - 1
+MAX_TIMEOUT_S = 1e6
+"""Waits for a lock or a socket are milliseconds in 32 bits to the system."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def flag(key: str) -> str:
-    """How an error names a key."""
-    return f"{EXTRA_CONFIG_FLAG}: {key}"
+    """How an error names a key; a flag of its own is one already."""
+    return key if key.startswith("--") else f"{EXTRA_CONFIG_FLAG}: {key}"
 
 
 def parse_size(key: str, value: object) -> int:
@@ -26,11 +41,32 @@ def parse_size(key: str, value: object) -> int:
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(f'{flag(key)}: expected bytes or a size such as "64GiB", got {value!r}')
-        try:
-            return int(float(match[1]) * _UNITS[match[2].lower()])
-        except OverflowError:
-            raise ConfigError(f"{flag(key)}: {value:.20}... is too large") from None
-    return require_int(flag(key), value)
+        size = float(match[1]) * _UNITS[match[2].lower()]
+        if size > MAX_BYTES:
+            raise ConfigError(f"{flag(key)}: {value:.20}{'...' if len(value) > 20 else ''} is too large")
+        return int(size)
+    num_bytes = require_int(flag(key), value)
+    if num_bytes > MAX_BYTES:
+        raise ConfigError(f"{flag(key)}: {num_bytes} is too large")
+    return num_bytes
+
+
+def _is_told(text: str) -> bool:
+    """Whether the system's calls take it: they end at a zero byte, and take no halves of characters but those
+    that stand for bytes of a path."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def parse_address(key: str, text: str) -> tuple[str, int]:
+    """Host and port of "host:port"; an IPv6 address stands in brackets. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    number = int(port) if port.isascii() and port.isdigit() and len(port) <= 5 else 0
+    if not host or any(map(str.isspace, host)) or not 1 <= number <= MAX_PORT:
+        raise ConfigError(f'{flag(key)}: expected "host:port" with a port of 1 to {MAX_PORT}, got {text!r}')
+    return host.removeprefix("[").removesuffix("]"), number
 
 
 class Options:
@@ -47,8 +83,8 @@ class Options:
 
     def text(self, key: str, default: str) -> str:
         value = self._get(key, default)
-        if not isinstance(value, str) or "\0" in value:
-            raise ConfigError(f"{flag(key)} must be text, got {value!r}")
+        if not isinstance(value, str) or not _is_told(value):
+            raise ConfigError(f"{flag(key)} must be text, got {redact(value, key)!r}")
         return value
 
     def choice(self, key: str, default: str, choices: Collection[str]) -> str:
@@ -60,11 +96,17 @@ class Options:
     def size(self, key: str, default: int) -> int:
         return parse_size(key, self._get(key, default))
 
-    def integer(self, key: str, default: int, minimum: int = 0) -> int:
-        return require_int(flag(key), self._get(key, default), minimum)
+    def integer(self, key: str, default: int, minimum: int = 0, maximum: int = MAX_COUNT) -> int:
+        return require_int(flag(key), self._get(key, default), minimum, maximum)
 
-    def number(self, key: str, default: float, minimum: float = 0.0) -> float:
-        return require_number(flag(key), self._get(key, default), minimum)
+    def number(
+        self, key: str, default: float, minimum: float = 0.0, maximum: float = sys.float_info.max
+    ) -> float:
+        return require_number(flag(key), self._get(key, default), minimum, maximum)
+
+    def seconds(self, key: str, default: float, minimum: float = 0.0, maximum: float = MAX_SECONDS) -> float:
+        """A number of seconds; of one that somebody sleeps for, `maximum` is `MAX_TIMEOUT_S`."""
+        return self.number(key, default, minimum, maximum)
 
     def boolean(self, key: str, default: bool) -> bool:
         return require_bool(flag(key), self._get(key, default))

@@ -165,13 +165,30 @@ def folders_of(space: str) -> Iterator[str]:
     return (f"{space}/{x}/{y}" for x in _HEX for y in _HEX)
 
 
-def pages_below(root: str) -> Iterator[tuple[str, str, int]]:
-    """Fingerprint (32 hex digits), key and file length of every page, for those that only look."""
+def pages_below(root: str) -> Iterator[tuple[str, str, int, str]]:
+    """Fingerprint (32 hex digits), key and file length of every page, for those that only look; and, where
+    nobody looks for that key there, the file's path below root, else ""."""
     for space in sorted(filter(_SPACE.fullmatch, os.listdir(root))):
-        for folder in folders_of(space):
-            for entry in _pages(os.path.join(root, folder)):
-                if (status := _status(entry)) is not None:
-                    yield space.removeprefix(_NAMESPACE), entry.name[: -len(SUFFIX)], status.st_size
+        for folder, entry in _walk(root, space):
+            if (status := _status(entry)) is not None:
+                key = entry.name[: -len(SUFFIX)]
+                fan = key_digest(key).hex()
+                misplaced = "" if folder == f"{space}/{fan[0]}/{fan[1]}" else f"{folder}/{entry.name}"
+                yield space.removeprefix(_NAMESPACE), key, status.st_size, misplaced
+
+
+def _walk(root: str, folder: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Pages in `folder` below root and in all below it, each with its folder."""
+    try:
+        with os.scandir(os.path.join(root, folder)) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(root, f"{folder}/{entry.name}")
+        elif _is_page(entry.name) and entry.is_file(follow_symlinks=False):
+            yield folder, entry
 
 
 def _pages(folder: str) -> Iterator[os.DirEntry[str]]:

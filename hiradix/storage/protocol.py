@@ -131,12 +131,14 @@ class StorageContext:
     page_bytes: length of every page in bytes.
     ragged: pages may be stored shorter than the buffers they are read into, and are then read into the head
     of those. Only for backends with that trait.
+    elements: the one type that pages are made of, such as "bfloat16"; "" where they are not, or nobody knows.
     """
 
     fingerprint: PageFingerprint
     extra_config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     page_bytes: int = 0
     ragged: bool = False
+    elements: str = ""
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0:

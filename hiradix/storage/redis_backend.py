@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
-from hiradix.storage.redis_commands import ClientCommands, Commands, SocketCommands
+from hiradix.storage.redis_commands import ClientCommands, Commands, Refusals, SocketCommands
 from hiradix.storage.redis_link import CLIENT_FAULTS, RedisConfig, connect, server_memory
+from hiradix.storage.resp import ReplyError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,11 +43,9 @@ class RedisBackend(StorageBackend):
         self._ragged = context.ragged
         self._closed = False
         self._client = connect(config)
-        self._commands: Commands = (
-            SocketCommands(self._client, context.ragged)
-            if config.zero_copy
-            else ClientCommands(self._client, context.ragged)
-        )
+        self._refusals = Refusals()
+        made = SocketCommands if config.zero_copy else ClientCommands
+        self._commands: Commands = made(self._client, context.ragged, self._refusals)
         self._max_bytes, policy = server_memory(self._client)
         if not self._max_bytes and not self._ttl_ms:
             logger.warning("the redis server has no maxmemory and ttl_s is 0: pages are never evicted")
@@ -62,7 +61,12 @@ class RedisBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         names = self._names(keys)
-        return self._ask(lambda: self._commands.get(names, into, self._ttl_ms))
+        try:
+            return self._ask(lambda: self._commands.get(names, into, self._ttl_ms))
+        except ReplyError as error:
+            if not (self._ttl_ms and self._refusals.is_one(str(error))):
+                raise
+        return self._ask(lambda: self._commands.get(names, into, 0))  # to renew is to write
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         names, unasked = self._names(keys), UNASKED_BYTES if self._expects_absent else 0
@@ -117,12 +121,19 @@ class RedisBackend(StorageBackend):
                 self._counts[name] += number
 
     def _renew(self, names: Sequence[bytes], there: Sequence[bool]) -> list[bool]:
-        """Pages that are there live as long as if they were stored; which of them did not go meanwhile."""
+        """Pages that are there live as long as if they were stored, where the server takes writes; which of
+        them did not go meanwhile."""
         ok = list(there)
         which = [index for index, is_there in enumerate(ok) if is_there]
         if which and self._ttl_ms:
             mine = [names[index] for index in which]
-            for index, renewed in zip(which, self._ask(lambda: self._commands.renew(mine, self._ttl_ms))):
+            try:
+                answers = self._ask(lambda: self._commands.renew(mine, self._ttl_ms))
+            except ReplyError as error:
+                if not self._refusals.is_one(str(error)):
+                    raise
+                return ok
+            for index, renewed in zip(which, answers):
                 ok[index] = renewed
         return ok
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
@@ -16,12 +18,43 @@ from hiradix.storage.protocol import Page, fits, page_bytes
 from hiradix.storage.redis_link import CLIENT_FAULTS
 from hiradix.storage.resp import Frame, ReplyError, RespStream, encode_around
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
 Found = tuple[int, bool | None]
 """Bytes that were stored under a name, and what `set` says of it; None: nothing was changed."""
 _NIL = b"$-1"
+_TOLD_AGAIN_S = 600.0
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
+
+
+class Refusals:
+    """Writes that the server refuses, while reads go on: told by the first word of its answer, each at most
+    once in ten minutes. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._told_s: dict[str, float] = {}
+
+    def is_stored(self, reply: Any) -> bool:
+        """Of a reply to SET. Raises ReplyError where it is neither stored nor refused."""
+        if reply in (b"+OK", b"OK") or reply is True:
+            return True
+        text = _error_text(reply)
+        if self.is_one(text):
+            return False
+        raise ReplyError(text)
+
+    def is_one(self, text: str) -> bool:
+        """Whether that error is one; if so, it is told."""
+        if REFUSED.match(text.encode()) is None:
+            return False
+        code, now_s = text.lstrip("-").partition(" ")[0], self._clock()
+        if now_s >= self._told_s.get(code, now_s):
+            self._told_s[code] = now_s + _TOLD_AGAIN_S
+            logger.warning("the redis server refuses pages: %.200s", text)
+        return True
 
 
 class Commands(Protocol):
@@ -66,12 +99,13 @@ class SocketCommands:
     replica is left, whichever command it refused.
     """
 
-    def __init__(self, client: Any, ragged: bool = False):
+    def __init__(self, client: Any, ragged: bool = False, refusals: Refusals | None = None):
         self._client = client
         self._ragged = ragged
+        self._refusals = refusals or Refusals()
         self._is_cluster = isinstance(client, redis.RedisCluster)
         self._is_outdated = False
-        self._fallback = ClientCommands(client, ragged)
+        self._fallback = ClientCommands(client, ragged, self._refusals)
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
         return self._numbers(names, [(b"STRLEN", name) for name in names])
@@ -96,7 +130,7 @@ class SocketCommands:
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         def ask(stream: RespStream, which: Sequence[int]) -> list[bool]:
             frames = [_set_frame(names[index], pages[index], options) for index in which]
-            return [_stored(reply) for reply in stream.set_from(frames)]
+            return list(map(self._refusals.is_stored, stream.set_from(frames)))
 
         return self._each_node(names, ask, lambda: self._fallback.set(names, pages, options))
 
@@ -116,7 +150,8 @@ class SocketCommands:
                 return length is not None and not fits(length, pages[which[at]], self._ragged)
 
             answers, replies = stream.ask_and_set(questions, frames, num_unasked, wanted)
-            stored = {at: _stored(reply) for at, reply in replies.items() if reply != _NIL}
+            is_stored = self._refusals.is_stored
+            stored = {at: is_stored(reply) for at, reply in replies.items() if reply != _NIL}
             return [(_number(answer), stored.get(at)) for at, answer in enumerate(answers)]
 
         return self._each_node(
@@ -186,9 +221,10 @@ class SocketCommands:
 class ClientCommands:
     """The same through redis-py: for connections whose socket cannot be had, at the price of two copies."""
 
-    def __init__(self, client: Any, ragged: bool = False):
+    def __init__(self, client: Any, ragged: bool = False, refusals: Refusals | None = None):
         self._client = client
         self._ragged = ragged
+        self._refusals = refusals or Refusals()
 
     def lengths(self, names: Sequence[bytes]) -> list[int]:
         return self.numbers([(b"STRLEN", name) for name in names])
@@ -206,7 +242,7 @@ class ClientCommands:
 
     def set(self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes]) -> list[bool]:
         commands = [(b"SET", name, b"".join(page), *options) for name, page in zip(names, pages)]
-        return [_stored(reply) for reply in self._run(commands)]
+        return list(map(self._refusals.is_stored, self._run(commands)))
 
     def set_missing(
         self, names: Sequence[bytes], pages: Sequence[Page], options: Sequence[bytes], unasked_bytes: int
@@ -271,15 +307,6 @@ def _length(reply: Any) -> int | None:
     if isinstance(reply, bytes) and reply[:1] == b":":
         return int(reply[1:])
     return 0 if _error_text(reply).startswith("WRONGTYPE") else None
-
-
-def _stored(reply: Any) -> bool:
-    if reply in (b"+OK", b"OK") or reply is True:
-        return True
-    text = _error_text(reply)
-    if REFUSED.match(text.encode()):
-        return False
-    raise ReplyError(text)
 
 
 def _leave(client: Any) -> None:

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from hiradix.errors import ConfigError
-from hiradix.storage.options import Options, flag
+from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag, parse_address
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _PREFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:\-]{0,63}")
@@ -26,6 +26,9 @@ CLIENT_FAULTS = (redis.RedisError, RedisClusterException)
 """All that redis-py raises of its own: the second is none of the first."""
 _FAULTS = (*CLIENT_FAULTS, OSError, ValueError, TypeError)
 _OURS = ("protocol", "decode_responses")  # pages are read as RESP2, as bytes
+_TLS = "rediss://"
+_TLS_FILES = {"tls_ca_file": "ssl_ca_certs", "tls_cert_file": "ssl_certfile", "tls_key_file": "ssl_keyfile"}
+_SHORTEST_TTL_S = 0.001  # the server counts milliseconds, and takes none for an error
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,20 @@ class RedisConfig:
         url = options.text("url", default.url)
         if not url.startswith(SCHEMES):
             raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}")
-        _require_url(url)
+        inside = _require_url(url)
         config = RedisConfig(
             url=url,
-            secrets=_secrets(options),
-            sentinels=_sentinels(options.text("sentinels", "")),
+            secrets=_secrets(options, inside) | _tls_files(options, url),
+            sentinels=_sentinels(options),
             sentinel_service=options.text("sentinel_service", default.sentinel_service),
             sentinel_password=options.text("sentinel_password", ""),
             cluster=options.boolean("cluster", default.cluster),
             key_prefix=options.text("key_prefix", default.key_prefix),
-            ttl_s=options.number("ttl_s", default.ttl_s),
-            timeout_s=options.number("timeout_s", default.timeout_s, 0.001),
-            connect_timeout_s=options.number("connect_timeout_s", default.connect_timeout_s, 0.001),
+            ttl_s=_ttl_s(options, default.ttl_s),
+            timeout_s=options.seconds("timeout_s", default.timeout_s, 0.001, MAX_TIMEOUT_S),
+            connect_timeout_s=options.seconds(
+                "connect_timeout_s", default.connect_timeout_s, 0.001, MAX_TIMEOUT_S
+            ),
             zero_copy=options.boolean("zero_copy", default.zero_copy),
         )
         options.finish("redis")
@@ -78,14 +83,14 @@ class RedisConfig:
         return config
 
 
-def _require_url(url: str) -> None:
-    """Raise ConfigError unless all of the URL is read as what it says. No part of it is shown: which of them
-    is a password cannot be told when one splits it."""
+def _require_url(url: str) -> Mapping[str, Any]:
+    """What redis-py reads in it. Raises ConfigError unless all of the URL is read as what it says, and shows
+    no part of it: which of them is a password cannot be told when one splits it."""
     found: Mapping[str, Any] | None = None
     try:
         parts = urlsplit(url)
         if parts.scheme == "unix" or not (parts.fragment or "@" in parts.path + parts.query):
-            found = parse_url(url)
+            found = parse_url(url) if parts.scheme == "unix" or parts.port != 0 else None
     except ValueError:
         pass  # its text has a part of the URL
     if found is None:
@@ -96,33 +101,63 @@ def _require_url(url: str) -> None:
     for name in _OURS:
         if name in found:
             raise ConfigError(f"{flag('url')}: {name} cannot be chosen")
+    return found
 
 
-def _secrets(options: Options) -> dict[str, Any]:
-    """Arguments of redis-py that are not in the URL; only those that are set."""
-    password = options.text("password", "")
+def _secrets(options: Options, inside: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of redis-py that are not in the URL; only those that are set. Of two only one would be used.
+
+    inside: what is in the URL.
+    """
+    username, password = options.text("username", ""), options.text("password", "")
     password_file = options.text("password_file", "")
+    if password and password_file:
+        raise ConfigError(f"{flag('password')} and {flag('password_file')} exclude each other")
+    given = {"username": username, "password": password, "password_file": password_file}
+    for key in (key for key, value in given.items() if value and inside.get(key.removesuffix("_file"))):
+        raise ConfigError(f"{flag(key)} is in {flag('url')}, too: give it once")
     if password_file:
         try:
             password = Path(password_file).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{flag('password_file')}: cannot read {password_file}: {error}") from error
-    found = {
-        "username": options.text("username", ""),
-        "password": password,
-        "ssl_ca_certs": options.text("tls_ca_file", ""),
-        "ssl_certfile": options.text("tls_cert_file", ""),
-        "ssl_keyfile": options.text("tls_key_file", ""),
-    }
+    found = {"username": username, "password": password}
     return {name: value for name, value in found.items() if value}
 
 
-def _sentinels(text: str) -> tuple[tuple[str, int], ...]:
+def _tls_files(options: Options, url: str) -> dict[str, Any]:
+    """Arguments of redis-py for the files of TLS; only those that are set. Raises ConfigError."""
+    found = {key: path for key in _TLS_FILES if (path := options.text(key, ""))}
+    for key, path in found.items():
+        if not url.startswith(_TLS):
+            raise ConfigError(f"{flag(key)} is for TLS: {flag('url')} must begin with {_TLS}")
+        try:
+            Path(path).open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{flag(key)}: cannot read {path}: {error}") from error
+    if "tls_key_file" in found and "tls_cert_file" not in found:
+        raise ConfigError(f"{flag('tls_key_file')} needs {flag('tls_cert_file')}")
+    return {_TLS_FILES[key]: path for key, path in found.items()}
+
+
+def _ttl_s(options: Options, default: float) -> float:
+    seconds = options.seconds("ttl_s", default)
+    if 0 < seconds < _SHORTEST_TTL_S:
+        raise ConfigError(f"{flag('ttl_s')} must be 0 or at least {_SHORTEST_TTL_S:g}, got {seconds}")
+    return seconds
+
+
+def _sentinels(options: Options) -> tuple[tuple[str, int], ...]:
     """Pairs from "host:port,host:port"."""
-    pairs = [part.strip().rpartition(":") for part in text.split(",") if part.strip()]
-    if not all(host and port.isdigit() for host, _, port in pairs):
+    text = options.text("sentinels", "")
+    pairs = [parse_address("sentinels", part.strip()) for part in text.split(",") if part.strip()]
+    if text and not pairs:
         raise ConfigError(f'{flag("sentinels")}: expected "host:port,host:port", got {text!r}')
-    return tuple((host, int(port)) for host, _, port in pairs)
+    if not pairs:
+        for key in ("sentinel_service", "sentinel_password"):
+            if options.given(key):
+                raise ConfigError(f"{flag(key)} needs {flag('sentinels')}")
+    return tuple(pairs)
 
 
 def connect(config: RedisConfig) -> Any:
@@ -144,8 +179,6 @@ def _client(config: RedisConfig) -> Any:
         "retry": Retry(NoBackoff(), 0),
         **config.secrets,
     }
-    if not config.url.startswith("rediss://"):
-        common = {name: value for name, value in common.items() if not name.startswith("ssl_")}
     if config.url.startswith("unix://"):
         common.pop("socket_connect_timeout")
     if config.cluster:
@@ -155,7 +188,7 @@ def _client(config: RedisConfig) -> Any:
         shared = ("protocol", "socket_timeout", "socket_connect_timeout", "retry")
         own = {name: common[name] for name in shared if name in common}
         own |= {"password": password} if password else {}
-        tls = {"ssl": True} if config.url.startswith("rediss://") else {}
+        tls = {"ssl": True} if config.url.startswith(_TLS) else {}
         keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
         where = ("host", "port", "path", "connection_class")
         asked = {name: value for name, value in parse_url(config.url).items() if name not in where}

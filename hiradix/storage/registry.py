@@ -110,7 +110,7 @@ def create_storage_backend(name: str, context: StorageContext) -> StorageBackend
         return backend_class(context)  # type: ignore[call-arg]
     except ConfigError:
         raise
-    except (
-        Exception
-    ) as error:  # third-party constructors may raise anything; the start must say which backend
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # constructors may raise anything, and panic; the start must say whose did
         raise ConfigError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error

@@ -61,6 +61,12 @@ class Room:
             if os.path.exists(self._folder.path(name)):
                 self._index.use(name, Entry(num_bytes, used_ns))
 
+    def renew(self, names: Sequence[str]) -> None:
+        """What was used in this call before, coldest first, is the hottest once more, unless it is gone."""
+        with self._lock:
+            for name in names:
+                self._index.renew(name)
+
     def forget(self, name: str) -> None:
         """`name` turned out to be gone."""
         with self._lock:

@@ -21,6 +21,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.landing import Landing
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
+from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import (
     Page,
     StorageBackend,
@@ -264,6 +265,8 @@ class S3Backend(StorageBackend):
             with self._lock:
                 for key, num_bytes in reversed(used):
                     self._index.use(key, Entry(num_bytes, 0))
+                for key in reversed(current_piece().chain):
+                    self._index.renew(key)
 
     def _forget(self, keys: Collection[str]) -> None:
         with self._lock:
@@ -271,13 +274,13 @@ class S3Backend(StorageBackend):
                 self._index.drop(key)
 
     def _reserve(self, todo: list[int], keys: Sequence[str], pages: Sequence[Page]) -> list[int]:
-        """How much of `todo` fits under the cap, after evicting what is not in the batch."""
+        """How much of `todo` fits under the cap, after evicting what is not in the batch, or before it."""
         cap = self.config.max_bytes
         if not cap:
             return todo
         victims: list[str] = []
         fits: list[int] = []
-        keep = set(keys)
+        keep = {*keys, *current_piece().before}
         with self._lock:
             over = self._index.num_bytes - cap
             victims += self._index.take(over, 0, keep) if over > 0 else ()

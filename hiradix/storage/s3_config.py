@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from hiradix.errors import ConfigError
-from hiradix.storage.options import Options, flag
+from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _PASSWORD = re.compile(r"[^:]*://[^@/]*:[^@]*@")
@@ -45,17 +46,27 @@ class S3Config:
         if not url.startswith(SCHEMES):
             raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x")
         settings = _settings(options, values.get("store_options"))
-        for key, address in (("url", url), ("endpoint", str(settings.get("endpoint", "")))):
+        endpoints = {key: str(value) for key, value in settings.items() if "endpoint" in key.lower()}
+        for key, address in {"url": url, **endpoints}.items():
             if _PASSWORD.match(address):  # addresses stand in errors, ours and obstore's
                 raise ConfigError(f"{flag(key)} must not have a password: other keys are for that")
+        for key, value in settings.items():
+            if key in endpoints:
+                _require_endpoint(key, endpoints[key])
+            elif isinstance(value, str) and not (value.isascii() and value.isprintable()):
+                raise ConfigError(f"{flag(key)} must be printable ASCII text")  # or the library panics
         config = S3Config(
             url=url,
             settings=settings,
             max_bytes=options.size("max_size", S3Config.max_bytes),
-            timeout_s=options.number("timeout_s", S3Config.timeout_s, 0.001),
-            connect_timeout_s=options.number("connect_timeout_s", S3Config.connect_timeout_s, 0.001),
+            timeout_s=options.seconds("timeout_s", S3Config.timeout_s, 0.001, MAX_TIMEOUT_S),
+            connect_timeout_s=options.seconds(
+                "connect_timeout_s", S3Config.connect_timeout_s, 0.001, MAX_TIMEOUT_S
+            ),
             retries=options.integer("request_retries", S3Config.retries),
-            retry_timeout_s=options.number("retry_timeout_s", S3Config.retry_timeout_s),
+            retry_timeout_s=options.seconds(
+                "retry_timeout_s", S3Config.retry_timeout_s, maximum=MAX_TIMEOUT_S
+            ),
             num_connections=options.integer("num_connections", S3Config.num_connections, 1),
         )
         options.finish("s3")
@@ -88,6 +99,17 @@ class S3Config:
         return {"unsigned_payload": True} if self.url.startswith("s3://") else {}
 
 
+def _require_endpoint(key: str, address: str) -> None:
+    """Raise ConfigError unless it is an address: with some of the others the library panics."""
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good or not address.isascii() or any(map(str.isspace, address)):
+        raise ConfigError(f"{flag(key)}: expected http://host:port or https://host:port, got {address!r}")
+
+
 def _settings(options: Options, more: object) -> dict[str, Any]:
     names = ("endpoint", "region", *CREDENTIALS)
     found = {name: options.text(name, "") for name in names}
@@ -96,4 +118,5 @@ def _settings(options: Options, more: object) -> dict[str, Any]:
         more = {}
     if not isinstance(more, Mapping):
         raise ConfigError(f"{flag('store_options')} must be an object, got {type(more).__name__}")
+    more = {str(name): value for name, value in more.items()}
     return {**{name: value for name, value in found.items() if value}, **more}

@@ -23,6 +23,7 @@ from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
+from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.vectored import read_into, write_from
 
@@ -77,6 +78,8 @@ class SglangFileBackend(StorageBackend):
         self._tail = f"{suffix_of(context, model, is_mla)}.bin"
         if "\0" in model or len(self._tail.encode()) > 180:
             raise ConfigError(f"{flag('sglang_model_name')}: {model!r:.80} makes no file name")
+        if context.fingerprint.codec:
+            raise ConfigError(f"{flag('quantise')}: SGLang's file names do not tell such pages from its own")
         self._time_ns = time_ns
         self._index = LruIndex()
         self._lock = threading.Lock()
@@ -99,14 +102,15 @@ class SglangFileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns = self._time_ns()
+        now_ns, _ = self._piece()
         ok = [self._read(key, page, now_ns) for key, page in zip(keys, into, strict=True)]
         self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns, batch = self._time_ns(), set(keys)
+        now_ns, before = self._piece()
+        batch = {*keys, *before}
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
         self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
         has_room = True
@@ -159,8 +163,15 @@ class SglangFileBackend(StorageBackend):
 
     def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int) -> None:
         with self._lock:
-            for rank, (key, page) in enumerate(reversed(used)):
-                self._index.use(key, Entry(footprint(page_bytes(page)), now_ns + rank))
+            for rank, (key, page) in reversed(list(enumerate(used))):
+                self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - rank))
+            for key in reversed(current_piece().chain):
+                self._index.renew(key)
+
+    def _piece(self) -> tuple[int, Sequence[str]]:
+        """When the first page of this piece of a call counts as used, and the call's keys before it."""
+        piece = current_piece()
+        return piece.began(self._time_ns()), piece.before
 
     def _read(self, key: str, page: Page, now_ns: int) -> bool:
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant
+from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
 from hiradix.storage.spoilt import Spoilt
 
 
@@ -75,6 +78,63 @@ class Wrapper(StorageBackend):
 
     def register(self, memory: memoryview) -> None:
         getattr(self.inner, "register", _nothing)(memory)
+
+
+class CodingWrapper(Wrapper):
+    """Pages are stored as something else, in one buffer each. Subclasses say what. Thread-safe.
+
+    What cannot be read is a miss, and is replaced when it is put again.
+    """
+
+    def __init__(self, inner: StorageBackend):
+        super().__init__(inner)
+        self.traits = dataclasses.replace(self.traits, lands=False)
+        self._lock = threading.Lock()
+        self._num_damaged = 0
+
+    @abstractmethod
+    def _most_bytes(self, num_bytes: int) -> int:
+        """The longest that a page of so many bytes is stored as."""
+
+    @abstractmethod
+    def _pack(self, key: str, page: Page) -> bytes | bytearray:
+        """What is stored of a page."""
+
+    @abstractmethod
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
+        """Whether `stored`, of `_most_bytes`, begins with what makes this page; the page is filled then."""
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
+        ok = self._get(keys, [[view] for view in stored], prefix_keys)
+        rows = zip(ok, keys, stored, into, strict=True)
+        return [good and self._read(key, view, page) for good, key, view, page in rows]
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        packed = [[memoryview(self._pack(key, page))] for key, page in zip(keys, pages, strict=True)]
+        return self._put(keys, packed, prefix_keys, tenant)
+
+    def _read(self, key: str, stored: memoryview, page: Page) -> bool:
+        if self._unpack(key, stored, page):
+            return True
+        self._spoilt.note([key])
+        with self._lock:
+            self._num_damaged += 1
+            is_first = self._num_damaged == 1
+        if is_first:
+            self._tell_first()
+        return False
+
+    def _tell_first(self) -> None:
+        """The first page that cannot be read was just met."""
 
 
 def _nothing(*_: object) -> None:

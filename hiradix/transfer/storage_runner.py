@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 
 from hiradix.errors import StorageError
+from hiradix.storage.pieces import Use, as_use
 from hiradix.transfer.jobs import BACKBONE_PAIR, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime
@@ -91,13 +92,15 @@ class StorageRunner:
         assert isinstance(read, Read)
         for tail in read.tails:
             hashes = read.hashes[len(read.hashes) - len(tail.pages) :]
-            storage = self._part(tail.pair)
+            storage, use = self._part(tail.pair), Use()
             for start in range(0, len(hashes), self._batch_pages):
                 task.check()
                 batch = _names(hashes[start : start + self._batch_pages])
                 views = self._views(tail, start)
                 before = self._before_read(read, hashes[start])
-                answer = storage.get(batch, views) if before is None else storage.get(batch, views, before)
+                more = () if before is None else (before,)
+                with as_use(use):
+                    answer = storage.get(batch, views, *more)
                 if not add_leading(task, answer, len(batch)):
                     return
                 yield
@@ -111,11 +114,13 @@ class StorageRunner:
         yield
         for tail in store.tails:
             first = len(keys) - len(tail.pages)
+            use = Use()
             for start in range(0, len(tail.pages), self._batch_pages):
                 task.check()
                 batch = keys[first + start : first + start + self._batch_pages]
                 before = self._keys_before(task, store.rows, first + start)
-                put = self._put(tail.pair, batch, self._views(tail, start), before, store.rows.tenant)
+                with as_use(use):
+                    put = self._put(tail.pair, batch, self._views(tail, start), before, store.rows.tenant)
                 if not add_leading(task, put, len(batch)):
                     return
                 yield

@@ -322,7 +322,6 @@ def test_stat_says_which_components_are_one_models(
 
 
 def test_pages_of_all_components_are_encrypted(tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
     (tmp_path / "key").write_bytes(bytes(range(32)))
     keys = {**places(tmp_path)["file"], "encryption_key_file": str(tmp_path / "key")}
     stores = open_stores("file", keys, BOTH)

@@ -24,6 +24,8 @@ from hiradix.storage import GuardedStorage, GuardLimits, Page, StorageBackend, S
 from hiradix.storage import tier as tier_module
 from hiradix.storage.account import Account
 from hiradix.storage.breaker import BreakerLimits
+from hiradix.storage.compress import CompressedStorage
+from hiradix.storage.encrypt import EncryptedStorage
 from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.negative import NegativeCache
@@ -32,15 +34,6 @@ from hiradix.storage.quota import QuotaStorage
 from hiradix.storage.retry import RetryingStorage
 from tests.contracts.storage import FINGERPRINT, OTHER, blank, bytes_of, content, key_of
 from tests.storage.doubles import FakeClock, MemoryBackend
-
-try:
-    from hiradix.storage.compress import CompressedStorage
-except ImportError:  # the package is an extra
-    CompressedStorage = None  # type: ignore[assignment,misc]
-try:
-    from hiradix.storage.encrypt import EncryptedStorage
-except ImportError:  # the package is an extra
-    EncryptedStorage = None  # type: ignore[assignment,misc]
 
 PAGE_BYTES, NUM_KEYS, TENANT_PAGES = 96, 6, 3
 KEYS = [key_of(number) for number in range(NUM_KEYS)]
@@ -165,8 +158,8 @@ def _tier(inner: StorageBackend, machine: StackStates) -> StorageBackend:
 
 WRAPPERS: Mapping[str, Callable[[StorageBackend, Any], StorageBackend]] = {
     "retry": _retry, "negative": _negative, "quota": _quota, "tier": _tier,
-} | ({} if EncryptedStorage is None else {"encrypted": _encrypted}) | (
-    {} if CompressedStorage is None else {"compressed": _compressed})  # fmt: skip
+    "encrypted": _encrypted, "compressed": _compressed,
+}  # fmt: skip
 
 
 def _can_stand(stack: Sequence[str]) -> bool:

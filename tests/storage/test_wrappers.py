@@ -384,7 +384,7 @@ def test_a_backend_that_asks_whose_pages_are_put_is_told(
 
 class TestWrapKeys:
     @pytest.mark.parametrize("key", ["retries", "retry_wait_s", "negative_ttl_s", "compression",
-                                     "compression_level", "encryption_key_file"])  # fmt: skip
+                                     "compression_level", "quantise", "encryption_key_file"])  # fmt: skip
     def test_bad_values_are_named(self, key: str) -> None:
         with pytest.raises(ConfigError, match=key):
             WrapConfig.from_mapping({key: -1 if "encryption" not in key else 5})

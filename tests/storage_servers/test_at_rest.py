@@ -204,7 +204,7 @@ def test_garbage_is_no_compressed_page() -> None:
             return [True] * len(keys)
 
     store = CompressedStorage(Short(StorageContext(FINGERPRINT, {}, PAGE_BYTES)), 1)
-    good = store._pack([memoryview(bytes(PAGE_BYTES))])
+    good = store._pack("k", [memoryview(bytes(PAGE_BYTES))])
     for number in range(300):
         damaged = bytearray(good)
         damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
@@ -222,16 +222,16 @@ def test_a_frame_that_says_another_length_is_not_even_unpacked(
     """What a stored frame claims decides how much memory its unpacking takes."""
     store = CompressedStorage(MemoryBackend(StorageContext(FINGERPRINT, {}, PAGE_BYTES)), 1)
     page = [memoryview(bytearray(b"x" * PAGE_BYTES))]
-    whole = memoryview(bytearray(store._pack([memoryview(bytes(PAGE_BYTES))])))
-    assert store._unpack(whole, page), "the control"
+    whole = memoryview(bytearray(store._pack("k", [memoryview(bytes(PAGE_BYTES))])))
+    assert store._read("k", whole, page), "the control"
 
     class Unpacks:
         def decompress(self, body: object) -> bytes:
             raise AssertionError("unpacked")
 
-    stored = memoryview(bytearray(store._pack([memoryview(bytes(says))])))
+    stored = memoryview(bytearray(store._pack("k", [memoryview(bytes(says))])))
     monkeypatch.setattr(store, "_decompressor", Unpacks)
-    assert not store._unpack(stored, page)
+    assert not store._read("k", stored, page)
     assert store.stats()["compress_damaged"] == 1
 
 

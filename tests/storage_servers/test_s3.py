@@ -20,8 +20,10 @@ from hiradix.storage import (
     open_storage,
     s3_backend,
 )
+from hiradix.storage.pieces import Use, as_use
 from hiradix.storage.retry import RetryingStorage
 from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend
+from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -360,3 +362,29 @@ def test_long_pages_arrive_whole_in_pieces(
     assert into == [*pages, bytes(length)]
     for close in (store.close, short.close):
         close()
+
+
+def test_a_chain_in_pieces_leaves_from_its_end(own_s3: Server) -> None:
+    """The guard hands a long batch on in pieces: later ones drove out earlier ones, and no head was left."""
+    page = PAGE_BYTES + SEAL_BYTES
+    few = {"max_size": 20 * page, "num_connections": 4, "staging_size": 4 * page, "num_workers": 1}
+    store = open_storage("s3", context(own_s3, deadline_s=60.0, **few))
+    assert all(put(store, keys_of(4, 900)))
+    assert put(store, keys_of(30)) == [True] * 20 + [False] * 10
+    assert hits(store, keys_of(30)) == [True] * 20 + [False] * 10
+    assert all(put(store, keys_of(6, 1000)))
+    assert hits(store, keys_of(20)) == [True] * 14 + [False] * 6
+    store.close()
+
+
+def test_a_chain_of_several_calls_leaves_from_its_end(own_s3: Server) -> None:
+    """Each call was a chain of its own: the first left first, and nobody found the others without it."""
+    few = {"max_size": 48 * (PAGE_BYTES + SEAL_BYTES), "num_connections": 4, "num_workers": 1}
+    store = open_storage("s3", context(own_s3, deadline_s=60.0, **few))
+    use = Use()
+    for half in (slice(16), slice(16, 32)):
+        with as_use(use):
+            assert all(put(store, keys_of(32)[half]))
+    assert all(put(store, keys_of(16, 900))) and all(put(store, keys_of(6, 1000)))
+    assert hits(store, keys_of(32)) == [True] * 26 + [False] * 6
+    store.close()

@@ -78,3 +78,28 @@ def test_unreachable_server_is_an_error(own_redis: Server, capsys: Any) -> None:
     own_redis.kill()
     status, text = run(capsys, "ls", f"redis://127.0.0.1:{own_redis.port}/0")
     assert status == 2 and "cannot use the redis server" in text
+
+
+def test_stores_below_this_one_are_others(own_redis: Server, own_s3: Server, capsys: Any) -> None:
+    """Their pages were listed as this one's, which no server of it finds and `clear` leaves."""
+    redis_url, s3_url = f"redis://127.0.0.1:{own_redis.port}/0", f"s3://{BUCKET}/deep"
+    address = {"endpoint": f"http://127.0.0.1:{own_s3.port}", **ACCESS}
+    for backend, keys in (
+        ("redis", {"url": redis_url, "key_prefix": "deep"}),
+        ("redis", {"url": redis_url, "key_prefix": "deep:down"}),
+        ("s3", {"url": s3_url, **address}),
+        ("s3", {"url": f"{s3_url}/down", **address}),
+    ):
+        store = open_storage(backend, StorageContext(FINGERPRINT, {"deadline_s": 30.0, **keys}, PAGE_BYTES))
+        assert all(put(store, keys_of(3)))
+        store.close()
+    s3 = sets("--set", **address)
+    for url, above, below in (
+        (redis_url, sets("--set", key_prefix="deep"), [redis_url, *sets("--set", key_prefix="deep:down")]),
+        (s3_url, s3, [f"{s3_url}/down", *s3]),
+    ):
+        assert run(capsys, "ls", url, *above)[1].count("\n") == 3
+        assert run(capsys, "verify", url, *above) == (0, "3 pages are whole, 0 are not\n")
+        assert run(capsys, "clear", url, *above, "--all") == (0, f"removed 3 pages of {MARK}\n")
+        assert run(capsys, "clear", url, *above, "--all") == (0, "there were none\n")
+        assert run(capsys, "verify", *below) == (0, "3 pages are whole, 0 are not\n")

@@ -29,6 +29,8 @@ from hiradix.storage.vectored import NO_ROOM
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
 MAX_UNLOGGED_USES = 4096
+_Given = Mapping[Name, tuple[Page, int]]
+_Writes = list[tuple[PageRecord, Move]]
 
 
 class DiskBackend(StorageBackend):
@@ -110,19 +112,27 @@ class DiskBackend(StorageBackend):
             return [True] * len(keys)
         given = {name: (page, used_ns) for page, (name, used_ns) in zip(reversed(pages), uses)}
         with self._store.locked():
+            try:
+                self._put_missing(names, given, uses)
+            except OSError as error:
+                if error.errno not in NO_ROOM:  # not even for the log: what it names is read on
+                    raise
             with self._store.mutex:
-                self._use([])
                 there = self._store.shelf.pages
-                todo = [name for name in dict.fromkeys(names) if name not in there]
-                writes = self._place(todo, given, frozenset(names))
-            self._write(writes)
-            if len(writes) < len(todo):
-                self._count("put_no_room", len(todo) - len(writes))
-            with self._store.mutex:
-                self._use(uses)
-                self._log_uses()
-                there = self._store.shelf.pages
+                self._count("put_no_room", len(set(names).difference(there)))
                 return [name in there for name in names]
+
+    def _put_missing(self, names: Sequence[Name], given: _Given, uses: Uses) -> None:
+        """Store those pages that are not there, and log all as used. Locked, without the mutex."""
+        with self._store.mutex:
+            self._use([])
+            there = self._store.shelf.pages
+            todo = [name for name in dict.fromkeys(names) if name not in there]
+            writes = self._place(todo, given, frozenset(names))
+        self._write(writes)
+        with self._store.mutex:
+            self._use(uses)
+            self._log_uses()
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check_open()
@@ -277,9 +287,7 @@ class DiskBackend(StorageBackend):
         checksum = CHECKSUMS.get(entry.algorithm)
         return checksum is not None and checksum(page) == entry.checksum
 
-    def _place(
-        self, names: Sequence[Name], given: Mapping[Name, tuple[Page, int]], keep: frozenset[Name]
-    ) -> list[tuple[PageRecord, Move]]:
+    def _place(self, names: Sequence[Name], given: _Given, keep: frozenset[Name]) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
         writes = []
         for name, place in zip(names, self._store.allocate(len(names), keep)):
@@ -290,7 +298,7 @@ class DiskBackend(StorageBackend):
             writes.append((PageRecord(name, place, self._page_bytes, used_ns), move))
         return writes
 
-    def _write(self, writes: Sequence[tuple[PageRecord, Move]]) -> None:
+    def _write(self, writes: _Writes) -> None:
         """Fill the slots and make their pages known. Locked, without the mutex."""
         written, faults = self._io.write([move for _, move in writes], self._page_bytes)
         records = []

@@ -12,7 +12,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage.disk.log import RECORDS_PER_SLOT
 from hiradix.storage.disk.moves import ALIGNMENT
 from hiradix.storage.disk.record import RECORD_BYTES
-from hiradix.storage.options import Options, flag
+from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 PATH_KEY = "disk_storage_path"
 VERIFY = ("recovered", "always", "off")
@@ -84,8 +84,10 @@ class DiskConfig:
             direct_writes=options.boolean("direct_writes", default.direct_writes),
             use_cache=options.boolean("use_page_cache", default.use_cache),
             num_threads=options.integer("io_threads", default.num_threads, 1),
-            touch_interval_s=options.number("touch_interval_s", default.touch_interval_s),
-            lock_timeout_s=options.number("lock_timeout_s", default.lock_timeout_s),
+            touch_interval_s=options.seconds("touch_interval_s", default.touch_interval_s),
+            lock_timeout_s=options.seconds(
+                "lock_timeout_s", default.lock_timeout_s, maximum=MAX_TIMEOUT_S
+            ),
             fsync=options.boolean("fsync", default.fsync),
         )
         options.finish("disk")

@@ -9,6 +9,7 @@ alive takes its place, and the old file is cut to nothing.
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -130,7 +131,7 @@ class Log:
         try:
             written = write_from(self._fd, [raw], self.num_bytes)
             if written != len(raw):
-                raise OSError(f"log: wrote {written} of {len(raw)} bytes")
+                raise OSError(errno.ENOSPC, f"log: wrote {written} of {len(raw)} bytes")
         except OSError:
             os.ftruncate(self._fd, self.num_bytes)
             raise
@@ -210,7 +211,7 @@ class Log:
         try:
             raw = pack([header, *records], number, 0)
             if write_from(fd, [raw]) != len(raw):
-                raise OSError(f"{new_path}: short write")
+                raise OSError(errno.ENOSPC, f"{new_path}: short write")
             self._retire()
             os.replace(new_path, self._path)
         except OSError:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,9 @@ from hiradix.storage.disk import kernel
 from hiradix.storage.disk.config import DiskConfig
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.disk.moves import ALIGNMENT, PageIO
+from hiradix.storage.disk.segments import SUFFIX
 from hiradix.storage.options import flag
+from hiradix.storage.vectored import NO_ROOM
 
 logger = logging.getLogger(__name__)
 
@@ -33,21 +37,35 @@ def choose(config: DiskConfig) -> Abilities:
 
     Raises ConfigError when what was asked for is not possible, OSError when nothing is.
     """
-    path = config.path / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
-    try:
-        with open(path, "xb") as file:
-            file.write(bytes(2 * ALIGNMENT))
+    with _probe(config.path) as path:
         engine = _engine(config, path)
         direct = config.direct is not False and _direct_works(engine, path)
         cachestat = _asked(path)
-    finally:
-        path.unlink(missing_ok=True)
     if config.direct and not direct:
         engine.close()
         raise ConfigError(f"{flag('direct_io')} on: {config.path} does not take O_DIRECT")
     use_cache = direct and cachestat and config.use_cache
     io = PageIO(engine, use_cache, config.direct_writes and direct)
     return Abilities(io, engine.name, direct, cachestat)
+
+
+@contextmanager
+def _probe(folder: Path) -> Iterator[Path]:
+    """A file to read from: a new one, or on a full disk a segment, where there is one."""
+    path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
+    try:
+        try:
+            with open(path, "xb") as file:
+                file.write(bytes(2 * ALIGNMENT))
+            found = path
+        except OSError as error:
+            segments = sorted(folder.glob(f"segment-*{SUFFIX}"))
+            if error.errno not in NO_ROOM or not segments:
+                raise
+            found = segments[0]
+        yield found
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _engine(config: DiskConfig, path: Path) -> Engine:

@@ -1,0 +1,98 @@
+"""What went to the backend in front of a call: a chain longer than one call comes as several, head first, and
+a guard hands a long call on in pieces.
+
+For backends that order pages by use: what is one use of one chain has an end that is the first to leave.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Use:
+    """Calls that are one use of one chain. began_ns: when the backend had the first piece, by its clock.
+
+    names: of all its calls so far. inside: what a guard makes of them for its backend.
+    """
+
+    began_ns: int | None = None
+    names: list[str] = field(default_factory=list)
+    inside: dict[Hashable, Use] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a call that the backend is given. The call's names begin at `first` of `whole`, its own at
+    `start`."""
+
+    whole: Use = field(default_factory=Use)
+    first: int = 0
+    start: int = 0
+
+    @property
+    def before(self) -> Sequence[str]:
+        """Names of the call in front of this piece."""
+        return self.whole.names[self.first : self.start]
+
+    @property
+    def chain(self) -> Sequence[str]:
+        """Names of the chain in front of this piece, those of calls before this one too."""
+        return self.whole.names[: self.start]
+
+    def began(self, now_ns: int) -> int:
+        """When the first page of this piece counts as used: so much before the whole began as it is long."""
+        if self.whole.began_ns is None:
+            self.whole.began_ns = now_ns
+        return self.whole.began_ns - self.start
+
+
+class _UnderWay(threading.local):
+    """What this thread's calls are a part of."""
+
+    use: Use | None = None
+    piece: Piece | None = None
+
+
+_under_way = _UnderWay()
+
+
+def current_piece() -> Piece:
+    """Of the call that this thread is in; all of one where nobody said otherwise."""
+    return _under_way.piece or Piece()
+
+
+def pieces_of(guard: Hashable, names: Sequence[str]) -> Callable[[int], Piece]:
+    """The pieces of a call that this thread makes of `guard`, by where in the call they start.
+
+    It is a part of what the thread said, or of the call above that it is made in; else it is by itself.
+    """
+    piece = _under_way.piece
+    outer = _under_way.use if piece is None else piece.whole
+    use = Use() if outer is None else outer.inside.setdefault(guard, Use())
+    first = len(use.names)
+    use.names += names
+    return lambda start: Piece(use, first, first + start)
+
+
+@contextmanager
+def as_piece(piece: Piece) -> Iterator[None]:
+    """This thread's calls are that piece meanwhile."""
+    _under_way.piece = piece
+    try:
+        yield
+    finally:
+        _under_way.piece = None
+
+
+@contextmanager
+def as_use(use: Use) -> Iterator[None]:
+    """This thread's calls are a part of that use meanwhile."""
+    _under_way.use = use
+    try:
+        yield
+    finally:
+        _under_way.use = None
