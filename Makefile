@@ -19,6 +19,7 @@
 # make bench-transfer  what transfers cost the scheduler's thread, and what a busy scheduler costs them
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-storage-remote  redis, s3 and mooncake on real servers, beside redis-py, boto3, TCP and memcpy
+# make bench-quantise  pages stored as fp8: speed beside exact pages, zstd and memcpy, and what becomes of real answers
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
@@ -52,7 +53,8 @@ endif
 
 .PHONY: help .venv demo lint compiled clean \
 	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-policy bench-sglang bench-vllm bench-serve
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-policy bench-sglang bench-vllm \
+	bench-serve
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
 
@@ -158,6 +160,10 @@ bench-sglang: $(READY)
 bench-storage-remote: $(READY)
 	$(PY) -m tests.storage_servers.install boto3
 	$(PY) benchmarks/bench_storage_remote.py $(BENCH_FLAGS)
+
+bench-quantise: $(READY)
+	$(PY) -m tests.storage_servers.install
+	$(PY) benchmarks/bench_quantise.py $(BENCH_FLAGS)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)

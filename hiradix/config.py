@@ -32,6 +32,7 @@ DEFAULT_HICACHE_RATIO = 2.0
 RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
 MAX_PORT = 65535
+MAX_SECONDS = 1e9  # thirty years: clocks and libraries can add it to today
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -130,10 +131,12 @@ class ExtraConfig:
             prefetch_timeout_base=require_number(
                 name("prefetch_timeout_base"),
                 rest.pop("prefetch_timeout_base", default.prefetch_timeout_base),
+                maximum=MAX_SECONDS,
             ),
             prefetch_timeout_per_ki_token=require_number(
                 name("prefetch_timeout_per_ki_token"),
                 rest.pop("prefetch_timeout_per_ki_token", default.prefetch_timeout_per_ki_token),
+                maximum=MAX_SECONDS,
             ),
             hicache_storage_pass_prefix_keys=require_bool(
                 name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
@@ -155,7 +158,7 @@ def _load_yaml(text: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"not valid YAML: {error}") from error
 
 
@@ -179,11 +182,11 @@ def load_mapping(flag: str, text: str | None) -> dict[str, Any]:
         return {}
     try:
         value = _load_file(Path(text[1:]).expanduser()) if text.startswith("@") else json.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        source = text if text.startswith("@") else f"the text ({len(text)} characters)"
-        raise ConfigError(f"{flag}: {source} is not valid: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{flag}: {error}") from error
+    except (ValueError, RecursionError) as error:  # of JSON and TOML their own, and numbers of endless digits
+        source = text if text.startswith("@") else f"the text ({len(text)} characters)"
+        raise ConfigError(f"{flag}: {source} is not valid: {error}") from error
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ConfigError(f"{flag}: expected an object with string keys, got {type(value).__name__}")
     return value
@@ -194,8 +197,9 @@ def parse_extra_config(text: str | None) -> ExtraConfig:
     return ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text))
 
 
-_SECRET = re.compile(
-    r"passw|secret|credential|private|api_?key|access_?key|authorization|(^|_)(auth|token)$", re.IGNORECASE
+_SECRET = re.compile(  # a number per 1024 tokens is no token
+    r"passw|secret|credential|private|api_?key|access_?key|authorization|(^|_)auth$|(^|_)(?<!_ki_)token$",
+    re.IGNORECASE,
 )
 _USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
 

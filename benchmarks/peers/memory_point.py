@@ -3,8 +3,9 @@
     python memory_point.py MODULE ADAPTER PAGE TOKENS COUNT RATIO     prints bytes per node of TOKENS tokens
 
 Caches COUNT prompts of their own, then 3 * COUNT more, and prints what each of the latter added to the
-resident set. The first ones fill what the imports left free. With a RATIO a host pool that many times the
-device pool has a copy of everything. Prompts are fresh int objects that the caller drops.
+memory in use: the resident set without what is free in the C library's heap. Holes between temporaries are
+whoever's comes next; how many there are hangs on the order in which threads end. With a RATIO a host pool
+that many times the device pool has a copy of everything. Prompts are fresh int objects that the caller drops.
 """
 
 from __future__ import annotations
@@ -21,12 +22,22 @@ import workloads
 from timed import HostTurns
 
 
-def resident_bytes() -> int:
-    """The process's resident set, without what the allocator could give back."""
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+def bytes_in_use() -> int:
+    """The process's resident set, without what is free in the heap of the C library (2.33 or newer)."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    library = ctypes.CDLL(None)
+    library.mallinfo2.restype = _Mallinfo
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") - int(library.mallinfo2().fordblks)
 
 
 def store(peer: Any, rows: np.ndarray, with_host: bool) -> None:
@@ -53,9 +64,9 @@ def main() -> None:
     peer.touch_pools()
     rows = workloads.leaves(4 * count, size)
     store(peer, rows[:count], bool(ratio))
-    before = resident_bytes()
+    before = bytes_in_use()
     store(peer, rows[count:], bool(ratio))
-    print((resident_bytes() - before) / (3 * count), file=answers, flush=True)
+    print((bytes_in_use() - before) / (3 * count), file=answers, flush=True)
     os._exit(0)
 
 

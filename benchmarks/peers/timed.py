@@ -254,7 +254,7 @@ class HostPeer:
         self.cache.ready_to_load_host_cache()
         seconds = now() - begin
         assert new is not None, f"no room for {num_new} tokens"
-        slots = torch.cat([slots, new])
+        slots = torch.cat([slots, new]) if len(slots) else new
         self.settle()
         begin = now()
         self.insert(key, slots, match.num_device + num_loaded)

@@ -190,15 +190,16 @@ class PageSupply:
         num_held: device pages that requests have and the tree has not; of the backbone, as all that is asked
         of the device. in_flight: host pages of transfers, by component. Holds between steps.
         """
-        books = [(DEVICE, BACKBONE, self.device, num_held)]
+        self._check_pool(DEVICE, BACKBONE, self.device, num_held)
         for component, pool in enumerate(self.host_pools):
-            books.append((HOST, component, pool, in_flight[component]))
-        for tier, component, pool, own in books:
-            free, resident = pool.available, self.tree.resident_pages(tier, component)
-            assert free + resident + own == pool.num_pages, (
-                f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
-                f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
-            )
+            self._check_pool(HOST, component, pool, in_flight[component])
+
+    def _check_pool(self, tier: Tier, component: int, pool: PageSource, own: int) -> None:
+        free, resident = pool.available, self.tree.resident_pages(tier, component)
+        assert free + resident + own == pool.num_pages, (
+            f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
+            f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
+        )
 
     def free_host(self, pages: Pages, component: int = BACKBONE) -> None:
         if len(pages):

@@ -29,6 +29,7 @@ from hiradix.events.replays import Replays
 logger = logging.getLogger(__name__)
 
 LINGER_MS = 500  # what was sent may take so long to leave when the publisher closes
+MOST_FROM_CLIENTS = 64 * 1024  # bytes of a frame: a topic, a number; who sends more is disconnected
 RANK = 0  # of the data-parallel replica: there is one
 
 
@@ -54,6 +55,7 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._lock = threading.Lock()  # of _kept
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._ports: dict[str, int | None] = {}  # of endpoints; later only one thread may ask
         try:
             self._pub = self._open(zmq.PUB, "endpoint", config.hwm, host)
             self._router = self._replays = None
@@ -73,6 +75,7 @@ class Publisher:
         socket = self._context.socket(kind)
         socket.set(zmq.SNDHWM, hwm)
         socket.set(zmq.LINGER, LINGER_MS)
+        socket.set(zmq.MAXMSGSIZE, MOST_FROM_CLIENTS)
         endpoint = str(getattr(self.config, key))
         tcp = split_tcp(endpoint)
         address = endpoint
@@ -87,25 +90,26 @@ class Publisher:
         except zmq.ZMQError as error:
             verb = "bind" if binds else "connect to"
             raise ConfigError(f"{FLAG}: {key}: cannot {verb} {address}: {error.strerror}") from error
+        self._ports[key] = _port(socket)
         return socket
 
     def _binds(self, tcp: tuple[str, int] | None) -> bool:
         return self.config.bind if self.config.bind is not None else tcp is None or tcp[0] in WILDCARDS
 
     def describe(self, block_size: int) -> dict[str, Any] | None:
-        """The entry of `/server_info` from which subscribers find the sockets; None if they cannot."""
+        """What `/server_info` tells subscribers of the sockets; None if they cannot find them. Any thread."""
         tcp = split_tcp(self.config.endpoint)
         if tcp is None:
             return None
         found = {
             "publisher": self.config.publisher,
             "endpoint_host": tcp[0],
-            "endpoint_port_base": _port(self._pub) or tcp[1],
+            "endpoint_port_base": self._ports["endpoint"] or tcp[1],
             "topic": self.config.topic,
             "block_size": block_size,
             "dp_size": 1,
         }
-        if self._router is not None and (port := _port(self._router)) is not None:
+        if (port := self._ports.get("replay_endpoint")) is not None:
             found["replay_endpoint_port_base"] = port
         return found
 

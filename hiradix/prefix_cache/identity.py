@@ -131,7 +131,15 @@ def stored_pages(
     if is_replicated(pool):
         model = replace(model, tp_rank=0, tp_size=1)
     mark = page_fingerprint(model, pool.shape, page_size or pool.page_size, layout, component)
-    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages)
+    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages, _elements(pool.shape))
+
+
+def _elements(shape: CacheShape) -> str:
+    """The one type of all that a page of KV has, "" if there are several, and of recurrent states."""
+    types = {spec.dtype for spec in shape.arrays}
+    if len(types) > 1 or any(spec.per_page for spec in shape.arrays):
+        return ""
+    return str(types.pop()).removeprefix("torch.")
 
 
 def is_replicated(pool: HostPool) -> bool:

@@ -21,7 +21,9 @@ def api_error(error: Exception, param: str) -> ApiError:
     """The HTTP form of an engine's refusal; `param` is blamed unless the message names a field itself."""
     if isinstance(error, RequestError):
         name = str(error).partition("=")[0].partition(":")[0]
-        return ApiError(str(error), param=name if name.isidentifier() else param)
+        if name.isidentifier():
+            return ApiError(str(error), param=name)
+        return ApiError(f"{param}: {error}", param=param)
     if isinstance(error, EngineBusy):
         return ApiError(str(error), status=503, code="queue_full")
     return ApiError(str(error), status=503, code="engine_stopped")

@@ -31,6 +31,7 @@ from hiradix.server.render import (
 from hiradix.server.schema import (
     CLIENT_CLOSED_REQUEST,
     DEFAULT_COMPLETION_TOKENS,
+    MAX_NAME_CHARS,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -154,7 +155,7 @@ class OpenAI:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
-            message = f"model: {name!r} does not exist, this server has {self._model!r}"
+            message = f"model: {name[:MAX_NAME_CHARS]!r} does not exist, this server has {self._model!r}"
             raise ApiError(message, param="model", status=404, code="model_not_found")
 
     async def _prompt_ids(self, prompt: str | list[int], most: int | None) -> Sequence[int]:

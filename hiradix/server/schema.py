@@ -17,6 +17,7 @@ MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_ADMIN_BODY_BYTES = 256 * 1024
 BODY_TIMEOUT_S = 120.0
 MAX_ERRORS = 1000
+MAX_NAME_CHARS = 64  # what is shown of a field or a model that nobody knows
 MAX_STOP_CHARS = 4096  # what is kept of a request to its end is short but for its tokens
 DEFAULT_COMPLETION_TOKENS = 16
 CLIENT_CLOSED_REQUEST = 499
@@ -115,7 +116,7 @@ class GenerationBody(_Addressed):
     def scope(self) -> Scope:
         """Whose cache the request may share."""
         if self.end_of_session and self.keep_alive:
-            raise ApiError("end_of_session and keep_alive exclude each other", param="end_of_session")
+            raise ApiError("end_of_session: excludes keep_alive", param="end_of_session")
         hint = "end_of_session" if self.end_of_session else "keep_alive" if self.keep_alive else None
         return Scope(self.extra_key, self.cache_salt, self.priority, hint)
 
@@ -179,7 +180,7 @@ class SessionBody(_Addressed):
     def scope(self, hint: str) -> Scope:
         """Whose conversation it is, and what is said of it."""
         if (self.messages is None) == (self.prompt is None):
-            raise ApiError("send either messages or prompt", param="messages")
+            raise ApiError("messages: send either messages or prompt", param="messages")
         return Scope(self.extra_key, self.cache_salt, hint=hint)
 
 
@@ -194,13 +195,13 @@ class ChatBody(GenerationBody):
     def num_logprobs(self) -> int | None:
         """Alternatives to report per token, None where no log probabilities are wanted."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+            raise ApiError("top_logprobs: needs logprobs: true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def token_limit(self) -> int | None:
         """The answer's length limit under either of its two names."""
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ApiError("max_tokens and max_completion_tokens exclude each other", param="max_tokens")
+            raise ApiError("max_tokens: excludes max_completion_tokens", param="max_tokens")
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -263,14 +264,29 @@ def _drop_neutral(values: dict[str, Any]) -> None:
 def first_error(error: ValidationError) -> tuple[str, str]:
     """The field at fault and the sentence about it, of the error nearest to what the caller wrote."""
     entries = error.errors(include_url=False, include_context=False, include_input=False)
-    rank = {"literal_error": 2, "extra_forbidden": 1}
-    entry = max(entries, key=lambda item: (rank.get(item["type"], 0), len(item["loc"])))
-    names = [
-        str(part) for part in entry["loc"] if isinstance(part, int) or part.isidentifier() and part != "str"
-    ]
-    field = ".".join(names) or "body"
-    what = "unknown field" if entry["type"] == "extra_forbidden" else entry["msg"]
+    entry = max(entries, key=lambda item: (_RANK.get(item["type"], 0), len(item["loc"])))
+    field = _field(entry)
+    if entry["type"] == "extra_forbidden":
+        return field, f"{field}: unknown field"
+    what: str = entry["msg"]
+    if entry["type"] in _KINDS:  # none of the kinds that it may be
+        kinds = [item["msg"] for item in entries if item["type"] in _KINDS and _field(item) == field]
+        what = ", or ".join([kinds[0], *(kind.removeprefix("Input should be ") for kind in kinds[1:])])
     return field, f"{field}: {what}"
+
+
+_KINDS = ("string_type", "list_type")
+# What of a value is wrong says more than that it might have been of another kind.
+_RANK = {"literal_error": 2, "extra_forbidden": 1, **dict.fromkeys(_KINDS, -1)}
+
+
+def _field(entry: Any) -> str:
+    """Where it is, without the names of the kinds that a value may be; an unknown name as it was sent."""
+    is_new = entry["type"] == "extra_forbidden"
+    known, new = (entry["loc"][:-1], entry["loc"][-1:]) if is_new else (entry["loc"], ())
+    names = [str(part) for part in known if isinstance(part, int) or part.isidentifier() and part != "str"]
+    names += [part.encode("ascii", "backslashreplace").decode()[:MAX_NAME_CHARS] for part in new]
+    return ".".join(names) if names else "body"
 
 
 async def read_body(request: Request, model: type[_Body], share: Share) -> _Body:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.tree.hashing import DIGEST_BYTES
+from hiradix.tree.hashing import DIGEST_BYTES, PageRows, hash_pages
 from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Node, Residency, Tier
 from hiradix.tree.order import LruOrder
 from hiradix.tree.pins import held
@@ -70,9 +70,34 @@ def _check_run(node: Node, tree: TreeView) -> None:
     )
     if node.start:
         assert node.row == row_at(node, 0, size), f"7: {node} is found by another row"
-    assert len(node.digests) % DIGEST_BYTES == 0 and len(node.digests) <= num_pages * DIGEST_BYTES, (
-        f"9: {node}"
-    )
+    known, rest = divmod(len(node.digests), DIGEST_BYTES)
+    assert not rest and known <= num_pages, f"9: {node} has {known} hashes and {rest} bytes"
+    if known:
+        _check_hashes(node, known, tree)
+
+
+def _check_hashes(node: Node, known: int, tree: TreeView) -> None:
+    """9: the first and the last known hash of a node go on from those before."""
+    digests = [node.digests[i : i + DIGEST_BYTES] for i in range(0, len(node.digests), DIGEST_BYTES)]
+    parent = node.parent
+    assert parent is not None
+    if parent is tree.root:
+        prior = node.space.seed
+    elif len(parent.digests) == parent.num_pages * DIGEST_BYTES:
+        prior = parent.digests[-DIGEST_BYTES:]
+    else:
+        prior = hash_pages(tree.rows(tree.path_key(parent), tree.root, 0, parent.end))[-1]
+    assert _hash(node, 0, prior, tree.page_size) == digests[0], f"9: {node} begins a chain of its own"
+    last = digests[known - 2] if known > 1 else prior
+    assert _hash(node, known - 1, last, tree.page_size) == digests[-1], f"9: {node} ends in another hash"
+
+
+def _hash(node: Node, page: int, prior: bytes, page_size: int) -> bytes:
+    """The hash of a node's page behind `prior`."""
+    first, space = page * page_size, node.space
+    tokens = node.tokens[first : first + page_size + space.lookahead].astype(np.int64)
+    extras = None if node.extras is None else node.extras[page : page + 1]
+    return hash_pages(PageRows(prior, tokens[np.newaxis], extras, space.is_bigram))[0]
 
 
 def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tuple[int, int]]) -> None:

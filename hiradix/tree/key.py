@@ -67,6 +67,7 @@ FIRST_WINDOW: Final = 4096  # tokens of a key packed at once, so that no more is
 WINDOW_TOKENS: Final = 16384  # and at once further on
 FEW_TOKENS: Final = 1536  # up to here array('q') is packed without numpy, which is slower with cold caches
 _IN_HALVES: Final = sys.byteorder == "little" and not ids.IS_BUILT
+_LARGEST: Final = np.iinfo(np.int64).max
 _NO_TOKENS: Final[Tokens] = np.empty(0, np.int64)
 
 
@@ -101,6 +102,8 @@ def as_tokens(token_ids: Any) -> Tokens:
     if tokens.dtype != np.int64:
         if tokens.size and tokens.dtype.kind not in "iu":
             raise TypeError(f"token ids must be integers, got {tokens.dtype}")
+        if tokens.dtype == np.uint64 and tokens.size and tokens.max() > _LARGEST:
+            raise TypeError(f"token ids must fit into 63 bits, got {tokens.max()}")
         tokens = tokens.astype(np.int64)
     if tokens.ndim != 1:
         raise TypeError(f"token ids must be one-dimensional, got shape {tokens.shape}")
@@ -122,7 +125,7 @@ class RadixKey:
     token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
         caller must not change tokens it has put into a key.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
-        tokens), or None. Pages beyond its end have none. It counts pages from the key's start.
+        tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
     """
 
@@ -147,7 +150,9 @@ class RadixKey:
         else:
             self._tokens = as_tokens(token_ids)
         self.bookmark = Bookmark()
-        self.extras: Extras | None = tuple(page_extras) if page_extras and any(page_extras) else None
+        self.extras: Extras | None = None
+        if page_extras and any(page_extras):
+            self.extras = tuple(extra or None for extra in page_extras)
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
         num_tokens = len(self._tokens if self._array is None else self._array)
         self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)

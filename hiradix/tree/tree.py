@@ -31,6 +31,7 @@ from hiradix.tree.key import NARROW, RadixKey
 from hiradix.tree.merge import merge_path
 from hiradix.tree.node import (
     BACKBONE,
+    DEVICE,
     FULL,
     NO_PAGES,
     Component,
@@ -134,6 +135,7 @@ class RadixTree(TreeView):
         same = start.parent is None or start.space is key.space or start.space == key.space
         assert same, f"{key} continued from {start.space}"
         node = self._walk(start, key)
+        self._refuse_unfit(node, num_pages, tier, pages)
         if node.end < num_pages:
             node = self._grow(node, key, num_pages)
         lock = self.lock(node, tier)
@@ -300,6 +302,17 @@ class RadixTree(TreeView):
         while above is not None:
             node, above = above, above.parent or above.heir
         return node is self.root
+
+    def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> None:
+        """Assert, before anything changes, that `pages` fit a key of `end` pages, known up to `node`."""
+        for c in range(1, len(pages)):
+            most = end if self.components[c].per_page else 1
+            assert len(pages[c]) <= most, f"{len(pages[c])} of component {c} for a key of {end} pages"
+        while tier == DEVICE and node.device.pages is None:
+            assert node.parent is not None
+            node = node.parent
+        first = end - len(pages[BACKBONE])
+        assert 0 <= first <= node.end, f"pages from {first} to {end} behind those up to {node.end}"
 
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
         start, size = parent.end, self.page_size

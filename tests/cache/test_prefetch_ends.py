@@ -5,7 +5,7 @@ from __future__ import annotations
 from hiradix.transfer import FailReason, JobKind
 from hiradix.tree.hashing import hash_pages
 from tests.cache.test_lost_hits import fetch, key, reading, serve, stored_world
-from tests.cache.world import Setup, World
+from tests.cache.world import PAGE_SIZE, Setup, World
 
 
 def test_reads_stop_when_the_last_who_joined_is_gone() -> None:
@@ -132,3 +132,74 @@ def test_pages_that_storage_failed_to_bring_are_counted_and_those_that_were_gone
         assert world.cache.counters.unfulfilled == ({} if num_gone else {"storage_transfer": 4})
         assert world.cache.prefetcher.pop_loaded_span("r") == (0, 2 if num_gone else 0)
         world.assert_drained()
+
+
+def test_prompts_that_share_no_page_do_not_wait_for_each_other() -> None:
+    world = stored_world(4)
+    serve(world, key(4, tail=1))
+    world.cache.reset()
+    prefetcher, root = world.cache.prefetcher, world.cache.tree.root
+    assert prefetcher.start("one", key(4), root) and prefetcher.start("other", key(4, tail=1), root)
+    assert world.controller.pending(JobKind.QUERY) == 2, "each is asked for"
+    world.settle()
+    for handle in ("one", "other"):
+        assert prefetcher.progress(handle) and prefetcher.pop_loaded_span(handle) == (0, 4)
+    world.assert_drained()
+
+
+def test_pages_that_are_asked_for_count_until_their_prefetch_ends() -> None:
+    """Two may not ask for more of the host together than its share; one alone may."""
+    world = stored_world(4, host_pages=8)
+    prefetcher, root, counters = world.cache.prefetcher, world.cache.tree.root, world.cache.counters
+    assert prefetcher.start("r", key(4), root) and prefetcher.pages_in_flight() == 4
+    assert not prefetcher.start("other", key(6, tail=1), root)
+    assert counters.unfulfilled == {"host_capacity": 6}
+    world.settle()
+    assert prefetcher.progress("r") and prefetcher.pages_in_flight() == 0
+    assert prefetcher.start("other", key(6, tail=1), root)
+    world.settle()
+    world.assert_drained()
+
+
+def test_a_hit_below_the_threshold_is_counted_and_not_read() -> None:
+    world = stored_world(2, threshold_tokens=3 * PAGE_SIZE)
+    assert fetch(world, key(6)) == 0
+    assert world.cache.counters.unfulfilled == {"below_threshold": 2}
+    assert not world.controller.stats().kinds[JobKind.READ].num_results
+    world.assert_drained()
+
+
+def test_a_reset_forgets_every_prefetch() -> None:
+    world = stored_world(4)
+    prefetcher, root = world.cache.prefetcher, world.cache.tree.root
+    assert fetch(world, key(4), "ended") == 4 and prefetcher.start("r", key(8, tail=1), root)
+    world.cache.reset()
+    assert len(prefetcher) == 0 and prefetcher.pages_in_flight() == 0 and prefetcher.progress("r")
+    assert prefetcher.pop_loaded_pages("ended") == prefetcher.pop_loaded_pages("r") == 0
+    world.settle()
+    world.assert_drained()
+
+
+def test_what_storage_said_it_has_not_is_not_asked_for_again_by_who_joined() -> None:
+    world = stored_world(4)
+    prefetcher, root, wanted = world.cache.prefetcher, world.cache.tree.root, key(4, tail=1)
+    before = world.controller.stats().kinds[JobKind.QUERY].num_results
+    assert prefetcher.start("first", wanted, root) and prefetcher.start("joined", wanted, root)
+    world.settle()
+    assert prefetcher.progress("first") and prefetcher.progress("joined")
+    assert world.controller.stats().kinds[JobKind.QUERY].num_results == before + 1
+    world.assert_drained()
+
+
+def test_one_who_joined_asks_for_itself_where_storage_did_not_answer() -> None:
+    world = stored_world(4)
+    prefetcher, root = world.cache.prefetcher, world.cache.tree.root
+    assert prefetcher.start("first", key(4), root) and prefetcher.start("joined", key(4), root)
+    world.storage.faults = 1.0
+    world.driver.run()
+    world.storage.faults = 0.0
+    world.cache.tick()
+    assert prefetcher.progress("first") and len(prefetcher) == 1
+    world.settle()
+    assert prefetcher.progress("joined") and prefetcher.pop_loaded_span("joined") == (0, 4)
+    world.assert_drained()

@@ -151,6 +151,27 @@ def test_storage_serves_another_engine(
     assert [answer.usage.cached_storage for answer in answers if answer.usage] == [96, 128, 64]
 
 
+def test_quantised_pages_serve_who_asks_for_them_alone(
+    configure: Configure, llama: Reference, make_cached: MakeEngine
+) -> None:
+    """Another engine of the same keys is served; one whose answers are to be exact finds nothing."""
+    exact, asked = configure("stored"), prompts([100, 130], seed=2)
+    keys = exact.hicache_storage_backend_extra_config
+    extra = replace(keys, backend={**keys.backend, "quantise": "fp8"})
+    lossy = replace(exact, hicache_storage_backend_extra_config=extra)
+    settings = {"model_path": str(llama.path), "max_total_tokens": 1024}
+    found = []
+    for config in (lossy, lossy, exact):
+        engine = make_cached(**settings, cache=config)
+        answers = serve(engine, asked, GREEDY)
+        found.append([answer.usage.cached_storage for answer in answers if answer.usage])
+        settle(engine)
+        assert_empty(engine)
+        engine.close()
+    assert found == [[0, 0], [96, 128], [0, 0]]
+    llama.judge(asked, tokens(answers)).assert_holds()
+
+
 def test_flush_keeps_storage_only(configure: Configure, llama: Reference, make_cached: MakeEngine) -> None:
     engine = make_cached(cache=configure("stored"))
     asked = prompts([100], seed=2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,6 +76,7 @@ class Request:
     origin_input_ids: list[int]
     extra_key: str | None = None
     cache_salt: str | None = None
+    page_extras: Sequence[bytes | None] | None = None
     output_ids: list[int] = field(default_factory=list)
     fill_ids: list[int] = field(default_factory=list)
     req_pool_idx: int = -1
@@ -89,6 +90,7 @@ class Request:
     committed: int = 0
     host_tokens: int = 0
     device_tokens: int = 0
+    session_hint: str | None = None
 
     def pop_committed_kv_cache(self) -> int:
         return self.committed
@@ -120,6 +122,9 @@ class Bench:
 
     def _stamp(self, req: Request, tokens: list[int], position: int) -> float:
         text = repr((req.extra_key, req.cache_salt, tokens[: position + 1]))
+        extras = list(req.page_extras or ())[: position // self.page_size + 1]
+        if any(extras):
+            text += repr(extras + [None] * (position // self.page_size + 1 - len(extras)))
         return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=3).digest(), "big"))
 
     def _write(self, req: Request, start: int, end: int) -> None:
@@ -170,7 +175,8 @@ class Bench:
         return req
 
     def _match(self, req: Request) -> None:
-        key = RadixKey(req.fill_ids[:-1], req.extra_key, cache_salt=req.cache_salt)
+        extras = req.page_extras
+        key = RadixKey(req.fill_ids[:-1], req.extra_key, cache_salt=req.cache_salt, page_extras=extras)
         match = self.cache.match_prefix(MatchPrefixParams(key, req))
         req.prefix_indices, req.last_node = match.device_indices, match.last_device_node
         req.last_host_node, req.host_hit_length = match.last_host_node, match.host_hit_length

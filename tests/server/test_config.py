@@ -170,6 +170,7 @@ def test_redaction_hides_secrets_and_nothing_else() -> None:
             "url": "redis://user:pw@host/0",
             "nested": [{"api_key": "k"}],
             "prefetch_timeout_per_ki_token": 0.25,
+            "timeout_s_per_ki_token": 0.25,  # the same, as /server_info has it
             "max_size": 10,
         }
     )
@@ -180,6 +181,7 @@ def test_redaction_hides_secrets_and_nothing_else() -> None:
         "url": "redis://***@host/0",
         "nested": [{"api_key": "***"}],
         "prefetch_timeout_per_ki_token": 0.25,
+        "timeout_s_per_ki_token": 0.25,
         "max_size": 10,
     }
 

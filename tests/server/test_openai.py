@@ -271,7 +271,9 @@ def test_refusal_of_the_engine(error: Exception, status: int, param: str | None,
     service = ScriptedService((error,))
     reply = client(service).post("/v1/completions", json={"prompt": "a", "stream": stream})
     assert reply.status_code == status
-    assert reply.json()["error"]["param"] == param and reply.json()["error"]["message"] == str(error)
+    assert reply.json()["error"]["param"] == param
+    named = f"prompt: {error}" if param == "prompt" else str(error)
+    assert reply.json()["error"]["message"] == named
     assert service.aborted == []
 
 

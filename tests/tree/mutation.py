@@ -16,7 +16,7 @@ from tests.planting import Fault, Planting, failing_test, refuse_stale, survey
 TESTS = [
     *(
         f"tests/tree/test_{name}.py"
-        for name in ("key", "regressions", "dead_leaves", "merge", "orders", "log", "fuzz")
+        for name in ("key", "regressions", "dead_leaves", "merge", "orders", "log", "misuse", "fuzz")
     ),
     "tests/cache/test_components.py",
 ]
@@ -228,6 +228,12 @@ FAULTS = [
         TREE,
         "(component == BACKBONE or at.resident(tier))",
         "True",
+    ),
+    Fault(
+        "insert: pages with a gap before them are taken",
+        TREE,
+        "assert 0 <= first <= node.end,",
+        "assert 0 <= first,",
     ),
     Fault(
         "insert: hits are not counted",
