@@ -192,14 +192,28 @@ def test_what_is_open_after_the_deadline_is_closed(service: EngineService) -> No
     assert Watched.closer is not threading.current_thread(), "a close that hangs would stop the event loop"
 
 
-def test_without_wait_a_busy_engine_refuses(service: EngineService) -> None:
+def test_without_wait_a_busy_engine_refuses(
+    service: EngineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests stay where they are until it has refused: however slow this machine, none ends before."""
+    engine = service._thread._engine
+    step, go_on = engine.step, threading.Event()
+    monkeypatch.setattr(
+        engine, "step", lambda: step() if go_on.is_set() or not engine.info().num_running else []
+    )
+
     async def busy() -> list[Outcome]:
         running = asyncio.ensure_future(answers(service, "busy"))
         while (await service.snapshot()).engine.num_running == 0:
             await asyncio.sleep(0)
         refused = [await service.attach(AttachRequest("misbehaving", EXTRA)), await service.detach()]
+        go_on.set()
         await running
         return refused
 
-    for outcome in asyncio.run(busy()):
+    try:
+        refused = asyncio.run(busy())
+    finally:
+        go_on.set()
+    for outcome in refused:
         assert not outcome.ok and "scheduler is not idle" in outcome.message
