@@ -320,6 +320,52 @@ def test_a_storage_that_cannot_be_opened_for_other_weights_stays_away(tmp_path: 
     rig.check()
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_storage_whose_call_hangs_at_a_change_of_weights_is_opened_anew_later(
+    tmp_path: Path, detached: bool
+) -> None:
+    """It looked attached and served nothing until somebody detached and attached it."""
+    rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
+    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    rig.cache.watch(Weights(model), extra)
+    rig.driver.held.add("store")
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.driver.held.clear()
+    assert rig.driver.step()  # it begins
+    rig.driver.held.add("store")
+    old = rig.cache.inner.storage
+    with torch.no_grad():
+        model.weight.mul_(2.0)
+    rig.cache.reset()
+    for _ in range(3):
+        rig.cache.check_hicache_events()
+        assert rig.cache.inner.storage is old
+    if detached:
+        assert not rig.cache.detach_storage_backend()[0], "it is still busy"
+    rig.driver.held.clear()
+    rig.settle()
+    rig.check()
+    if detached:
+        assert rig.cache.detach_storage_backend()[0]
+        rig.cache.check_hicache_events()
+        assert rig.cache.storage_name() is None, "whoever detaches it does not get it back"
+        return
+    rig.cache.check_hicache_events()
+    assert rig.cache.inner.storage not in (None, old)
+    handle = rig.prefetch(rig.request(PROMPT + [1]))
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.cache.pop_prefetch_loaded_span(handle) == (0, None), "those are of other weights"
+    rig.run(PROMPT + [1])
+    rig.settle()
+    rig.cache.reset()
+    handle = rig.prefetch(rig.request(PROMPT + [1]))
+    rig.settle()
+    assert rig.cache.check_prefetch_progress(handle)
+    assert rig.cache.pop_prefetch_loaded_span(handle)[0] == len(PROMPT)
+
+
 @pytest.mark.parametrize("storage", [True, False])
 def test_storage_that_is_attached_after_a_change_is_of_these_weights(tmp_path: Path, storage: bool) -> None:
     rig, model = Rig(tmp_path if storage else None), torch.nn.Linear(8, 8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence, Sized
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hiradix.config import ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
+from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
 from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
 from hiradix.tree.key import as_tokens
@@ -55,6 +57,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._prefetcher = inner.cache.prefetcher
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
+        self._to_reopen: str | None = None  # for pages of other weights, when its calls have ended
         self.show_storage()
 
     def watch(self, weights: Weights, extra: ExtraConfig) -> None:
@@ -84,7 +87,20 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if name is None:
             return
         logger.info("hiradix: weights have changed: storage %s is opened anew, for pages of these", name)
-        self.inner.detach_storage_backend()
+        self._to_reopen = name
+        try:
+            self._reopen(DETACH_TIMEOUT_S)
+        except CacheError as error:
+            logger.warning("hiradix: storage %s is not used until its call under way ends: %s", name, error)
+
+    def _reopen(self, timeout_s: float) -> None:
+        """Open the storage anew, on all ranks. Raises CacheError, to be called again, while a call of it
+        runs; it is not used meanwhile."""
+        storage = self.inner.release_storage(timeout_s)
+        name, self._to_reopen = self._to_reopen, None
+        assert name is not None
+        if storage is not None:
+            storage.close()
         try:
             self.inner.attach(name, self._extra)
         except (CacheError, OSError) as error:
@@ -99,6 +115,9 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if self._has_unclaimed_load:  # its request was not admitted after all
             self.ready_to_load_host_cache()
         self.inner.cache.tick()
+        if self._to_reopen is not None:
+            with suppress(CacheError):
+                self._reopen(0.0)
         if self._meters.is_on:
             self._meters.update()
         if self._checks:
@@ -239,6 +258,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Detach and close the backend; idempotent."""
+        self._to_reopen = None
         answer = self.inner.detach_storage_backend()
         self.show_storage()
         return answer
