@@ -31,6 +31,27 @@ def served(engine: Engine) -> Iterator[EngineThread]:
     thread.close(WAIT_S)
 
 
+@pytest.fixture
+def go_on(engine: Engine, served: EngineThread, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """With this, whoever has been told a token is under way until the event, however slow the test is.
+
+    Between steps that do nothing the thread does what it is asked for.
+    """
+    step, event, told = engine.step, threading.Event(), False
+
+    def held() -> list[Output]:
+        nonlocal told
+        if told and not event.wait(0.001):
+            return []
+        outputs = step()
+        told = told or bool(outputs)
+        return outputs
+
+    monkeypatch.setattr(engine, "step", held)
+    yield event
+    event.set()
+
+
 async def stream(served: EngineThread, rid: str, prompt: list[int]) -> list[Output]:
     return [output async for output in served.generate(rid, prompt, SamplingParams(max_new_tokens=12))]
 
@@ -49,13 +70,14 @@ def test_concurrent_streams(served: EngineThread, llama: Reference) -> None:
         assert outputs[-1].finish_reason == "length"
 
 
-def test_leaving_a_stream_aborts_its_request(served: EngineThread) -> None:
+def test_leaving_a_stream_aborts_its_request(served: EngineThread, go_on: threading.Event) -> None:
     async def leave() -> None:
         outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))
         assert (await anext(outputs)).token_ids
         await outputs.aclose()
 
     asyncio.run(asyncio.wait_for(leave(), WAIT_S))
+    go_on.set()
     served.call(assert_empty, WAIT_S, when_idle=True)
 
 
@@ -80,17 +102,20 @@ def test_a_loop_that_is_closed_ends_its_requests(served: EngineThread) -> None:
     served.call(assert_empty, WAIT_S)
 
 
-def test_abort_ends_the_stream(served: EngineThread) -> None:
+def test_abort_ends_the_stream(served: EngineThread, go_on: threading.Event) -> None:
     async def run() -> Output:
         outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))
         await anext(outputs)
         served.abort("a")
+        go_on.set()
         return [output async for output in outputs][-1]
 
     assert asyncio.run(asyncio.wait_for(run(), WAIT_S)).finish_reason == "abort"
 
 
-def test_refusals_reach_the_caller_and_hurt_nobody(served: EngineThread, llama: Reference) -> None:
+def test_refusals_reach_the_caller_and_hurt_nobody(
+    served: EngineThread, llama: Reference, go_on: threading.Event
+) -> None:
     async def run() -> list[Output]:
         first = served.generate("same", [5, 6], SamplingParams(max_new_tokens=30))
         outputs = [await anext(first)]
@@ -98,6 +123,7 @@ def test_refusals_reach_the_caller_and_hurt_nobody(served: EngineThread, llama: 
             await stream(served, "same", [1])
         with pytest.raises(RequestError, match="empty"):
             await stream(served, "b", [])
+        go_on.set()
         return outputs + [output async for output in first]
 
     outputs = asyncio.run(asyncio.wait_for(run(), WAIT_S))
@@ -177,7 +203,7 @@ def test_idle_engine_does_not_spin(
 
 
 def test_failure_reaches_everybody(
-    served: EngineThread, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    served: EngineThread, engine: Engine, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
 ) -> None:
     def fail() -> list[Output]:
         raise MemoryError("no more")
@@ -195,7 +221,7 @@ def test_failure_reaches_everybody(
     assert isinstance(served.failure, MemoryError) and not served.is_alive
 
 
-def test_close_ends_streams_and_is_idempotent(served: EngineThread) -> None:
+def test_close_ends_streams_and_is_idempotent(served: EngineThread, go_on: threading.Event) -> None:
     async def run() -> Output:
         outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1500))
         await anext(outputs)
