@@ -37,12 +37,13 @@ def three_tiers(model: Path, storage: Path, *more: str) -> list[str]:
 
 def tiers_over(model: Path, backend: str, keys: Mapping[str, Any], *more: str) -> list[str]:
     """The same above any storage."""
+    extra = {"prefetch_threshold": 16, "deadline_s": 60, **keys}
     return flags(
         model,
         *("--enable-hierarchical-cache", "--page-size", str(PAGE_SIZE), "--max-total-tokens", "4096"),
         *("--hicache-ratio", "1.5", "--check-invariants"),
         *("--hicache-storage-prefetch-policy", "wait_complete", "--hicache-storage-backend", backend),
-        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": 16, **keys})),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
         *more,
     )
 

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.demo.process import ServerProcess
+from hiradix.demo.process import START_TIMEOUT_S, ServerProcess
 from tests.e2e.load import three_tiers
+
+pytestmark = pytest.mark.timeout(300)  # an interpreter that imports everything, on a machine that is busy
 
 
 def start_and_fail(arguments: list[str], tmp_path: Path) -> str:
     """Standard error of a server that must not start."""
     command = ServerProcess(arguments, tmp_path / "unused.log").command
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=START_TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
     assert done.returncode not in (0, -9), done
     assert "Traceback" not in done.stderr, done.stderr
     return done.stderr

@@ -23,7 +23,7 @@ CONFIGS = {
 def stored_in(folder: Path, backend: str) -> str:
     """Keys of a backend, as JSON."""
     own = {f"{backend}_storage_path": str(folder / backend), "max_size": "16MiB", "min_free_space": 0}
-    return json.dumps(own | {"prefetch_threshold": 8})
+    return json.dumps(own | {"prefetch_threshold": 8, "deadline_s": 60})
 
 
 def with_storage(folder: Path, backend: str, **fields: object) -> HiCacheConfig:

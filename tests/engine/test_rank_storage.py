@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from hiradix.engine.rank_storage import clear_on_ranks
+from hiradix.engine.rank_storage import MAX_OPEN_S, clear_on_ranks, open_timeout_s
 from hiradix.prefix_cache import HiRadixCache
 
 DEADLINE_S = 60.0
@@ -44,6 +44,10 @@ def test_a_clear_that_hangs_is_told_as_failed_at_its_deadline() -> None:
     assert not clear_on_ranks(cast(HiRadixCache, cache), 0.01)
     assert cache.told == [False]
     cache.may.set()
+
+
+def test_a_backend_has_half_of_what_ranks_wait_for_each_other() -> None:
+    assert (open_timeout_s(8.0), open_timeout_s(1e6)) == (4.0, MAX_OPEN_S)
 
 
 def test_without_storage_there_is_nothing_to_clear_or_tell() -> None:

@@ -35,7 +35,7 @@ Configure = Callable[[str], HiCacheConfig]
 @pytest.fixture
 def configure(tmp_path: Path) -> Configure:
     """Cache configurations by name; those with storage share one directory."""
-    keys = {"prefetch_threshold": 16, "file_storage_path": str(tmp_path / "pages")}
+    keys = {"prefetch_threshold": 16, "file_storage_path": str(tmp_path / "pages"), "deadline_s": 60}
     extra = parse_extra_config(json.dumps(keys))
     stored = replace(
         TIERED, hicache_storage_backend="file", hicache_storage_backend_extra_config=extra,

@@ -106,13 +106,13 @@ def test_storage_is_swapped_under_load(
 
 def cycle(http: httpx.Client, place: Path, load: Load | None) -> None:
     """Attach a directory, serve on it (with `load`: until all was asked again), and detach."""
-    extra = json.dumps({"file_storage_path": str(place), "prefetch_threshold": PAGE_SIZE})
+    extra = json.dumps({"file_storage_path": str(place), "prefetch_threshold": PAGE_SIZE, "deadline_s": 60})
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
-    attached = http.put(f"{STORAGE}?wait=30", json=body)
+    attached = http.put(f"{STORAGE}?wait=60", json=body)
     assert attached.status_code == 200, attached.text
-    other = http.put(f"{STORAGE}?wait=30", json={**body, "hicache_write_policy": "write_through"})
+    other = http.put(f"{STORAGE}?wait=60", json={**body, "hicache_write_policy": "write_through"})
     assert other.status_code == 200 and "policies updated" in other.text
     if load is not None:
         load.wait_for_round()
-    detached = http.delete(f"{STORAGE}?wait=30")
+    detached = http.delete(f"{STORAGE}?wait=60")
     assert detached.status_code == 200, detached.text

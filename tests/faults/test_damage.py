@@ -28,7 +28,7 @@ def damage(storage: Path) -> int:
 
 def life(model: Path, storage: Path, checked: bool) -> list[Answer]:
     """What a server with this storage directory answers."""
-    extra = json.dumps({"prefetch_threshold": 16, "checksum": checked})
+    extra = json.dumps({"prefetch_threshold": 16, "deadline_s": 60, "checksum": checked})
     arguments = three_tiers(model, storage, "--hicache-storage-backend-extra-config", extra)
     with WarmServer(arguments, storage.with_suffix(".log")) as server:
         return ask_all(server.url, REQUESTS)

@@ -36,7 +36,7 @@ class Plan:
 
 
 def cache_config(folder: Path) -> HiCacheConfig:
-    keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder / "pages")}
+    keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder / "pages"), "deadline_s": 60}
     return HiCacheConfig(
         page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,
         hicache_storage_backend="file",
@@ -110,6 +110,7 @@ def settle(engine: Any) -> None:
         engine.step()
         if engine.is_idle():
             return
+        engine.wait(0.01)
     raise AssertionError(f"never idle: {engine.info()}")
 
 
@@ -196,13 +197,15 @@ def attach_that_hangs_on_one_rank(engine: Any, rank: int) -> Any:
         storage.close = lambda *arguments: (close(*arguments), closed.set())
         return storage
 
+    open_timeout_s = engine._open_timeout_s
     if rank == 1:
         engine.cache.storage_factory = late
+        engine._open_timeout_s = 0.5  # the ranks themselves may be as slow as they like
     extra = engine.config.cache.hicache_storage_backend_extra_config.backend
     ok, message = engine.attach_storage("file", json.dumps(dict(extra)))
     seen += [ok, engine.cache.enable_storage]
     may.set()
-    engine.cache.storage_factory = make
+    engine.cache.storage_factory, engine._open_timeout_s = make, open_timeout_s
     seen += [rank == 0 or closed.wait(60.0), engine.attach_storage("file", json.dumps(dict(extra)))[0]]
     return [*seen, message]
 
@@ -237,9 +240,12 @@ def killed(engine: Any, rank: int) -> Any:
 
 
 def hanging(engine: Any, rank: int) -> Any:
-    """Rank 1 does not answer any more."""
-    if rank == 1:
-        time.sleep(12)
+    """Rank 1 does not answer any more, until rank 0 has given up."""
+    keys = engine.config.cache.hicache_storage_backend_extra_config.backend
+    given_up = Path(keys["file_storage_path"]).parent / "rank-0.json"
+    end = time.monotonic() + 100.0
+    while rank == 1 and not given_up.exists() and time.monotonic() < end:
+        time.sleep(0.05)
     return serve(engine, prompts(TALKS, seed=9))
 
 

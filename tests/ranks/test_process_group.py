@@ -18,7 +18,7 @@ from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 SIZE = 3
 
 
-def on_all(folder: Path, body: Callable[[ProcessGroup], Any], timeout_s: float = 30.0) -> list[Any]:
+def on_all(folder: Path, body: Callable[[ProcessGroup], Any], timeout_s: float = 60.0) -> list[Any]:
     """What `body` returns on each rank; an exception is returned as it is."""
 
     def run(rank: int) -> Any:
@@ -63,7 +63,7 @@ def test_a_rank_that_left_is_lost_to_the_others_for_good(tmp_path: Path) -> None
         assert found[1] is found[2]
         return str(found[0])
 
-    left = on_all(tmp_path, body, timeout_s=3.0)
+    left = on_all(tmp_path, body)
     assert "rank 1 has left" in left[1] and all("other ranks failed" in left[r] for r in (0, 2)), left
 
 

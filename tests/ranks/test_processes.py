@@ -103,19 +103,20 @@ def test_four_ranks_answer_as_one_until_one_is_killed(model: Path, tmp_path: Pat
 
 @pytest.mark.timeout(200)
 def test_an_attach_that_hangs_on_one_rank_is_refused_on_all(model: Path, tmp_path: Path) -> None:
-    seen, codes = play(Plan(model, tmp_path, 2, ("attach_that_hangs_on_one_rank",), timeout_s=8.0))
+    seen, codes = play(Plan(model, tmp_path, 2, ("attach_that_hangs_on_one_rank",)))
     assert codes == [0, 0], seen
     mine, other = (one["attach_that_hangs_on_one_rank"] for one in seen if one is not None)
     assert mine[:-1] == other[:-1] == [True, False, False, True, True]
-    assert "another rank" in mine[-1] and "not open within 4 s" in other[-1]
+    assert "another rank" in mine[-1] and "not open within 0.5 s" in other[-1]
 
 
-@pytest.mark.long(10)
+@pytest.mark.long(25)
 @FULL
 def test_a_hanging_rank_is_noticed_within_the_deadline(model: Path, tmp_path: Path) -> None:
-    seen, _ = play(Plan(model, tmp_path, 2, ("hanging",), timeout_s=4.0))
+    """The deadline is also that for meeting at the start, which takes a busy machine some seconds."""
+    seen, _ = play(Plan(model, tmp_path, 2, ("hanging",), timeout_s=20.0))
     assert seen[0] is not None and seen[0]["error"]["type"] == "RankLost"
-    assert seen[0]["error"]["s"] < 15.0
+    assert seen[0]["error"]["s"] < 60.0
 
 
 @pytest.mark.long(30)

@@ -28,7 +28,7 @@ HEADS = KVShape(2, 1, 8, 8, torch.float32)
 
 
 def build(shape: MLAShape | KVShape, rank: int, folder: Path) -> HiRadixCache:
-    keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder)}
+    keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder), "deadline_s": 60}
     config = HiCacheConfig(
         page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,
         hicache_storage_backend="file",

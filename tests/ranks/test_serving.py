@@ -55,7 +55,8 @@ def exit_code(server: ServerProcess) -> int | None:
 def test_two_ranks_serve_administer_and_end_together(model: Path, tmp_path: Path) -> None:
     with serving(model) as http:
         expected = tokens(ask(http, PROMPT))
-    extra = json.dumps({"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE})
+    keys = {"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE, "deadline_s": 60}
+    extra = json.dumps(keys)
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
     server = ServerProcess(flags(model, "--tp-size", "2"), tmp_path / "server.log")
     with server, httpx.Client(base_url=server.url, trust_env=False, timeout=DEADLINE_S) as http:
