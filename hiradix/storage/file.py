@@ -22,7 +22,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
 from hiradix.storage.page_dir import PageDir, footprint, remove
-from hiradix.storage.pieces import Piece, current_piece
+from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
@@ -73,7 +73,6 @@ class FileBackend(StorageBackend):
         self.config = config = FileConfig.from_mapping(context.extra_config)
         config.check_page(footprint(SEAL_BYTES + context.page_bytes))
         digest = context.fingerprint.digest()
-        self._time_ns = time_ns
         self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
@@ -98,7 +97,7 @@ class FileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        piece, now_ns = self._piece(keys)
+        now_ns = current_piece().began(self._room.now())
         ok = [False] * len(keys)
         faults: list[OSError] = []
         for start in range(0, len(keys), GROUP_PAGES):
@@ -109,7 +108,7 @@ class FileBackend(StorageBackend):
             self._count("read_errors", len(faults))
             if not any(ok):
                 raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns, piece)
+        self._use(keys, into, ok, now_ns)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -118,7 +117,8 @@ class FileBackend(StorageBackend):
             return self._put(keys, pages)
 
     def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        piece, now_ns = self._piece(keys)
+        piece = current_piece()
+        now_ns = piece.began(self._room.now())
         ok = [False] * len(keys)
         todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -126,8 +126,7 @@ class FileBackend(StorageBackend):
             ok[index] = _is_whole(_status(path), num_bytes)
             if not ok[index]:
                 todo.append(FileWrite(index, key, path, page, num_bytes))
-        there = [(key, page) for key, page, good in zip(keys, pages, ok) if good]
-        self._use_tail_first(there, now_ns, piece)
+        self._use(keys, pages, ok, now_ns)
         keep = {*keys, *piece.before}
         while todo:
             group = self._next_group(todo)
@@ -137,7 +136,7 @@ class FileBackend(StorageBackend):
             if len(done) < len(group):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns, piece)
+        self._use(keys, pages, ok, now_ns)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -188,15 +187,11 @@ class FileBackend(StorageBackend):
         with self._counts_lock:
             self._counts[name] += number
 
-    def _piece(self, keys: Sequence[str]) -> tuple[Piece, int]:
-        """The piece of a chain that `keys` are, and when the first of them counts as used."""
-        piece = current_piece()
-        return piece, piece.began(self._time_ns())
-
-    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int, piece: Piece) -> None:
-        for rank, (key, page) in reversed(list(enumerate(used))):
-            self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - rank)
-        self._room.renew(piece.chain[::-1])
+    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int) -> None:
+        """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
+        for index, (key, page) in enumerate(zip(keys, pages)):
+            if ok[index]:
+                self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - index)
 
     def _load(
         self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError]

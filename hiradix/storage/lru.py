@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 SKEW_NS = 3600 * 10**9
 """So far ahead another host's clock may be."""
@@ -17,8 +17,7 @@ def believed(used_ns: int, now_ns: int) -> int:
     return used_ns - BEFORE_ALL_NS if used_ns > now_ns + SKEW_NS else used_ns
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A page file: bytes it counts for, and when it was last used (nanoseconds, as its mtime)."""
 
     num_bytes: int
@@ -26,10 +25,17 @@ class Entry:
 
 
 class LruIndex:
-    """Names in order of use, with their bytes summed. Not thread-safe: its owner's lock guards it."""
+    """Names in order of use, with their bytes summed. Not thread-safe: its owner's lock guards it.
+
+    A chain's use counts for each page as so much earlier as it lies behind the first, and a page of several
+    chains for the latest of its uses: so none is older than what follows it in any of them, in whatever
+    pieces they came, and what leaves leaves chains from their ends. A use takes O(log n).
+    """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._entries: dict[str, Entry] = {}
+        self._order: list[tuple[int, str]] = []  # a heap; uses that later ones have replaced are in it, too
+        self._latest_ns = -BEFORE_ALL_NS
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -38,16 +44,26 @@ class LruIndex:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
+    def now(self, now_ns: int) -> int:
+        """The time of a use that begins now: later than all before, also where the clock was set back."""
+        if self._latest_ns > now_ns + SKEW_NS:
+            self._latest_ns = now_ns
+            self.replace_all(self._entries, now_ns)
+        self._latest_ns = max(self._latest_ns + 1, now_ns)
+        return self._latest_ns
+
     def use(self, name: str, entry: Entry) -> None:
-        """Add `name`, or replace it; it is the hottest now."""
-        self.drop(name)
+        """Add `name`, or replace it; where it was used later before, that counts."""
+        before = self._entries.get(name)
+        if before is not None:
+            self.num_bytes -= before.num_bytes
+            entry = entry._replace(used_ns=max(entry.used_ns, before.used_ns))
         self._entries[name] = entry
         self.num_bytes += entry.num_bytes
-
-    def renew(self, name: str) -> None:
-        """`name`, if it is there, is the hottest now, as a part of what was used just before."""
-        if name in self._entries:
-            self._entries.move_to_end(name)
+        if before is None or before.used_ns != entry.used_ns:
+            heapq.heappush(self._order, (entry.used_ns, name))
+            if len(self._order) > 2 * len(self._entries) + 64:
+                self._reorder()
 
     def drop(self, name: str) -> int:
         """Forget `name`; the bytes it counted for, 0 if it was not there."""
@@ -64,7 +80,13 @@ class LruIndex:
 
     def coldest(self) -> str | None:
         """The name used longest ago."""
-        return next(iter(self._entries), None)
+        while self._order:
+            used_ns, name = self._order[0]
+            entry = self._entries.get(name)
+            if entry is not None and entry.used_ns == used_ns:
+                return name
+            heapq.heappop(self._order)
+        return None
 
     def take(self, num_bytes: int, slack_bytes: int, keep: Collection[str]) -> dict[str, int]:
         """Drop the coldest until `num_bytes` are gone, and up to `slack_bytes` more; nothing of `keep`.
@@ -88,6 +110,10 @@ class LruIndex:
             at_ns, known = believed(found[name].used_ns, now_ns), seen.get(name)
             return at_ns if known is None else max(at_ns, believed(known.used_ns, now_ns))
 
-        order = sorted((used_ns(name), name) for name in found)
-        self._entries = OrderedDict((name, Entry(found[name].num_bytes, at_ns)) for at_ns, name in order)
-        self.num_bytes = sum(entry.num_bytes for entry in found.values())
+        self._entries = {name: Entry(found[name].num_bytes, used_ns(name)) for name in found}
+        self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
+        self._reorder()
+
+    def _reorder(self) -> None:
+        self._order = [(entry.used_ns, name) for name, entry in self._entries.items()]
+        heapq.heapify(self._order)

@@ -38,11 +38,6 @@ class Piece:
         """Names of the call in front of this piece."""
         return self.whole.names[self.first : self.start]
 
-    @property
-    def chain(self) -> Sequence[str]:
-        """Names of the chain in front of this piece, those of calls before this one too."""
-        return self.whole.names[: self.start]
-
     def began(self, now_ns: int) -> int:
         """When the first page of this piece counts as used: so much before the whole began as it is long."""
         if self.whole.began_ns is None:

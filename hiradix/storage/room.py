@@ -56,16 +56,15 @@ class Room:
         return name in self._index
 
     def use(self, name: str, num_bytes: int, used_ns: int) -> None:
-        """`name` was read or written now, unless it is gone since: who removes it forgets it after that."""
+        """`name` was read or written then, unless it is gone since: who removes it forgets it after that."""
         with self._lock:
             if os.path.exists(self._folder.path(name)):
                 self._index.use(name, Entry(num_bytes, used_ns))
 
-    def renew(self, names: Sequence[str]) -> None:
-        """What was used in this call before, coldest first, is the hottest once more, unless it is gone."""
+    def now(self) -> int:
+        """When a use that begins now counts as begun (ns): files written with it are in order, too."""
         with self._lock:
-            for name in names:
-                self._index.renew(name)
+            return self._index.now(self._time_ns())
 
     def forget(self, name: str) -> None:
         """`name` turned out to be gone."""

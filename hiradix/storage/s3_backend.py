@@ -78,14 +78,14 @@ class S3Backend(StorageBackend):
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
         ok = self._read_all(list(zip(keys, into, strict=True)))
-        self._use([(key, page_bytes(page)) for key, page, good in zip(keys, into, ok) if good])
+        self._use(keys, into, ok)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
         sizes = self._sizes(keys)
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
-        self._use([(key, page_bytes(page)) for key, page, there in zip(keys, pages, ok) if there])
+        self._use(keys, pages, ok)
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
         answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
@@ -95,7 +95,7 @@ class S3Backend(StorageBackend):
             ok[index] = stored
             if not stored:
                 self._forget([keys[index]])
-        self._use([(key, page_bytes(page)) for key, page, good in zip(keys, pages, ok) if good])
+        self._use(keys, pages, ok)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -259,14 +259,18 @@ class S3Backend(StorageBackend):
             self._index.replace_all(entries, time.time_ns())
         self._reserve([], [], [])
 
-    def _use(self, used: Sequence[tuple[str, int]]) -> None:
-        """Tail first: the head of a batch stays longest."""
+    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool]) -> None:
+        """Pages of a call that are there were used: each a little before the page in front of it."""
         if self.config.max_bytes:
             with self._lock:
-                for key, num_bytes in reversed(used):
-                    self._index.use(key, Entry(num_bytes, 0))
-                for key in reversed(current_piece().chain):
-                    self._index.renew(key)
+                now_ns = self._began()
+                for index, (key, page) in enumerate(zip(keys, pages)):
+                    if ok[index]:
+                        self._index.use(key, Entry(page_bytes(page), now_ns - index))
+
+    def _began(self) -> int:
+        """When the first page of this call counts as used. Call with the lock held."""
+        return current_piece().began(self._index.now(time.time_ns()))
 
     def _forget(self, keys: Collection[str]) -> None:
         with self._lock:
@@ -282,6 +286,7 @@ class S3Backend(StorageBackend):
         fits: list[int] = []
         keep = {*keys, *current_piece().before}
         with self._lock:
+            now_ns = self._began()
             over = self._index.num_bytes - cap
             victims += self._index.take(over, 0, keep) if over > 0 else ()
             for index in todo:
@@ -291,7 +296,7 @@ class S3Backend(StorageBackend):
                     victims += self._index.take(short, cap // _SLACK_SHARE, keep)
                 if self._index.num_bytes + size > cap:
                     break
-                self._index.use(keys[index], Entry(size, 0))
+                self._index.use(keys[index], Entry(size, now_ns - index))
                 fits.append(index)
             self._counts["evicted"] += len(victims)
             self._has_folder = self._has_folder and len(self._index) > len(fits)

@@ -103,8 +103,9 @@ class SglangFileBackend(StorageBackend):
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
         now_ns, _ = self._piece()
-        ok = [self._read(key, page, now_ns) for key, page in zip(keys, into, strict=True)]
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, into, ok) if good], now_ns)
+        numbered = enumerate(zip(keys, into, strict=True))
+        ok = [self._read(key, page, now_ns - index) for index, (key, page) in numbered]
+        self._use(keys, into, ok, now_ns)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -112,12 +113,12 @@ class SglangFileBackend(StorageBackend):
         now_ns, before = self._piece()
         batch = {*keys, *before}
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
-        self._use_tail_first([(key, page) for key, page, there in zip(keys, pages, ok) if there], now_ns)
+        self._use(keys, pages, ok, now_ns)
         has_room = True
         for index, (key, page) in enumerate(zip(keys, pages)):
             if not ok[index] and has_room:
                 ok[index] = has_room = self._store(key, page, now_ns - index, batch)
-        self._use_tail_first([(key, page) for key, page, good in zip(keys, pages, ok) if good], now_ns)
+        self._use(keys, pages, ok, now_ns)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -161,17 +162,19 @@ class SglangFileBackend(StorageBackend):
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
 
-    def _use_tail_first(self, used: list[tuple[str, Page]], now_ns: int) -> None:
+    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int) -> None:
+        """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
         with self._lock:
-            for rank, (key, page) in reversed(list(enumerate(used))):
-                self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - rank))
-            for key in reversed(current_piece().chain):
-                self._index.renew(key)
+            for index, (key, page) in enumerate(zip(keys, pages)):
+                if ok[index]:
+                    self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - index))
 
     def _piece(self) -> tuple[int, Sequence[str]]:
         """When the first page of this piece of a call counts as used, and the call's keys before it."""
         piece = current_piece()
-        return piece.began(self._time_ns()), piece.before
+        with self._lock:
+            now_ns = self._index.now(self._time_ns())
+        return piece.began(now_ns), piece.before
 
     def _read(self, key: str, page: Page, now_ns: int) -> bool:
         try:

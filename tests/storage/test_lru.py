@@ -1,0 +1,122 @@
+"""The order in which pages leave a full store: against a plain model, and by what no chain may lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hiradix.storage.lru import SKEW_NS, Entry, LruIndex
+from hiradix.storage.pieces import Piece, Use
+
+NOW_NS = 1_700_000_000 * 10**9
+DAY_NS = 24 * 3600 * 10**9
+NAMES = st.integers(0, 11).map(str)
+MOVES = st.one_of(
+    st.tuples(st.just("use"), NAMES, st.integers(1, 9), st.integers(-5, 5)),
+    st.tuples(st.just("drop"), NAMES),
+    st.tuples(st.just("take"), st.integers(0, 30), st.integers(0, 9), st.sets(NAMES, max_size=3)),
+    st.tuples(st.just("read anew"), st.sets(NAMES)),
+)
+
+
+def coldest_first(model: dict[str, Entry]) -> Iterator[str]:
+    return iter(sorted(model, key=lambda name: (model[name].used_ns, name)))
+
+
+def taken(model: dict[str, Entry], num_bytes: int, slack: int, keep: set[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name in coldest_first(model):
+        freed, size = sum(found.values()), model[name].num_bytes
+        if freed >= num_bytes + slack or name in keep:
+            break
+        if freed >= num_bytes and freed + size > num_bytes + slack:
+            break
+        found[name] = size
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(MOVES, max_size=120))
+def test_it_is_a_plain_order_of_use(moves: list[tuple]) -> None:  # type: ignore[type-arg]
+    index, model, now_ns = LruIndex(), dict[str, Entry](), NOW_NS
+    for kind, *more in moves:
+        now_ns = index.now(now_ns)
+        if kind == "use":
+            name, size, ahead = more
+            old = model.get(name, Entry(0, 0))
+            index.use(name, Entry(size, now_ns + ahead))
+            model[name] = Entry(size, max(now_ns + ahead, old.used_ns))
+        elif kind == "drop":
+            gone = model.pop(more[0], Entry(0, 0))
+            assert index.drop(more[0]) == gone.num_bytes
+        elif kind == "take":
+            expected = taken(model, *more)
+            assert list(index.take(*more).items()) == list(expected.items())
+            model = {name: entry for name, entry in model.items() if name not in expected}
+        else:
+            found = {name: Entry(3, now_ns - 1) for name in more[0]}
+            index.replace_all(found, now_ns)
+            model = {n: Entry(3, max(now_ns - 1, model.get(n, e).used_ns)) for n, e in found.items()}
+        assert index.coldest() == next(coldest_first(model), None)
+        assert index.num_bytes == sum(entry.num_bytes for entry in model.values())
+        assert len(index) == len(model) and all(name in index for name in model)
+        assert {name: index.size(name) for name in model} == {n: e.num_bytes for n, e in model.items()}
+
+
+def chain(number: int, shared: int, length: int) -> list[str]:
+    """Names of a prompt whose first `shared` pages are everybody's."""
+    return [f"all {at}" if at < shared else f"{number} {at}" for at in range(length)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_no_chain_loses_its_head_before_its_end(data: st.DataObject) -> None:
+    """Uses of several chains with common heads come in pieces and meanwhile of each other, by a clock that
+    is set back a little now and then: what is left of each begins with its first page."""
+    index, now_ns = LruIndex(), NOW_NS
+    shared = data.draw(st.integers(0, 6))
+    chains = [chain(n, shared, shared + data.draw(st.integers(1, 12))) for n in range(4)]
+    numbers = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    under_way = [(Use(), list(chains[number])) for number in numbers]
+    while under_way:
+        at = data.draw(st.integers(0, len(under_way) - 1))
+        use, rest = under_way[at]
+        step = data.draw(st.integers(1, 5))
+        now_ns += data.draw(st.sampled_from([-SKEW_NS // 200, -1, 0, 1, 10**6, 10**9]))
+        began_ns = Piece(use, len(use.names), len(use.names)).began(index.now(now_ns))
+        for rank, name in enumerate(rest[:step]):
+            index.use(name, Entry(1, began_ns - rank))
+        use.names += rest[:step]
+        del rest[:step]
+        if not rest:
+            under_way.pop(at)
+    index.take(data.draw(st.integers(0, len(index))), 0, ())
+    for number in numbers:
+        there = [name in index for name in chains[number]]
+        assert there == sorted(there, reverse=True), there
+
+
+def test_a_clock_that_is_set_back_by_a_day_makes_no_new_page_the_oldest() -> None:
+    index = LruIndex()
+    for name in "ab":
+        index.use(name, Entry(1, index.now(NOW_NS + DAY_NS)))
+    for name in "cd":
+        index.use(name, Entry(1, index.now(NOW_NS)))
+    assert list(index.take(4, 0, ())) == ["a", "b", "c", "d"]
+
+
+def test_a_clock_that_is_set_back_a_little_makes_no_new_page_the_oldest() -> None:
+    index = LruIndex()
+    for number, name in enumerate("abcd"):
+        index.use(name, Entry(1, index.now(NOW_NS - number * 10**9)))
+    assert list(index.take(4, 0, ())) == ["a", "b", "c", "d"]
+
+
+def test_uses_that_are_over_take_no_memory() -> None:
+    index = LruIndex()
+    for _ in range(10_000):
+        for name in "abc":
+            index.use(name, Entry(1, index.now(NOW_NS)))
+    assert len(index._order) <= 2 * len(index) + 64
