@@ -119,8 +119,9 @@ class Account:
         """Enter a batch, head first, as far as the tenant's limit goes. Pages that are in stay in."""
         with self._writing() as db:
             used = _used(db, tenant)
-            known = {key: bytes_ for key in pages for bytes_ in _bytes_of(db, key, tenant)}
-            new = [key for key in pages if key not in known]
+            there = {key: bytes_ for key in pages for bytes_ in _bytes_of(db, key, tenant)}
+            known = _kept(db, there, limit_bytes)
+            new = [key for key in pages if key not in there]
             if new and not used and _num_tenants(db) >= MAX_TENANTS:
                 return Entered(frozenset(known), too_many=True)
             own, wanted = sum(known.values()), 0
@@ -270,6 +271,18 @@ def _bytes_of(db: sqlite3.Connection, key: str, tenant: str) -> list[int]:
     """What a page that is in the account takes of this tenant's bytes: nothing where it is another's."""
     rows = db.execute("SELECT tenant, bytes FROM pages WHERE key = ?", (key,)).fetchall()
     return [size if owner == tenant else 0 for owner, size in rows]
+
+
+def _kept(db: sqlite3.Connection, there: dict[str, int], limit_bytes: int) -> dict[str, int]:
+    """Of pages that are in, which may be put: not the last that are leaving, where all are over the limit.
+
+    So many are in after somebody was killed who took out what he had put and others had made room for.
+    """
+    kept, over = dict(there), sum(there.values()) - limit_bytes
+    for key in reversed(there):
+        if over > 0 and there[key] and not _stays(db, key):
+            over -= kept.pop(key)
+    return kept
 
 
 def _stays(db: sqlite3.Connection, key: str) -> bool:

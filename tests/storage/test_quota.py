@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
     GuardedStorage,
+    GuardLimits,
     Page,
     PageFingerprint,
     StorageBackend,
@@ -63,8 +64,9 @@ class TestOverMemory(
     """Unguarded: what the wrapper itself does. Without keys everybody may have a thousand pages."""
 
     @pytest.fixture(autouse=True)
-    def _fresh(self) -> None:
+    def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places: Places = {}
+        monkeypatch.setattr("hiradix.storage.account.LOCK_TIMEOUT_S", 30.0)  # nobody here is to be refused
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageBackend:
         keys = config or {"quota": quota_of(1000), "quota_path": str(place / "accounts")}
@@ -119,9 +121,8 @@ class TestConfig:
         assert tree.page_rows(lock.node, 0).tenant == "salt:alice"
 
     def test_the_guard_says_whose_pages_they_are(self, tmp_path: Path) -> None:
-        with contextlib.closing(
-            GuardedStorage(open_quota(tmp_path, memory(tmp_path, {}), pages=1), FINGERPRINT)
-        ) as store:
+        quota = open_quota(tmp_path, memory(tmp_path, {}), pages=1)
+        with contextlib.closing(GuardedStorage(quota, FINGERPRINT, GuardLimits(deadline_s=30.0))) as store:
             pages = [page_of(key_of(0))]
             for number, tenant in enumerate(("salt:a", "salt:b", "salt:b")):
                 assert store.put([key_of(number)], pages, None, tenant) == [True]
@@ -495,6 +496,23 @@ class QuotaRaces(RuleBasedStateMachine):
         self.store.close()
         self.other.close()
         shutil.rmtree(self.place.folder)
+
+
+def test_a_page_left_by_a_kill_does_not_take_its_tenant_beyond_the_limit() -> None:
+    """Found by QuotaRaces: it counts beside three that stay, and was put with them: four were to stay."""
+    races = QuotaRaces()
+    *three, left = KEYS["salt:a"][:4]
+    moves = [("delete", ("salt:a", [left])), ("put", ("salt:a", three)), "kill"]
+    races.put(batch=("salt:a", [left]), moves=moves)
+    assert races.place.leaving() == {left} and races.place.stored() == {*three, left}
+    assert put_for(races.other, [left, *three], "salt:a") == [False, True, True, True]
+    races.holds()
+    assert put_for(races.other, [left], "salt:a") == [True]
+    races.holds()
+    assert put_for(races.other, [KEYS["salt:a"][5]], "salt:a") == [True]
+    races.holds()
+    assert not races.place.leaving() and len(races.place.stored()) == LIMIT
+    races.teardown()
 
 
 QuotaStates.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
