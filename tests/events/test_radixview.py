@@ -84,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--model-path", str(write_tiny_model(folder)), "--page-size", str(PAGE)),
         *("--max-total-tokens", str(17 * PAGE), "--enable-hierarchical-cache", "--hicache-ratio", "2"),
         *("--hicache-storage-backend", "file", "--file-storage-path", str(folder / "store")),
-        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1}'),
+        *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 1, "deadline_s": 30}'),
         *("--hicache-no-regret", "off", "--hicache-storage-prefetch-policy", "wait_complete"),
         *("--radix-eviction-policy", "lru"),  # by which one of PROMPTS leaves both other tiers
         *("--check-invariants", "--kv-events-config", CONFIG),

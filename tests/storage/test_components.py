@@ -128,7 +128,7 @@ def test_clear_takes_all_components_of_this_model_and_nobody_elses(tmp_path: Pat
 
 def test_a_directorys_cap_holds_for_all_components_together(tmp_path: Path) -> None:
     cap = 6 * FILE_BYTES
-    keys = {"file_storage_path": str(tmp_path), "min_free_space": 0, "max_size": cap}
+    keys = {"file_storage_path": str(tmp_path), "min_free_space": 0, "max_size": cap, "deadline_s": 30.0}
     stores = open_stores("file", keys, BOTH)
     for number in range(len(KEYS)):
         for part, num_bytes in zip(stores.parts, (FULL, WINDOW)):
@@ -146,6 +146,7 @@ def test_a_full_disk_store_has_room_for_both_lengths(tmp_path: Path) -> None:
         "max_size": cap,
         "min_free_space": 0,
         "segment_size": 4 * FULL,
+        "deadline_s": 30.0,
     }
     window = ComponentPages(WINDOW_PAGES.fingerprint, 2 * FULL)
     stores = open_stores("disk", keys, [FULL_PAGES, window])
@@ -207,7 +208,8 @@ def test_a_tenants_quota_holds_for_all_components_together(tmp_path: Path) -> No
 
 
 def test_what_fails_for_one_component_is_left_alone_for_all(vaults: list[Vault]) -> None:
-    stores = open_stores("vault", {"breaker_failures": 2, "breaker_retry_s": 1e6, "retries": 0}, BOTH)
+    keys = {"breaker_failures": 2, "breaker_retry_s": 1e6, "retries": 0, "deadline_s": 30.0}
+    stores = open_stores("vault", keys, BOTH)
     fill(stores)
     Vault.fault = raise_error
     for _ in range(2):
@@ -222,7 +224,7 @@ def test_what_fails_for_one_component_is_left_alone_for_all(vaults: list[Vault])
 
 def test_closing_closes_all_and_ends_the_workers(vaults: list[Vault]) -> None:
     before = set(threading.enumerate())
-    stores = open_stores("vault", {}, BOTH)
+    stores = open_stores("vault", {"deadline_s": 30.0}, BOTH)
     fill(stores)
     workers = set(threading.enumerate()) - before
     assert stores.stats()["backend_pages"] == stores.stats()["backend_window-64_pages"] == len(KEYS)

@@ -416,6 +416,7 @@ def test_close_waits_for_puts_under_way(
         real()
 
     monkeypatch.setattr(store._folder, "leave", leave)
+    monkeypatch.setattr(file, "CLOSE_TIMEOUT_S", 60.0)
     assert _closed_while_writing(store, monkeypatch) == [True] * 3
     assert signed_in == [3] and not list((tmp_path / "writers").iterdir())
     assert bytes_in_ledger(tmp_path) == bytes_on_disk(tmp_path) == 3 * FILE_BYTES

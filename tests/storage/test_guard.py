@@ -286,7 +286,7 @@ class FirstWrite:
         if self._number != 1:
             return self._put(keys, pages)
         self.begun.set()
-        assert self.may_go_on.wait(5.0), "the next pages were not sealed meanwhile"
+        assert self.may_go_on.wait(30.0), "the next pages were not sealed meanwhile"
         try:
             return self._put(keys, pages)
         finally:
@@ -489,6 +489,8 @@ def test_workers_are_capped_and_come_back(make: Make) -> None:
     world.fault(world.faulty.hang)
     for _ in range(6):
         assert world.storage.exists(keys_of(1)) == 0
+    for _ in range(2):
+        world.faulty.wait_until_hanging()  # a worker may begin a call only after its caller has left
     assert world.faulty.calls.count("exists") == 2 and len(workers_since(before)) == 2
     assert world.figure("exists_missed_timeout") == 2 and world.figure("exists_missed_busy") == 4
     assert world.figure("workers_busy") == 2

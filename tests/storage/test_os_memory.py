@@ -21,14 +21,15 @@ MIB = 1 << 20
 def mapping(address: int) -> tuple[str, set[str]]:
     """Permissions and kernel flags of the mapping that an address is in; ("", set()) where there is none."""
     permissions, flags, inside = "", set[str](), False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head, _, rest = line.partition(" ")
-        if "-" in head and not head.endswith(":"):
-            begin, _, end = head.partition("-")
-            inside = int(begin, 16) <= address < int(end, 16)
-            permissions = rest.split()[0] if inside else permissions
-        elif inside and head == "VmFlags:":
-            flags = set(rest.split())
+    with Path("/proc/self/smaps").open() as lines:  # as a whole it might be put where memory was given back
+        for line in lines:
+            head, _, rest = line.partition(" ")
+            if "-" in head and not head.endswith(":"):
+                begin, _, end = head.partition("-")
+                inside = int(begin, 16) <= address < int(end, 16)
+                permissions = rest.split()[0] if inside else permissions
+            elif inside and head == "VmFlags:":
+                flags = set(rest.split())
     return permissions, flags
 
 

@@ -54,7 +54,7 @@ from tests.storage.doubles import MemoryBackend
 from tests.storage.files import open_file
 
 ROOT = Path(__file__).parents[2]
-CONTEXT = StorageContext(FINGERPRINT, {}, PAGE_BYTES)
+CONTEXT = StorageContext(FINGERPRINT, {"deadline_s": 30.0}, PAGE_BYTES)
 DIGEST = FINGERPRINT.digest()
 
 # -- seals --------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class TestDocs:
         assert len([line for line in code.partition("[project")[0].splitlines() if line]) <= 50
         module = types.ModuleType("shelf")
         exec(code.partition("[project")[0], module.__dict__)  # noqa: S102
-        storage = GuardedStorage(module.Shelf(CONTEXT), FINGERPRINT)
+        storage = GuardedStorage(module.Shelf(CONTEXT), FINGERPRINT, GuardLimits(deadline_s=30.0))
         assert all(put(storage, keys_of(4))) and hits(storage, keys_of(5)) == [True] * 4 + [False]
         assert storage.exists(keys_of(5)) == 4 and storage.clear() and not any(hits(storage, keys_of(4)))
         storage.close()
@@ -457,7 +457,7 @@ def test_no_write_call_is_longer_than_the_page_cache_likes(
 def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
     """Replies that come only when the pages of two batches are there are no standstill, and stay in order."""
     ours, theirs = socket.socketpair()
-    ours.settimeout(5.0)
+    ours.settimeout(30.0)
     frames = [set_frame(number) for number in range(40)]
     received = bytearray()
     wanted = sum(len(head) + 8 + len(tail) for head, _, tail in frames)
@@ -477,7 +477,7 @@ def test_pages_are_sent_while_the_server_still_has_those_before() -> None:
         found = RespStream(ours).set_from(frames)
     finally:
         ours.close()
-        server.join(10.0)
+        server.join(60.0)
         theirs.close()
     assert found == [b"+%d" % n for n in range(32)] + [b"-NO %d" % n for n in range(32, 40)]
     assert received == b"".join(head + page[0] + tail for head, page, tail in frames)

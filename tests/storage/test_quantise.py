@@ -233,18 +233,20 @@ def test_pages_that_changed_places_are_misses() -> None:
 
 
 STORES: dict[str, tuple[str, dict[str, Any]]] = {
-    "file": ("file", {"file_storage_path": "pages", "min_free_space": 0}),
+    "file": ("file", {"file_storage_path": "pages"}),
     "disk": ("disk", {"disk_storage_path": "pages", "max_size": "64MiB"}),
     "encrypted": ("file", {"file_storage_path": "pages", "encryption_key_file": "key"}),
     "with quotas": ("file", {"file_storage_path": "pages", "quota": "1MiB", "quota_path": "quotas"}),
 }
+PATIENT = {"min_free_space": 0, "deadline_s": 30.0}
 
 
 def keys_at(name: str, folder: Path) -> tuple[str, dict[str, Any]]:
     (folder / "key").write_bytes(bytes(range(32)))
     backend, keys = STORES[name]
     places = ("pages", "key", "quotas")
-    return backend, {key: str(folder / value) if value in places else value for key, value in keys.items()}
+    found = {key: str(folder / value) if value in places else value for key, value in keys.items()}
+    return backend, PATIENT | found
 
 
 def context(keys: dict[str, Any], **more: Any) -> StorageContext:
@@ -275,7 +277,7 @@ def test_stores_serve_them_and_exact_ones_apart(tmp_path: Path, name: str) -> No
 
 
 def test_tools_see_the_pages_as_they_are_stored(tmp_path: Path, capsys: Any) -> None:
-    keys = {"file_storage_path": str(tmp_path / "pages"), "min_free_space": 0, "quantise": "fp8"}
+    keys = {"file_storage_path": str(tmp_path / "pages"), "quantise": "fp8", **PATIENT}
     store = open_storage("file", context(keys))
     values = [values_of(seed) for seed in range(3)]
     assert all(put(store, values))
@@ -324,7 +326,7 @@ def test_windows_are_quantised_too_and_states_refused(tmp_path: Path) -> None:
     shape = KVShape(2, 1, 16, 16, torch.bfloat16)
     pool = HostPool(shape, 2, 4)
     window = stored_pages(ModelIdentity("m"), pool, "page_first", "window-8")
-    keys = {"file_storage_path": str(tmp_path), "min_free_space": 0, "quantise": "fp8"}
+    keys = {"file_storage_path": str(tmp_path), "quantise": "fp8", **PATIENT}
     full = stored_pages(ModelIdentity("m"), pool, "page_first")
     stores = open_stores("file", keys, [full, window])
     values = [values_of(3, num=full.page_bytes // 2)]

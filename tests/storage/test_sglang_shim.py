@@ -125,7 +125,7 @@ def test_prefix_keys_arrive(tmp_path: Path) -> None:
 
 
 def test_prefix_keys_are_asked_for_through_the_guard(tmp_path: Path) -> None:
-    store = open_storage("dynamic", context(tmp_path, "TensorStore"))
+    store = open_storage("dynamic", context(tmp_path, "TensorStore", deadline_s=30.0))
     mark = FINGERPRINT.digest()[:32]
     keys = keys_of(3)
     assert store.wants_prefix_keys and store.exists(keys[2:], keys[:2]) == 0
@@ -136,7 +136,10 @@ def test_prefix_keys_are_asked_for_through_the_guard(tmp_path: Path) -> None:
 
 def test_prefix_keys_reach_get_and_put_through_guard_and_wrappers(tmp_path: Path) -> None:
     """In pieces too; where the chain is not known, or a wrapper leaves a gap in the batch, none are given."""
-    keys = {"interface_v1": True, "staging_size": 2 * (PAGE_BYTES + 64), "negative_ttl_s": 100.0}
+    keys = {
+        "interface_v1": True, "staging_size": 2 * (PAGE_BYTES + 64), "negative_ttl_s": 600.0,
+        "deadline_s": 30.0,
+    }  # fmt: skip
     store = open_storage("dynamic", context(tmp_path, "ZeroCopyStore", **keys))
     hosted = store.backend.inner.inner._store  # type: ignore[attr-defined]
     names = keys_of(7)
@@ -244,7 +247,8 @@ def test_known_name_loads_sglangs_class_where_it_is(monkeypatch: pytest.MonkeyPa
     module = types.ModuleType("eic_storage")
     module.EICStorage = classes.ZeroCopyStore  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, KNOWN["eic"].module, module)
-    store = open_storage("eic", StorageContext(FINGERPRINT, {"place": str(tmp_path)}, PAGE_BYTES))
+    keys = {"place": str(tmp_path), "deadline_s": 30.0}
+    store = open_storage("eic", StorageContext(FINGERPRINT, keys, PAGE_BYTES))
     assert all(put(store, keys_of(3))) and all(hits(store, keys_of(3)))
     store.close()
 

@@ -114,7 +114,8 @@ def test_pages_that_go_before_they_are_read_are_not_damaged(
     scheme: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     """As servers evict them while a tool looks at their store."""
-    config = {f"{scheme}_storage_path": str(tmp_path / "a"), "max_size": "8MiB", "min_free_space": 0}
+    config = {f"{scheme}_storage_path": str(tmp_path / "a"), "max_size": "8MiB", "min_free_space": 0,
+              "deadline_s": 30.0}  # fmt: skip
     server = open_storage(scheme, StorageContext(FINGERPRINT, config, PAGE_BYTES))
     keys = keys_of(6)
     assert all(put(server, keys))

@@ -365,7 +365,7 @@ def test_a_backend_that_asks_whose_pages_are_put_is_told(
 ) -> None:
     monkeypatch.setattr(Tenanted, "told", [])
     register_storage_backend("tenanted", f"{__name__}:Tenanted")
-    quota = {"quota_path": str(tmp_path)}
+    quota, patient = {"quota_path": str(tmp_path)}, {"deadline_s": 30.0}
     keys: dict[str, Any] = {
         "retries": {}, "nothing": {"retries": 0}, "negative": {"negative_ttl_s": 9},
         "quota": quota | {"quota": "1MiB"}, "no limit": quota | {"quotas": {"salt:b": 1}}, "tier": {},
@@ -374,8 +374,8 @@ def test_a_backend_that_asks_whose_pages_are_put_is_told(
     if wrapping == "tier":
         name = "tier"
         lower = {"backend": "file", "file_storage_path": str(tmp_path / "far"), "min_free_space": 0}
-        keys = {"upper": {"backend": "tenanted"}, "lower": lower}
-    store = open_storage(name, StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+        keys = {"upper": {"backend": "tenanted", **patient}, "lower": lower | patient}
+    store = open_storage(name, StorageContext(FINGERPRINT, keys | patient, PAGE_BYTES))
     pages = [page_of(key) for key in keys_of(2)]
     assert store.put(keys_of(2), pages, tenant="salt:a") == [True, True]
     assert Tenanted.told == ["salt:a"]
@@ -397,7 +397,8 @@ class TestWrapKeys:
 
     def test_wrappers_figures_are_the_backends(self, tmp_path: Path) -> None:
         register_storage_backend("memory-for-wrappers", f"{__name__}:Memory")
-        store = open_storage("memory-for-wrappers", StorageContext(FINGERPRINT, {"negative_ttl_s": 5}, 100))
+        keys = {"negative_ttl_s": 600, "deadline_s": 30.0}
+        store = open_storage("memory-for-wrappers", StorageContext(FINGERPRINT, keys, 100))
         assert hits(store, keys_of(1)) == [False] and hits(store, keys_of(1)) == [False]
         stats = store.stats()
         assert stats["backend_negative_hits"] == 1 and stats["backend_retried_calls"] == 0

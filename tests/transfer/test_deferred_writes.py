@@ -167,13 +167,38 @@ class Counted(ThreadDriver):
         super().wake(worker, follower)
 
 
+class CountedSteps(Counted):
+    """Its workers step in this thread: a thread that has given its result may be awake, and look for more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = StepDriver()
+
+    def wake(self, worker: Any, follower: Any = None) -> None:
+        self.num_wakes += 1
+        self.steps.wake(worker, follower)
+
+    def announce(self, worker: Any) -> None:
+        self.steps.announce(worker)
+
+    def stop(self, worker: Any, timeout_s: float) -> bool:
+        return self.steps.stop(worker, timeout_s)
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
+        return self.steps.wait_for(predicate, timeout_s)
+
+    def let_run(self, has_news: Callable[[], bool]) -> None:
+        """Workers run when somebody waits."""
+
+
 def test_a_step_wakes_once_whatever_ended_and_begins_in_it() -> None:
-    driver = Counted()
-    rig = Rig(driver=driver)
+    driver = CountedSteps()
+    rig = Rig(driver=driver, clock=driver.steps.now)
     c = rig.controller
     tickets = [c.write([0], [0])]
     for num_loads in (0, 1, 3, 0, 2):
         assert c.wait(tickets, DEADLINE_S)
+        driver.steps.run()
         c.poll()
         tickets = [c.defer_write([page], [page]) for page in range(4)]
         driver.num_wakes = 0
