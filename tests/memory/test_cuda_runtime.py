@@ -119,7 +119,7 @@ PAGE = OS_PAGE  # keys, and values, of 16 tokens of the shape below
 SHAPE = KVShape(2, 4, 16, 16, torch.bfloat16)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     first=st.integers(0, NUM_PAGES - 1),

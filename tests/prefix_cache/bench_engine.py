@@ -26,6 +26,8 @@ from hiradix.prefix_cache import (
 )
 
 SHAPE = KVShape(2, 1, 4, 4, torch.float32)
+PATIENCE_S = 60.0
+"""For what ends by itself, and for storage on a disk that others keep busy."""
 
 
 class ForeignAllocator:
@@ -147,7 +149,7 @@ class Bench:
     # -- a request's life ---------------------------------------------------------------
 
     def start(
-        self, tokens: list[int], *, wait_s: float = 10.0, share: bool = True, **namespace: Any
+        self, tokens: list[int], *, wait_s: float = PATIENCE_S, share: bool = True, **namespace: Any
     ) -> Request | None:
         """Admit a request and prefill it; None when the pool has no room."""
         self.counter += 1
@@ -287,7 +289,7 @@ class Bench:
         self.cache.check_conservation(len(own) * self.page_size)
 
     def settle(self) -> None:
-        assert self.cache.drain(30.0)
+        assert self.cache.drain(PATIENCE_S)
 
     def close(self) -> None:
         self.cache.close()

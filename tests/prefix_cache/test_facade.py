@@ -13,7 +13,7 @@ import torch
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, Slots, pages_of, slots_of
-from tests.prefix_cache.bench_engine import Bench, Request, closed_after, prompt
+from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
 
 Make = Callable[..., Bench]
 
@@ -58,8 +58,13 @@ def test_storage_quotas_are_of_the_requests_tenant(make: Make, tmp_path: object)
     assert [bench.start(prompt(20), **tenant).host_tokens for tenant in tenants] == [0, 0, 16, 16]
 
 
+def extra_of(path: object, **keys: object) -> str:
+    given = {"file_storage_path": str(path), "prefetch_threshold": 4, "deadline_s": PATIENCE_S}
+    return json.dumps(given | keys)
+
+
 def storage(path: object, **keys: object) -> dict[str, object]:
-    text = json.dumps({"file_storage_path": str(path), "prefetch_threshold": 4} | keys)
+    text = extra_of(path, **keys)
     return {
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": "wait_complete",
@@ -129,7 +134,7 @@ def test_lock_pins_and_unlock_releases(make: Make) -> None:
 
 def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:
     bench = make()
-    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
+    extra = extra_of(tmp_path)
     cache = bench.cache
     assert cache.detach_storage_backend() == (True, "Detached HiCache storage backend successfully.")
     ok, message = cache.attach_storage_backend("file", extra, hicache_storage_prefetch_policy="nonsense")
@@ -239,13 +244,12 @@ def test_bigram_keys_reach_storage_from_any_node_with_or_without_the_request(
         bench.cache.detach_storage_backend()
         bench.finish(bench.start(tokens[:10]))
         bench.settle()
-        text = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
-        assert cache.attach_storage_backend("file", text)[0]
+        assert cache.attach_storage_backend("file", extra_of(tmp_path))[0]
     node = cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).last_host_node
     assert node.end == (2 if anchored else 0)
     assert cache.prefetch_from_storage("r", node, tokens[node.end * 4 :])
     while not cache.check_prefetch_progress("r"):
-        assert cache.controller.wait_any(10.0)
+        assert cache.controller.wait_any(PATIENCE_S)
         cache.check_hicache_events()
     match = cache.match_prefix(MatchPrefixParams(RadixKey(tokens)))
     assert match.last_host_node.end == 5

@@ -13,7 +13,7 @@ from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.tree import Tier
-from tests.prefix_cache.bench_engine import Bench, closed_after, prompt
+from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., Bench]
@@ -33,7 +33,8 @@ def make() -> Iterator[Make]:
 
 
 def storage(path: object) -> dict[str, Any]:
-    text = json.dumps({"file_storage_path": str(path), "prefetch_threshold": 4})
+    given = {"file_storage_path": str(path), "prefetch_threshold": 4, "deadline_s": PATIENCE_S}
+    text = json.dumps(given)
     return {
         "hicache_storage_backend": "file",
         "hicache_storage_prefetch_policy": "wait_complete",
@@ -82,7 +83,7 @@ def test_pages_behind_an_image_are_fetched_though_no_request_says_which(make: Ma
     assert found.last_host_node.end == 2
     assert bench.cache.prefetch_from_storage("r", found.last_host_node, prompt(12, start=8))
     while not bench.cache.check_prefetch_progress("r"):
-        assert bench.cache.controller.wait_any(10.0)
+        assert bench.cache.controller.wait_any(PATIENCE_S)
         bench.cache.check_hicache_events()
     assert bench.cache.pop_prefetch_loaded_tokens("r") >= 8
     assert bench.cache.match_prefix(MatchPrefixParams(key)).last_host_node.end >= 4

@@ -24,7 +24,7 @@ from hiradix.prefix_cache import (
 )
 from hiradix.prefix_cache.swa import SWAHiRadixCache
 from hiradix.tree import AS_INSERTED
-from tests.prefix_cache.bench_engine import Request, closed_after, prompt
+from tests.prefix_cache.bench_engine import PATIENCE_S, Request, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., SwaBench]
@@ -301,7 +301,7 @@ def test_what_leaves_for_an_inserts_copy_down_is_no_part_of_its_answer(make: Mak
 
 def stored(path: object, backend: str = "file", policy: str = "write_through") -> dict[str, Any]:
     extra: dict[str, object] = {f"{backend}_storage_path": str(path), "max_size": "4MiB"}
-    extra |= {"prefetch_threshold": 4, "min_free_space": 0}
+    extra |= {"prefetch_threshold": 4, "min_free_space": 0, "deadline_s": PATIENCE_S}
     return {
         **(host_tier(policy) or {}), "hicache_storage_backend": backend,
         "hicache_storage_prefetch_policy": "wait_complete", "hicache_no_regret": False,
@@ -338,7 +338,7 @@ def test_another_window_length_finds_nothing(make: Make, tmp_path: object) -> No
 def test_storage_attached_cleared_and_detached_while_serving(make: Make, tmp_path: object) -> None:
     bench = make(config=host_tier("write_through"), window=6)
     cache = bench.cache
-    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4}}'
+    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 4, "deadline_s": {PATIENCE_S}}}'
     bench.finish(bench.start(prompt(20)))  # inserted before storage
     bench.settle()
     assert cache.attach_storage_backend("file", extra, hicache_storage_prefetch_policy="wait_complete")[0]

@@ -19,7 +19,9 @@ DEADLINE_S = 60.0
 async def running(app: FastAPI) -> AsyncIterator[str]:
     """The application's URL while it is served."""
     with bind("127.0.0.1", 0) as listener:
-        config = uvicorn.Config(app, log_level="critical", **http_settings())
+        config = uvicorn.Config(
+            app, log_level="critical", timeout_keep_alive=int(DEADLINE_S), **http_settings()
+        )
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve([listener]))
         try:

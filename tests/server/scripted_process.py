@@ -50,4 +50,5 @@ def build_service(config: ServeConfig) -> ProcessService:
 
 if __name__ == "__main__":
     serve_module.build_service = build_service  # type: ignore[assignment]
+    serve_module.ABORT_GRACE_S = serve_module.SECOND_GRACE_S = 30.0  # a busy machine says it late
     sys.exit(serve_module.serve(sys.argv[1:]))

@@ -109,7 +109,7 @@ def test_client_that_stays_is_not_aborted() -> None:
                 body = {"prompt": "a", "stream": stream}
                 reply = await http.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
                 assert reply.status_code == 200
-            metrics = (await http.get(f"{url}/metrics")).text
+            metrics = (await http.get(f"{url}/metrics", timeout=DEADLINE_S)).text
         assert service.aborted == [] and "client_gone" not in metrics
 
     played(story, ScriptedService())

@@ -25,6 +25,12 @@ from tests.server.test_real_engine import flags, real_application
 USER = [{"role": "user", "content": "hi"}]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine what waits to be written is written late."""
+    monkeypatch.setattr(TraceRecorder.close, "__defaults__", (60.0,))
+
+
 @pytest.mark.parametrize("hint", ["end_of_session", "keep_alive"])
 @pytest.mark.parametrize(
     "path, body", [("chat/completions", {"messages": USER}), ("completions", {"prompt": "x"})]

@@ -21,6 +21,7 @@ from hiradix.demo.process import ServerProcess
 from hiradix.demo.workload import long_text
 from hiradix.engine.api import Output
 from hiradix.engine.async_engine import EngineThread
+from hiradix.engine.engine import Engine
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.auth import Keys
 from hiradix.server.engine_service import EngineService
@@ -34,6 +35,7 @@ PAGE = 16
 STORAGE = "/hicache/storage-backend"
 ADMIN = {"Authorization": "Bearer admin"}
 TIERS = ("device", "host", "storage")
+SLOW_DISK = {"prefetch_threshold": PAGE, "deadline_s": DEADLINE_S}  # it may be one that others keep busy
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def real_application(arguments: list[str]) -> Iterator[FastAPI]:
     try:
         yield create_app(service, settings)
     finally:
-        assert service.close(10.0)
+        assert service.close(DEADLINE_S)
         assert not service.healthy
 
 
@@ -170,7 +172,7 @@ def test_requests_that_can_never_run(model: Path) -> None:
 
 def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
     """The sequence of upstream's runtime attach test."""
-    extra = json.dumps({"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE})
+    extra = json.dumps({"file_storage_path": str(tmp_path / "pages"), **SLOW_DISK})
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
     with serving(model) as http:
 
@@ -209,15 +211,27 @@ def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
         assert http.get("/server_info").json()["storage"]["backend"] == "file"
 
 
-def test_admin_operations_on_a_busy_engine_are_refused(model: Path) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 3500, "stream": True, "ignore_eos": True, "temperature": 0}
+def test_admin_operations_on_a_busy_engine_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its first token the request stays where it is until they were: on no machine it ends before."""
+    body = {"prompt": PROMPT, "max_tokens": 50, "stream": True, "ignore_eos": True, "temperature": 0}
+    step, has_begun, go_on = Engine.step, threading.Event(), threading.Event()
+
+    def held(engine: Engine) -> list[Output]:
+        if has_begun.is_set() and not go_on.is_set():
+            return []
+        outputs = step(engine)
+        if outputs:
+            has_begun.set()
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", held)
 
     async def story(app: FastAPI) -> list[httpx.Response]:
         async with (
             running(app) as url,
-            httpx.AsyncClient(base_url=url, headers=ADMIN, trust_env=False) as http,
+            httpx.AsyncClient(base_url=url, headers=ADMIN, trust_env=False, timeout=DEADLINE_S) as http,
         ):
-            async with http.stream("POST", "/v1/completions", json=body, timeout=DEADLINE_S) as reply:
+            async with http.stream("POST", "/v1/completions", json=body) as reply:
                 lines = reply.aiter_lines()
                 await anext(lines)
                 return [
@@ -225,8 +239,11 @@ def test_admin_operations_on_a_busy_engine_are_refused(model: Path) -> None:
                     await http.post("/flush_cache"),
                 ]
 
-    with real_application(flags(model, "--max-total-tokens", "4096")) as app:
-        refused, flushed = asyncio.run(story(app))
+    with real_application(flags(model)) as app:
+        try:
+            refused, flushed = asyncio.run(story(app))
+        finally:
+            go_on.set()
     assert refused.status_code == 400
     assert "Reject attach: scheduler is not idle. #queue-req=0 #running-req=1" in refused.text
     assert (flushed.status_code, flushed.text) == (400, "Flush cache failed.\n")
@@ -291,7 +308,7 @@ def test_storage_survives_an_orderly_end_and_a_process_stops_with_status_0(
 ) -> None:
     storage = [
         *("--hicache-storage-backend", "file", "--file-storage-path", str(tmp_path / "pages")),
-        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
+        *("--hicache-storage-backend-extra-config", json.dumps(SLOW_DISK)),
     ]
     with serving(model, *storage) as http:
         first = ask(http, PROMPT)

@@ -138,9 +138,12 @@ def test_trees_leave_nothing_behind(policy: str, does_clear: bool) -> None:
         del tree
         gc.collect()
 
+    def left() -> int:
+        before = sys.getallocatedblocks()
+        once()
+        return sys.getallocatedblocks() - before
+
     once()
     once()
-    before = sys.getallocatedblocks()
-    once()
-    left = sys.getallocatedblocks() - before
-    assert left < 30, f"{left} objects of 10 trees"
+    left_each = [left() for _ in range(3)]  # what other threads of this process make meanwhile counts, too
+    assert min(left_each) < 30, f"{left_each} objects of 10 trees"
