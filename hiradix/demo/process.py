@@ -24,6 +24,7 @@ POLL_S = 0.1
 _PORTS = range(15000, 32000)
 _random = random.SystemRandom()  # of several processes with one seed, each looks elsewhere
 _given: set[int] = set()
+_claims: list[socket.socket] = []
 
 
 class ServerFailed(CacheError):
@@ -48,8 +49,8 @@ class Child(Protocol):
 def free_port() -> int:
     """A TCP port on the loopback interface that nothing listens on now, another one with each call.
 
-    Not one that the kernel gives to connections, which could take it before a slow server does. Raises
-    ServerFailed if there is none.
+    Not one that the kernel gives to connections, which could take it before a slow server does, nor one that
+    another process was given by this and that still lives. Raises ServerFailed if there is none.
     """
     left = [port for port in _PORTS if port not in _given]
     while left:
@@ -59,9 +60,24 @@ def free_port() -> int:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        _given.add(port)
-        return port
+        if _claim(port):
+            _given.add(port)
+            return port
     raise ServerFailed(f"no port of {_PORTS} is free")
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process claims it; a name that is gone with this process keeps it from them."""
+    if sys.platform != "linux":
+        return True
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0hiradix-port-{port}")
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
 
 
 class ServerProcess:

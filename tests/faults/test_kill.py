@@ -24,7 +24,7 @@ from tests.e2e.warm import WarmServer
 
 NUM_PROMPTS = 4
 NUM_CHARS = 1600
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 @dataclass(frozen=True)

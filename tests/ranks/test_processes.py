@@ -19,7 +19,7 @@ from tests.identity import Identity
 from tests.ranks.scenario import NUM_NEW, Plan, start
 from tests.seeded_model import seeded_model
 
-DEADLINE_S = 170.0
+DEADLINE_S = 400.0
 FULL = pytest.mark.skipif(os.environ.get("HIRADIX_RANKS_FULL") != "1", reason="HIRADIX_RANKS_FULL=1 runs it")
 
 
@@ -67,7 +67,7 @@ def same_everywhere(seen: list[dict[str, Any] | None]) -> dict[str, Any]:
 
 
 @pytest.mark.long(10)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_two_ranks_answer_as_one(model: Path, tmp_path: Path) -> None:
     phases = ("corrupted", "converse", "from_storage", "one_bad_backend", "attach_on_one_rank_only")
     seen, codes = play(Plan(model, tmp_path, 2, phases))
@@ -88,20 +88,20 @@ def test_two_ranks_answer_as_one(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long(10)
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_four_ranks_answer_as_one_until_one_is_killed(model: Path, tmp_path: Path) -> None:
     seen, codes = play(Plan(model, tmp_path, 4, ("converse", "from_storage", "killed")))
     assert codes == [0, -9, 0, 0] and seen[1] is None
     for one in (seen[0], seen[2], seen[3]):
         assert one is not None
         error = one.pop("error")
-        assert error["type"] == "RankLost" and "a rank died" in error["text"] and error["s"] < 30.0, error
+        assert error["type"] == "RankLost" and "a rank died" in error["text"] and error["s"] < 55.0, error
     said, reference = same_everywhere([seen[0], seen[2], seen[3]]), Reference.load(model)
     judge(reference, said["converse"] + said["from_storage"]).assert_holds()
     assert said["from_storage"][0]["cached"][2] > 0
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_an_attach_that_hangs_on_one_rank_is_refused_on_all(model: Path, tmp_path: Path) -> None:
     seen, codes = play(Plan(model, tmp_path, 2, ("attach_that_hangs_on_one_rank",)))
     assert codes == [0, 0], seen
