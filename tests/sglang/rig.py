@@ -45,6 +45,11 @@ LAYERS, HEADS, DIM = 2, 1, 8
 NUM_TOKENS = 64 * PAGE
 
 
+def stored_in(folder: Path) -> str:
+    """Extra config of the file backend in a folder, whose disk may be busy: a late call is a miss."""
+    return f'{{"file_storage_path": "{folder}", "prefetch_threshold": 1, "deadline_s": 60.0}}'
+
+
 @dataclass(eq=False)
 class Request:
     """What the cache sees of SGLang's Req."""
@@ -101,7 +106,7 @@ class Rig:
             eviction_policy=flags.get("radix_eviction_policy", "lru"),
             sliding_window_size=self.window,
         )
-        extra = f'{{"file_storage_path": "{storage}", "prefetch_threshold": 1}}' if storage else None
+        extra = stored_in(storage) if storage else None
         config = HiCacheConfig(
             page_size=PAGE,
             enable_hierarchical_cache=True,

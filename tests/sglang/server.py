@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,10 @@ from hiradix.demo.process import free_port
 from tests.identity import Identity, first_difference
 from tests.sglang.install import python
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 400.0
 ADMIN_KEY = "test-admin"
 TOP_LOGPROBS = 4
+PATIENT = {"deadline_s": 60.0}  # a call of storage that a busy disk holds for two seconds is a miss
 # Every step, busy or idle: pages counted, no page in two places, every invariant of our tree.
 CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
@@ -148,15 +152,44 @@ class Server:
             "return_logprob": True,
             "top_logprobs_num": TOP_LOGPROBS,
         } | fields
+        return _answer(prompt, self._generate(body))
+
+    def _generate(self, body: dict[str, Any]) -> Any:
         reply = httpx.post(f"{self.url}/generate", json=body, timeout=300.0)
         assert reply.status_code == 200, reply.text
-        told = reply.json()
-        meta = told["meta_info"]
-        tops = tuple(
-            {token: logprob for logprob, token, _ in best} for best in meta.get("output_top_logprobs") or ()
-        )
-        details = meta.get("cached_tokens_details") or {}
-        return Answer(tuple(prompt), tuple(told["output_ids"]), meta["cached_tokens"], details, tops)
+        return reply.json()
+
+    def ask_together(self, asked: Sequence[Sequence[int]], sampling: dict[str, Any]) -> list[Answer]:
+        """Answers to prompts of one call, which all wait before the first of them runs: those of clients come
+        one by one, and the first may have ended by then."""
+        body = {"input_ids": [list(prompt) for prompt in asked], "sampling_params": sampling}
+        return [_answer(prompt, told) for prompt, told in zip(asked, self._generate(body), strict=True)]
+
+    def read(self, prompt: Sequence[int], num_tokens: int, begun: threading.Event) -> None:
+        """A greedy answer, each token sent when it is there: `begun` with the first."""
+        sampling = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        with httpx.stream("POST", f"{self.url}/generate", json=body, timeout=300.0) as reply:
+            assert reply.status_code == 200
+            for _ in reply.iter_raw():
+                begun.set()
+
+    @contextmanager
+    def paused(self, asked: Sequence[Sequence[int]], num_tokens: int) -> Iterator[None]:
+        """Requests that run, and get no further in here. num_tokens: so many that none ends before that, and
+        the pool holds them all; metrics say late who runs."""
+        begun = [threading.Event() for _ in asked]
+        with ThreadPoolExecutor(len(asked)) as pool:
+            running = [pool.submit(self.read, p, num_tokens, event) for p, event in zip(asked, begun)]
+            until(lambda: all(event.is_set() for event in begun) or any(one.done() for one in running))
+            try:
+                assert self.admin("POST", "/pause_generation", mode="in_place").status_code == 200
+                assert not any(one.done() for one in running), "it ended before it could be paused"
+                yield
+            finally:
+                self.admin("POST", "/continue_generation", torch_empty_cache=False)
+            for one in running:
+                one.result()
 
     def ask_all(self, prompts: Iterable[Sequence[int]], concurrency: int, **fields: Any) -> list[Answer]:
         """Answers in the order of the prompts."""
@@ -165,21 +198,20 @@ class Server:
 
     def admin(self, method: str, path: str, key: str | None = ADMIN_KEY, **body: Any) -> httpx.Response:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        return httpx.request(method, self.url + path, headers=headers, json=body or None, timeout=60.0)
+        return httpx.request(method, self.url + path, headers=headers, json=body or None, timeout=150.0)
 
     def flush(self) -> None:
         """Empty device and host, as soon as nothing is under way."""
-        reply = self.admin("POST", "/flush_cache?timeout=30")
+        reply = self.admin("POST", "/flush_cache?timeout=120")
         assert reply.status_code == 200, reply.text
 
     def attach(self, backend: str, extra: str | None = None, **fields: Any) -> None:
         """Attach a storage backend, as soon as nothing is under way."""
 
         def attached() -> bool:
-            body = {"hicache_storage_backend": backend} | fields
-            if extra is not None:
-                body["hicache_storage_backend_extra_config_json"] = extra
-            reply = self.admin("PUT", "/hicache/storage-backend", **body)
+            keys = json.dumps(PATIENT | json.loads(extra or "{}"))
+            body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": keys}
+            reply = self.admin("PUT", "/hicache/storage-backend", **body | fields)
             assert reply.status_code == 200 or "not idle" in reply.text, reply.text
             return reply.status_code == 200
 
@@ -196,12 +228,21 @@ class Server:
         until(detached)
 
 
-def until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
+def until(done: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Ask again and again; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, f"not so after {timeout_s} s"
         time.sleep(0.05)
+
+
+def _answer(prompt: Sequence[int], told: dict[str, Any]) -> Answer:
+    meta = told["meta_info"]
+    tops = tuple(
+        {token: logprob for logprob, token, _ in best} for best in meta.get("output_top_logprobs") or ()
+    )
+    details = meta.get("cached_tokens_details") or {}
+    return Answer(tuple(prompt), tuple(told["output_ids"]), meta["cached_tokens"], details, tops)
 
 
 class Reference:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
 from tests.sglang.conftest import LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import prompts, tokens
-from tests.sglang.server import Answer, Reference, Server, until
+from tests.sglang.server import PATIENT, Answer, Reference, Server, until
 
 PATH = "/hicache/storage-backend"
 
 
 def keys(folder: Path, **more: object) -> str:
-    return json.dumps({"file_storage_path": str(folder), "prefetch_threshold": PAGE_SIZE, **more})
+    own = {"file_storage_path": str(folder), "prefetch_threshold": PAGE_SIZE}
+    return json.dumps(PATIENT | own | more)
 
 
 def put(server: Server, name: str, extra: str | None = None, **fields: object) -> tuple[int, str]:
@@ -73,11 +73,8 @@ def test_what_cannot_be_attached_says_why_and_changes_nothing(ours: Server, tmp_
 
 
 def test_a_busy_server_refuses_to_attach(ours: Server, tmp_path: Path) -> None:
-    running = threading.Thread(target=lambda: ours.ask(tokens(40, "busy"), num_tokens=1500))
-    running.start()
-    until(lambda: ours.metrics().get("sglang:num_running_reqs", 0) > 0)
-    code, text = put(ours, "file", keys(tmp_path))
-    running.join()
+    with ours.paused([tokens(40, "busy")], 1500):
+        code, text = put(ours, "file", keys(tmp_path))
     assert code == 400 and text.startswith("Failed to attach HiCache storage backend.") and "Reject" in text
 
 
@@ -173,23 +170,15 @@ def test_weights_put_in_while_requests_are_paused(
     other = other_weights(model, tmp_path / "other")
     ours.attach("file", keys(tmp_path / "pages"), hicache_storage_prefetch_policy="wait_complete")
     asked = prompts(4, LENGTH, "paused")
-    running = [threading.Thread(target=ours.ask, args=(prompt, 1500)) for prompt in asked[:2]]
-    for thread in running:
-        thread.start()
-    until(lambda: ours.metrics().get("sglang:num_running_reqs", 0) == 2)
-    assert ours.admin("POST", "/pause_generation", mode="in_place").status_code == 200
     body = {"model_path": str(other), "flush_cache": True}
     try:
-        reply = ours.admin("POST", "/update_weights_from_disk", **body)
+        with ours.paused(asked[:2], 600):
+            reply = ours.admin("POST", "/update_weights_from_disk", **body)
         assert reply.status_code == 400 and "the cache was not flushed" in reply.text
-        assert ours.admin("POST", "/continue_generation", torch_empty_cache=False).status_code == 200
-        for thread in running:
-            thread.join(300)
         for prompt in asked:
             ours.ask(prompt)
         ours.flush()
     finally:
-        ours.admin("POST", "/continue_generation", torch_empty_cache=False)
         body["model_path"] = str(model)
         until(lambda: ours.admin("POST", "/update_weights_from_disk", **body).status_code == 200)
     answers = [ours.ask(prompt) for prompt in asked]

@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 from hiradix.adapters.sglang.weights import Weights
 from hiradix.config import parse_extra_config
 from hiradix.tree import Tier
-from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig
+from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig, stored_in
 from tests.sglang.test_named_after_upstream import PROMPT, STEM, in_storage, on_host
 
 
@@ -232,7 +232,7 @@ def test_what_an_adapter_stored_is_another_ones_when_it_is_trained_further(tmp_p
 def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
     """Changed in place, as SGLang does it; it flushes then. As they were again, and at the next start."""
     rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
-    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    extra = parse_extra_config(stored_in(tmp_path))
     rig.cache.watch(Weights(model), extra)
     found = []
 
@@ -263,7 +263,7 @@ def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
 def test_what_is_computed_after_an_update_without_a_flush_is_found_by_nobody(tmp_path: Path) -> None:
     """It was stored as the first weights', and found when they were back; prompts cached before it too."""
     rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
-    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    extra = parse_extra_config(stored_in(tmp_path))
     rig.cache.watch(Weights(model), extra)
 
     def put_in(factor: float) -> None:
@@ -326,7 +326,7 @@ def test_storage_whose_call_hangs_at_a_change_of_weights_is_opened_anew_later(
 ) -> None:
     """It looked attached and served nothing until somebody detached and attached it."""
     rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
-    extra = parse_extra_config(f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}')
+    extra = parse_extra_config(stored_in(tmp_path))
     rig.cache.watch(Weights(model), extra)
     rig.driver.held.add("store")
     rig.run(PROMPT + [1])
@@ -369,7 +369,7 @@ def test_storage_whose_call_hangs_at_a_change_of_weights_is_opened_anew_later(
 @pytest.mark.parametrize("storage", [True, False])
 def test_storage_that_is_attached_after_a_change_is_of_these_weights(tmp_path: Path, storage: bool) -> None:
     rig, model = Rig(tmp_path if storage else None), torch.nn.Linear(8, 8)
-    extra = f'{{"file_storage_path": "{tmp_path}", "prefetch_threshold": 1}}'
+    extra = stored_in(tmp_path)
     rig.cache.watch(Weights(model), parse_extra_config(extra))
     rig.run(PROMPT + [1])
     rig.settle()

@@ -48,7 +48,7 @@ def test_requests_are_retracted_when_the_pool_is_full(
         return ours.metrics().get("sglang:num_retracted_requests_total", 0.0)
 
     before, sampling = num_retracted(), {"temperature": 0, "max_new_tokens": length}  # it may end sooner
-    answers = ours.ask_all(asked, len(asked), sampling_params=sampling)
+    answers = ours.ask_together(asked, sampling)
     assert num_retracted() > before
     reference.assert_same(answers)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.lora import adapter
 from tests.sglang.lora_run import PROMPT, answers, start
+from tests.sglang.server import PATIENT
 
 PAGE = 16
 WHOLE = (len(PROMPT) - 1) // PAGE * PAGE
@@ -37,7 +38,7 @@ def test_no_hit_crosses_adapters_in_any_tier(model: Path, tmp_path: Path) -> Non
     """Each answers as without a cache; a restart finds in storage what the same weights stored."""
     for seed, name in enumerate(("a", "b", "a2", "b2")):
         adapter(model, tmp_path / name, seed)
-    extra = {"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE}
+    extra = {"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE} | PATIENT
     ours = {
         "radix_cache_backend": "hiradix", "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
         "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.sglang.conftest import LENGTH
@@ -85,15 +84,7 @@ def test_flushed_while_paused(ours: Server, reference: Reference, tmp_path: Path
     def ask(prompt: list[int]) -> None:
         answers.append(ours.ask(prompt, 40))
 
-    def read(prompt: list[int]) -> None:
-        """An answer long enough to be paused in: SGLang sends each token when it is there."""
-        sampling = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
-        with httpx.stream("POST", f"{ours.url}/generate", json=body, timeout=300.0) as reply:
-            for _ in reply.iter_raw():
-                running.set()
-
-    threads = [threading.Thread(target=read, args=(asked[0],))]
+    threads = [threading.Thread(target=ours.read, args=(asked[0], 400, running))]
     threads += [threading.Thread(target=ask, args=(prompt,)) for prompt in asked]
     for thread in threads:
         thread.start()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import families, prompts
-from tests.sglang.server import Apart, Server, assert_right_at_once
+from tests.sglang.server import PATIENT, Apart, Server, assert_right_at_once
 
 # SGLang gives each rank a NUMA node, and refuses more ranks than there are, unless it is told the cores.
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
@@ -20,6 +20,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("ranks")
     keys = {"disk_storage_path": str(folder / "pages"), "max_size": "32MiB", "prefetch_threshold": PAGE_SIZE}
+    keys |= PATIENT | {"lock_timeout_s": 60.0}
     storage = ("--hicache-storage-backend", "disk", "--hicache-storage-prefetch-policy", "wait_complete")
     extra = ("--hicache-storage-backend-extra-config", json.dumps(keys))
     server = Server(model, folder, (*HIRADIX, *HOST, "--tp-size", "2", *storage, *extra), dict(CORES))

@@ -95,7 +95,8 @@ def test_storage_file_in_sglang_naming(ours: Server, reference: Reference, tmp_p
 
 
 def test_storage_redis(ours: Server, reference: Reference, redis: int) -> None:
-    reference.assert_same(through_storage(ours, "redis", {"url": f"redis://127.0.0.1:{redis}/0"}))
+    keys = {"url": f"redis://127.0.0.1:{redis}/0", "timeout_s": 30.0, "connect_timeout_s": 30.0}
+    reference.assert_same(through_storage(ours, "redis", keys))
 
 
 def test_storage_of_a_third_party_as_dynamic(ours: Server, reference: Reference) -> None:
