@@ -128,6 +128,7 @@ def started(variant: Variant, log: Path, args: argparse.Namespace) -> Player:
     player = variant.kind(
         smollm2_path(), variant.connector, log, dtype="bfloat16", max_model_len=longest, max_num_seqs=1,
         num_gpu_blocks_override=max(longest, third) // BLOCK_SIZE + 2, block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=variant.prefix,
     )  # fmt: skip
     return player.wait()

@@ -36,10 +36,10 @@ def real_model() -> Path:
     return smollm2_path(dtype="float32")
 
 
-@pytest.fixture(scope="session")
-def plain_real(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
-    """vLLM on SmolLM2, without connector and prefix cache."""
-    player = Player(real_model, None, tmp_path_factory.mktemp("real") / "log", **REAL)
+@pytest.fixture
+def plain_real(real_model: Path, tmp_path: Path) -> Iterator[Player]:
+    """vLLM on SmolLM2, without connector and prefix cache. It takes 2 GB, so it ends with its test."""
+    player = Player(real_model, None, tmp_path / "plain_log", **REAL)
     yield player
     player.kill()
 

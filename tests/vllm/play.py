@@ -9,14 +9,16 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 MARK = "@@"
 FIRST = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 TOP = 5
+SETTLE_S = 120.0
 
 
 class Play:
@@ -36,7 +38,8 @@ class Play:
                 "kv_role": "kv_both", "kv_connector_extra_config": transfer,
             }  # fmt: skip
         config = None if transfer is None else KVTransferConfig(**transfer)
-        self.llm = LLM(**setup["engine"], kv_transfer_config=config)
+        engine = {"kv_cache_memory_bytes": 1 << 30} | setup["engine"]
+        self.llm = LLM(**engine, kv_transfer_config=config)
         self.preemptions = 0
         self._count_preemptions()
 
@@ -123,6 +126,21 @@ class Play:
             "groups": list(role.plan.groups), "waiting": len(role.requests),
         }  # fmt: skip
 
+    def settle(self) -> Any:
+        """Steps, in which the connector takes in what its workers have done, until nothing is under way.
+
+        A prompt whose pages are on their way to the host waits half a second for them, and no longer: where
+        all of it is to be found there, this comes before.
+        """
+        self._steps_until(lambda: self._scheduler.connector.scheduler.is_idle)
+        return True
+
+    def _steps_until(self, wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while not wanted():
+            assert time.monotonic() < deadline, f"not so after {SETTLE_S} s"
+            self.generate([[5, 6, 7]])
+
     def corrupt(self) -> Any:
         """Flip a number in every host page: the identity checks must see what comes of it."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -193,11 +211,9 @@ class Play:
         """Have this store in place of the one there is, as the admin endpoint would; steps take it up."""
         role = self._scheduler.connector.scheduler
         role.storage.ask(name, keys)
-        for _ in range(200):
-            self.generate([[5, 6, 7]])
-            if role.has_storage:
-                return True
-        raise AssertionError(f"{name} was not attached")
+        self.generate([[5, 6, 7]])  # what there was is let go
+        self._steps_until(lambda: role.has_storage)
+        return True
 
     def fault(self, mode: str) -> Any:
         """How the naughty backend behaves from now on."""

@@ -15,7 +15,8 @@ from tests.identity import Identity, first_difference
 from tests.vllm.play import MARK
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S, ANSWER_S = 240.0, 240.0
+START_S, ANSWER_S = 400.0, 400.0
+KV_BYTES = 1 << 28  # all of it is touched, and several engines run at once
 FIRST_LOGPROBS = 1e-4  # the first token's log probabilities: nothing but rounding lies between the two
 Answers = list[dict[str, Any]]
 
@@ -36,6 +37,7 @@ class Player:
         defaults = {
             "model": str(model), "dtype": "float32", "max_model_len": 2048, "enforce_eager": True,
             "max_num_seqs": 16, "block_size": 32, "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": KV_BYTES,
         }  # fmt: skip
         setup = {"engine": defaults | engine, "connector": connector}
         self._log_path = log
@@ -70,6 +72,10 @@ class Player:
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.ask("state")
         return state
+
+    def settle(self) -> None:
+        """Until what was asked so far is on the host and in storage."""
+        self.ask("settle")
 
     def stop(self) -> None:
         """Shut down in order, as vLLM would."""

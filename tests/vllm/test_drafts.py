@@ -21,8 +21,10 @@ def test_drafts_change_no_answer_and_no_page(start: Start, plain: Player, mode: 
     ours = start({"hicache_size": 0.1, "load_mode": mode}, speculative_config=NGRAMS)
     first = plain.generate(prompts, max_tokens=70)
     assert_same(first, ours.generate(prompts, max_tokens=70))
+    ours.settle()
     turns = [prompt + answer["tokens"] + [7, 8] for prompt, answer in zip(prompts, first, strict=True)]
     expected, got = plain.generate(turns), ours.generate(turns)
     assert_same(expected, got)
     assert cached(got) == sum((len(turn) - 3) // 32 * 32 for turn in turns)
+    ours.settle()
     assert ours.state()["idle"]

@@ -40,12 +40,14 @@ def test_second_round_comes_from_the_host(
         {"hicache_size": 0.1, "load_mode": mode}, block_size=block_size, max_num_batched_tokens=chunk
     )
     first = ours.generate(prompts)
+    ours.settle()
     second = ours.generate(prompts)
     assert cached(first) == 0
     want = sum((len(prompt) - 1) // block_size * block_size for prompt in prompts)
     assert cached(second) == want
     assert_same(expected, first)
     assert_same(expected, second)
+    ours.settle()
     state = ours.state()
     assert state["idle"] and state["load_async"] == (mode == "async")
     ours.ask("corrupt")  # positive control: these checks do see a wrong page
@@ -71,6 +73,7 @@ def test_two_hundred_requests_in_little_memory(start: Start, plain: Player, mode
     numbers = sorted(kept, key=int)
     assert_same([expected[int(n)] for n in numbers], [kept[n] for n in numbers])
     assert_same(expected[:8], ours.generate(prompts[:8], max_tokens=24))
+    ours.settle()
     state = ours.state()
     assert state["preemptions"] > 0 and state["loaded_pages"] > 0
     assert state["waiting"] == 0
@@ -90,9 +93,11 @@ def test_write_back_saves_what_vllm_evicts(start: Start, plain: Player) -> None:
         assert_same([want], ours.generate([prompt]))
     state = ours.state()
     assert state["saved_pages"] >= 9 and state["fences"] > 0 and state["hit_tokens"] == 0
+    ours.settle()
     for prompt, want in zip(prompts, expected, strict=True):
         (got,) = ours.generate([prompt])
         assert_same([want], [got])
         assert got["cached"] == 288
+        ours.settle()
     assert ours.state()["loaded_pages"] > 0
     assert_same(expected, ours.generate(prompts))

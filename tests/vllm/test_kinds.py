@@ -11,7 +11,7 @@ from tests.vllm.conftest import REAL
 from tests.vllm.player import Player, assert_same, cached, judge
 from tests.vllm.test_host import conversation
 from tests.vllm.test_server import Serving, cached_tokens, token_ids
-from tests.vllm.test_storage import reference_engine, with_storage
+from tests.vllm.test_storage import PATIENT, reference_engine, with_storage
 
 Start = Callable[..., Player]
 SIZES: dict[str, Any] = {
@@ -47,6 +47,7 @@ def test_windows_beside_full_attention(start: Start, tmp_path: Path) -> None:
     plain, ours = both(start, path, extra, **engine)
     expected = plain.generate(prompts, max_tokens=40)
     assert_same(expected, ours.generate(prompts, max_tokens=40))
+    ours.settle()
     again = ours.generate(prompts, max_tokens=40)
     assert cached(again) == sum((len(prompt) - 1) // 32 * 32 for prompt in prompts)
     assert_same(expected, again)
@@ -107,8 +108,9 @@ def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
     keys = {
         "hicache_storage_backend": "file", "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": {
-            "file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": 32,
+            "file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": 32, **PATIENT,
         },
+        "drain_timeout_s": 60.0,
     }  # fmt: skip
     prompts = [conversation(seed, 300) for seed in range(3)]
     plain = start(None)
@@ -119,6 +121,7 @@ def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
         answers = ours.generate(prompts)
         assert cached(answers) == want
         assert_same(expected, answers)
+        ours.settle()
         assert cached(ours.generate(prompts)) == 3 * 288
         ours.stop()
 
@@ -150,6 +153,7 @@ def test_a_real_model(start: Start, real_model: Path, plain_real: Player, tmp_pa
         expected = plain.generate(turns, max_tokens=24)
         got = ours.generate(turns, max_tokens=24)
         assert_same(expected, got)
+        ours.settle()
         turns = [turn + answer["tokens"] + [17, 18, 19] * 8 for turn, answer in zip(turns, expected)]
     assert cached(got) >= sum((len(turn) - 24 - 24 - 32) // 32 * 32 for turn in turns) - 128
     assert ours.state()["load_failed"] == 0
