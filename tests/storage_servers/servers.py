@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,13 +21,32 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hiradix.demo.process import free_port
+from hiradix.demo import process as ports
 from hiradix.errors import ConfigError
 
 T = TypeVar("T")
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 150.0
+PATIENT = {"timeout_s": 60.0, "connect_timeout_s": 60.0}
+"""For `redis` and `s3`: what a server takes on a busy machine is no fault of it."""
+_kept: list[int] = []
+
+
+def free_port() -> int:
+    """One that no other worker of these tests is given either, also while its server is down."""
+    folder = Path(tempfile.gettempdir(), f"hiradix-test-ports-{os.getuid()}")
+    folder.mkdir(exist_ok=True)
+    while True:
+        port = ports.free_port()
+        lock = os.open(folder / str(port), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+        else:
+            _kept.append(lock)  # as long as this process lives
+            return port
 
 
 def can_connect(port: int) -> bool:
@@ -166,9 +187,15 @@ def weed(folder: Path, num_volumes: int = 20) -> Server:
     return Server(command, s3, folder, ready=lambda: can_connect(s3) and makes_bucket(s3))
 
 
-def s3_keys(server: Server, prefix: str) -> dict[str, str]:
+def s3_keys(server: Server, prefix: str) -> dict[str, Any]:
     """What `s3` needs to keep its objects under `prefix` in the tests' bucket."""
-    return {"url": f"s3://{BUCKET}/{prefix}", "endpoint": f"http://127.0.0.1:{server.port}", **ACCESS}
+    address = {"url": f"s3://{BUCKET}/{prefix}", "endpoint": f"http://127.0.0.1:{server.port}"}
+    return {**address, **ACCESS, **PATIENT}
+
+
+def redis_keys(server: Server) -> dict[str, Any]:
+    """What `redis` and `valkey` need."""
+    return {"url": f"redis://127.0.0.1:{server.port}/0", **PATIENT}
 
 
 def prefix_of(place: Path) -> str:
@@ -212,7 +239,7 @@ def makes_bucket(port: int) -> bool:
     store = S3Store(BUCKET, endpoint=f"http://127.0.0.1:{port}", client_options=plain, **ACCESS)
     url = obstore.sign(store, "PUT", "", timedelta(seconds=60))
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=5) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=30) as answer:
             return bool(answer.status == 200)
     except urllib.error.HTTPError as error:
         return error.code == 409

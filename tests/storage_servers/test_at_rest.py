@@ -33,7 +33,7 @@ from tests.contracts.storage import (
     put,
 )
 from tests.storage.doubles import LandingMemory, MemoryBackend, memory_context
-from tests.storage_servers.servers import Server, prefix_of
+from tests.storage_servers.servers import Server, prefix_of, redis_keys
 
 MASTER = bytes(range(32))
 
@@ -58,7 +58,7 @@ class OnServer:
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
         prefix = prefix_of(place)
-        keys = {"url": f"redis://127.0.0.1:{self.server.port}/0", "key_prefix": prefix, "deadline_s": 30.0}
+        keys: dict[str, Any] = {**redis_keys(self.server), "key_prefix": prefix, "deadline_s": 60.0}
         if self.encrypted:
             keys["encryption_key_file"] = key_file(place.parent)
         return open_storage("redis", StorageContext(fingerprint, keys | self.keys | config, PAGE_BYTES))
@@ -94,8 +94,8 @@ def client(own_redis: Server) -> Iterator[Any]:
 
 
 def open_redis(server: Server, fingerprint: PageFingerprint = FINGERPRINT, **keys: Any) -> GuardedStorage:
-    url = f"redis://127.0.0.1:{server.port}/0"
-    return open_storage("redis", StorageContext(fingerprint, {"url": url} | keys, PAGE_BYTES))
+    keys = redis_keys(server) | {"deadline_s": 60.0} | keys
+    return open_storage("redis", StorageContext(fingerprint, keys, PAGE_BYTES))
 
 
 def test_stored_pages_do_not_show_their_content(own_redis: Server, client: Any, tmp_path: Path) -> None:

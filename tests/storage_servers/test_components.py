@@ -10,7 +10,7 @@ import pytest
 
 from hiradix.storage import PageFingerprint, StorageContext, open_storage, open_stores
 from tests.storage.test_components import BOTH, FULL, KEYS, check, fill, pages
-from tests.storage_servers.servers import Server, mooncake_master, prefix_of, s3_keys
+from tests.storage_servers.servers import Server, mooncake_master, prefix_of, redis_keys, s3_keys
 
 PATIENT = {"deadline_s": 30.0}
 
@@ -67,8 +67,8 @@ LENGTH_KEPT = [name for name, keys in WRAPPINGS.items() if "compression" not in 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @pytest.mark.parametrize("name", ["redis", "valkey"])
 def test_redis_and_valkey(redis_server: Server, tmp_path: Path, name: str, wrapping: str) -> None:
-    url = f"redis://127.0.0.1:{redis_server.port}/0"
-    assert_kept_apart(name, {"url": url, "key_prefix": prefix_of(tmp_path), **wrapped(wrapping, tmp_path)})
+    keys = {**redis_keys(redis_server), "key_prefix": prefix_of(tmp_path)}
+    assert_kept_apart(name, {**keys, **wrapped(wrapping, tmp_path)})
 
 
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
@@ -83,8 +83,8 @@ def test_on_this_host(s3_server: Server, tmp_path: Path, name: str, wrapping: st
     """`tier` has its far store on a server."""
     disk = {"disk_storage_path": str(tmp_path / "disk"), "max_size": 16 << 20, "min_free_space": 0}
     file = {"file_storage_path": str(tmp_path / "file"), "min_free_space": 0}
-    far = {"backend": "s3", **s3_keys(s3_server, prefix_of(tmp_path)), "max_size": "64MiB"}
-    tier = {"upper": {"backend": "disk", **disk}, "lower": far}
+    far = {"backend": "s3", **s3_keys(s3_server, prefix_of(tmp_path)), "max_size": "64MiB", **PATIENT}
+    tier = {"upper": {"backend": "disk", **disk, **PATIENT}, "lower": far}
     keys = {"disk": disk, "file": file, "nixl": {**file, "buffer_size": "1MiB"}, "tier": tier}[name]
     assert_kept_apart(name, {**keys, **wrapped(wrapping, tmp_path)})
 

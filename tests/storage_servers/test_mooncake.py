@@ -305,7 +305,7 @@ def test_killed_master_is_an_error_and_comes_back_empty(own_master: Server, own_
         with pytest.raises(StorageError):
             call()
     own_master.start()
-    wait_for(lambda: all(put(store, keys_of(4)) + hits(store, keys_of(4))))
+    wait_for(lambda: all(_answers(lambda: put(store, keys_of(4)) + hits(store, keys_of(4)))))
     store.close()
 
 
@@ -394,7 +394,7 @@ def test_nothing_is_written_into_pages_after_their_read_has_failed(
     memory[:] = b"\7" * len(memory)
     own_member.go_on()
     second = mooncake_member(own_master, tmp_path / "second", 64 << 20).start()
-    wait_for(lambda: all(put(store, keys_of(8)) + hits(store, keys_of(8))))
+    wait_for(lambda: all(_answers(lambda: put(store, keys_of(8)) + hits(store, keys_of(8)))))
     assert bytes(memory) == b"\7" * len(memory)
     store.close()
     second.kill()

@@ -48,7 +48,7 @@ def file_context(place: Path, fingerprint: PageFingerprint = FINGERPRINT, **conf
 def object_context(
     server: Server, folder: str, fingerprint: PageFingerprint = FINGERPRINT, **config: Any
 ) -> StorageContext:
-    keys = {"plugin": "OBJ", "timeout_s": 30.0, **s3_keys(server, folder)}
+    keys = {"plugin": "OBJ", **s3_keys(server, folder)}
     return StorageContext(fingerprint, keys | config, PAGE_BYTES)
 
 

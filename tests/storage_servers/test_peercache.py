@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from hiradix.demo.process import free_port
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -17,6 +16,7 @@ from tests.contracts.storage import (
     QuotaContract,
     StorageContract,
 )
+from tests.storage_servers.servers import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 
 from hiradix.storage import open_storage
 from tests.storage.test_quantise import assert_served, context, got, put, values_of
-from tests.storage_servers.servers import Server, mooncake_master, prefix_of, s3_keys
+from tests.storage_servers.servers import Server, mooncake_master, prefix_of, redis_keys, s3_keys
 
 MORE: dict[str, dict[str, Any]] = {
     "alone": {},
@@ -44,7 +44,7 @@ def assert_quantised(name: str, keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrapping", MORE)
 @pytest.mark.parametrize("zero_copy", [True, False])
 def test_redis_and_valkey(redis_server: Server, tmp_path: Path, zero_copy: bool, wrapping: str) -> None:
-    keys = {"url": f"redis://127.0.0.1:{redis_server.port}/0", "key_prefix": prefix_of(tmp_path)}
+    keys = {**redis_keys(redis_server), "key_prefix": prefix_of(tmp_path)}
     assert_quantised("redis", {**keys, "zero_copy": zero_copy, **more(wrapping, tmp_path)})
 
 
@@ -59,7 +59,8 @@ def test_s3(s3_server: Server, tmp_path: Path, wrapping: str) -> None:
 def test_on_this_host(tmp_path: Path, name: str, wrapping: str) -> None:
     disk = {"disk_storage_path": str(tmp_path / "disk"), "max_size": 16 << 20, "min_free_space": 0}
     file = {"file_storage_path": str(tmp_path / "file"), "min_free_space": 0}
-    tier = {"upper": {"backend": "disk", **disk}, "lower": {"backend": "file", **file}}
+    patient = {"deadline_s": 30.0}
+    tier = {"upper": {"backend": "disk", **disk, **patient}, "lower": {"backend": "file", **file, **patient}}
     keys = {"nixl": {**file, "buffer_size": "1MiB"}, "tier": tier}[name]
     assert_quantised(name, {**keys, **more(wrapping, tmp_path)})
 

@@ -18,7 +18,7 @@ from tests.contracts.storage import (
     SharedQuotaContract,
     StorageContract,
 )
-from tests.storage_servers.servers import Server, prefix_of
+from tests.storage_servers.servers import Server, prefix_of, redis_keys
 
 
 class OnServer:
@@ -33,8 +33,7 @@ class OnServer:
 
     def context(self, place: Path, fingerprint: PageFingerprint, config: dict[str, Any]) -> StorageContext:
         prefix = prefix_of(place)
-        url = f"redis://127.0.0.1:{self.server.port}/0"
-        extra = {"url": url, "key_prefix": prefix, "timeout_s": 30.0} | self.keys | config
+        extra = redis_keys(self.server) | {"key_prefix": prefix} | self.keys | config
         return StorageContext(fingerprint, extra, PAGE_BYTES)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:

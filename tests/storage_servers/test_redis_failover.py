@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from hiradix.demo.process import free_port
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.redis_backend import RedisBackend
 from hiradix.storage.redis_commands import SocketCommands
 from tests.contracts.storage import hits, keys_of, put
-from tests.storage_servers.servers import Server, binary, redis_like, wait_for
-from tests.storage_servers.test_redis_faults import context, url_of
+from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
+from tests.storage_servers.test_redis_faults import context, is_whole, meet, url_of
 
 
 class Name(socketserver.ThreadingTCPServer):
@@ -109,16 +108,10 @@ def _cluster(tmp_path: Path) -> Iterator[list[Server]]:
             node.execute_command("CLUSTER", "ADDSLOTSRANGE", low, high)
         for number, node in enumerate(nodes):
             node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-        for other, port in zip(servers[1:], bus[1:]):
-            nodes[0].execute_command("CLUSTER", "MEET", "127.0.0.1", other.port, port)
-        wait_for(
-            lambda: all("'cluster_known_nodes': '4'" in str(n.execute_command("CLUSTER INFO")) for n in nodes)
-        )
+        meet(nodes, [(other.port, port) for other, port in zip(servers[1:], bus[1:])])
         nodes[3].execute_command("CLUSTER", "REPLICATE", nodes[2].execute_command("CLUSTER", "MYID"))
         wait_for(lambda: nodes[3].info("replication")["master_link_status"] == "up")
-        wait_for(
-            lambda: all("'cluster_state': 'ok'" in str(n.execute_command("CLUSTER INFO")) for n in nodes)
-        )
+        wait_for(lambda: all(is_whole(node) for node in nodes))
         yield servers
     finally:
         for server in servers:
@@ -209,7 +202,7 @@ class OneConnection:
 
     def __init__(self) -> None:
         self._sock, self.far = socket.socketpair()
-        self._sock.settimeout(0.05)
+        self._sock.settimeout(0.05)  # what has been sent is there
         self.connection_pool, self.num_closed = self, 0
 
     def get_connection(self) -> OneConnection:

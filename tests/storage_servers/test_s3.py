@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hiradix.demo.process import free_port
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
     BreakerState,
@@ -44,7 +43,7 @@ from tests.contracts.storage import (
     put,
 )
 from tests.storage_servers.objects import OnServer, SharedOnServer
-from tests.storage_servers.servers import ACCESS, BUCKET, Server, opened, s3_keys, wait_for
+from tests.storage_servers.servers import ACCESS, BUCKET, Server, free_port, opened, s3_keys, wait_for
 
 FOLDER = FINGERPRINT.digest()[:32]
 
@@ -52,8 +51,7 @@ FOLDER = FINGERPRINT.digest()[:32]
 def context(
     server: Server, prefix: str = "x", fingerprint: PageFingerprint = FINGERPRINT, **config: Any
 ) -> StorageContext:
-    keys = {"timeout_s": 30.0, **s3_keys(server, prefix)}
-    return StorageContext(fingerprint, keys | config, PAGE_BYTES)
+    return StorageContext(fingerprint, s3_keys(server, prefix) | config, PAGE_BYTES)
 
 
 class OnS3(OnServer):
@@ -167,7 +165,7 @@ def test_object_of_another_length_is_a_miss_and_is_replaced(
 
 
 def test_flipped_and_swapped_objects_are_misses_behind_the_guard(own_s3: Server) -> None:
-    guard = open_storage("s3", context(own_s3))
+    guard = open_storage("s3", context(own_s3, deadline_s=60.0))
     put(guard, keys_of(4))
     a, b, c = (file_of(own_s3, key_of(number)) for number in range(3))
     a.write_bytes(bytes([a.read_bytes()[0] ^ 1]) + a.read_bytes()[1:])
@@ -183,7 +181,7 @@ def test_flipped_and_swapped_objects_are_misses_behind_the_guard(own_s3: Server)
 
 
 def test_killed_server_is_an_error_and_keeps_its_pages(own_s3: Server) -> None:
-    store = S3Backend(context(own_s3, request_retries=0, timeout_s=5.0))
+    store = S3Backend(context(own_s3, request_retries=0))
     put(store, keys_of(6))
     own_s3.kill()
     for call in (lambda: hits(store, keys_of(6)), lambda: put(store, keys_of(6)),
@@ -351,7 +349,7 @@ def test_long_pages_arrive_whole_in_pieces(
     monkeypatch.setattr(s3_backend, "STREAM_BYTES", stream_bytes)
     length = (3 << 20) + 12345
     fingerprint = PageFingerprint("long")
-    keys = {"timeout_s": 30.0, **s3_keys(own_s3, "long")}
+    keys = s3_keys(own_s3, "long")
     store = S3Backend(StorageContext(fingerprint, keys, length))
     pages = [random.Random(number).randbytes(length) for number in range(3)]
     assert store.put(keys_of(3), [[memoryview(page)] for page in pages]) == [True] * 3

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from hiradix.bench_report import compare
 from hiradix.demo.driver import Demo, DemoConfig
-from hiradix.demo.process import free_port
 from hiradix.demo.view import View
 from hiradix.demo.workload import Size, make_workload
 from tests.e2e.tiny_model import write_tiny_model
@@ -22,9 +21,11 @@ from tests.e2e.warm import WarmServer
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
 from tests.storage_servers.servers import (
     Server,
+    free_port,
     mooncake_master,
     mooncake_member,
     rclone,
+    redis_keys,
     redis_like,
     s3_keys,
 )
@@ -56,12 +57,12 @@ def keys_of_backend(name: str, servers: dict[str, Server], folder: Path) -> dict
     """The keys a user would give; every key of the guard as it comes."""
     near = {"disk_storage_path": str(folder / "disk"), "max_size": "256MiB", "min_free_space": 0}
     far = s3_keys(servers["s3"], folder.name)
-    local = "127.0.0.1"
+    local, patient = "127.0.0.1", {"deadline_s": 20.0}
     return {
         "file": {"file_storage_path": str(folder / "file"), "min_free_space": 0},
         "disk": near,
-        "redis": {"url": f"redis://127.0.0.1:{servers['redis'].port}/0", "compression": "zstd"},
-        "valkey": {"url": f"redis://127.0.0.1:{servers['valkey'].port}/0"},
+        "redis": {**redis_keys(servers["redis"]), "compression": "zstd"},
+        "valkey": redis_keys(servers["valkey"]),
         "s3": far,
         "mooncake": {
             "master_server_address": f"127.0.0.1:{servers['mooncake'].port}",
@@ -69,8 +70,8 @@ def keys_of_backend(name: str, servers: dict[str, Server], folder: Path) -> dict
         },
         "nixl": {"file_storage_path": str(folder / "nixl"), "min_free_space": 0},
         "tier": {
-            "upper": {"backend": "disk", **near, "disk_storage_path": str(folder / "near")},
-            "lower": {"backend": "s3", **far, "url": f"{far['url']}-far"},
+            "upper": {"backend": "disk", **near, "disk_storage_path": str(folder / "near"), **patient},
+            "lower": {"backend": "s3", **far, "url": f"{far['url']}-far", **patient},
         },
         "dynamic": {
             "backend_name": "peercache", "module_path": "peercache.store", "class_name": "PeerCacheStore",

@@ -13,7 +13,7 @@ from hiradix.storage import PageFingerprint, StorageContext, open_storage
 from hiradix.storage.mooncake_config import MooncakeConfig
 from hiradix.storage.redis_link import RedisConfig
 from hiradix.storage.s3_config import S3Config
-from tests.storage_servers.servers import ACCESS, Server
+from tests.storage_servers.servers import ACCESS, Server, redis_keys
 
 TOO_MUCH: tuple[Any, ...] = (float("inf"), float("nan"), 1e308, 10**30, 10**400, 1e12, -1)
 S3 = {"url": "s3://pages/x", "endpoint": "http://127.0.0.1:9", **ACCESS}
@@ -40,7 +40,7 @@ def test_redis_pages_that_live_for_no_millisecond(value: float) -> None:
 
 def test_redis_pages_that_live_long_enough(own_redis: Server) -> None:
     for value in (0, 0.001, 0.0015, 1e9):
-        keys = {"url": f"redis://127.0.0.1:{own_redis.port}/0", "ttl_s": value}
+        keys = {**redis_keys(own_redis), "ttl_s": value, "deadline_s": 60.0}
         store = open_storage("redis", StorageContext(PageFingerprint("model"), keys, 8))
         assert store.put(["key"], [[memoryview(b"a" * 8)]]) == [True]
         store.close()

@@ -95,7 +95,9 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, sglang: Any) -> tuple[G
     fingerprint = dataclasses.replace(FINGERPRINT, model_id="org/some-model", **ranks)
     folder = tmp_path / "store"
     folder.mkdir()
-    keys = {"file_storage_path": str(folder), "naming": "sglang", "is_mla_model": is_mla}
+    keys = {
+        "file_storage_path": str(folder), "naming": "sglang", "is_mla_model": is_mla, "deadline_s": 30.0,
+    }  # fmt: skip
     ours = open_storage("file", StorageContext(fingerprint, keys, PAGE_BYTES))
     base = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1} | ranks
     config = make_config(

@@ -10,7 +10,7 @@ import pytest
 from hiradix.cli import main
 from hiradix.storage import StorageContext, open_storage
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
-from tests.storage_servers.servers import ACCESS, BUCKET, Server
+from tests.storage_servers.servers import ACCESS, BUCKET, PATIENT, Server
 
 MARK = FINGERPRINT.digest()[:32]
 
@@ -44,9 +44,9 @@ def test_round_trip(
     store = open_files(f"{tmp_path}/a")
     put(store, keys_of(100))
     store.close()
-    redis_url, redis_keys = f"redis://127.0.0.1:{own_redis.port}/0", keyed[which]
+    redis_url, redis_keys = f"redis://127.0.0.1:{own_redis.port}/0", {**PATIENT, **keyed[which]}
     s3_url = f"s3://{BUCKET}/deep/down"
-    s3_keys = {"endpoint": f"http://127.0.0.1:{own_s3.port}", **ACCESS, **keyed[which]}
+    s3_keys = {"endpoint": f"http://127.0.0.1:{own_s3.port}", **ACCESS, **PATIENT, **keyed[which]}
     ends = [(f"file://{tmp_path}/{name}", files) for name in "ab"]
     hops = [ends[0], (redis_url, redis_keys), (s3_url, s3_keys), ends[1]]
     for (source, mine), (target, theirs) in zip(hops, hops[1:]):
@@ -66,8 +66,9 @@ def test_round_trip(
 
 
 def test_bench(own_redis: Server, own_s3: Server, capsys: Any) -> None:
-    s3 = sets("--set", endpoint=f"http://127.0.0.1:{own_s3.port}", **ACCESS)
-    for url, keys in ((f"redis://127.0.0.1:{own_redis.port}/0", []), (f"s3://{BUCKET}/x", s3)):
+    s3 = sets("--set", endpoint=f"http://127.0.0.1:{own_s3.port}", **ACCESS, **PATIENT)
+    redis = sets("--set", **PATIENT)
+    for url, keys in ((f"redis://127.0.0.1:{own_redis.port}/0", redis), (f"s3://{BUCKET}/x", s3)):
         status, text = run(capsys, "bench", url, *keys, "--pages", "40", "--page-bytes", "64KiB")
         rows = [line.split()[0] for line in text.splitlines()]
         assert status == 0 and rows == ["memory", "put", "get", "exists"]
@@ -83,7 +84,7 @@ def test_unreachable_server_is_an_error(own_redis: Server, capsys: Any) -> None:
 def test_stores_below_this_one_are_others(own_redis: Server, own_s3: Server, capsys: Any) -> None:
     """Their pages were listed as this one's, which no server of it finds and `clear` leaves."""
     redis_url, s3_url = f"redis://127.0.0.1:{own_redis.port}/0", f"s3://{BUCKET}/deep"
-    address = {"endpoint": f"http://127.0.0.1:{own_s3.port}", **ACCESS}
+    address = {"endpoint": f"http://127.0.0.1:{own_s3.port}", **ACCESS, **PATIENT}
     for backend, keys in (
         ("redis", {"url": redis_url, "key_prefix": "deep"}),
         ("redis", {"url": redis_url, "key_prefix": "deep:down"}),
