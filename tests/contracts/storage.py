@@ -109,6 +109,10 @@ class Base:
 class StorageContract(Base):
     """Round trips, answers, names, threads, closing."""
 
+    def takes_and_gives(self, store: Any, keys: Sequence[str]) -> None:
+        """After threads have put and deleted them at once."""
+        assert all(put(store, keys)) and all(hits(store, keys))
+
     def test_page_comes_back_byte_for_byte(self, store: Any) -> None:
         assert put(store, keys_of(1)) == [True]
         assert hits(store, keys_of(1)) == [True]
@@ -295,7 +299,7 @@ class StorageContract(Base):
 
         run_all([lambda seed=seed: work(seed) for seed in range(4)])  # type: ignore[misc]
         assert not faults
-        assert all(put(store, keys)) and all(hits(store, keys))
+        self.takes_and_gives(store, keys)
 
     def test_threads_put_the_same_keys(self, store: Any) -> None:
         keys = keys_of(16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 from tests.storage_servers.servers import Server, rclone, redis_like, weed
 
 TRIES = 3
+os.environ.setdefault("MC_RPC_TIMEOUT_MS", "30000")  # Mooncake's wait for its master, which may be busy
 
 
 @contextmanager

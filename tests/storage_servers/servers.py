@@ -204,13 +204,14 @@ def prefix_of(place: Path) -> str:
 
 
 def rclone(folder: Path) -> Server:
-    """`rclone serve s3` on a folder."""
+    """`rclone serve s3` on a folder, at which it looks anew each second: where uploads of one object meet, it
+    may keep the name that one had on its way, which is no more, and find nothing there until it looks."""
     port = free_port()
     data = folder / "data"
     (data / BUCKET).mkdir(parents=True, exist_ok=True)
     key = f"{ACCESS['access_key_id']},{ACCESS['secret_access_key']}"
     address = f"127.0.0.1:{port}"
-    options = ["--auth-key", key, "--addr", address, "--no-cleanup"]
+    options = ["--auth-key", key, "--addr", address, "--no-cleanup", "--dir-cache-time", "1s"]
     return Server([binary("rclone"), "serve", "s3", *options, str(data)], port, folder)
 
 
