@@ -58,9 +58,15 @@ class Watched(CacheTree):
         return {int(block.hash): block.medium for run in view.runs.values() for block in run}
 
     def wait(self, is_there: Callable[[dict[int, str]], bool]) -> dict[int, str]:
+        seen: list[dict[int, str]] = []
+
+        def look() -> bool:
+            seen[:] = [self.media()]
+            return is_there(seen[0])
+
         with self.changed:
-            assert self.changed.wait_for(lambda: is_there(self.media()), DEADLINE_S), self.media()
-        return self.media()
+            assert self.changed.wait_for(look, DEADLINE_S), seen
+        return seen[0]
 
 
 @dataclass
