@@ -64,14 +64,24 @@ class RadixCache(Figures):
     # -- reading ------------------------------------------------------------------------
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in."""
+        """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in.
+
+        Answers for keys of one `TokenLog`, or for one key, may be views of the same memory, which is not
+        written again: do not write into them.
+        """
         root = self.tree.root
         key = self._view(params.key)
         if self.disable or len(key) < self.page_size:
             return MatchResult(self._empty, root, root)
+        is_known = key.bookmark.node is not None
         match = self.cache.match(key)
         node, loadable = match.device_node, match.loadable_node
-        slots = self._empty if node is root else self.device_slots(node)
+        if node is root:
+            slots = self._empty
+        elif is_known:
+            slots = self._slots.of_growing(self.tree.pages(node, DEVICE), key.bookmark)
+        else:
+            slots = self.device_slots(node)
         return MatchResult(slots, node, loadable, (loadable.end - node.end) * self.page_size)
 
     def device_slots(self, node: Node, start: int = 0) -> torch.Tensor:

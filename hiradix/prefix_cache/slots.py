@@ -12,10 +12,12 @@ import torch
 from hiradix.memory.upload import upload
 from hiradix.prefix_cache.records import SlotAllocatorLike
 from hiradix.tree import ids
+from hiradix.tree.key import Bookmark
 from hiradix.tree.native import mypyc_attr
 
 Pages = npt.NDArray[np.int32]
 MANY_SLOTS: Final = 8192  # from here on torch spreads pages faster than numpy
+GROWTH_PART: Final = 4  # an answer that grows out of its memory gets a quarter more than it needs
 
 
 def slots_of(pages: Pages, page_size: int, device: object = "cpu") -> torch.Tensor:
@@ -66,12 +68,53 @@ class Slots:
         slots = torch.from_numpy(wide)
         return slots if self._device is None else upload(slots, self._device)
 
+    def of_growing(self, pages: Pages, bookmark: Bookmark) -> torch.Tensor:
+        """As `of`, for a key that was looked up before: what it has of the last answer is given again.
+
+        A view of memory that only grows. Costs a comparison of page ids and the new slots, not all slots.
+        """
+        last, size = bookmark.slots, self._page_size
+        if not isinstance(last, _Answer) or last.source is not self or not last.agrees(pages):
+            slots = self.of(pages)
+            bookmark.slots = _Answer(self, pages.copy(), slots)
+            return slots
+        known = len(last.pages)
+        if len(pages) > known:
+            last.extend(self.of(pages[known:]), known * size)
+            last.pages = pages.copy()
+        return last.slots[: len(pages) * size]
+
     def _looked_up(self, pages: Pages) -> npt.NDArray[np.int64]:
         assert self._spread is not None
         try:
             return self._spread.take(pages, 0).reshape(-1)
         except IndexError:  # an allocator that did not say how many pages it has
             return ids.slots_of(pages, self._page_size)
+
+
+class _Answer:
+    """What the keys of one growing sequence were answered last. Slots behind those of `pages` are room."""
+
+    __slots__ = ("source", "pages", "slots")
+
+    def __init__(self, source: Slots, pages: Pages, slots: torch.Tensor):
+        self.source = source
+        self.pages = pages
+        self.slots = slots
+
+    def agrees(self, pages: Pages) -> bool:
+        """Whether these and `pages` are the same as far as both go: what was evicted came back elsewhere."""
+        common = min(len(pages), len(self.pages))
+        return np.array_equal(pages[:common], self.pages[:common])
+
+    def extend(self, new: torch.Tensor, start: int) -> None:
+        """Put `new` behind the first `start` slots. Nobody was given what is there."""
+        end = start + len(new)
+        if end > len(self.slots):
+            grown = self.slots.new_empty(end + end // GROWTH_PART)
+            grown[:start] = self.slots[:start]
+            self.slots = grown
+        self.slots[start:end] = new
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

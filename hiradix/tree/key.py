@@ -111,12 +111,16 @@ def as_tokens(token_ids: Any) -> Tokens:
 
 
 class Bookmark:
-    """Where in a tree the keys of one growing sequence were found last. The tree's to read and write."""
+    """Where in a tree the keys of one growing sequence were found last. The tree's to read and write.
 
-    __slots__ = ("node",)
+    slots: what a prefix cache answered last, its own.
+    """
+
+    __slots__ = ("node", "slots")
 
     def __init__(self) -> None:
         self.node: Any = None
+        self.slots: Any = None
 
 
 class RadixKey:
