@@ -26,6 +26,7 @@ def make() -> Iterator[Make]:
     def build(num_pages: int = 16, is_windowed: bool = False, **config: Any) -> Bench:
         switches = {"disable": False, "disable_finished_insert": config.pop("disable_finished_insert", False)}
         if is_windowed:
+            switches["eviction_policy"] = config.get("radix_eviction_policy", "lru")
             return SwaBench(num_pages, num_pages, 4, 8, config=HOST | config, **switches)
         return Bench(HiCacheConfig(page_size=4, **(HOST | config)), num_pages, **switches)
 
@@ -191,4 +192,34 @@ def test_an_insert_counts_as_a_use_of_what_it_found(make: Make) -> None:
         bench.settle()
         assert (done.prefix_len, bench.cache.stats().written) == ((0, 0), (8, 8))[number]
     assert bench.cache.protected_size() == 0
+    bench.check()
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["full", "windows"])
+@pytest.mark.parametrize("direct", [False, True], ids=["requests", "inserts"])
+def test_priority_decides_what_stays(make: Make, is_windowed: bool, direct: bool) -> None:
+    """Also of what a request found, and below the default; the larger of several counts."""
+    bench = make(64, is_windowed, radix_eviction_policy="priority", enable_hierarchical_cache=False)
+
+    def use(tokens: list[int], priority: int | None) -> None:
+        if not direct:
+            served(bench, tokens, priority=priority)
+            return
+        slots = bench.allocator.alloc(len(tokens))
+        params = InsertParams(RadixKey(tokens), slots, priority=priority or 0)
+        found = bench.cache.insert(params).prefix_len
+        if not is_windowed:
+            bench.allocator.free(slots[:found])
+
+    first = [100, 300, 500, 700, 900]
+    for start, priority in zip(first, (5, None, 7, -2, -3)):
+        use(prompt(16, start), priority)
+    use(prompt(16, 900), -1)
+    use(prompt(16, 100), None)
+    for gone in (700, 900, 300, 100):
+        bench.cache.evict(EvictParams(16))
+        first.remove(gone)
+        keys = [RadixKey(prompt(16, start)) for start in (100, 300, 500, 700, 900)]
+        there = [len(bench.cache.match_prefix(MatchPrefixParams(key)).device_indices) > 0 for key in keys]
+        assert there == [start in first for start in (100, 300, 500, 700, 900)], gone
     bench.check()

@@ -244,7 +244,7 @@ FAULTS = [
     Fault(
         "insert: priority is not raised",
         TREE,
-        "                node.priority = priority",
+        "                _prioritise(node, priority)",
         "                pass",
     ),
     Fault(
