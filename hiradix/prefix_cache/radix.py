@@ -102,8 +102,11 @@ class RadixCache(Figures):
         req.last_node = lock.node
 
     def _lock_on(self, node: Node) -> Lock:
-        """The receipt of a lock on `node`: with full attention only, it always reaches to the root."""
-        return Lock(node, DEVICE, (0,))
+        """The receipt of a lock on `node`: with full attention only, it always reaches to the root.
+
+        It is on the node that ends there now: `node` may have been merged away before it was locked.
+        """
+        return Lock(self.tree.current(node) or node, DEVICE, (0,))
 
     # -- writing ------------------------------------------------------------------------
 
