@@ -56,7 +56,7 @@ class HybridRadixCache(RadixCache):
         num_before = self._num_given()
         ended = None if params.chunked else Finished(len(key), 0)
         lock = self._insert(key, pages, params, ended)
-        self.tree.prioritise(lock, params.priority)
+        self.tree.prioritise(lock, params.priority or 0)
         self.tree.unlock(lock)
         return InsertResult(len(key) - (self._num_given() - num_before) * self.page_size)
 

@@ -119,9 +119,10 @@ class RadixCache(Figures):
             return InsertResult(len(key))
         live = self.tree.match(key).device_node
         num_live = live.end * self.page_size
-        self.tree.hit(live, params.priority)  # an insert counts only what is below its `at`
+        priority = params.priority or 0
+        self.tree.hit(live, priority)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
-        done = self.tree.insert(key, DEVICE, [pages], self._lock_on(live), params.priority)
+        done = self.tree.insert(key, DEVICE, [pages], self._lock_on(live), priority)
         if params.chunked:
             self.cache.inserted(done.lock.node)
         else:

@@ -233,7 +233,7 @@ def test_priority_decides_what_stays(make: Make, is_windowed: bool, direct: bool
             served(bench, tokens, priority=priority)
             return
         slots = bench.allocator.alloc(len(tokens))
-        params = InsertParams(RadixKey(tokens), slots, priority=priority or 0)
+        params = InsertParams(RadixKey(tokens), slots, priority=priority)
         found = bench.cache.insert(params).prefix_len
         if not is_windowed:
             bench.allocator.free(slots[:found])
