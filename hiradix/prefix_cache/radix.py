@@ -141,7 +141,7 @@ class RadixCache(Figures):
         """Share what a running request has computed, and let it run on the tree's slots.
 
         Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
-        and `cache_protected_len`. Costs the new tokens, not the prefix.
+        and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
         """
         tokens = req.fill_ids
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
