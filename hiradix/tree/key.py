@@ -246,10 +246,6 @@ class RadixKey:
         """The key's first `num_pages` pages."""
         return self[: num_pages * page_size]
 
-    def joined(self, token_ids: Any) -> RadixKey:
-        """The key continued by `token_ids`, which have no page extras. Copies both."""
-        return self._like(np.concatenate([self.tokens, as_tokens(token_ids)]), self.space)
-
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""
         return self._like(self.tokens, Namespace(self.extra_key, self.cache_salt, True))

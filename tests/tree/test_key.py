@@ -188,7 +188,6 @@ def test_lengths_slices_and_whole_pages() -> None:
     assert (head.extra_key, head.cache_salt, len(head)) == ("lora", "tenant", 7)
     assert len(key.page_aligned(4)) == 8 and key.page_aligned(5) is key
     assert key.head(1, 4).tokens.tolist() == [0, 1, 2, 3]
-    assert key[:3].joined([8, 9]).tokens.tolist() == [0, 1, 2, 8, 9]
     assert len(key[:0]) == 0 and len(RadixKey([])) == 0
 
 
