@@ -178,6 +178,13 @@ def test_page_ids_over_other_memory_are_copied(kind: str) -> None:
     assert not np.shares_memory(node.device.pages, pages)
 
 
+@pytest.mark.parametrize("extra", ["an image", 7, bytearray(b"an image")])
+def test_page_extras_are_bytes_as_they_are_hashed(extra: object) -> None:
+    """Others were found in both tiers, and no worker could name their pages to storage."""
+    with pytest.raises(TypeError, match="bytes"):
+        RadixKey(range(8), page_extras=[None, extra])  # type: ignore[list-item]
+
+
 # -- parts ------------------------------------------------------------------------------
 
 
