@@ -208,9 +208,9 @@ class HierarchicalCache:
         if self.backup is not None:
             self.backup.on_insert(node)
 
-    def count_use(self, node: Node) -> None:
+    def count_use(self, node: Node, priority: int = 0) -> None:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
-        self.tree.hit(node)
+        self.tree.hit(node, priority)
         if self.backup is not None:
             self.backup.storing.doubt(node)
 

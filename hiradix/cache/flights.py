@@ -86,18 +86,24 @@ class Flights:
             flight.on_result(result)
 
     def orphan_all(self) -> None:
-        """Cut every present flight off from the tree. The host pages it used are its own meanwhile."""
-        for flight in self._all():
+        """Cut every present flight off from the tree. The host pages it used are its own meanwhile.
+
+        Those that several read are the last one's: where more than one is left, results come in order.
+        """
+        taken: dict[int, Pages] = {}
+        for flight in reversed(list(self._all())):
             if not flight.orphaned:
                 owns, reads = flight.owns, flight.reads
                 flight.owns = {
-                    c: np.union1d(owns.get(c, NO_PAGES), reads.get(c, NO_PAGES)).astype(np.int32)
+                    c: np.setdiff1d(
+                        np.union1d(owns.get(c, NO_PAGES), reads.get(c, NO_PAGES)), taken.get(c, NO_PAGES)
+                    ).astype(np.int32)
                     for c in {*owns, *reads}
                 }
                 flight.orphaned = True
-                more = {c: len(pages) - len(owns.get(c, NO_PAGES)) for c, pages in flight.owns.items()}
-                for c, count in more.items():
-                    self.num_owned[c] += count
+                for c, pages in flight.owns.items():
+                    taken[c] = np.concatenate([taken.get(c, NO_PAGES), pages])
+                    self.num_owned[c] += len(pages) - len(owns.get(c, NO_PAGES))
 
     def owned(self, component: int = BACKBONE) -> Pages:
         """Host pages owned by flights, for conservation: each is in no other place."""

@@ -146,7 +146,8 @@ class HiRadixCache(RadixCache):
             )
         else:
             num_tokens = last_host_node.end * self.page_size + len(new_input_tokens)
-            key = self._key(req.fill_ids, req)[:num_tokens]
+            tokens = as_tokens(req.fill_ids)[: num_tokens + self.is_eagle].copy()  # the request's may change
+            key = self._key(tokens, req)[:num_tokens]
         return self._prefetcher.start(req_id, key.page_aligned(self.page_size), last_host_node)
 
     def check_prefetch_progress(self, req_id: Hashable) -> bool:

@@ -55,7 +55,9 @@ class HybridRadixCache(RadixCache):
             return InsertResult(len(key))
         num_before = self._num_given()
         ended = None if params.chunked else Finished(len(key), 0)
-        self.tree.unlock(self._insert(key, pages, params, ended))
+        lock = self._insert(key, pages, params, ended)
+        self.tree.prioritise(lock, params.priority or 0)
+        self.tree.unlock(lock)
         return InsertResult(len(key) - (self._num_given() - num_before) * self.page_size)
 
     def _num_given(self) -> int:

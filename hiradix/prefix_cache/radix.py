@@ -112,8 +112,11 @@ class RadixCache(Figures):
         req.last_node = lock.node
 
     def _lock_on(self, node: Node) -> Lock:
-        """The receipt of a lock on `node`: with full attention only, it always reaches to the root."""
-        return Lock(node, DEVICE, (0,))
+        """The receipt of a lock on `node`: with full attention only, it always reaches to the root.
+
+        It is on the node that ends there now: `node` may have been merged away before it was locked.
+        """
+        return Lock(self.tree.current(node) or node, DEVICE, (0,))
 
     # -- writing ------------------------------------------------------------------------
 
@@ -126,9 +129,10 @@ class RadixCache(Figures):
             return InsertResult(len(key))
         live = self.tree.match(key).device_node
         num_live = live.end * self.page_size
-        self.tree.hit(live)  # an insert counts only what is below its `at`
+        priority = params.priority or 0
+        self.tree.hit(live, priority)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
-        done = self.tree.insert(key, DEVICE, [pages], at=self._lock_on(live))
+        done = self.tree.insert(key, DEVICE, [pages], self._lock_on(live), priority)
         if params.chunked:
             self.cache.inserted(done.lock.node)
         else:
@@ -147,7 +151,7 @@ class RadixCache(Figures):
         """Share what a running request has computed, and let it run on the tree's slots.
 
         Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
-        and `cache_protected_len`. Costs the new tokens, not the prefix.
+        and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
         """
         tokens = req.fill_ids
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
@@ -160,6 +164,7 @@ class RadixCache(Figures):
         old = self._held(req)
         lock = self.insert_row(key, row, req)
         start, end = old.node.end, lock.node.end
+        self.tree.prioritise(lock, _priority_of(req), start)
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
         self.req_to_token_pool.write(
@@ -184,6 +189,7 @@ class RadixCache(Figures):
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
                     lock = self.insert_row(key, row, req, _ended(req))
+                    self.tree.prioritise(lock, _priority_of(req), kept // self.page_size)
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
@@ -211,7 +217,7 @@ class RadixCache(Figures):
         """Count the prefix a request found as used, once; it may be due to be copied down now."""
         if req.rid not in self._counted:
             self._counted.add(req.rid)
-            self.cache.count_use(req.last_node)
+            self.cache.count_use(req.last_node, _priority_of(req))
             self.cache.inserted(req.last_node)
 
     def insert_row(
@@ -254,6 +260,10 @@ class RadixCache(Figures):
             assert at.parent is not None and at.host.pages is not None, f"{at} is in neither tier"
             at = at.parent
         return Match(at, loadable)
+
+
+def _priority_of(req: RequestLike) -> int:
+    return getattr(req, "priority", None) or 0  # some engines have none for most of them
 
 
 def _ended(req: RequestLike) -> Finished:

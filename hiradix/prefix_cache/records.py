@@ -122,8 +122,8 @@ class InsertParams(NamedTuple):
     """value: int64 [tokens of key], the slots holding the key's data.
 
     prev_prefix_len: leading tokens whose slots are the tree's already. swa_evicted_seqlen: leading tokens
-    whose window slots the request has freed; the allocator's map says the same. mamba_value: the record of
-    the state behind `key`, which is in whole pages then.
+    whose window slots the request has freed; the allocator's map says the same. priority: None is 0.
+    mamba_value: the record of the state behind `key`, which is in whole pages then.
     """
 
     key: RadixKey
@@ -131,7 +131,7 @@ class InsertParams(NamedTuple):
     prev_prefix_len: int = 0
     swa_evicted_seqlen: int = 0
     chunked: bool = False
-    priority: int = 0
+    priority: int | None = 0
     mamba_value: int | None = None
 
 

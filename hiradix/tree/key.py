@@ -110,6 +110,12 @@ def as_tokens(token_ids: Any) -> Tokens:
     return tokens
 
 
+def _extra(given: Any) -> bytes | None:
+    if given and not isinstance(given, bytes):
+        raise TypeError(f"page extras must be bytes, got {type(given).__name__}")
+    return given or None
+
+
 class Bookmark:
     """Where in a tree the keys of one growing sequence were found last. The tree's to read and write.
 
@@ -156,7 +162,7 @@ class RadixKey:
         self.bookmark = Bookmark()
         self.extras: Extras | None = None
         if page_extras and any(page_extras):
-            self.extras = tuple(extra or None for extra in page_extras)
+            self.extras = tuple(map(_extra, page_extras))
         self.run, self.run_start, self.run_end, self.run_width = b"", 0, 0, NARROW
         num_tokens = len(self._tokens if self._array is None else self._array)
         self._set(namespace(extra_key, cache_salt, is_bigram), num_tokens)
@@ -249,10 +255,6 @@ class RadixKey:
     def head(self, num_pages: int, page_size: int) -> RadixKey:
         """The key's first `num_pages` pages."""
         return self[: num_pages * page_size]
-
-    def joined(self, token_ids: Any) -> RadixKey:
-        """The key continued by `token_ids`, which have no page extras. Copies both."""
-        return self._like(np.concatenate([self.tokens, as_tokens(token_ids)]), self.space)
 
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""

@@ -118,7 +118,7 @@ class RadixTree(TreeView):
 
     def insert(
         self, key: RadixKey, tier: Tier, pages: Sequence[Ids], at: Lock | None = None,
-        priority: int = 0,
+        priority: int | None = None,
     ) -> Insertion:  # fmt: skip
         """Add `key`'s whole pages; pages[c] are component c's ids of the last len(pages[c]) of them.
 
@@ -126,8 +126,8 @@ class RadixTree(TreeView):
             on the prefix's length. It stays the caller's.
         pages[0] must reach back to what the tree has in `tier` (DEVICE) or at all (HOST).
         Where the tree has other pages already, the given ones come back as duplicates; its own given
-        again are no duplicates. Returns a lock on the whole key. Hits and `priority` (the larger counts)
-        are noted on the nodes below `at`.
+        again are no duplicates. Returns a lock on the whole key. Hits and `priority` (see `prioritise`;
+        None: not known) are noted on the nodes below `at`.
         """
         start = at.node if at is not None else self.root
         num_pages = len(key) // self.page_size
@@ -143,21 +143,27 @@ class RadixTree(TreeView):
         first = start.end
         while node.start >= first and node.parent is not None:
             node.hit_count += 1
-            if priority > node.priority:
-                node.priority = priority
+            if priority is not None:
+                _prioritise(node, priority)
             node = node.parent
         return Insertion(lock, duplicates)
 
-    def prioritise(self, lock: Lock, priority: int) -> None:
-        """Have what `lock` covers, on the way to its node, be of that priority at least."""
-        for node in self.path(lock.node):
-            node.priority = max(node.priority, priority)
+    def prioritise(self, lock: Lock, priority: int, start: int = 0) -> None:
+        """Note a request's priority on the path that it locks, from page `start` on.
 
-    def hit(self, node: Node) -> None:
+        The larger counts; of what no other request has used, its own.
+        """
+        at = self.current(lock.node)
+        while at is not None and at.end > start:
+            _prioritise(at, priority)
+            at = at.parent
+
+    def hit(self, node: Node, priority: int = 0) -> None:
         """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
         at = self.current(node)
         while at is not None and at.parent is not None:
             at.hit_count += 1
+            _prioritise(at, priority)
             at = at.parent
 
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
@@ -346,6 +352,11 @@ class RadixTree(TreeView):
         node.parent = upper
         self._store.link_split(node, upper)
         return upper
+
+
+def _prioritise(node: Node, priority: int) -> None:
+    if priority > node.priority or node.hit_count <= 1:
+        node.priority = priority
 
 
 def _kept(pages: Ids, first: int, last: int) -> Pages:

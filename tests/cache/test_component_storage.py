@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.cache.agreement import Agree
 from hiradix.cache.boundaries import MAX_STEPS, MAX_TRIES, pages_of_a_step
 from hiradix.errors import StorageError
 from hiradix.policy.no_regret import Move, NoRegret
@@ -37,9 +38,9 @@ test_lives_that_shrink = shrinking_lives(StoredPlayer)
 TOKENS = list(range(12))
 
 
-def roomy(**changes: object) -> StoredWorld:
+def roomy(agree: Agree | None = None, **changes: object) -> StoredWorld:
     sizes = {"device_pages": (60, 60, 20), "host_pages": (60, 60, 20)}
-    world = StoredWorld(Setup(**{**sizes, **changes}), 1)  # type: ignore[arg-type]
+    world = StoredWorld(Setup(**{**sizes, **changes}), 1, agree)  # type: ignore[arg-type]
     world.cache.no_regret = world.cache.prefetcher.reads.no_regret = NoRegret(False)  # type: ignore[union-attr]
     return world
 
@@ -368,6 +369,35 @@ def test_a_reset_forgets_a_boundary_whose_store_hangs() -> None:
     world.driver.held.add("store")
     world.cache.reset()
     assert not storing._ending, "nodes of the old tree are kept"
+    world.driver.held.clear()
+    world.settle()
+    world.assert_drained()
+
+
+def test_pages_that_several_hanging_stores_read_are_given_back_once_after_a_reset() -> None:
+    """Windows of boundaries close to each other overlap. With several ranks, results behind one that hangs
+    wait for it, so that a reset leaves all of them."""
+    world = roomy(agree=lambda own: own)
+    stores = partial(world.cache.flights.tickets, JobKind.STORE)
+    assert world.cache.controller is not None
+    stats = world.cache.controller.stats
+    for end in (10, 11, 12):
+        admitted = world.admit(RadixKey(TOKENS[:end]))
+        assert admitted is not None
+        world.hashes(RadixKey(TOKENS[:end]))
+        (running,) = world.run_pass([admitted], lambda n: 0)
+        world.tree.unlock(running.lock)
+        for _ in range(200):
+            world.driver.step()
+            world.cache.tick()
+            if JobKind.STORE in stats().running_s:
+                world.driver.held.add("store")
+    read = [flight.reads.get(1, ()) for flight in world.cache.flights.lane(JobKind.STORE).values()]
+    assert len({page for pages in read for page in pages}) < sum(map(len, read)), "no two of them overlap"
+    num_stores = len(stores())
+    world.cache.reset()
+    assert len(stores()) == num_stores > 1, "none waits for the one that hangs"
+    world.cache.check()
     world.driver.held.clear()
     world.settle()
     world.assert_drained()

@@ -93,6 +93,7 @@ class Request:
     host_tokens: int = 0
     device_tokens: int = 0
     session_hint: str | None = None
+    priority: int | None = None
 
     def pop_committed_kv_cache(self) -> int:
         return self.committed

@@ -132,6 +132,43 @@ def test_lock_pins_and_unlock_releases(make: Make) -> None:
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 8
 
 
+def test_a_node_that_was_merged_away_since_its_match_is_a_lock_of_its_own(make: Make) -> None:
+    """As engines do that keep no receipt; while a request waits, a long path of others may become free."""
+    bench = make(64)
+    cache, held = bench.cache, []
+    for end in range(4, 164, 4):
+        shared = cache.match_prefix(MatchPrefixParams(RadixKey(prompt(end)))).device_indices
+        slots = torch.cat([shared, bench.allocator.alloc(4)])
+        cache.insert(InsertParams(RadixKey(prompt(end)), slots))
+        held.append(cache.match_prefix(MatchPrefixParams(RadixKey(prompt(end)))).last_device_node)
+        cache.inc_lock_ref(held[-1])
+    bench.settle()
+    tokens = [*prompt(48), 900]
+    req = Request("r", tokens, fill_ids=tokens, req_pool_idx=bench.rows.alloc(1)[0], committed=len(tokens))
+    bench._match(req)
+    for node in held:
+        cache.dec_lock_ref(node)
+    assert req.last_node.parent is None and cache.protected_size() == 0, "it was not merged away"
+    assert cache.inc_lock_ref(req.last_node).delta == -48
+    assert cache.inc_lock_ref(req.last_node).delta == 0
+    assert cache.dec_lock_ref(req.last_node) == 0 and cache.protected_size() == 48
+    assert cache.dec_lock_ref(req.last_node) == 48, "the other one was not given back"
+    cache.inc_lock_ref(req.last_node)
+    row = torch.cat([req.prefix_indices, bench.allocator.alloc(4)])
+    bench.rows.write((req.req_pool_idx, slice(0, len(row))), row.to(torch.int32))
+    bench.running.append(req)
+    bench._write(req, 48, 49)
+    for token in (901, 902, 903, 904):
+        assert bench.decode(req, token)
+    cache.cache_unfinished_req(req)
+    bench.check()
+    cache.cache_finished_req(req)
+    bench.running.clear()
+    bench.settle()
+    assert cache.protected_size() == 0 and cache.total_size() == 164
+    bench.check()
+
+
 def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:
     bench = make()
     extra = extra_of(tmp_path)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.tree import Tier
-from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, closed_after, prompt
+from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
 from tests.prefix_cache.swa_bench import SwaBench
 
 Make = Callable[..., Bench]
@@ -24,8 +27,10 @@ CAT, DOG = [None, b"cat" * 8], [None, b"dog" * 8]
 @pytest.fixture
 def make() -> Iterator[Make]:
     def build(num_pages: int = 16, is_windowed: bool = False, **config: Any) -> Bench:
-        switches = {"disable": False, "disable_finished_insert": config.pop("disable_finished_insert", False)}
+        names = ("disable", "disable_finished_insert", "is_eagle")
+        switches = {name: config.pop(name, False) for name in names}
         if is_windowed:
+            switches["eviction_policy"] = config.get("radix_eviction_policy", "lru")
             return SwaBench(num_pages, num_pages, 4, 8, config=HOST | config, **switches)
         return Bench(HiCacheConfig(page_size=4, **(HOST | config)), num_pages, **switches)
 
@@ -87,6 +92,29 @@ def test_pages_behind_an_image_are_fetched_though_no_request_says_which(make: Ma
         bench.cache.check_hicache_events()
     assert bench.cache.pop_prefetch_loaded_tokens("r") >= 8
     assert bench.cache.match_prefix(MatchPrefixParams(key)).last_host_node.end >= 4
+    bench.check()
+
+
+@pytest.mark.parametrize("is_eagle", [False, True])
+@pytest.mark.parametrize("form", [partial(array, "q"), np.array, torch.tensor], ids=["q", "numpy", "torch"])
+def test_a_prefetch_keeps_the_tokens_it_was_asked_for(
+    make: Make, tmp_path: object, form: Callable[[list[int]], Any], is_eagle: bool
+) -> None:
+    """It may outlive its request, whose buffer the engine uses again."""
+    bench = make(64, is_eagle=is_eagle, **storage(tmp_path))
+    served(bench, prompt(21))
+    bench.cache.reset()
+    root, tokens = bench.cache.root_node, form(prompt(21))
+    req = Request("r", prompt(21), fill_ids=tokens)
+    assert bench.cache.prefetch_from_storage("r", root, tokens[:-1], req=req)
+    tokens[:] = form(prompt(21, start=500))
+    if isinstance(tokens, array):
+        tokens.append(7)  # nobody may have a view of it
+    while not bench.cache.check_prefetch_progress("r"):
+        assert bench.cache.controller.wait_any(PATIENCE_S)
+        bench.cache.check_hicache_events()
+    assert sum(served(bench, prompt(21, start=500))) == 0, "what was read lies under other tokens"
+    assert sum(served(bench, prompt(21))) == (16 if is_eagle else 20)
     bench.check()
 
 
@@ -191,4 +219,34 @@ def test_an_insert_counts_as_a_use_of_what_it_found(make: Make) -> None:
         bench.settle()
         assert (done.prefix_len, bench.cache.stats().written) == ((0, 0), (8, 8))[number]
     assert bench.cache.protected_size() == 0
+    bench.check()
+
+
+@pytest.mark.parametrize("is_windowed", [False, True], ids=["full", "windows"])
+@pytest.mark.parametrize("direct", [False, True], ids=["requests", "inserts"])
+def test_priority_decides_what_stays(make: Make, is_windowed: bool, direct: bool) -> None:
+    """Also of what a request found, and below the default; the larger of several counts."""
+    bench = make(64, is_windowed, radix_eviction_policy="priority", enable_hierarchical_cache=False)
+
+    def use(tokens: list[int], priority: int | None) -> None:
+        if not direct:
+            served(bench, tokens, priority=priority)
+            return
+        slots = bench.allocator.alloc(len(tokens))
+        params = InsertParams(RadixKey(tokens), slots, priority=priority)
+        found = bench.cache.insert(params).prefix_len
+        if not is_windowed:
+            bench.allocator.free(slots[:found])
+
+    first = [100, 300, 500, 700, 900]
+    for start, priority in zip(first, (5, None, 7, -2, -3)):
+        use(prompt(16, start), priority)
+    use(prompt(16, 900), -1)
+    use(prompt(16, 100), None)
+    for gone in (700, 900, 300, 100):
+        bench.cache.evict(EvictParams(16))
+        first.remove(gone)
+        keys = [RadixKey(prompt(16, start)) for start in (100, 300, 500, 700, 900)]
+        there = [len(bench.cache.match_prefix(MatchPrefixParams(key)).device_indices) > 0 for key in keys]
+        assert there == [start in first for start in (100, 300, 500, 700, 900)], gone
     bench.check()

@@ -174,7 +174,7 @@ FAULTS = [
         "        self.inner.reset()",
         "        self.inner.tree.clear()",
     ),
-    Fault("priority does not reach the tree", CACHE, "if req.priority:", "if False:"),
+    Fault("priority does not reach the tree", CACHE, "req.priority or 0, start", "0, start"),
     Fault(
         "touch: a waiting prefix is no hotter",
         CACHE,

@@ -136,6 +136,18 @@ FAULTS = [
         "b'', node.digests",
     ),
     Fault(
+        "split: the upper half has no uses",
+        TREE,
+        "upper.hit_count, upper.priority = node.hit_count,",
+        "upper.hit_count, upper.priority = 0,",
+    ),
+    Fault(
+        "split: the upper half has no age",
+        TREE,
+        "upper.created, upper.stored = node.created,",
+        "upper.created, upper.stored = 0,",
+    ),
+    Fault(
         "lock: locked data stays evictable", PINS, "            orders[0].remove(device)", "            pass"
     ),
     Fault(
@@ -241,10 +253,11 @@ FAULTS = [
         "            node.hit_count += 1\n            if",
         "            if",
     ),
+    Fault("insert: all nodes are as old", TREE, "self._created += 1", "self._created += 0"),
     Fault(
         "insert: priority is not raised",
         TREE,
-        "                node.priority = priority",
+        "                _prioritise(node, priority)",
         "                pass",
     ),
     Fault(

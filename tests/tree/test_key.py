@@ -178,6 +178,13 @@ def test_page_ids_over_other_memory_are_copied(kind: str) -> None:
     assert not np.shares_memory(node.device.pages, pages)
 
 
+@pytest.mark.parametrize("extra", ["an image", 7, bytearray(b"an image")])
+def test_page_extras_are_bytes_as_they_are_hashed(extra: object) -> None:
+    """Others were found in both tiers, and no worker could name their pages to storage."""
+    with pytest.raises(TypeError, match="bytes"):
+        RadixKey(range(8), page_extras=[None, extra])  # type: ignore[list-item]
+
+
 # -- parts ------------------------------------------------------------------------------
 
 
@@ -188,7 +195,6 @@ def test_lengths_slices_and_whole_pages() -> None:
     assert (head.extra_key, head.cache_salt, len(head)) == ("lora", "tenant", 7)
     assert len(key.page_aligned(4)) == 8 and key.page_aligned(5) is key
     assert key.head(1, 4).tokens.tolist() == [0, 1, 2, 3]
-    assert key[:3].joined([8, 9]).tokens.tolist() == [0, 1, 2, 8, 9]
     assert len(key[:0]) == 0 and len(RadixKey([])) == 0
 
 

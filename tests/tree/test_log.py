@@ -102,7 +102,7 @@ def test_only_a_head_of_the_key_keeps_the_bookmark() -> None:
     log = TokenLog(range(20))
     key = log.key()
     assert key[:8].bookmark is key.bookmark and key.page_aligned(8).bookmark is key.bookmark
-    for other in (key[4:8], key.bigrams(), key.joined([1])):
+    for other in (key[4:8], key.bigrams(), RadixKey(key.tokens)):
         assert other.bookmark is not key.bookmark and other.bookmark.node is None
 
 

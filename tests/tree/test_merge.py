@@ -216,3 +216,16 @@ def test_nodes_can_be_kept_as_they_were_inserted() -> None:
     assert sizes(tree, last) == [9] * 100
     assert tree.coldest(0, DEVICE, 1) == [last]
     assert len(tree.evict(0, DEVICE, 1)[0].pages) == 9, "a leaf leaves whole"
+
+
+def test_a_merged_node_has_the_most_uses_the_highest_priority_and_the_first_age() -> None:
+    tree = RadixTree(1, grain=EAGER)
+    first = tree.insert(RadixKey([1, 2]), DEVICE, [ids(0, 2)], priority=3).lock
+    second = tree.insert(RadixKey([1, 2, 3, 4]), DEVICE, [ids(2, 2)], at=first, priority=5).lock
+    tree.hit(first.node)
+    before = [(n.hit_count, n.priority, n.created) for n in tree.path(second.node)]
+    assert before == [(1, 5, 2), (2, 3, 1)]
+    tree.unlock(first)
+    tree.unlock(second)
+    (node,) = tree.nodes()
+    assert (node.hit_count, node.priority, node.created) == (2, 5, 1)

@@ -107,6 +107,37 @@ def test_coldest_foretells_a_long_eviction(policy: str) -> None:
         assert freed.pages.tolist() == pages
 
 
+def used(policy: str, *prompts: list[int]) -> RadixTree:
+    """A tree of pages of one token that these prompts have used, one after the other."""
+    tree, first = RadixTree(1, order=make_order(policy)), 0
+    for tokens in prompts:
+        node = tree.match(RadixKey(tokens)).device_node
+        lock = tree.lock(node, DEVICE)
+        tree.hit(node)
+        pages = np.arange(first, first := first + len(tokens) - node.end)
+        done = tree.insert(RadixKey(tokens), DEVICE, [pages], lock)
+        tree.unlock(lock)
+        tree.unlock(done.lock)
+    return tree
+
+
+def coldest(tree: RadixTree) -> list[list[int]]:
+    return [node.tokens.tolist() for node in tree.coldest(0, DEVICE, 99)]
+
+
+def test_fifo_and_filo_go_by_age_whatever_was_used_since() -> None:
+    turns = [1], [2], [3], [1], [2, 4], [3, 5], [2]
+    assert coldest(used("fifo", *turns)) == [[1], [4], [2], [5], [3]]
+    assert coldest(used("filo", *turns)) == [[5], [4], [3], [2], [1]]
+
+
+def test_both_halves_of_a_split_have_the_uses_of_the_whole() -> None:
+    turns = [1, 2, 3], [1, 2, 3], [1, 2, 3], [4], [4], [1, 2, 5]
+    assert coldest(used("lfu", *turns)) == [[5], [4], [3], [1, 2]]
+    assert coldest(used("slru", *turns)) == [[5], [3], [4], [1, 2]]
+    assert coldest(used("filo", [4], [1, 2, 3], [1, 2, 5])) == [[5], [3], [1, 2], [4]], "and its age"
+
+
 def test_the_highest_priority_that_passed_through_counts() -> None:
     tree = RadixTree(1, order=make_order("priority"))
     for first, tokens, priority in (

@@ -174,8 +174,7 @@ class HiRadixPrefixCache(Front):
         given = self._rows.pages(kv.req_pool_idx, start, end)
         taken = self.inner.insert_pages(self._request_key(req, end), given, held, ended)
         node = taken.node
-        if req.priority:
-            self._tree.prioritise(taken, req.priority)
+        self._tree.prioritise(taken, req.priority or 0, start)
         if node.device.pages is not given:  # else the tree has taken all of them
             self._rows.write(kv.req_pool_idx, start, self._tree.pages(node, DEVICE, start=start))
         self._tree.unlock(held)
