@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hiradix.triton_kernels.page_copy import one_at_a_time
-from hiradix.triton_kernels.sides import Side
+from hiradix.triton_kernels.sides import VECTOR_BYTES, Side
 
 _COUNTS = [
     "first_plane",
@@ -192,6 +192,23 @@ def dequantise_pages(
     _launch(page_dequantise_kernel, tables, (codes_idx, values_idx), planes, num_programs)
 
 
+@dataclass(frozen=True)
+class QuantTile:
+    """One head's page as a program works on it: rows and elements, and warps per program."""
+
+    rows: int
+    dim: int
+    num_warps: int
+
+
+def pick_quant_tile(rows: int, dim: int) -> QuantTile:
+    """The tile for pages of `rows` rows of `dim` elements: two rows at least, since triton does not compile
+    an alignment hint of two numbers on what is one; so many warps that each thread has 16 codes to store.
+    From 2^16 elements on a thread has more values than registers."""
+    tile = max(2, triton.next_power_of_2(rows)), triton.next_power_of_2(dim)
+    return QuantTile(*tile, max(1, min(8, tile[0] * tile[1] // (32 * VECTOR_BYTES))))
+
+
 def _launch(
     kernel: triton.runtime.JITFunction,
     tables: QuantTables,
@@ -205,10 +222,11 @@ def _launch(
     if total == 0:
         return
     rows, dim = plan.codes.rows, plan.codes.row_bytes
+    tile = pick_quant_tile(rows, dim)
     with one_at_a_time():
         kernel[(min(num_programs, total),)](
             *tables.bases, *ids, planes.start, len(planes), num_idx,
             plan.codes.page, plan.values.page, plan.codes.row, plan.values.row, plan.scales.page,
-            rows, dim, triton.next_power_of_2(rows), triton.next_power_of_2(dim),
-            num_warps=8,
+            rows, dim, tile.rows, tile.dim,
+            num_warps=tile.num_warps,
         )  # fmt: skip

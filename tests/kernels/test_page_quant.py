@@ -96,7 +96,7 @@ def scales_side(scales: torch.Tensor) -> Side:
     return Side(tuple(scales.data_ptr() + 4 * at for at in range(num_planes)), 4 * num_planes, 4, 1, 4)
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(4, 16), (3, 48)])
+@pytest.mark.parametrize(("rows", "dim"), [(4, 16), (3, 48), (1, 16)])
 @pytest.mark.parametrize("planes", [range(0, 4), range(2, 3), range(0, 0)])
 def test_pages_there_and_back(rows: int, dim: int, planes: range) -> None:
     """Two planes of two heads; the bf16 side and the code side use other pages, orders and strides."""
