@@ -136,7 +136,7 @@ class HybridSlotAllocator:
         return pages.unique()  # type: ignore[no-any-return, no-untyped-call]
 
     def _held(self, slots: torch.Tensor) -> torch.Tensor:
-        """The full pages of these slots, which must be handed out: negative ones are entries of the map too."""
+        """The full pages of these slots. They must be out: slots below 0 are entries of the map as well."""
         pages = self._pages_of(slots)
         self.full_attn_allocator.pages.require_out(pages.tolist())
         return pages
