@@ -7,13 +7,14 @@ size, layout and model shape as GB/s and as a share of the ceiling; then how muc
 beside the copies, and how much of a load back a forward pass hides. Every transport's copy is compared byte
 for byte with the torch transport's before it is timed. Without a GPU it says so and runs the rows a CPU has:
 the ceiling is one contiguous copy on one thread. A transport that fails is a line that says so, and in the
-file, which is written anew after every case.
+file, which is written anew after every case; the others go on, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -235,6 +236,7 @@ def both(loads: Callable[[], None], writes: Callable[[], None]) -> None:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             copy()
+    for stream in streams:  # not sooner: the second copy would wait for the first
         current.wait_stream(stream)
 
 
@@ -325,11 +327,12 @@ def main() -> None:
     if args.cuda:
         torch.cuda.set_device(torch.device(args.device).index or 0)
     with torch.cuda.stream(torch.cuda.Stream()) if args.cuda else torch.no_grad():
-        run(args, Clock(args.cuda, args.repeats))
+        faults = run(args, Clock(args.cuda, args.repeats))
+    sys.exit(bool(faults))
 
 
-def run(args: argparse.Namespace, clock: Clock) -> None:
-    """Measure everything asked for, a printed line each, and keep the raw numbers."""
+def run(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
+    """Measure everything asked for, a printed line each, and keep the raw numbers; what failed."""
     about, ceiling = machine(args.device), ceilings(args, clock)
     print(*(f"{key} {value}" for key, value in about.items()), sep=", ")
     if not args.cuda:
@@ -341,8 +344,9 @@ def run(args: argparse.Namespace, clock: Clock) -> None:
         if args.cuda:
             print(*best(rows), sep="\n", flush=True)
     if args.part != "sweep":
-        found |= copy_overlap.report(args, clock.once)
+        copy_overlap.report(args, clock.once, found)
         save(args, found)
+    return list(found["faults"])
 
 
 def sweep(args: argparse.Namespace, clock: Clock, found: dict[str, Any]) -> list[Row]:

@@ -46,12 +46,12 @@ class Overlap:
     hidden: float
 
 
-def report(args: argparse.Namespace, once: Once) -> dict[str, Any]:
-    """Print both tables; the raw numbers."""
+def report(args: argparse.Namespace, once: Once, found: dict[str, Any]) -> None:
+    """Print both tables; the raw numbers, and what failed, into `found`."""
     slowdowns: list[Slowdown] = []
     if args.cuda:
         print("\nmatrix products beside copies     ratio  95 % interval")
-        for row in interference(args, once):
+        for row in interference(args, once, found["faults"]):
             slowdowns.append(row)
             ends = f"{row.low:.3f} to {row.high:.3f}"
             print(f"{row.transport:16} {row.direction:12} {row.ratio:6.3f}  {ends}", flush=True)
@@ -63,13 +63,15 @@ def report(args: argparse.Namespace, once: Once) -> dict[str, Any]:
         times = (own.compute_s, own.load_s, own.together_s)
         numbers = " ".join(f"{seconds * 1e3:7.1f}ms" for seconds in times)
         print(f"{own.transport:30} {own.num_tokens:7} {numbers}  {own.hidden:5.0%}", flush=True)
-    return {"interference": [asdict(row) for row in slowdowns], "overlap": [asdict(row) for row in overlaps]}
+    found["interference"] = [asdict(row) for row in slowdowns]
+    found["overlap"] = [asdict(row) for row in overlaps]
 
 
 # -- matrix products beside copies ------------------------------------------------------
 
 
-def interference(args: argparse.Namespace, once: Once) -> Iterator[Slowdown]:
+def interference(args: argparse.Namespace, once: Once, faults: list[dict[str, Any]]) -> Iterator[Slowdown]:
+    """A row per competitor and direction; one that raises is told in `faults`."""
     shape = KVShape(32, 8, 128, 128, torch.bfloat16)
     num_pages = max(2, int(args.megabytes * 1e6) // (PAGE_SIZE * 32 * 4096))
     device = DevicePool(shape, num_pages, PAGE_SIZE, args.device)
@@ -86,7 +88,9 @@ def interference(args: argparse.Namespace, once: Once) -> Iterator[Slowdown]:
                 once(copies)  # compiles, makes tables and buffers
                 ratios = paired(once, sides, copies, once(copies))
             except Exception as error:
-                print(f"FAILED: {name} {direction}: {type(error).__name__}: {str(error):.200}", flush=True)
+                told = f"{type(error).__name__}: {str(error):.200}"
+                print(f"FAILED: {name} {direction}: {told}", flush=True)
+                faults.append({"transport": name, "direction": direction, "error": told})
                 continue
             yield slowdown(name, direction, ratios)
 
@@ -109,6 +113,7 @@ def paired(once: Once, sides: torch.Tensor, copies: Callable[[], None], copy_s: 
     def product() -> None:
         torch.mm(sides[0], sides[1], out=out)
 
+    once(product)  # the first one sets the library up
     count = max(8, int(copy_s / max(1e-6, once(product))))
 
     def products() -> None:

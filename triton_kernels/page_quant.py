@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from hiradix.triton_kernels.page_copy import one_at_a_time
-from hiradix.triton_kernels.sides import Side
+from hiradix.triton_kernels.sides import VECTOR_BYTES, Side
 
 _COUNTS = [
     "first_plane",
@@ -72,7 +72,7 @@ def page_quantise_kernel(
     codes_tab,  # int64 [planes]: addresses of uint8 codes, of f32 scales, of bf16 values
     scales_tab,
     values_tab,
-    codes_idx,  # int64 [num_idx]: pages on the quantised side and on the bf16 side
+    codes_idx,  # int64 or int32 [num_idx]: pages on the quantised and on the bf16 side, skipped if one is < 0
     values_idx,
     first_plane: tl.int32,
     num_planes: tl.int32,
@@ -89,11 +89,12 @@ def page_quantise_kernel(
 ):
     row = tl.arange(0, ROWS_TILE).to(tl.int64)[:, None]
     col = tl.arange(0, DIM_TILE)[None, :]
-    mask = (row < ROWS) & (col < DIM)
     for work in tl.range(tl.program_id(0), num_idx * num_planes, tl.num_programs(0)):
         plane = first_plane + work // num_idx
         to = tl.load(codes_idx + work % num_idx).to(tl.int64)
         at = tl.load(values_idx + work % num_idx).to(tl.int64)
+        wanted = (to >= 0) & (at >= 0)
+        mask = (row < tl.where(wanted, ROWS, 0)) & (col < DIM)
         address = tl.load(values_tab + plane) + at * values_page + row * values_row
         values = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), (16, 16))
         bits = tl.load(values + col, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -106,7 +107,8 @@ def page_quantise_kernel(
         address = tl.load(codes_tab + plane) + to * codes_page + row * codes_row
         codes = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), (16, 16))
         tl.store(codes + col, code, mask=mask)
-        tl.store((tl.load(scales_tab + plane) + to * scales_page).to(tl.pointer_type(tl.float32)), scale)
+        into = (tl.load(scales_tab + plane) + to * scales_page).to(tl.pointer_type(tl.float32))
+        tl.store(into, scale, mask=wanted)
 
 
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_IDS)
@@ -131,14 +133,16 @@ def page_dequantise_kernel(
 ):
     row = tl.arange(0, ROWS_TILE).to(tl.int64)[:, None]
     col = tl.arange(0, DIM_TILE)[None, :]
-    mask = (row < ROWS) & (col < DIM)
     for work in tl.range(tl.program_id(0), num_idx * num_planes, tl.num_programs(0)):
         plane = first_plane + work // num_idx
         at = tl.load(codes_idx + work % num_idx).to(tl.int64)
         to = tl.load(values_idx + work % num_idx).to(tl.int64)
+        wanted = (to >= 0) & (at >= 0)
+        mask = (row < tl.where(wanted, ROWS, 0)) & (col < DIM)
         address = tl.load(codes_tab + plane) + at * codes_page + row * codes_row
         codes = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), (16, 16))
-        scale = tl.load((tl.load(scales_tab + plane) + at * scales_page).to(tl.pointer_type(tl.float32)))
+        found = (tl.load(scales_tab + plane) + at * scales_page).to(tl.pointer_type(tl.float32))
+        scale = tl.load(found, mask=wanted, other=1.0)
         value = decode_e4m3(tl.load(codes + col, mask=mask, other=0)) * scale
         address = tl.load(values_tab + plane) + to * values_page + row * values_row
         values = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), (16, 16))
@@ -181,7 +185,8 @@ def make_quant_tables(plan: QuantPlan, device: torch.device) -> QuantTables:
 def quantise_pages(
     tables: QuantTables, codes_idx: torch.Tensor, values_idx: torch.Tensor, planes: range, num_programs: int
 ) -> None:
-    """Pages values_idx[i] of the bf16 side become codes and scales at codes_idx[i]; ids int64, >= 0."""
+    """Pages values_idx[i] of the bf16 side become codes and scales at codes_idx[i]; pairs with a negative id
+    are skipped."""
     _launch(page_quantise_kernel, tables, (codes_idx, values_idx), planes, num_programs)
 
 
@@ -190,6 +195,23 @@ def dequantise_pages(
 ) -> None:
     """The way back: codes and scales of codes_idx[i] become bf16 values at values_idx[i]."""
     _launch(page_dequantise_kernel, tables, (codes_idx, values_idx), planes, num_programs)
+
+
+@dataclass(frozen=True)
+class QuantTile:
+    """One head's page as a program works on it: rows and elements, and warps per program."""
+
+    rows: int
+    dim: int
+    num_warps: int
+
+
+def pick_quant_tile(rows: int, dim: int) -> QuantTile:
+    """The tile for pages of `rows` rows of `dim` elements: two rows at least, since triton does not compile
+    an alignment hint of two numbers on what is one; so many warps that each thread has 16 codes to store.
+    From 2^16 elements on a thread has more values than registers."""
+    tile = max(2, triton.next_power_of_2(rows)), triton.next_power_of_2(dim)
+    return QuantTile(*tile, max(1, min(8, tile[0] * tile[1] // (32 * VECTOR_BYTES))))
 
 
 def _launch(
@@ -205,10 +227,11 @@ def _launch(
     if total == 0:
         return
     rows, dim = plan.codes.rows, plan.codes.row_bytes
+    tile = pick_quant_tile(rows, dim)
     with one_at_a_time():
         kernel[(min(num_programs, total),)](
             *tables.bases, *ids, planes.start, len(planes), num_idx,
             plan.codes.page, plan.values.page, plan.codes.row, plan.values.row, plan.scales.page,
-            rows, dim, triton.next_power_of_2(rows), triton.next_power_of_2(dim),
-            num_warps=8,
+            rows, dim, tile.rows, tile.dim,
+            num_warps=tile.num_warps,
         )  # fmt: skip

@@ -74,15 +74,16 @@ class Tile:
 def pick_tile(vectors: int, *, interpreted: bool) -> Tile:
     """The tile for pages of `vectors` 16-byte vectors.
 
-    A tile that divides a page needs one index for all its vectors, so it can keep more loads in flight; small
-    pages share tiles and look an index up per vector. Interpreted, the time is per tile: as large as it goes.
+    A tile that divides a page needs one index for all its vectors. Other pages share tiles and look an index
+    up per vector: two vectors a thread are as many as registers last for. Interpreted, the time is per tile:
+    as large as it goes.
     """
     if interpreted:
         return Tile(block=min(1 << 16, 1 << (vectors - 1).bit_length()), num_warps=1, stages=1)
     for block in powers_of_two(2048, 512):
         if vectors % block == 0:
             return Tile(block, 8 if block > 1024 else 4, 3)
-    return Tile(2048, 8, 2)
+    return Tile(1024, 16, 3)
 
 
 def powers_of_two(most: int, least: int) -> Iterator[int]:

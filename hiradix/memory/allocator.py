@@ -71,6 +71,12 @@ class PageAllocator:
         free = f"{self._num_free} free of {self.num_pages}"
         raise AssertionError(f"double free of pages {_some(given[wrong])}, {free}")
 
+    def require_out(self, pages: list[int]) -> None:
+        """Assert that each of these is handed out: what is asked of them is asked by who has them."""
+        end, flags = len(self._out), self._out.data
+        wrong = [page for page in pages if not 0 <= page < end or not flags[page]]
+        assert not wrong, f"pages {wrong[:16]} of {self._span()} are not handed out"
+
     def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which of these (own) pages are handed out."""
         return self._out[np.asarray(pages, np.int64)]

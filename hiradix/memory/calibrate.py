@@ -2,15 +2,15 @@
 
 Every candidate copies the same few pages between the two pools, in turn, for a growing number of pages. What
 a copy costs in between is read off the line through the measured sizes, and past the last one it grows as it
-did there. Where the winner changes, sizes in between are measured too. Writes to the host are measured for
-all layers, loads for one layer, as they are used.
+did from half of that on. Where the winner changes, sizes in between are measured too. Writes to the host are
+measured for all layers, loads for one layer, as they are used.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,10 +46,18 @@ class Curve:
         """Seconds for `num_pages` pages, on the line through the two measured sizes around it."""
         if len(self.pages) == 1:
             return self.seconds[0] * num_pages / self.pages[0]
-        i = min(max(1, bisect_left(self.pages, num_pages)), len(self.pages) - 1)
+        if num_pages > self.pages[-1]:
+            return self._beyond(num_pages)
+        i = max(1, bisect_left(self.pages, num_pages))
         first, last = self.pages[i - 1], self.pages[i]
         slope = (self.seconds[i] - self.seconds[i - 1]) / (last - first)
         return max(0.0, self.seconds[i - 1] + slope * (num_pages - first))
+
+    def _beyond(self, num_pages: float) -> float:
+        """Further on as from half of the last size: between two that are close together is noise."""
+        half = max(1, bisect_right(self.pages, self.pages[-1] / 2)) - 1
+        slope = (self.seconds[-1] - self.seconds[half]) / (self.pages[-1] - self.pages[half])
+        return self.seconds[-1] + max(0.0, slope) * (num_pages - self.pages[-1])
 
 
 @dataclass(frozen=True)

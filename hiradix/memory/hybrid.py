@@ -118,12 +118,15 @@ class HybridSlotAllocator:
     def free(self, free_index: torch.Tensor) -> None:
         """Free every full page that has a slot among these, and the window pages beside them."""
         if free_index.numel():
-            self.free_swa(free_index)
-            self.full_attn_allocator.free(free_index)
+            self.full_attn_allocator.free(free_index)  # refuses, before anything is changed
+            self._close(self._pages_of(free_index))
 
     def free_swa(self, free_index: torch.Tensor) -> None:
         """Free only the window pages beside these full slots' pages, where there are any."""
-        slots = self._slots_of(self._pages_of(free_index))
+        self._close(self._held(free_index))
+
+    def _close(self, pages: torch.Tensor) -> None:
+        slots = self._slots_of(pages)
         window = self.full_to_swa_index_mapping[slots]
         self.swa_attn_allocator.free(window[window > 0])
         self.full_to_swa_index_mapping[slots] = 0
@@ -132,8 +135,14 @@ class HybridSlotAllocator:
         pages: torch.Tensor = slots.to(self.device, torch.int64) // self.page_size
         return pages.unique()  # type: ignore[no-any-return, no-untyped-call]
 
+    def _held(self, slots: torch.Tensor) -> torch.Tensor:
+        """The full pages of these slots. They must be out: slots below 0 are entries of the map as well."""
+        pages = self._pages_of(slots)
+        self.full_attn_allocator.pages.require_out(pages.tolist())
+        return pages
+
     def _pages_without(self, full: torch.Tensor) -> torch.Tensor:
-        pages = self._pages_of(full)
+        pages = self._held(full)
         return pages[self.full_to_swa_index_mapping[pages * self.page_size] == 0]
 
     def _slots_of(self, pages: torch.Tensor) -> torch.Tensor:

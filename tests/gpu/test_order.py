@@ -118,11 +118,16 @@ def test_a_graph_is_replayed_behind_the_load(pair: Pair, cuda: torch.device) -> 
     transport = make_transport("kernel", cuda, (pair.device, pair.host))
     controller = TransferController(pair.device, pair.host, transport=transport)
     gate, out = controller.layer_done_counter, torch.zeros(LAYERS, device=cuda)
+
+    def read() -> None:
+        for layer in range(LAYERS):
+            out[layer] = pair.device.get_key_buffer(layer)[PAGE_SIZE:].mean()
+
+    read()  # loads its kernels, which a capture may not
     settle(cuda)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for layer in range(LAYERS):
-            out[layer] = pair.device.get_key_buffer(layer)[PAGE_SIZE:].mean()
+        read()
     for value in (5.0, 6.0):
         fill_host(pair, value)
         ticket = controller.load(PAGES - 1, PAGES)

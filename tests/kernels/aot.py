@@ -26,7 +26,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from hiradix.triton_kernels import page_copy
 from hiradix.triton_kernels.page_copy import page_copy_kernel
-from hiradix.triton_kernels.page_quant import page_dequantise_kernel, page_quantise_kernel
+from hiradix.triton_kernels.page_quant import page_dequantise_kernel, page_quantise_kernel, pick_quant_tile
 from hiradix.triton_kernels.sides import pick_tile
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -63,7 +63,13 @@ def copy_case(name: str, rows: int, row_bytes: int) -> Case:
     return Case(name, page_copy_kernel, constants, tile.num_warps)
 
 
-QUANT = {"ROWS": 64, "DIM": 128, "ROWS_TILE": 64, "DIM_TILE": 128}
+def quant_case(name: str, kernel: Any, rows: int, dim: int) -> Case:
+    """Likewise for a head's pages of `rows` tokens."""
+    tile = pick_quant_tile(rows, dim)
+    constants = {"ROWS": rows, "DIM": dim, "ROWS_TILE": tile.rows, "DIM_TILE": tile.dim}
+    return Case(name, kernel, constants, tile.num_warps)
+
+
 CASES = [
     copy_case("8B, page 64, layer_first", 1, 64 * 2048),
     copy_case("8B, page 16, page_first", 16, 2048),
@@ -72,12 +78,17 @@ CASES = [
     copy_case("8B, page 16, page_head", 16, 256),
     copy_case("8B, page 1", 1, 2048),
     copy_case("SmolLM2 fp32, page 64, page_first", 64, 768),
+    copy_case("MLA, page 16, page_first", 16, 1152),
+    copy_case("SmolLM2 fp32, page 16, page_first", 16, 768),
+    copy_case("one head of 24, page 4, page_first", 4, 48),
     copy_case("MLA fp8 with scales, page 64, page_first", 64, 656),
     copy_case("DSA indexer, page 64", 1, 64 * 132),
     copy_case("recurrent state, 32 x 64 x 128", 1, 32 * 64 * 128 * 4),
     copy_case("fp8, page 64, scales per token, 8 heads", 1, 64 * 8 * 4),
-    Case("quantise, page 64", page_quantise_kernel, QUANT, 8),
-    Case("dequantise, page 64", page_dequantise_kernel, QUANT, 8),
+    *(quant_case(f"quantise, page {rows}", page_quantise_kernel, rows, 128) for rows in (64, 16, 1)),
+    *(quant_case(f"dequantise, page {rows}", page_dequantise_kernel, rows, 128) for rows in (64, 16, 1)),
+    quant_case("quantise, page 64, 512 wide", page_quantise_kernel, 64, 512),
+    quant_case("dequantise, page 64, 512 wide", page_dequantise_kernel, 64, 512),
 ]
 
 

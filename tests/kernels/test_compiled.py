@@ -13,6 +13,7 @@ import pytest
 
 MAX_REGISTERS = 128
 CONTROL = "without the hint"
+FEW_CODES = ("quantise, page 1", "dequantise, page 1")  # 128 in all, not 16 for each thread of a warp
 pytestmark = pytest.mark.timeout(600)  # 50 s to compile them all, where others compile too
 
 
@@ -39,9 +40,9 @@ def is_wide(kernel: dict[str, Any]) -> bool:
 
 def test_pages_move_in_16_byte_accesses_without_spills(compiled: dict[str, Any]) -> None:
     kernels = [kernel for kernel in compiled["reports"] if kernel["name"] != CONTROL]
-    assert len(kernels) >= 13
+    assert len(kernels) >= 22
     for kernel in kernels:
-        assert is_wide(kernel), kernel
+        assert is_wide(kernel) or kernel["name"] in FEW_CODES, kernel
         assert kernel["local"] == 0 and kernel["registers"] <= MAX_REGISTERS, kernel
 
 

@@ -200,8 +200,8 @@ def test_contiguous_rows_become_one_row() -> None:
         (8192, Tile(2048, 8, 3)),  # 128 KiB page of one layer
         (64 * 72, Tile(512, 4, 3)),  # MLA: 64 rows of 1152 bytes
         (1024, Tile(1024, 4, 3)),
-        (128, Tile(2048, 8, 2)),  # one token of 2 KiB: tiles are shared
-        (72, Tile(2048, 8, 2)),
+        (128, Tile(1024, 16, 3)),  # one token of 2 KiB: tiles are shared
+        (72, Tile(1024, 16, 3)),
     ],
 )
 def test_tiles_divide_pages_where_they_can(vectors: int, tile: Tile) -> None:

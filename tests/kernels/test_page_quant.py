@@ -96,7 +96,7 @@ def scales_side(scales: torch.Tensor) -> Side:
     return Side(tuple(scales.data_ptr() + 4 * at for at in range(num_planes)), 4 * num_planes, 4, 1, 4)
 
 
-@pytest.mark.parametrize(("rows", "dim"), [(4, 16), (3, 48)])
+@pytest.mark.parametrize(("rows", "dim"), [(4, 16), (3, 48), (1, 16)])
 @pytest.mark.parametrize("planes", [range(0, 4), range(2, 3), range(0, 0)])
 def test_pages_there_and_back(rows: int, dim: int, planes: range) -> None:
     """Two planes of two heads; the bf16 side and the code side use other pages, orders and strides."""
@@ -130,6 +130,22 @@ def test_pages_there_and_back(rows: int, dim: int, planes: range) -> None:
     want[~done[:, None, None, :, None].expand_as(want)] = 0
     assert torch.equal(back[:, at].view(torch.int16), want.view(torch.int16))
     assert not back[:, [1, 3]].any()
+
+
+def test_pairs_with_a_negative_id_are_skipped() -> None:
+    """As in the copy kernel; nothing of their planes is read or written, and nothing beside them."""
+    values = torch.randn(1, 4, 4, 2, 16, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    codes, scales = torch.full((1, 4, 4, 2, 16), 0xA5, dtype=torch.uint8), torch.full((4, 1, 2), -1.0)
+    tables = make_quant_tables(QuantPlan(heads_side(values), heads_side(codes), scales_side(scales)), CPU)
+    to, at = torch.tensor([1, -1, 3, 0], dtype=torch.int32), torch.tensor([2, 0, -1, 3], dtype=torch.int32)
+    quantise_pages(tables, to, at, range(2), num_programs=2)
+    want, want_scales = quantise(values[0, [2, 3]])
+    assert torch.equal(codes[0, [1, 0]], want) and torch.equal(scales[[1, 0], 0], want_scales)
+    assert (codes[0, [2, 3]] == 0xA5).all() and (scales[[2, 3]] == -1).all()
+    back = torch.full_like(values, 7.0)
+    tables = make_quant_tables(QuantPlan(heads_side(back), heads_side(codes), scales_side(scales)), CPU)
+    dequantise_pages(tables, to, at, range(2), num_programs=2)
+    assert torch.equal(back[0, [2, 3]], dequantise(want, want_scales)) and (back[0, [0, 1]] == 7.0).all()
 
 
 def test_pages_of_every_bf16_value() -> None:

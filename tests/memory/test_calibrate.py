@@ -169,3 +169,18 @@ def test_a_curve_grows_beyond_what_was_measured() -> None:
     curve = Curve((1, 2, 4), (1.0, 1.0, 3.0))
     assert [curve.at(n) for n in (1, 1.5, 2, 3, 4, 6)] == [1.0, 1.0, 1.0, 2.0, 3.0, 5.0]
     assert Curve((2,), (3.0,)).at(4) == 6.0 and Curve((4, 8), (1.0, 9.0)).at(1) == 0.0
+
+
+def test_beyond_what_was_measured_noise_stays_noise() -> None:
+    """Found: it grew as between the last two sizes. The search for where the winner changes puts these close
+    together, where 1 % of noise is half of the difference: four times the pages cost 80 % more, or less."""
+    sizes = (64, 128, 240, 256)
+    for noise in ((1.01, 0.99), (0.99, 1.01)):
+        curve = Curve(sizes, (64.0, 128.0, 240.0 * noise[0], 256.0 * noise[1]))
+        assert curve.at(1024) == pytest.approx(1024, rel=0.03)
+
+
+def test_more_pages_never_cost_less_than_were_measured() -> None:
+    """Found: a first size that was disturbed had larger copies cost nothing, and so win."""
+    curve = Curve((4, 8), (2.0, 1.5))
+    assert curve.at(6) == 1.75 and curve.at(16) == curve.at(4000) == 1.5

@@ -56,6 +56,27 @@ def test_a_double_free_of_either_pool_is_named() -> None:
     assert allocator.swa_available_size() == 28
 
 
+FOREIGN = (-1, -4, 0, 36, 1000, 5)  # of the sentinel, the dummy page, behind the end, of a page that is free
+
+
+@pytest.mark.parametrize("slot", FOREIGN)
+@pytest.mark.parametrize("call", ["free", "free_swa", "open_windows", "missing_windows"])
+def test_slots_of_pages_nobody_has_are_refused_and_nothing_is_changed(call: str, slot: int) -> None:
+    """Found: -1 freed the last page's window, which a request had, and overwrote the map's last entry."""
+    allocator = HybridSlotAllocator(32, 32, 4)
+    full = allocator.alloc(32)
+    assert full is not None
+    allocator.free(full[:4])  # page 1
+    before = allocator.full_to_swa_index_mapping.clone()
+    ask = getattr(allocator, call)
+    with pytest.raises(AssertionError, match=r"pages \["):
+        ask(torch.cat([full[-4:], torch.tensor([slot])]))
+    assert torch.equal(allocator.full_to_swa_index_mapping, before)
+    assert allocator.full_available_size() == allocator.swa_available_size() == 4
+    allocator.free(full[4:])
+    assert allocator.available_size() == 32
+
+
 def test_clear_forgets_all() -> None:
     allocator = HybridSlotAllocator(8, 8, 1)
     allocator.alloc(5)

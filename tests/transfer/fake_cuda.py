@@ -30,6 +30,11 @@ class FakeStream:
         if at is not None:
             self.launch(lambda: at[0].run(at[1]))
 
+    def wait_stream(self, stream: FakeStream) -> None:
+        event = FakeEvent()
+        event.record(stream)
+        self.wait_event(event)
+
     def run(self, count: int | None = None) -> None:
         while self._num_run < (len(self._work) if count is None else count):
             self._num_run += 1
