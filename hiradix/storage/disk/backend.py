@@ -350,8 +350,7 @@ class _Reads:
         if store.state == self.state:
             return [True] * len(self.entries)
         current = store.index.by_place
-        found = [(entry, current.get(entry.place)) for entry in self.entries]
-        return [now is not None and now.version == entry.version for entry, now in found]
+        return [entry.is_same(current.get(entry.place)) for entry in self.entries]
 
 
 def _check_lengths(pages: Sequence[Page], expected: int) -> None:

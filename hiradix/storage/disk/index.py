@@ -38,6 +38,15 @@ class Entry:
         self.used_ns = self.logged_ns = record.used_ns
         self.verified = False
 
+    def is_same(self, other: Entry | None) -> bool:
+        """Whether that is this page, put by the same call. Versions alone tell so in one log, but not in one
+        that was put back to an old state."""
+        return other is self or (
+            other is not None
+            and other.version == self.version
+            and (other.name, other.namespace, other.checksum) == (self.name, self.namespace, self.checksum)
+        )
+
 
 @dataclass
 class Shelf:
@@ -185,7 +194,7 @@ class Index:
         """Keep what `older` knew of the same pages: that they were verified, and later uses."""
         for place, entry in self.by_place.items():
             before = older.by_place.get(place)
-            if before is not None and before.version == entry.version:
+            if before is not None and entry.is_same(before):
                 entry.verified = before.verified
                 entry.used_ns = max(entry.used_ns, before.used_ns)
 
