@@ -40,6 +40,7 @@ class LruIndex:
         self._order: list[tuple[int, str]] = []  # a heap; uses that later ones have replaced are in it, too
         self._fronts: dict[str, str] = {}  # name -> the page in front of it in its chain
         self._next: dict[str, str] = {}  # name -> of those it is in front of, the one used last
+        self._parting: set[str] = set()  # what several pages are, or were, behind
         self._followed: dict[str, int] = {}  # name -> when a page behind it was asked to be stored
         self._latest_ns = -BEFORE_ALL_NS
         self.num_bytes = 0
@@ -72,7 +73,11 @@ class LruIndex:
         if before is None or before.used_ns != entry.used_ns:
             self._put_in_order(name, entry.used_ns)
         if front:
-            self._next[self._fronts.setdefault(name, front)] = name
+            front = self._fronts.setdefault(name, front)
+            behind = self._next.get(front, name)
+            if behind != name and behind in self._entries:
+                self._parting.add(front)
+            self._next[front] = name
 
     def follow(self, name: str, used_ns: int) -> None:
         """What follows `name` in its chain is to be stored, and counts as used then."""
@@ -86,6 +91,7 @@ class LruIndex:
             return 0
         for known in (self._fronts, self._next, self._followed):
             known.pop(name, None)
+        self._parting.discard(name)
         self.num_bytes -= entry.num_bytes
         return entry.num_bytes
 
@@ -133,6 +139,7 @@ class LruIndex:
         self._entries = {name: Entry(found[name].num_bytes, used_ns(name)) for name in found}
         self._fronts = {name: front for name, front in self._fronts.items() if name in found}
         self._next = {name: behind for name, behind in self._next.items() if name in found}
+        self._parting.intersection_update(found)
         followed = self._followed.items()
         self._followed = {name: believed(at_ns, now_ns) for name, at_ns in followed if name in found}
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
@@ -143,6 +150,8 @@ class LruIndex:
 
         All of the chain, from its end to its beginning: it is not gone through again for each of its pages.
         """
+        if name in self._parting:
+            self._look_behind(name)
         path = {name}
         end = name
         while (behind := self._next.get(end)) in self._entries and behind is not None:
@@ -164,6 +173,17 @@ class LruIndex:
             seen.add(page)
             page = self._fronts.get(page)
         return self._entries[name].used_ns > before_ns
+
+    def _look_behind(self, name: str) -> None:
+        """Find out which page behind one is the latest: that which was used last may be gone, or others are
+        to be stored behind another. Takes as long as there are pages, for one where chains part alone."""
+        there = [page for page, front in self._fronts.items() if front == name and page in self._entries]
+        if len(there) < 2:
+            self._parting.discard(name)
+        if there:
+            used = {page: self._entries[page].used_ns for page in there}
+            used |= {page: at_ns for page, at_ns in self._followed.items() if at_ns > used.get(page, at_ns)}
+            self._next[name] = max(there, key=used.__getitem__)
 
     def _put_in_order(self, name: str, used_ns: int) -> None:
         heapq.heappush(self._order, (used_ns, name))
