@@ -16,6 +16,7 @@ from hiradix.storage.disk import DiskBackend
 from hiradix.storage.disk.chains import Linked, Waiting, coldest, link
 from hiradix.storage.disk.record import Name
 from hiradix.storage.pieces import Use, as_piece, as_use, pieces_of
+from hiradix.storage_tools import main
 from tests.contracts.storage import OTHER, hits, keys_of, put
 from tests.disk.places import cap_of, open_disk
 
@@ -131,6 +132,20 @@ def test_no_page_makes_room_for_what_follows_it(make: Make) -> None:
     with as_piece(piece):
         put(store, keys_of(10, ROOM))
     assert prefix(store, keys_of(ROOM + 10)) >= length
+
+
+def test_pages_that_a_tool_copies_are_no_chain(make: Make, tmp_path: Path) -> None:
+    """They come in the order in which a store lists them: a use of one would be one of all listed before."""
+    store = make()
+    assert all(put(store, keys_of(20)))
+    store.close()
+    folder = tmp_path / "store"
+    target = f"disk://{folder}2"
+    assert main(["copy", f"disk://{folder}", target, "--set-to", f"max_size={cap_of(ROOM)}"]) == 0
+    folder.rename(tmp_path / "before")
+    Path(f"{folder}2").rename(folder)
+    pages = make()._store.shelf.pages
+    assert len(pages) == 20 and {page.front for page in pages.values()} == {None}
 
 
 # -- the order itself -----------------------------------------------------------------------

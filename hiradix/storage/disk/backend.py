@@ -111,7 +111,7 @@ class DiskBackend(StorageBackend):
         uses = self._recency.used("put", names, self._time_ns())
         if self._all_there(names, uses):
             return [True] * len(keys)
-        backwards = zip(reversed(pages), [*names[-2::-1], _front()], uses)
+        backwards = zip(reversed(pages), reversed(_fronts(names)), uses)
         given = {name: (page, used_ns, front) for page, front, (name, used_ns) in backwards}
         with self._store.locked():
             try:
@@ -201,7 +201,7 @@ class DiskBackend(StorageBackend):
         """What to read for the keys that are there; they count as used."""
         with self._store.mutex:
             names, entries = self._find(keys)
-            self._store.shelf.link_all(names, _front)
+            self._store.shelf.link_all(names, _fronts)
             _check_lengths(into, self._page_bytes)
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
@@ -248,7 +248,7 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             if any(name not in pages for name in names):
                 return False
-            self._store.shelf.link_all(names, _front)
+            self._store.shelf.link_all(names, _fronts)
             self._use(uses)
         return True
 
@@ -289,7 +289,7 @@ class DiskBackend(StorageBackend):
     def _place(self, names: Sequence[Name], given: _Given, keep: frozenset[Name]) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
         writes = []
-        for name, place in zip(names, self._store.allocate(len(names), keep, _front())):
+        for name, place in zip(names, self._store.allocate(len(names), keep, _fronts(())[0])):
             page, used_ns, front = given[name]
             segment = self._store.segment(place[0])
             if segment is None:
@@ -353,10 +353,12 @@ class _Reads:
         return [entry.is_same(current.get(entry.place)) for entry in self.entries]
 
 
-def _front() -> Name | None:
-    """Which page of the chain is in front of the first of this thread's call, if that is known."""
-    (front,) = current_piece().fronts(())
-    return name_of(front) if is_key(front) else None
+def _fronts(names: Sequence[Name]) -> list[Name | None]:
+    """Which page of the chain is in front of each of this thread's call, where that is known."""
+    piece = current_piece()
+    (front,) = piece.fronts(())
+    first = name_of(front) if is_key(front) else None
+    return [first, *names[:-1]] if piece.whole.is_chain else [None] * max(1, len(names))
 
 
 def _check_lengths(pages: Sequence[Page], expected: int) -> None:

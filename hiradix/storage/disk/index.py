@@ -80,11 +80,13 @@ class Shelf:
         """A page is used that has `front` in front of it in its chain."""
         link(cast(OrderedDict[Name, Linked], self.pages), self.waiting, label, front)
 
-    def link_all(self, labels: Sequence[Name], first: Callable[[], Name | None]) -> None:
-        """The same of a call's pages, if that is not known of its last. first: what is in front of them."""
+    def link_all(
+        self, labels: Sequence[Name], fronts: Callable[[Sequence[Name]], Sequence[Name | None]]
+    ) -> None:
+        """The same of a call's pages, if that is not known of its last. fronts: says what is in front."""
         last = self.pages.get(labels[-1]) if labels else None
         if last is not None and last.front is None:
-            for label, front in zip(labels, [first(), *labels[:-1]]):
+            for label, front in zip(labels, fronts(labels)):
                 if front is not None:
                     self.link(label, front)
 
