@@ -26,7 +26,7 @@ from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.room import Keep
-from hiradix.storage.vectored import read_into, write_from
+from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 NAMINGS = ("hiradix", "sglang")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -216,6 +216,9 @@ class SglangFileBackend(StorageBackend):
             remove(temp)
             with self._lock:
                 self._index.drop(key)
+                if error.errno in NO_ROOM:
+                    self._counts["put_no_room"] += 1
+                    return False
             raise StorageError(f"cannot write to {self.config.path}: {error}") from error
         return True
 
