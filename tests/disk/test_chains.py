@@ -134,6 +134,27 @@ def test_no_page_makes_room_for_what_follows_it(make: Make) -> None:
     assert prefix(store, keys_of(ROOM + 10)) >= length
 
 
+def test_turns_of_a_clock_that_was_ahead_do_not_stay_for_ever(tmp_path: Path) -> None:
+    """They waited for their time to come, and each new page left for the next one."""
+    now_ns = [1_800_000_000 * 10**9]
+
+    def clock() -> int:
+        now_ns[0] += MINUTE_NS
+        return now_ns[0]
+
+    store = open_disk(tmp_path, time_ns=clock, max_size=cap_of(ROOM))
+    extended(store, keys_of(48), pages=6, others=0)
+    assert all(put(store, keys_of(16, 5000)))
+    turn(put, store, keys_of(52), slice(48, 52))
+    assert all(put(store, keys_of(1, 6000)))
+    now_ns[0] -= 30 * 24 * 60 * MINUTE_NS
+    assert all(hits(store, keys_of(1, 6000)))
+    for number in range(20):
+        assert all(put(store, keys_of(4, 7000 + 4 * number)))
+    assert all(hits(store, keys_of(40, 7000 + 4 * 10)))
+    store.close()
+
+
 def test_pages_that_a_tool_copies_are_no_chain(make: Make, tmp_path: Path) -> None:
     """They come in the order in which a store lists them: a use of one would be one of all listed before."""
     store = make()

@@ -31,17 +31,25 @@ class Waiting:
 
     def __init__(self) -> None:
         self.parting: set[Name] = set()  # pages that several are, or were, behind
+        self.latest_ns = 0  # of the times waited for
         self._at: dict[Name, int] = {}
         self._heap: list[tuple[int, int, Name]] = []  # of `_at`, and of some no longer in it
 
     def add(self, label: Name, page: Linked, used_ns: int) -> None:
         """The page counts as used then."""
         page.used_ns = self._at[label] = used_ns
+        self.latest_ns = max(self.latest_ns, used_ns)
         heapq.heappush(self._heap, (used_ns, page.version, label))
 
     def has(self, label: Name, page: Linked) -> bool:
         """Whether it waits: it was not used since."""
         return self._at.get(label) == page.used_ns
+
+    def end(self) -> None:
+        """None waits any more."""
+        self.latest_ns = 0
+        self._at.clear()
+        self._heap.clear()
 
     def drop(self, label: Name) -> None:
         """The page is gone."""

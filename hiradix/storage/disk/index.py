@@ -211,6 +211,7 @@ class Index:
                 entry.used_ns = believed(entry.used_ns, now_ns)
         for shelf in self.shelves.values():
             shelf.tidy()
+            shelf.waiting.end()
             times = [entry.used_ns for entry in shelf.pages.values()]
             if any(before > after for before, after in zip(times, times[1:])):
                 order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)

@@ -20,6 +20,7 @@ from hiradix.storage.disk.index import Entry, Index, Shelf, follows_record
 from hiradix.storage.disk.log import Log, require_own
 from hiradix.storage.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
 from hiradix.storage.disk.segments import Segment, SegmentFolder
+from hiradix.storage.lru import SKEW_NS
 
 LOCK_NAME = "hiradix.lock"
 LOCK_TRIES = 3
@@ -40,6 +41,7 @@ class Store:
         self._namespace = namespace
         self.slot_size = slot_size
         self._lock = self._new_lock()
+        self._time_ns = time_ns
         self._log = Log(config.path, namespace, time_ns)
         self._segments = SegmentFolder(config.path, False)
         self.mutex = threading.Lock()
@@ -124,6 +126,8 @@ class Store:
             pass
         evicted: list[Entry] = []
         if len(places) < count:
+            if self.shelf.waiting.latest_ns > (now_ns := self._time_ns()) + SKEW_NS:  # the clock was set back
+                self.index.sort(now_ns)
             together = min(EVICT_TOGETHER, self.index.num_slots // EVICT_SHARE)
             evicted = self.index.coldest(self.shelf, max(count - len(places), together), keep, front)
             self.counts["evicted"] += len(evicted)
