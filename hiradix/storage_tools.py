@@ -21,6 +21,7 @@ from hiradix.storage.file_config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.options import parse_size
+from hiradix.storage.pieces import Use, as_use
 from hiradix.storage.quota import QUOTA_KEYS
 
 BATCH = 64
@@ -245,7 +246,8 @@ def copy(args: argparse.Namespace) -> int:
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_placed(args, misplaced)):
             found, damaged = sources.read(batch)
-            stored = targets.of(batch[0]).put(list(found), list(found.values()))
+            with as_use(Use(is_chain=False)):
+                stored = targets.of(batch[0]).put(list(found), list(found.values()))
             copied, unread = copied + sum(stored), unread + len(damaged)
             unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)
     lost = f"{unread} could not be read, {unwritten} could not be written"

@@ -68,8 +68,12 @@ class Entered:
     too_many: bool = False
 
 
+class AccountError(StorageError):
+    """The file cannot be had: somebody has locked it, it is damaged, or its disk is full."""
+
+
 class Account:
-    """See the module's docstring. Thread-safe; everything raises StorageError when the file cannot be had."""
+    """See the module's docstring. Thread-safe; everything raises AccountError when the file cannot be had."""
 
     def __init__(self, path: Path, backend: str, time_ns: Callable[[], int] = time.time_ns):
         """Opens or makes the file. Raises ConfigError: no such folder, no account, or another backend's."""
@@ -234,13 +238,13 @@ class Account:
     @contextmanager
     def _database(self) -> Iterator[sqlite3.Connection]:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT_S):
-            raise StorageError(f"quota account: another thread has had it for {LOCK_TIMEOUT_S} s")
+            raise AccountError(f"quota account: another thread has had it for {LOCK_TIMEOUT_S} s")
         try:
             if self._db is None:
                 raise StorageError("the quota account is closed")
             yield self._db
         except sqlite3.Error as error:
-            raise StorageError(f"quota account: {error}") from error
+            raise AccountError(f"quota account: {error}") from error
         finally:
             self._lock.release()
 

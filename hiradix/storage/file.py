@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError
@@ -24,7 +24,7 @@ from hiradix.storage.ledger import Ledger
 from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
-from hiradix.storage.room import Room
+from hiradix.storage.room import Keep, Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.under_way import UnderWay
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
@@ -97,7 +97,8 @@ class FileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns = current_piece().began(self._room.now())
+        piece = current_piece()
+        now_ns, fronts = piece.began(self._room.now()), piece.fronts(keys)
         ok = [False] * len(keys)
         faults: list[OSError] = []
         for start in range(0, len(keys), GROUP_PAGES):
@@ -108,7 +109,7 @@ class FileBackend(StorageBackend):
             self._count("read_errors", len(faults))
             if not any(ok):
                 raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        self._use(keys, into, ok, now_ns)
+        self._use(keys, into, ok, now_ns, fronts)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -118,7 +119,7 @@ class FileBackend(StorageBackend):
 
     def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         piece = current_piece()
-        now_ns = piece.began(self._room.now())
+        now_ns, fronts = piece.began(self._room.now()), piece.fronts(keys)
         ok = [False] * len(keys)
         todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -126,8 +127,9 @@ class FileBackend(StorageBackend):
             ok[index] = _is_whole(_status(path), num_bytes)
             if not ok[index]:
                 todo.append(FileWrite(index, key, path, page, num_bytes))
-        self._use(keys, pages, ok, now_ns)
-        keep = {*keys, *piece.before}
+        self._use(keys, pages, ok, now_ns, fronts)
+        self._room.follow(fronts[0] if fronts else "", now_ns)
+        keep = Keep({*keys, *piece.before}, now_ns + 1)
         while todo:
             group = self._next_group(todo)
             done = self._store(group, now_ns, keep)
@@ -136,7 +138,7 @@ class FileBackend(StorageBackend):
             if len(done) < len(group):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
-        self._use(keys, pages, ok, now_ns)
+        self._use(keys, pages, ok, now_ns, fronts)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -187,11 +189,18 @@ class FileBackend(StorageBackend):
         with self._counts_lock:
             self._counts[name] += number
 
-    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int) -> None:
+    def _use(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        ok: Sequence[bool],
+        now_ns: int,
+        fronts: Sequence[str],
+    ) -> None:
         """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
-        for index, (key, page) in enumerate(zip(keys, pages)):
+        for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
             if ok[index]:
-                self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - index)
+                self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - index, front)
 
     def _load(
         self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError]
@@ -266,7 +275,7 @@ class FileBackend(StorageBackend):
                 return todo[:count]
         return todo
 
-    def _store(self, group: list[FileWrite], now_ns: int, keep: Collection[str]) -> list[FileWrite]:
+    def _store(self, group: list[FileWrite], now_ns: int, keep: Keep) -> list[FileWrite]:
         """Reserve, write and publish; the writes that are readable now. Raises OSError, having cleaned up."""
         faults: list[OSError] = []
         try:
@@ -287,7 +296,7 @@ class FileBackend(StorageBackend):
             self._count("put_no_room", len(group) - len(done))
         return done
 
-    def _begin(self, group: list[FileWrite], keep: Collection[str]) -> None:
+    def _begin(self, group: list[FileWrite], keep: Keep) -> None:
         sizes = [footprint(write.num_bytes) for write in group]
         with self._room.locked():
             num_fitting = self._room.reserve(sizes, keep)

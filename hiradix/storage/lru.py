@@ -30,11 +30,18 @@ class LruIndex:
     A chain's use counts for each page as so much earlier as it lies behind the first, and a page of several
     chains for the latest of its uses: so none is older than what follows it in any of them, in whatever
     pieces they came, and what leaves leaves chains from their ends. A use takes O(log n).
+
+    What is stored or read by itself makes all of its chain that is in front of it used, too. That is seen to
+    when one of these pages is the coldest: so a conversation is not gone through at each of its turns.
     """
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._order: list[tuple[int, str]] = []  # a heap; uses that later ones have replaced are in it, too
+        self._fronts: dict[str, str] = {}  # name -> the page in front of it in its chain
+        self._next: dict[str, str] = {}  # name -> of those it is in front of, the one used last
+        self._parting: set[str] = set()  # what several pages are, or were, behind
+        self._followed: dict[str, int] = {}  # name -> when a page behind it was asked to be stored
         self._latest_ns = -BEFORE_ALL_NS
         self.num_bytes = 0
 
@@ -52,8 +59,11 @@ class LruIndex:
         self._latest_ns = max(self._latest_ns + 1, now_ns)
         return self._latest_ns
 
-    def use(self, name: str, entry: Entry) -> None:
-        """Add `name`, or replace it; where it was used later before, that counts."""
+    def use(self, name: str, entry: Entry, front: str = "") -> None:
+        """Add `name`, or replace it; where it was used later before, that counts.
+
+        front: the page in front of it in its chain, where that is known. What was known before is kept.
+        """
         before = self._entries.get(name)
         if before is not None:
             self.num_bytes -= before.num_bytes
@@ -61,15 +71,27 @@ class LruIndex:
         self._entries[name] = entry
         self.num_bytes += entry.num_bytes
         if before is None or before.used_ns != entry.used_ns:
-            heapq.heappush(self._order, (entry.used_ns, name))
-            if len(self._order) > 2 * len(self._entries) + 64:
-                self._reorder()
+            self._put_in_order(name, entry.used_ns)
+        if front:
+            front = self._fronts.setdefault(name, front)
+            behind = self._next.get(front, name)
+            if behind != name and behind in self._entries:
+                self._parting.add(front)
+            self._next[front] = name
+
+    def follow(self, name: str, used_ns: int) -> None:
+        """What follows `name` in its chain is to be stored, and counts as used then."""
+        if name in self._entries:
+            self._followed[name] = max(used_ns + 1, self._followed.get(name, used_ns))
 
     def drop(self, name: str) -> int:
         """Forget `name`; the bytes it counted for, 0 if it was not there."""
         entry = self._entries.pop(name, None)
         if entry is None:
             return 0
+        for known in (self._fronts, self._next, self._followed):
+            known.pop(name, None)
+        self._parting.discard(name)
         self.num_bytes -= entry.num_bytes
         return entry.num_bytes
 
@@ -78,24 +100,28 @@ class LruIndex:
         entry = self._entries.get(name)
         return 0 if entry is None else entry.num_bytes
 
-    def coldest(self) -> str | None:
-        """The name used longest ago."""
+    def coldest(self, before_ns: int = BEFORE_ALL_NS) -> str | None:
+        """The name used longest ago, if that was before then."""
         while self._order:
             used_ns, name = self._order[0]
             entry = self._entries.get(name)
-            if entry is not None and entry.used_ns == used_ns:
-                return name
-            heapq.heappop(self._order)
+            if entry is None or entry.used_ns != used_ns:
+                heapq.heappop(self._order)
+            elif not self._renew(name):
+                return name if used_ns < before_ns else None
         return None
 
-    def take(self, num_bytes: int, slack_bytes: int, keep: Collection[str]) -> dict[str, int]:
-        """Drop the coldest until `num_bytes` are gone, and up to `slack_bytes` more; nothing of `keep`.
+    def take(
+        self, num_bytes: int, slack_bytes: int, keep: Collection[str], before_ns: int = BEFORE_ALL_NS
+    ) -> dict[str, int]:
+        """Drop the coldest until `num_bytes` are gone, and up to `slack_bytes` more; nothing of `keep`, and
+        nothing that was used at `before_ns` or later.
 
         What was dropped, with its bytes; less than `num_bytes` when the coldest is one to keep.
         """
         taken: dict[str, int] = {}
         freed, target = 0, num_bytes + slack_bytes
-        while freed < target and (name := self.coldest()) is not None and name not in keep:
+        while freed < target and (name := self.coldest(before_ns)) is not None and name not in keep:
             if freed >= num_bytes and freed + self.size(name) > target:
                 break
             taken[name] = self.drop(name)
@@ -111,8 +137,58 @@ class LruIndex:
             return at_ns if known is None else max(at_ns, believed(known.used_ns, now_ns))
 
         self._entries = {name: Entry(found[name].num_bytes, used_ns(name)) for name in found}
+        self._fronts = {name: front for name, front in self._fronts.items() if name in found}
+        self._next = {name: behind for name, behind in self._next.items() if name in found}
+        self._parting.intersection_update(found)
+        followed = self._followed.items()
+        self._followed = {name: believed(at_ns, now_ns) for name, at_ns in followed if name in found}
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
         self._reorder()
+
+    def _renew(self, name: str) -> bool:
+        """Let each page of a chain count as used after those behind it; whether `name` was used later so.
+
+        All of the chain, from its end to its beginning: it is not gone through again for each of its pages.
+        """
+        if name in self._parting:
+            self._look_behind(name)
+        path = {name}
+        end = name
+        while (behind := self._next.get(end)) in self._entries and behind is not None:
+            if behind in path:  # a caller made a ring of what is no chain
+                del self._next[end]
+                break
+            path.add(behind)
+            end = behind
+        before_ns, at_ns, seen = self._entries[name].used_ns, -BEFORE_ALL_NS, set[str]()
+        page: str | None = end
+        while page is not None and page not in seen and (entry := self._entries.get(page)) is not None:
+            at_ns = max(at_ns + 1, self._followed.pop(page, at_ns))
+            if at_ns > entry.used_ns:
+                self._entries[page] = entry._replace(used_ns=at_ns)
+                self._put_in_order(page, at_ns)
+            elif page not in path:
+                break  # what is in front of it is later yet
+            at_ns = max(at_ns, entry.used_ns)
+            seen.add(page)
+            page = self._fronts.get(page)
+        return self._entries[name].used_ns > before_ns
+
+    def _look_behind(self, name: str) -> None:
+        """Find out which page behind one is the latest: that which was used last may be gone, or others are
+        to be stored behind another. Takes as long as there are pages, for one where chains part alone."""
+        there = [page for page, front in self._fronts.items() if front == name and page in self._entries]
+        if len(there) < 2:
+            self._parting.discard(name)
+        if there:
+            used = {page: self._entries[page].used_ns for page in there}
+            used |= {page: at_ns for page, at_ns in self._followed.items() if at_ns > used.get(page, at_ns)}
+            self._next[name] = max(there, key=used.__getitem__)
+
+    def _put_in_order(self, name: str, used_ns: int) -> None:
+        heapq.heappush(self._order, (used_ns, name))
+        if len(self._order) > 2 * len(self._entries) + 64:
+            self._reorder()
 
     def _reorder(self) -> None:
         self._order = [(entry.used_ns, name) for name, entry in self._entries.items()]

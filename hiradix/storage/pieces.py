@@ -16,9 +16,13 @@ from dataclasses import dataclass, field
 class Use:
     """Calls that are one use of one chain. began_ns: when the backend had the first piece, by its clock.
 
-    names: of all its calls so far. inside: what a guard makes of them for its backend.
+    after: the page of the chain in front of them, where that is known. is_chain: whether it is one; pages
+    that a tool moves are in no order. names: of all its calls so far. inside: what a guard makes of them for
+    its backend.
     """
 
+    after: str = ""
+    is_chain: bool = True
     began_ns: int | None = None
     names: list[str] = field(default_factory=list)
     inside: dict[Hashable, Use] = field(default_factory=dict)
@@ -37,6 +41,13 @@ class Piece:
     def before(self) -> Sequence[str]:
         """Names of the call in front of this piece."""
         return self.whole.names[self.first : self.start]
+
+    def fronts(self, names: Sequence[str]) -> list[str]:
+        """Which page of the chain is in front of each of this piece's `names`; "" where nobody knows."""
+        if not self.whole.is_chain:
+            return [""] * max(1, len(names))
+        at = min(self.start, len(self.whole.names))
+        return [self.whole.names[at - 1] if at else self.whole.after, *names[:-1]]
 
     def began(self, now_ns: int) -> int:
         """When the first page of this piece counts as used: so much before the whole began as it is long."""
@@ -67,7 +78,7 @@ def pieces_of(guard: Hashable, names: Sequence[str]) -> Callable[[int], Piece]:
     """
     piece = _under_way.piece
     outer = _under_way.use if piece is None else piece.whole
-    use = Use() if outer is None else outer.inside.setdefault(guard, Use())
+    use = Use() if outer is None else outer.inside.setdefault(guard, Use(outer.after, outer.is_chain))
     first = len(use.names)
     use.names += names
     return lambda start: Piece(use, first, first + start)

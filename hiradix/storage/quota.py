@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.account import Account, Entered, Entry
+from hiradix.storage.account import Account, AccountError, Entered, Entry
 from hiradix.storage.disk.recency import Recency
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.options import Options, flag, parse_size
@@ -144,6 +144,24 @@ class QuotaStorage(Wrapper):
         limit_bytes = self._limit(tenant)
         if limit_bytes is None or not keys:
             return self._put(keys, pages, prefix_keys, tenant)
+        try:
+            return self._put_within(limit_bytes, keys, pages, prefix_keys, tenant)
+        except AccountError as error:  # no fault of the store, from which others are to read on
+            with self._lock:
+                self._counts["quota_refused_account"] += len(keys)
+                is_first = self._counts["quota_refused_account"] == len(keys)
+            if is_first:
+                logger.warning("%s: pages are refused for as long as that lasts", error)
+            return [False] * len(keys)
+
+    def _put_within(
+        self,
+        limit_bytes: int,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None,
+        tenant: str,
+    ) -> list[bool]:
         name, entries = account_name(tenant), self._entries(keys, pages)
         entered = self._make_room(name, entries, limit_bytes)
         which = [index for index, key in enumerate(keys) if key in entered.keys]

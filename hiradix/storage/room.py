@@ -7,17 +7,26 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from hiradix.errors import StorageError
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
-from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.lru import BEFORE_ALL_NS, Entry, LruIndex
 from hiradix.storage.page_dir import PageDir, file_footprint, remove
 
 START_TIMEOUT_S = 30.0
 SLACK_BYTES = 64 << 20  # evicted beyond the need, so that not every put evicts; at most cap / SLACK_SHARE
 SLACK_SHARE = 64
 DRIFT = 16  # the index may miss 1/DRIFT of the cap, written by other processes, before it is read anew
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Pages that are not evicted: these, and those used at `since_ns` or later."""
+
+    names: Collection[str] = ()
+    since_ns: int = BEFORE_ALL_NS
 
 
 class Room:
@@ -48,18 +57,26 @@ class Room:
             self.num_leftovers = self._folder.enter()
             usage = self._recount()
             if usage > self._config.max_bytes:
-                self._evict(usage - self._config.max_bytes, ())
+                self._evict(usage - self._config.max_bytes, Keep())
 
     # -- the index ----------------------------------------------------------------------
 
     def __contains__(self, name: str) -> bool:
         return name in self._index
 
-    def use(self, name: str, num_bytes: int, used_ns: int) -> None:
-        """`name` was read or written then, unless it is gone since: who removes it forgets it after that."""
+    def use(self, name: str, num_bytes: int, used_ns: int, front: str) -> None:
+        """`name` was read or written then, unless it is gone since: who removes it forgets it after that.
+
+        front: the page in front of it in its chain, if that is known.
+        """
         with self._lock:
             if os.path.exists(self._folder.path(name)):
-                self._index.use(name, Entry(num_bytes, used_ns))
+                self._index.use(name, Entry(num_bytes, used_ns), front)
+
+    def follow(self, name: str, used_ns: int) -> None:
+        """What follows `name` in its chain is to be stored."""
+        with self._lock:
+            self._index.follow(name, used_ns)
 
     def now(self) -> int:
         """When a use that begins now counts as begun (ns): files written with it are in order, too."""
@@ -85,7 +102,7 @@ class Room:
         with self._ledger.locked(self._config.lock_timeout_s if timeout_s is None else timeout_s):
             yield
 
-    def reserve(self, sizes: Sequence[int], keep: Collection[str]) -> int:
+    def reserve(self, sizes: Sequence[int], keep: Keep) -> int:
         """Enter the leading `sizes` that there is room for into the ledger, evicting as needed but nothing of
         `keep`; how many. Call within `locked`."""
         if self._enter(sum(sizes), keep):
@@ -125,7 +142,7 @@ class Room:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _enter(self, num_bytes: int, keep: Collection[str]) -> bool:
+    def _enter(self, num_bytes: int, keep: Keep) -> bool:
         if num_bytes > self._config.max_bytes:
             return False
         unknown = self._usage() - self._index.num_bytes
@@ -156,18 +173,18 @@ class Room:
         free = status.f_bavail * status.f_frsize - self._config.min_free_bytes
         return num_bytes - min(free, self._config.max_bytes - self._usage())
 
-    def _make_room(self, num_bytes: int, keep: Collection[str]) -> bool:
+    def _make_room(self, num_bytes: int, keep: Keep) -> bool:
         short = self._short(num_bytes)
         return short <= 0 or self._evict(short, keep) >= short
 
-    def _evict(self, num_bytes: int, keep: Collection[str]) -> int:
+    def _evict(self, num_bytes: int, keep: Keep) -> int:
         """Remove coldest pages until `num_bytes` are gone, and some slack; how many bytes went."""
         target = num_bytes + min(SLACK_BYTES, self._config.max_bytes // SLACK_SHARE)
         freed = 0
         while freed < target:
             with self._lock:
-                name = self._index.coldest()
-                if name is None or name in keep:
+                name = self._index.coldest(keep.since_ns)
+                if name is None or name in keep.names:
                     break
                 if freed >= num_bytes and freed + self._index.size(name) > target:
                     break

@@ -262,11 +262,12 @@ class S3Backend(StorageBackend):
     def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool]) -> None:
         """Pages of a call that are there were used: each a little before the page in front of it."""
         if self.config.max_bytes:
+            fronts = current_piece().fronts(keys)
             with self._lock:
                 now_ns = self._began()
-                for index, (key, page) in enumerate(zip(keys, pages)):
+                for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
                     if ok[index]:
-                        self._index.use(key, Entry(page_bytes(page), now_ns - index))
+                        self._index.use(key, Entry(page_bytes(page), now_ns - index), front)
 
     def _began(self) -> int:
         """When the first page of this call counts as used. Call with the lock held."""
@@ -284,19 +285,21 @@ class S3Backend(StorageBackend):
             return todo
         victims: list[str] = []
         fits: list[int] = []
-        keep = {*keys, *current_piece().before}
+        piece = current_piece()
+        keep, fronts = {*keys, *piece.before}, piece.fronts(keys)
         with self._lock:
             now_ns = self._began()
+            self._index.follow(fronts[0], now_ns)
             over = self._index.num_bytes - cap
             victims += self._index.take(over, 0, keep) if over > 0 else ()
             for index in todo:
                 size = page_bytes(pages[index])
                 short = self._index.num_bytes + size - cap
                 if short > 0:
-                    victims += self._index.take(short, cap // _SLACK_SHARE, keep)
+                    victims += self._index.take(short, cap // _SLACK_SHARE, keep, now_ns + 1)
                 if self._index.num_bytes + size > cap:
                     break
-                self._index.use(keys[index], Entry(size, now_ns - index))
+                self._index.use(keys[index], Entry(size, now_ns - index), fronts[index])
                 fits.append(index)
             self._counts["evicted"] += len(victims)
             self._has_folder = self._has_folder and len(self._index) > len(fits)

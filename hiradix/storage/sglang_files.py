@@ -23,9 +23,10 @@ from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
-from hiradix.storage.pieces import current_piece
+from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
-from hiradix.storage.vectored import read_into, write_from
+from hiradix.storage.room import Keep
+from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 NAMINGS = ("hiradix", "sglang")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -90,7 +91,7 @@ class SglangFileBackend(StorageBackend):
             self.config.path.mkdir(parents=True, exist_ok=True)
             with self._lock:
                 self._scan()
-                self._make_room(0, ())
+                self._make_room(0, Keep())
         except OSError as error:
             raise ConfigError(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
 
@@ -102,23 +103,25 @@ class SglangFileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns, _ = self._piece()
+        now_ns, piece = self._piece()
         numbered = enumerate(zip(keys, into, strict=True))
         ok = [self._read(key, page, now_ns - index) for index, (key, page) in numbered]
-        self._use(keys, into, ok, now_ns)
+        self._use(keys, into, ok, now_ns, piece)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns, before = self._piece()
-        batch = {*keys, *before}
+        now_ns, piece = self._piece()
+        keep = Keep({*keys, *piece.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
-        self._use(keys, pages, ok, now_ns)
+        self._use(keys, pages, ok, now_ns, piece)
+        with self._lock:
+            self._index.follow(piece.fronts(keys)[0], now_ns)
         has_room = True
         for index, (key, page) in enumerate(zip(keys, pages)):
             if not ok[index] and has_room:
-                ok[index] = has_room = self._store(key, page, now_ns - index, batch)
-        self._use(keys, pages, ok, now_ns)
+                ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+        self._use(keys, pages, ok, now_ns, piece)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -162,19 +165,21 @@ class SglangFileBackend(StorageBackend):
             return False
         return stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
 
-    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int) -> None:
+    def _use(
+        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, piece: Piece
+    ) -> None:
         """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
         with self._lock:
-            for index, (key, page) in enumerate(zip(keys, pages)):
+            for index, (key, page, front) in enumerate(zip(keys, pages, piece.fronts(keys))):
                 if ok[index]:
-                    self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - index))
+                    self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - index), front)
 
-    def _piece(self) -> tuple[int, Sequence[str]]:
-        """When the first page of this piece of a call counts as used, and the call's keys before it."""
+    def _piece(self) -> tuple[int, Piece]:
+        """When the first page of this piece of a call counts as used, and the piece."""
         piece = current_piece()
         with self._lock:
             now_ns = self._index.now(self._time_ns())
-        return piece.began(now_ns), piece.before
+        return piece.began(now_ns), piece
 
     def _read(self, key: str, page: Page, now_ns: int) -> bool:
         try:
@@ -195,7 +200,7 @@ class SglangFileBackend(StorageBackend):
         finally:
             os.close(fd)
 
-    def _store(self, key: str, page: Page, used_ns: int, keep: set[str]) -> bool:
+    def _store(self, key: str, page: Page, used_ns: int, keep: Keep) -> bool:
         num_bytes = footprint(page_bytes(page))
         with self._lock:
             if not self._make_room(num_bytes, keep):
@@ -211,6 +216,9 @@ class SglangFileBackend(StorageBackend):
             remove(temp)
             with self._lock:
                 self._index.drop(key)
+                if error.errno in NO_ROOM:
+                    self._counts["put_no_room"] += 1
+                    return False
             raise StorageError(f"cannot write to {self.config.path}: {error}") from error
         return True
 
@@ -249,13 +257,13 @@ class SglangFileBackend(StorageBackend):
         free = status.f_bavail * status.f_frsize - self.config.min_free_bytes
         return num_bytes - min(free, self.config.max_bytes - self._index.num_bytes)
 
-    def _make_room(self, num_bytes: int, keep: set[str] | tuple[()]) -> bool:
+    def _make_room(self, num_bytes: int, keep: Keep) -> bool:
         if self._short(num_bytes) > 0 or self._written > self.config.max_bytes // _DRIFT_SHARE:
             self._scan()
         short = self._short(num_bytes)
         if short <= 0:
             return True
-        taken = self._index.take(short, self.config.max_bytes // _SLACK_SHARE, keep)
+        taken = self._index.take(short, self.config.max_bytes // _SLACK_SHARE, keep.names, keep.since_ns)
         for key in taken:
             self._counts["evicted"] += remove(self._path(key))
         return sum(taken.values()) >= short

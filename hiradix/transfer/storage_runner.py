@@ -14,7 +14,7 @@ import numpy as np
 
 from hiradix.errors import StorageError
 from hiradix.storage.pieces import Use, as_use
-from hiradix.transfer.jobs import BACKBONE_PAIR, JobKind, Query, Read, Store, Tail, Trail
+from hiradix.transfer.jobs import BACKBONE_PAIR, Chain, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.worker import BadAnswer, Steps, Task
@@ -92,7 +92,7 @@ class StorageRunner:
         assert isinstance(read, Read)
         for tail in read.tails:
             hashes = read.hashes[len(read.hashes) - len(tail.pages) :]
-            storage, use = self._part(tail.pair), Use()
+            storage, use = self._part(tail.pair), Use(_front(read.chain, hashes))
             for start in range(0, len(hashes), self._batch_pages):
                 task.check()
                 batch = _names(hashes[start : start + self._batch_pages])
@@ -114,7 +114,7 @@ class StorageRunner:
         yield
         for tail in store.tails:
             first = len(keys) - len(tail.pages)
-            use = Use()
+            use = Use(_key_before(task, store.rows, first))
             for start in range(0, len(tail.pages), self._batch_pages):
                 task.check()
                 batch = keys[first + start : first + start + self._batch_pages]
@@ -208,6 +208,19 @@ class StorageRunner:
 
 def _parts(storage: StorageLike | PartedStorage) -> tuple[StorageLike, ...]:
     return tuple(getattr(storage, "parts", (storage,)))
+
+
+def _key_before(task: Task, rows: PageRows, page: int) -> str:
+    """Storage's name of the page before a page of `rows`; "" of the first."""
+    if page:
+        return task.hashes[page - 1].hex()
+    return rows.prior.hex() if rows.start else ""
+
+
+def _front(chain: Chain, hashes: Sequence[bytes]) -> str:
+    """The same of the first of `hashes` that are part of a sequence's; "" where that is not known."""
+    at = 0 if chain is None or not hashes else chain.index(hashes[0])
+    return "" if chain is None or not at else chain[at - 1].hex()
 
 
 def _names(hashes: Sequence[bytes]) -> list[str]:

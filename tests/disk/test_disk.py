@@ -472,6 +472,43 @@ def test_half_a_record_is_cut_off(make: Make, tmp_path: Path) -> None:
     assert all(hits(ours, keys_of(3, 10)))
 
 
+def tampered(log: Path, how: str, older: bytes) -> None:
+    """The log becomes as it was when `older` was read, by what an operator or a backup may do."""
+    if how == "cut":
+        os.truncate(log, len(older))
+    else:
+        copy = log.with_name("copy")
+        copy.write_bytes(older)
+        os.replace(copy, log)
+
+
+@pytest.mark.parametrize("more", [1, 5])
+@pytest.mark.parametrize(
+    ("how", "ours_does"),
+    [("cut", "get"), ("cut", "delete"), ("cut", "put"), ("replaced", "delete"), ("replaced", "put")],
+)
+def test_a_log_that_was_put_back_while_open_is_read_anew(
+    make: Make, tmp_path: Path, how: str, ours_does: str, more: int
+) -> None:
+    """Others begin where the old state ends, and write to slots that this process has pages of its own in:
+    it went on from where it was, and had their pages for its own."""
+    ours = make(max_size=cap_of(24))
+    assert all(put(ours, keys_of(8)))
+    older = log_file(tmp_path).read_bytes()
+    assert all(put(ours, keys_of(16, 100)))
+    tampered(log_file(tmp_path), how, older)
+    theirs = make(max_size=cap_of(24))
+    for number in range(more):
+        assert all(put(theirs, keys_of(4, 200 + 4 * number)))
+    if ours_does == "delete":
+        ours.delete(keys_of(1, 100))
+    elif ours_does == "put":
+        assert all(put(ours, keys_of(2, 300)))
+    for keys in (keys_of(8), keys_of(16, 100), keys_of(4 * more, 200)):
+        assert hits(ours, keys) == hits(theirs, keys)
+    assert any(hits(ours, keys_of(4 * more, 200)))
+
+
 @pytest.mark.parametrize("remake", [False, True])
 def test_directory_removed_behind_our_back(make: Make, tmp_path: Path, remake: bool) -> None:
     import shutil

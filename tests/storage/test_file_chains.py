@@ -132,3 +132,42 @@ def test_a_chain_of_calls_longer_than_the_room_keeps_its_head(tmp_path: Path, na
     in_calls(put, store, keys_of(160), 16)
     assert hits(store, keys_of(160)).index(False) >= ROOM - 20
     store.close()
+
+
+def extended(store: GuardedStorage, keys: list[str], turn: int, others: int) -> None:
+    """A conversation that goes on: each turn's pages are put by themselves, and other pages in between."""
+    for start in range(0, len(keys), turn):
+        with as_use(Use(keys[start - 1] if start else "")):
+            assert all(put(store, keys[start : start + turn]))
+        assert all(put(store, keys_of(others, 5000 + 100 * start)))
+
+
+@pytest.mark.parametrize("naming", NAMING)
+def test_a_conversation_that_is_only_ever_extended_leaves_from_its_end(tmp_path: Path, naming: str) -> None:
+    """Its first page was the oldest of all and left first, and nobody found what had come later."""
+    store = open_files(tmp_path, 40, naming=naming)
+    extended(store, keys_of(30), turn=3, others=8)
+    assert prefix(store, keys_of(30)) == 30
+    store.close()
+
+
+@pytest.mark.parametrize("naming", NAMING)
+def test_a_turn_that_is_not_found_does_not_keep_the_turns_before_it(tmp_path: Path, naming: str) -> None:
+    """They leave when it does, not later: what others used since stays."""
+    store = open_files(tmp_path, 40, naming=naming)
+    extended(store, keys_of(20), turn=5, others=0)
+    assert all(put(store, keys_of(40, 5000)))
+    assert all(put(store, keys_of(20, 7000)))
+    assert prefix(store, keys_of(20)) <= 4 and all(hits(store, keys_of(40, 5000)))
+    store.close()
+
+
+@pytest.mark.parametrize("naming", NAMING)
+def test_no_page_makes_room_for_what_follows_it(tmp_path: Path, naming: str) -> None:
+    """A conversation as long as the room: its next turn drove out its first pages, or those before itself."""
+    store = open_files(tmp_path, 40, naming=naming)
+    assert all(in_calls(put, store, keys_of(60), 20))
+    with as_use(Use(keys_of(60)[-1])):
+        put(store, keys_of(10, 60))
+    assert prefix(store, keys_of(70)) >= 60
+    store.close()

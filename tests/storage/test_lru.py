@@ -120,3 +120,75 @@ def test_uses_that_are_over_take_no_memory() -> None:
         for name in "abc":
             index.use(name, Entry(1, index.now(NOW_NS)))
     assert len(index._order) <= 2 * len(index) + 64
+
+
+def descendants(name: str, fronts: dict[str, str], there: LruIndex) -> list[str]:
+    """What is there behind a page, without a gap in between."""
+    behind = [page for page, front in fronts.items() if front == name and page in there]
+    return behind + [page for own in behind for page in descendants(own, fronts, there)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_page_leaves_before_what_follows_it(data: st.DataObject) -> None:
+    """Conversations that part and go on: of each, some pages are used by themselves, as those are that a
+    later turn adds, and room is made in between."""
+    index, fronts = LruIndex(), dict[str, str]()
+    paths: list[list[str]] = [[]]
+    for number in range(data.draw(st.integers(1, 25))):
+        if data.draw(st.booleans()):
+            path = data.draw(st.sampled_from(paths))
+            path = path[: data.draw(st.integers(0, len(path)))]
+            used = [f"{number} {at}" for at in range(data.draw(st.integers(1, 4)))]
+            fronts |= dict(zip(used, [path[-1] if path else "", *used]))
+            paths.append(path + used)
+        else:
+            path = data.draw(st.sampled_from(paths))
+            start = data.draw(st.integers(0, len(path)))
+            used = path[start : data.draw(st.integers(start, len(path)))]
+        now_ns = index.now(NOW_NS)
+        if used:
+            index.follow(fronts[used[0]], now_ns)
+        for name in list(index.take(data.draw(st.integers(0, 3)), 0, used, now_ns + 1)):
+            assert not descendants(name, fronts, index), f"{name} left before what follows it"
+        for rank, name in enumerate(used):
+            index.use(name, Entry(1, now_ns - rank), fronts[name])
+    while (coldest := index.coldest()) is not None:
+        assert not descendants(coldest, fronts, index), f"{coldest} would leave before what follows it"
+        index.drop(coldest)
+
+
+def test_what_makes_room_for_a_page_is_not_in_front_of_it() -> None:
+    index = LruIndex()
+    for rank, name in enumerate("abc"):
+        index.use(name, Entry(1, NOW_NS - rank), "abc"[rank - 1] if rank else "")
+    index.use("x", Entry(1, NOW_NS + 10))
+    index.follow("c", NOW_NS + 20)
+    assert list(index.take(4, 0, (), NOW_NS + 21)) == ["x"]
+    assert list(index.take(4, 0, ())) == ["c", "b", "a"]
+
+
+def test_what_is_no_chain_and_goes_in_a_ring_leaves_too() -> None:
+    index = LruIndex()
+    for names in ("abc", "cba", "bca"):
+        for rank, name in enumerate(names):
+            index.use(name, Entry(1, index.now(NOW_NS)), names[rank - 1])
+    assert sorted(index.take(3, 0, ())) == ["a", "b", "c"]
+
+
+def test_a_conversation_of_many_turns_is_gone_through_once() -> None:
+    """When its first page is the coldest: not once for each of its turns or pages."""
+    index, fronts = LruIndex(), ["", *map(str, range(3000))]
+    for turn in range(0, 3000, 10):
+        now_ns = index.now(NOW_NS + turn * 10**9)
+        for rank, (front, name) in enumerate(list(zip(fronts, fronts[1:]))[turn : turn + 10]):
+            index.use(name, Entry(1, now_ns - rank), front)
+    moved, put_in_order = [0], index._put_in_order
+
+    def counted(name: str, used_ns: int) -> None:
+        moved[0] += 1
+        put_in_order(name, used_ns)
+
+    index._put_in_order = counted  # type: ignore[method-assign]
+    assert list(index.take(1000, 0, ())) == fronts[:-1001:-1]
+    assert moved[0] <= 3000

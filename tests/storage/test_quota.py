@@ -9,7 +9,7 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError
 from hiradix.storage import (
     GuardedStorage,
     GuardLimits,
@@ -195,11 +195,36 @@ class TestAccountFile:
         (path,) = tmp_path.glob("*.quota")
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StorageError, match="locked"):
-            put_for(store, [key_of(1)], "salt:a")
-        assert hits(store, keys_of(2)) == [True, False]
+        assert put_for(store, [key_of(1)], "salt:a") == [False]
+        assert hits(store, keys_of(2)) == [True, False] and store.stats()["quota_refused_account"] == 1
         other.close()
         assert put_for(store, [key_of(1)], "salt:a") == [True]
+        store.close()
+
+    @pytest.mark.parametrize("what", ["locked", "damaged", "full"])
+    def test_an_account_that_cannot_be_had_does_not_stop_reads(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    ) -> None:
+        """Its third fault opened the breaker, and nobody was served from a store that was well."""
+        monkeypatch.setattr("hiradix.storage.account.LOCK_TIMEOUT_S", 0.01)
+        store = GuardedStorage(
+            open_quota(tmp_path, memory(tmp_path, {}), 1000), FINGERPRINT, GuardLimits(deadline_s=60.0)
+        )
+        assert all(put_for(store, keys_of(2), "salt:a"))
+        account = cast(QuotaStorage, store.backend)._account
+        other = sqlite3.connect(next(tmp_path.glob("*.quota")), isolation_level=None)
+        if what == "locked":
+            other.execute("BEGIN IMMEDIATE")
+        elif what == "damaged":
+            other.execute("ALTER TABLE pages RENAME TO no_pages")
+        else:
+            assert account._db is not None
+            (pages,) = account._db.execute("PRAGMA page_count").fetchone()
+            account._db.execute(f"PRAGMA max_page_count = {pages}")
+        answers = [put_for(store, keys_of(3, 10 * number), "salt:a") for number in range(9, 99)]
+        assert answers[-9:] == [[False] * 3] * 9 and hits(store, keys_of(2)) == [True, True]
+        assert store.stats()["breaker_opened"] == 0
+        other.close()
         store.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,21 @@ def test_naming_chooses_the_backend(tmp_path: Path) -> None:
         FileByNaming(context(tmp_path, naming="vllm"))
     with pytest.raises(ConfigError, match="sglang_model_name: .* makes no file name"):
         SglangFileBackend(context(tmp_path, sglang_model_name="x" * 300))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_refuses_pages_and_reads_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A user's quota is not in what the file system says is free. The third put opened the breaker."""
+    store = open_storage("file", context(tmp_path, deadline_s=60.0))
+    assert all(put(store, keys_of(2)))
+
+    def full(*args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("hiradix.storage.sglang_files.write_from", full)
+    assert not any(put(store, keys_of(3, 10 * number)).count(True) for number in range(1, 6))
+    assert hits(store, keys_of(2)) == [True, True] and store.stats()["breaker_opened"] == 0
+    assert store.stats()["backend_put_no_room"] >= 5 and len(os.listdir(tmp_path / "store")) == 2
+    store.close()

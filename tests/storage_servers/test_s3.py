@@ -386,3 +386,16 @@ def test_a_chain_of_several_calls_leaves_from_its_end(own_s3: Server) -> None:
     assert all(put(store, keys_of(16, 900))) and all(put(store, keys_of(6, 1000)))
     assert hits(store, keys_of(32)) == [True] * 26 + [False] * 6
     store.close()
+
+
+def test_a_conversation_that_is_only_ever_extended_leaves_from_its_end(own_s3: Server) -> None:
+    """Its first page was the oldest of all and left first, and nobody found what had come later."""
+    few = {"max_size": 32 * (PAGE_BYTES + SEAL_BYTES), "num_connections": 4, "num_workers": 1}
+    store = open_storage("s3", context(own_s3, deadline_s=60.0, **few))
+    keys = keys_of(12)
+    for start in range(0, 12, 3):
+        with as_use(Use(keys[start - 1] if start else "")):
+            assert all(put(store, keys[start : start + 3]))
+        assert all(put(store, keys_of(8, 900 + 100 * start)))
+    assert hits(store, keys) == [True] * 12
+    store.close()

@@ -29,8 +29,10 @@ def stored(folder: Path, name: str) -> GuardedStorage:
     return open_storage(name, StorageContext(FINGERPRINT, {"deadline_s": 60.0, **keys}, PAGE_BYTES))
 
 
-def rows_of(count: int, first: int = 0) -> PageRows:
-    return PageRows(b"", (first + np.arange(count * 4, dtype=np.int64)).reshape(count, 4), start=0)
+def rows_of(count: int, first: int = 0, behind: PageRows | None = None) -> PageRows:
+    """behind: the rows in front of these, all of their chain."""
+    rows = (first + np.arange(count * 4, dtype=np.int64)).reshape(count, 4)
+    return PageRows(hash_pages(behind)[-1], rows, start=len(behind)) if behind else PageRows(b"", rows)
 
 
 def names_of(rows: PageRows) -> list[str]:
@@ -49,9 +51,11 @@ class Driven:
     def store(self, rows: PageRows) -> int:
         return run(self._runner.store, task_of(Store(rows, (Tail(np.arange(len(rows))),)))).num_pages
 
-    def read(self, rows: PageRows) -> int:
-        digests = tuple(hash_pages(rows))
-        return run(self._runner.read, task_of(Read(digests, (Tail(np.arange(len(rows))),), None))).num_pages
+    def read(self, rows: PageRows, count: int | None = None) -> int:
+        """The last `count` pages of a chain."""
+        digests, count = tuple(hash_pages(rows)), len(rows) if count is None else count
+        tails = (Tail(np.arange(count)),)
+        return run(self._runner.read, task_of(Read(digests[-count:], tails, digests))).num_pages
 
 
 @pytest.mark.parametrize("name", ["file", "tier"])
@@ -75,4 +79,20 @@ def test_jobs_are_uses_of_their_own(tmp_path: Path) -> None:
     assert driven.store(rows_of(12)) == 12 and driven.store(rows_of(12, 10_000)) == 12
     assert driven.store(rows_of(6, 20_000)) == 6
     assert storage.exists(names_of(rows_of(12, 10_000))) == 12, "the chain used last before this one"
+    storage.close()
+
+
+@pytest.mark.parametrize("name", ["file", "tier"])
+@pytest.mark.parametrize("read", [False, True])
+def test_what_a_later_job_moves_makes_what_was_before_it_used(tmp_path: Path, name: str, read: bool) -> None:
+    """A conversation that goes on lost its first pages, and what it had stored since was found by nobody."""
+    storage = stored(tmp_path, name)
+    driven, head = Driven(storage), rows_of(6)
+    tail, both = rows_of(6, 24, behind=head), rows_of(12)
+    assert names_of(both) == [*names_of(head), *names_of(tail)]
+    assert driven.store(head if not read else both) == len(head if not read else both)
+    assert driven.store(rows_of(10, 10_000)) == 10
+    assert (driven.read(both, 6) if read else driven.store(tail)) == 6
+    assert driven.store(rows_of(9, 20_000)) == 9
+    assert storage.exists(names_of(both)) == 12
     storage.close()

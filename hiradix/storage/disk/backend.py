@@ -22,14 +22,15 @@ from hiradix.storage.disk.recency import Recency, Uses
 from hiradix.storage.disk.record import Name, name_of
 from hiradix.storage.disk.store import PageRecord, Store
 from hiradix.storage.options import flag
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, sizes_of
+from hiradix.storage.pieces import current_piece
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 from hiradix.storage.vectored import NO_ROOM
 
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
 MAX_UNLOGGED_USES = 4096
-_Given = Mapping[Name, tuple[Page, int]]
+_Given = Mapping[Name, tuple[Page, int, Name | None]]
 _Writes = list[tuple[PageRecord, Move]]
 
 
@@ -110,7 +111,8 @@ class DiskBackend(StorageBackend):
         uses = self._recency.used("put", names, self._time_ns())
         if self._all_there(names, uses):
             return [True] * len(keys)
-        given = {name: (page, used_ns) for page, (name, used_ns) in zip(reversed(pages), uses)}
+        backwards = zip(reversed(pages), reversed(_fronts(names)), uses)
+        given = {name: (page, used_ns, front) for page, front, (name, used_ns) in backwards}
         with self._store.locked():
             try:
                 self._put_missing(names, given, uses)
@@ -199,6 +201,7 @@ class DiskBackend(StorageBackend):
         """What to read for the keys that are there; they count as used."""
         with self._store.mutex:
             names, entries = self._find(keys)
+            self._store.shelf.link_all(names, _fronts)
             _check_lengths(into, self._page_bytes)
             self._recency.later("get", names, self._time_ns())
             if self._recency.num_waiting > MAX_UNLOGGED_USES:
@@ -235,13 +238,6 @@ class DiskBackend(StorageBackend):
         moves = list(zip([found[number] for number in numbers], offsets, into))
         return _Reads(self._store.state, indices, there, moves)
 
-    def _move(self, place: tuple[int, int], page: Page) -> Move | None:
-        """Needs the mutex. None: the segment's file is gone."""
-        segment = self._store.segment(place[0])
-        if segment is None:
-            return None
-        return segment, self._store.offset(place), page
-
     def _all_there(self, names: Sequence[Name], uses: Uses) -> bool:
         """Whether no page is missing; they count as used then. False if the log cannot tell just now."""
         with self._store.mutex:
@@ -252,6 +248,7 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             if any(name not in pages for name in names):
                 return False
+            self._store.shelf.link_all(names, _fronts)
             self._use(uses)
         return True
 
@@ -269,6 +266,8 @@ class DiskBackend(StorageBackend):
                 entry.used_ns = used_ns
                 if abs(used_ns - entry.logged_ns) > interval_ns:
                     self._used[entry.place] = entry
+                if entry.front is not None:
+                    self._store.shelf.link(name, entry.front)
 
     def _log_uses(self) -> None:
         """Locked."""
@@ -290,12 +289,13 @@ class DiskBackend(StorageBackend):
     def _place(self, names: Sequence[Name], given: _Given, keep: frozenset[Name]) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
         writes = []
-        for name, place in zip(names, self._store.allocate(len(names), keep)):
-            page, used_ns = given[name]
-            move = self._move(place, page)
-            if move is None:
+        for name, place in zip(names, self._store.allocate(len(names), keep, _fronts(())[0])):
+            page, used_ns, front = given[name]
+            segment = self._store.segment(place[0])
+            if segment is None:
                 raise StorageError(f"a segment file of {self.config.path} was removed")
-            writes.append((PageRecord(name, place, self._page_bytes, used_ns), move))
+            record = PageRecord(name, front, place, self._page_bytes, used_ns)
+            writes.append((record, (segment, self._store.offset(place), page)))
         return writes
 
     def _write(self, writes: _Writes) -> None:
@@ -350,8 +350,15 @@ class _Reads:
         if store.state == self.state:
             return [True] * len(self.entries)
         current = store.index.by_place
-        found = [(entry, current.get(entry.place)) for entry in self.entries]
-        return [now is not None and now.version == entry.version for entry, now in found]
+        return [entry.is_same(current.get(entry.place)) for entry in self.entries]
+
+
+def _fronts(names: Sequence[Name]) -> list[Name | None]:
+    """Which page of the chain is in front of each of this thread's call, where that is known."""
+    piece = current_piece()
+    (front,) = piece.fronts(())
+    first = name_of(front) if is_key(front) else None
+    return [first, *names[:-1]] if piece.whole.is_chain else [None] * max(1, len(names))
 
 
 def _check_lengths(pages: Sequence[Page], expected: int) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-from hiradix.storage.disk.record import Kind, Name, Record, packed_name, unpacked_name
+from hiradix.storage.disk.chains import Linked, Waiting, coldest, link
+from hiradix.storage.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name, unpacked_name
 from hiradix.storage.lru import believed
 
 
@@ -22,8 +23,8 @@ class Entry:
     use that the log knows of."""
 
     __slots__ = (
-        "algorithm", "checksum", "logged_ns", "name", "namespace", "num_bytes", "place", "used_ns",
-        "verified", "version",
+        "algorithm", "checksum", "front", "logged_ns", "name", "namespace", "next", "num_bytes", "place",
+        "used_ns", "verified", "version",
     )  # fmt: skip
 
     def __init__(self, record: Record, name: Name, same: dict[Any, Any]):
@@ -37,6 +38,17 @@ class Entry:
         self.checksum = record.checksum
         self.used_ns = self.logged_ns = record.used_ns
         self.verified = False
+        self.front: Name | None = None  # as `chains` has it
+        self.next: Name | None = None
+
+    def is_same(self, other: Entry | None) -> bool:
+        """Whether that is this page, put by the same call. Versions alone tell so in one log, but not in one
+        that was put back to an old state."""
+        return other is self or (
+            other is not None
+            and other.version == self.version
+            and (other.name, other.namespace, other.checksum) == (self.name, self.namespace, self.checksum)
+        )
 
 
 @dataclass
@@ -51,6 +63,7 @@ class Shelf:
     labels: set[Name] = field(default_factory=set)
     free: set[tuple[int, int]] = field(default_factory=set)
     heap: list[tuple[int, int]] = field(default_factory=list)  # of `free`, and of some no longer in it
+    waiting: Waiting = field(default_factory=Waiting)
 
     def take_free(self, count: int) -> list[tuple[int, int]]:
         """At most `count` free slots, lowest first. They stay free until a record says otherwise."""
@@ -62,6 +75,20 @@ class Shelf:
         for place in taken:
             heapq.heappush(self.heap, place)
         return taken
+
+    def link(self, label: Name, front: Name) -> None:
+        """A page is used that has `front` in front of it in its chain."""
+        link(cast(OrderedDict[Name, Linked], self.pages), self.waiting, label, front)
+
+    def link_all(
+        self, labels: Sequence[Name], fronts: Callable[[Sequence[Name]], Sequence[Name | None]]
+    ) -> None:
+        """The same of a call's pages, if that is not known of its last. fronts: says what is in front."""
+        last = self.pages.get(labels[-1]) if labels else None
+        if last is not None and last.front is None:
+            for label, front in zip(labels, fronts(labels)):
+                if front is not None:
+                    self.link(label, front)
 
     def tidy(self) -> None:
         """Give back the memory of slots that are no longer free."""
@@ -99,6 +126,7 @@ class Index:
         self.next_segment = 0
         self.next_version = 1
         self._same: dict[Any, Any] = {}
+        self._behind: tuple[Shelf, Name] | None = None  # what the next PUT's page is in front of
 
     @property
     def num_slots(self) -> int:
@@ -134,6 +162,8 @@ class Index:
             self._free((record.segment, record.slot))
         elif kind == Kind.TOUCH:
             self._touch((record.segment, record.slot), record.used_ns)
+        elif kind == Kind.FOLLOWS:
+            self._follow((record.segment, record.slot), unpacked_name(record.key, record.flags))
         elif kind == Kind.SEGMENT:
             self._add_segment(record)
         elif kind == Kind.DROP:
@@ -150,23 +180,28 @@ class Index:
         entry.used_ns = used_ns
         self._shelf_of(entry).pages.move_to_end(self.label(entry.namespace, entry.name))
 
-    def coldest(self, shelf: Shelf, count: int, keep: Collection[Name]) -> list[Entry]:
-        """At most `count` of a shelf's coldest pages, none of `keep`'s labels."""
-        found: list[Entry] = []
-        for label, entry in shelf.pages.items():
-            if len(found) >= count:
-                break
-            if label not in keep:
-                found.append(entry)
-        return found
+    def coldest(
+        self, shelf: Shelf, count: int, keep: Collection[Name], front: Name | None = None
+    ) -> list[Entry]:
+        """At most `count` of a shelf's coldest pages: none of `keep`'s labels, nor of `front` and what is in
+        front of it."""
+        pages = cast(OrderedDict[Name, Linked], shelf.pages)
+        return [shelf.pages[label] for label in coldest(pages, shelf.waiting, count, keep, front)]
 
     def snapshot(self) -> Iterator[Record]:
         """Records that make this index, its order included, in a new log. The header is the log's own."""
         for number, info in sorted(self.segments.items()):
             yield Record(Kind.SEGMENT, number, info.num_slots, num_bytes=info.slot_bytes)
+        behind: list[tuple[Entry, Entry]] = []  # and what is in front of them, where that is not next
         for shelf in self.shelves.values():
-            for entry in shelf.pages.values():
-                yield put_record(entry)
+            entries = list(shelf.pages.values())
+            for entry, after in zip(entries, [*entries[1:], None]):
+                front = None if entry.front is None else shelf.pages.get(entry.front)
+                yield put_record(entry, BEHIND_NEXT if front is not None and front is after else 0)
+                if front is not None and front is not after:
+                    behind.append((entry, front))
+        for entry, front in behind:
+            yield follows_record(entry.place, front.name)
 
     def sort(self, now_ns: int) -> None:
         """Put all shelves in order of use, as far as that is believed, without what reading has left behind.
@@ -176,6 +211,7 @@ class Index:
                 entry.used_ns = believed(entry.used_ns, now_ns)
         for shelf in self.shelves.values():
             shelf.tidy()
+            shelf.waiting.end()
             times = [entry.used_ns for entry in shelf.pages.values()]
             if any(before > after for before, after in zip(times, times[1:])):
                 order = sorted(shelf.pages.items(), key=lambda item: item[1].used_ns)
@@ -185,8 +221,9 @@ class Index:
         """Keep what `older` knew of the same pages: that they were verified, and later uses."""
         for place, entry in self.by_place.items():
             before = older.by_place.get(place)
-            if before is not None and before.version == entry.version:
+            if before is not None and entry.is_same(before):
                 entry.verified = before.verified
+                entry.front, entry.next = entry.front or before.front, entry.next or before.next
                 entry.used_ns = max(entry.used_ns, before.used_ns)
 
     # -- records ------------------------------------------------------------------------
@@ -211,6 +248,15 @@ class Index:
         shelf.labels.add(label)
         self.by_place[place] = entry
         self.next_version = max(self.next_version, record.version + 1)
+        if self._behind is not None and self._behind[0] is shelf:
+            shelf.link(self._behind[1], label)
+        self._behind = (shelf, label) if record.flags & BEHIND_NEXT else None
+
+    def _follow(self, place: tuple[int, int], front: Name) -> None:
+        entry = self.by_place.get(place)
+        if entry is not None:
+            label, front = (self.label(entry.namespace, name) for name in (entry.name, front))
+            self._shelf_of(entry).link(label, front)
 
     def _free(self, place: tuple[int, int]) -> None:
         entry = self.by_place.pop(place, None)
@@ -219,6 +265,7 @@ class Index:
             label = self.label(entry.namespace, entry.name)
             del shelf.pages[label]
             shelf.labels.remove(label)
+            shelf.waiting.drop(label)
             shelf.give(place)
 
     def _touch(self, place: tuple[int, int], used_ns: int) -> None:
@@ -248,10 +295,16 @@ class Index:
         self.dropped.append(number)
 
 
-def put_record(entry: Entry) -> Record:
+def put_record(entry: Entry, more_flags: int) -> Record:
     """The PUT record of a page as it is now."""
     key, flags = packed_name(entry.name)
     return Record(
         Kind.PUT, *entry.place, entry.version, entry.namespace, key, entry.num_bytes,
-        entry.algorithm, entry.checksum, entry.used_ns, flags,
+        entry.algorithm, entry.checksum, entry.used_ns, flags | more_flags,
     )  # fmt: skip
+
+
+def follows_record(place: tuple[int, int], front: Name) -> Record:
+    """What says which page is in front of the one in a slot."""
+    key, flags = packed_name(front)
+    return Record(Kind.FOLLOWS, *place, key=key, flags=flags)

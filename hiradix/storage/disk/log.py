@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 NAME = "log"
 RECORDS_PER_SLOT, SPARE_RECORDS = 4, 256
+KNOWN_BYTES = 32 * RECORD_BYTES
+"""So much before the place up to where a log was read is compared with it when there is more: else it was cut
+short, or put back to an old state, in place."""
 READ_TRIES = 100
 """Of those that only look, while others replace the log."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -62,6 +65,7 @@ class Log:
         self._fd = -1
         self._number = 0
         self._length = 0  # records read
+        self._last = b""  # the last of them, as they are in the file
         self._moved = False  # the last record we saw is MOVED
         self.index = Index(namespace)
         self.num_damaged = 0
@@ -101,7 +105,7 @@ class Log:
         size = file_size(self._fd)
         if size == self._length * RECORD_BYTES:
             return False
-        if size < self._length * RECORD_BYTES:
+        if not self._is_continued():
             self._load()
             return True
         before = self._length
@@ -136,6 +140,7 @@ class Log:
             os.ftruncate(self._fd, self.num_bytes)
             raise
         self._length += len(records)
+        self._note(raw)
         for record in records:
             self.index.apply(record)
 
@@ -149,8 +154,8 @@ class Log:
         os.fdatasync(self._fd)
 
     def is_in_place(self) -> bool:
-        """Whether our file still is the one in the directory."""
-        return is_in_place(self._fd, self._path)
+        """Whether our file still is the one in the directory, and goes on from what we have read."""
+        return is_in_place(self._fd, self._path) and self._is_continued()
 
     def close(self) -> None:
         """Let go of the file. Idempotent."""
@@ -159,6 +164,9 @@ class Log:
             self._fd = -1
 
     # -- inside -------------------------------------------------------------------------
+
+    def _is_continued(self) -> bool:
+        return _read(self._fd, self.num_bytes - len(self._last), self.num_bytes) == self._last
 
     def _load(self) -> None:
         """Read all of the log that is in the directory now."""
@@ -170,7 +178,7 @@ class Log:
             os.close(fd)
             raise
         self.close()
-        self._fd, self._number, self._length = fd, number, 0
+        self._fd, self._number, self._length, self._last = fd, number, 0, b""
         index, self.num_damaged, self._moved = Index(self._namespace), 0, False
         with _no_collection():
             self._apply(raw, index)
@@ -180,7 +188,8 @@ class Log:
         self.index = index
 
     def _apply(self, raw: bytes, index: Index) -> None:
-        num_bad = 0
+        """Let what `raw`, which begins where we are, says happen."""
+        num_bad, before = 0, self._length
         for record in unpack(raw, self._number, self._length):
             if record is None:
                 num_bad += 1
@@ -192,6 +201,12 @@ class Log:
             self.num_damaged += num_bad
             self._length += num_bad + 1
             num_bad = 0
+        self._note(raw[: (self._length - before) * RECORD_BYTES])
+
+    def _note(self, raw: bytes) -> None:
+        """`raw` is what was read or written last."""
+        if raw:
+            self._last = (self._last + raw[-KNOWN_BYTES:])[-KNOWN_BYTES:]
 
     def _retire(self) -> None:
         """Tell those who read the old log, if it is one, that it ends here."""
@@ -222,6 +237,7 @@ class Log:
             os.ftruncate(self._fd, 0)
         self.close()
         self._fd, self._number, self._length, self.num_damaged = fd, number, 1 + len(records), 0
+        self._last = raw[-KNOWN_BYTES:]
 
 
 @contextmanager

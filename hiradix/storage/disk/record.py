@@ -26,6 +26,7 @@ _MAGIC = b"HR"
 FORMAT_VERSION = 1
 NO_KEY, NO_NAMESPACE = bytes(32), bytes(16)
 _HASHED = 1  # flag: `key` is the hash of a key that is no page hash
+BEHIND_NEXT = 2  # flag of a PUT: in front of this page in its chain is that of the next PUT
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -40,6 +41,7 @@ class Kind(IntEnum):
     TOUCH = 6  # a slot's page was used
     CLEAR = 7  # all pages of a namespace go
     MOVED = 8  # last of a log: another one is about to take its place
+    FOLLOWS = 9  # a slot's page has one in front of it in its chain. key, flags: that one's
 
 
 class Record(NamedTuple):

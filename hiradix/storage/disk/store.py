@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from hiradix.errors import StorageError
 from hiradix.storage.dir_lock import DirLock
 from hiradix.storage.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
-from hiradix.storage.disk.index import Entry, Index, Shelf
+from hiradix.storage.disk.index import Entry, Index, Shelf, follows_record
 from hiradix.storage.disk.log import Log, require_own
-from hiradix.storage.disk.record import Kind, Name, Record, packed_name
+from hiradix.storage.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
 from hiradix.storage.disk.segments import Segment, SegmentFolder
+from hiradix.storage.lru import SKEW_NS
 
 LOCK_NAME = "hiradix.lock"
 LOCK_TRIES = 3
@@ -40,6 +41,7 @@ class Store:
         self._namespace = namespace
         self.slot_size = slot_size
         self._lock = self._new_lock()
+        self._time_ns = time_ns
         self._log = Log(config.path, namespace, time_ns)
         self._segments = SegmentFolder(config.path, False)
         self.mutex = threading.Lock()
@@ -115,17 +117,19 @@ class Store:
         """Where a slot begins in its file."""
         return place[1] * self.slot_size
 
-    def allocate(self, count: int, keep: Collection[Name]) -> list[Place]:
+    def allocate(self, count: int, keep: Collection[Name], front: Name | None = None) -> list[Place]:
         """Slots for `count` pages, fewer without room; nothing refers to them from here on. Locked.
 
-        keep: names that are not evicted for it.
+        keep: names that are not evicted for it; nor is `front`, and what is in front of that in its chain.
         """
         while len(places := self.shelf.take_free(count)) < count and self._add_slots(keep):
             pass
         evicted: list[Entry] = []
         if len(places) < count:
+            if self.shelf.waiting.latest_ns > (now_ns := self._time_ns()) + SKEW_NS:  # the clock was set back
+                self.index.sort(now_ns)
             together = min(EVICT_TOGETHER, self.index.num_slots // EVICT_SHARE)
-            evicted = self.index.coldest(self.shelf, max(count - len(places), together), keep)
+            evicted = self.index.coldest(self.shelf, max(count - len(places), together), keep, front)
             self.counts["evicted"] += len(evicted)
             places = sorted([*places, *(entry.place for entry in evicted)])[:count]
         free = {*places, *(entry.place for entry in evicted)}
@@ -141,10 +145,14 @@ class Store:
 
     def publish(self, pages: Sequence[PageRecord]) -> None:
         """Pages that are in their slots can be found from here on, the last the coldest. Locked."""
-        version = self.index.next_version
-        self._log.append(
-            [page.record(self._namespace, version + i) for i, page in enumerate(reversed(pages))]
-        )
+        version, backwards, records = self.index.next_version, pages[::-1], []
+        behind = []
+        for i, (page, after) in enumerate(zip(backwards, [*backwards[1:], None])):
+            is_next = after is not None and page.front == after.name
+            records.append(page.record(self._namespace, version + i, BEHIND_NEXT if is_next else 0))
+            if page.front is not None and not is_next:
+                behind.append(follows_record(page.place, page.front))
+        self._log.append(records + behind)
         if self._config.fsync:
             self._log.sync()
 
@@ -281,21 +289,22 @@ class Store:
 
 
 class PageRecord:
-    """A page that was written, for `publish`."""
+    """A page that was written, for `publish`. front: the one in front of it in its chain, where known."""
 
-    __slots__ = ("algorithm", "checksum", "name", "num_bytes", "place", "used_ns")
+    __slots__ = ("algorithm", "checksum", "front", "name", "num_bytes", "place", "used_ns")
 
-    def __init__(self, name: Name, place: Place, num_bytes: int, used_ns: int):
+    def __init__(self, name: Name, front: Name | None, place: Place, num_bytes: int, used_ns: int):
         self.name = name
+        self.front = front
         self.place = place
         self.num_bytes = num_bytes
         self.used_ns = used_ns
         self.algorithm = self.checksum = 0
 
-    def record(self, namespace: bytes, version: int) -> Record:
+    def record(self, namespace: bytes, version: int, more_flags: int) -> Record:
         """Its PUT record."""
         key, flags = packed_name(self.name)
         return Record(
             Kind.PUT, *self.place, version, namespace, key, self.num_bytes,
-            self.algorithm, self.checksum, self.used_ns, flags,
+            self.algorithm, self.checksum, self.used_ns, flags | more_flags,
         )  # fmt: skip
