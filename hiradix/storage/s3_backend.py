@@ -282,26 +282,41 @@ class S3Backend(StorageBackend):
         cap = self.config.max_bytes
         if not cap:
             return todo
-        victims: list[str] = []
+        victims: dict[str, int] = {}
         fits: list[int] = []
+        added: list[str] = []
         keep = {*keys, *current_piece().before}
         with self._lock:
             now_ns = self._began()
             over = self._index.num_bytes - cap
-            victims += self._index.take(over, 0, keep) if over > 0 else ()
+            victims |= self._index.take(over, 0, keep) if over > 0 else {}
             for index in todo:
                 size = page_bytes(pages[index])
                 short = self._index.num_bytes + size - cap
                 if short > 0:
-                    victims += self._index.take(short, cap // _SLACK_SHARE, keep)
+                    victims |= self._index.take(short, cap // _SLACK_SHARE, keep)
                 if self._index.num_bytes + size > cap:
                     break
+                added += [] if keys[index] in self._index else [keys[index]]
                 self._index.use(keys[index], Entry(size, now_ns - index))
                 fits.append(index)
-            self._counts["evicted"] += len(victims)
             self._has_folder = self._has_folder and len(self._index) > len(fits)
-        self._delete([self._path(key) for key in victims])
+        self._evict(victims, added)
         return fits
+
+    def _evict(self, victims: Mapping[str, int], added: Sequence[str]) -> None:
+        """Delete what was taken out for `added`. If that fails they change places again: nobody else would
+        delete what does not count."""
+        try:
+            self._delete([self._path(key) for key in victims])
+        except StorageError:
+            self._forget(added)
+            with self._lock:
+                for key, num_bytes in victims.items():
+                    self._index.use(key, Entry(num_bytes, 0))
+            raise
+        with self._lock:
+            self._counts["evicted"] += len(victims)
 
 
 def key_in(entry: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.exceptions import GenericError
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
@@ -21,7 +22,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.pieces import Use, as_use
 from hiradix.storage.retry import RetryingStorage
-from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend
+from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend, key_in
 from hiradix.storage.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -239,6 +240,32 @@ def test_cap_counts_what_is_there_at_start(own_s3: Server) -> None:
     capped = S3Backend(context(own_s3, max_size=4 * PAGE_BYTES))
     assert len(capped._list()) == 4 and capped.stats()["used_bytes"] == 4 * PAGE_BYTES
     assert all(hits(other, keys_of(3)))
+
+
+def test_what_could_not_be_evicted_still_counts(own_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was busy for a moment kept the objects, and nobody counted them any more."""
+    store = S3Backend(context(own_s3, max_size=4 * PAGE_BYTES))
+    delete_one = store._delete_one
+
+    def refused(path: str) -> None:
+        raise GenericError("503 Slow Down")
+
+    def counted() -> int:
+        found = [key_in(entry) for entry in store._list()]
+        assert all(key in store._index for key in found), "an object that nobody counts"
+        assert store.stats()["used_bytes"] == len(found) * PAGE_BYTES
+        return len(found)
+
+    assert all(put(store, keys_of(4)))
+    for start in (4, 8):
+        monkeypatch.setattr(store, "_delete_one", refused)
+        with pytest.raises(StorageError, match="Slow Down"):
+            put(store, keys_of(2, start=start))
+        assert counted() == 4
+        monkeypatch.setattr(store, "_delete_one", delete_one)
+        assert all(put(store, keys_of(2, start=start + 2))) and counted() == 4
+    assert store.stats()["evicted"] == 4
+    store.close()
 
 
 def test_request_that_fails_alone_is_one_miss(own_s3: Server, backend: S3Backend) -> None:
