@@ -13,6 +13,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -72,9 +73,14 @@ class SglangBackend(StorageBackend):
         self._lock = threading.Lock()
         self._closed = False
         self._store = build(make_config(_config(context, v1 and latent)), self._pool)
-        self._store.register_mem_pool_host(self._pool)
-        getattr(self._store, "on_host_pools_registered", lambda: None)()
-        self._wants_info = _takes(self._store.batch_exists, "extra_info")
+        try:
+            self._store.register_mem_pool_host(self._pool)
+            getattr(self._store, "on_host_pools_registered", lambda: None)()
+            self._wants_info = _takes(self._store.batch_exists, "extra_info")
+        except BaseException:
+            with suppress(Exception):  # the first fault is to be told
+                self.close()
+            raise
         self.traits = Traits(chained=self._wants_info, deletes=False)
 
     @property
