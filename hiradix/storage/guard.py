@@ -9,6 +9,7 @@ a call that is past its deadline is waited for, while everybody else gets misses
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,10 +177,21 @@ class GuardedStorage:
         return self._told[place]
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent."""
+        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent.
+
+        With all workers hung it is closed by the first whose call ends.
+        """
         if not self._closed:
             self._closed = True
-            self._admin("close", self.backend.close, timeout_s)
+            begun = threading.Event()
+
+            def close() -> None:
+                begun.set()
+                self.backend.close()
+
+            self._admin("close", close, timeout_s)
+            if not begun.is_set():
+                self._lanes.at_end(self.backend.close)
             if self._ends_lanes:
                 self._lanes.close()
 

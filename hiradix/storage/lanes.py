@@ -125,6 +125,7 @@ class LanePool:
         self._changed = threading.Condition()
         self._closed = False
         self._left_behind = LEFT_BEHIND
+        self._last: list[Callable[[], object]] = []
         self.num_late = 0
 
     @property
@@ -149,6 +150,11 @@ class LanePool:
             raise
         self._put_back(lane)
 
+    def at_end(self, work: Callable[[], object]) -> None:
+        """Have `work`, for which no worker came free, done by the first that does once the pool is closed."""
+        with self._changed:
+            self._last.append(work)
+
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
         with self._changed:
@@ -156,10 +162,10 @@ class LanePool:
                 return
             self._closed = True
             free, self._free = self._free, []
-            self._left_behind.add(self._num_made - len(free))
+            self._left_behind.add(self._num_made)
             self._changed.notify_all()
         for lane in free:
-            lane.stop()
+            self._end(lane)
 
     def _acquire(self, timeout_s: float) -> Lane:
         with self._changed:
@@ -185,7 +191,18 @@ class LanePool:
                 self._free.append(lane)
                 self._changed.notify()
                 return
-        self._left_behind.add(-1)
+        self._end(lane)
+
+    def _end(self, lane: Lane) -> None:
+        """Of a closed pool: what was left for the end, and then this worker's."""
+        with self._changed:
+            last, self._last = self._last, []
+        for work in last:
+            lane.start(work)
+        if last:
+            lane.start(lambda: self._left_behind.add(-1))
+        else:
+            self._left_behind.add(-1)
         lane.stop()
 
 
