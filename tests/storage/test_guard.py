@@ -525,7 +525,7 @@ def test_closing_while_a_call_hangs_ends_in_time(make: Make) -> None:
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "beside another"])
 def test_a_backend_whose_calls_all_hang_is_closed_when_one_of_them_ends(make: Make, is_shared: bool) -> None:
-    """Closing had no worker, and what the backend held (connections, threads, lent memory) stayed for good."""
+    """Closing had no worker, and what the backend held (connections, threads, lent memory) stayed."""
     world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=2))
     closed = [threading.Event(), threading.Event()]
     world.memory.close = closed[0].set  # type: ignore[method-assign]
