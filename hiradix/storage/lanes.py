@@ -125,7 +125,6 @@ class LanePool:
         self._changed = threading.Condition()
         self._closed = False
         self._left_behind = LEFT_BEHIND
-        self._last: list[Callable[[], object]] = []
         self.num_late = 0
 
     @property
@@ -135,12 +134,13 @@ class LanePool:
             return self._num_made - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float) -> Iterator[Lane]:
+    def lane(self, timeout_s: float, extra: bool = False) -> Iterator[Lane]:
         """A lane of one's own; NoLane when all stay busy for `timeout_s` or the pool is closed.
 
-        After a CallTimeout in the body the lane comes back by itself when its call ends.
+        extra: where all stay busy it is one more. After a CallTimeout in the body the lane comes back by
+        itself when its call ends.
         """
-        lane = self._acquire(timeout_s)
+        lane = self._acquire(timeout_s, extra)
         try:
             yield lane
         except CallTimeout:
@@ -150,11 +150,6 @@ class LanePool:
             raise
         self._put_back(lane)
 
-    def at_end(self, work: Callable[[], object]) -> None:
-        """Have `work`, for which no worker came free, done by the first that does once the pool is closed."""
-        with self._changed:
-            self._last.append(work)
-
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
         with self._changed:
@@ -162,15 +157,15 @@ class LanePool:
                 return
             self._closed = True
             free, self._free = self._free, []
-            self._left_behind.add(self._num_made)
+            self._left_behind.add(self._num_made - len(free))
             self._changed.notify_all()
         for lane in free:
-            self._end(lane)
+            lane.stop()
 
-    def _acquire(self, timeout_s: float) -> Lane:
+    def _acquire(self, timeout_s: float, extra: bool) -> Lane:
         with self._changed:
             self._changed.wait_for(self._may_acquire, max(0.0, timeout_s))
-            if self._closed or not self._may_acquire():
+            if self._closed or not (extra or self._may_acquire()):
                 raise NoLane("all workers are in calls that have not ended")
             if self._free:
                 return self._free.pop()
@@ -191,18 +186,7 @@ class LanePool:
                 self._free.append(lane)
                 self._changed.notify()
                 return
-        self._end(lane)
-
-    def _end(self, lane: Lane) -> None:
-        """Of a closed pool: what was left for the end, and then this worker's."""
-        with self._changed:
-            last, self._last = self._last, []
-        for work in last:
-            lane.start(work)
-        if last:
-            lane.start(lambda: self._left_behind.add(-1))
-        else:
-            self._left_behind.add(-1)
+        self._left_behind.add(-1)
         lane.stop()
 
 

@@ -200,8 +200,9 @@ def test_what_a_url_says_behind_its_question_mark_is_hidden(url: str, name: str)
 @pytest.mark.parametrize(
     "name",
     [
-        "account_key", "azure_storage_account_key", "sas_key", "azure_storage_sas_token", "google_service_account_key",
-        "aws_sse_customer_key_base64", "client_secret", "encryption_key", "key", "sk", "signature",
+        "account_key", "azure_storage_account_key", "sas_key", "azure_storage_sas_token",
+        "google_service_account_key", "aws_sse_customer_key_base64", "client_secret",
+        "encryption_key", "key", "sk", "signature",
     ],
 )  # fmt: skip
 def test_keys_of_stores_that_open_them_are_hidden(name: str) -> None:

@@ -524,7 +524,7 @@ def test_closing_while_a_call_hangs_ends_in_time(make: Make) -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "beside another"])
-def test_a_backend_whose_calls_all_hang_is_closed_when_one_of_them_ends(make: Make, is_shared: bool) -> None:
+def test_a_backend_whose_calls_all_hang_is_closed(make: Make, is_shared: bool) -> None:
     """Closing had no worker, and what the backend held (connections, threads, lent memory) stayed."""
     world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=2))
     closed = [threading.Event(), threading.Event()]
@@ -538,9 +538,8 @@ def test_a_backend_whose_calls_all_hang_is_closed_when_one_of_them_ends(make: Ma
     if beside is not None:
         beside.close(timeout_s=SHORT_S)
     world.storage.close(timeout_s=SHORT_S)
-    assert not any(event.is_set() for event in closed)
-    world.faulty.release.set()
     assert closed[0].wait(60) and (not is_shared or closed[1].wait(60))
+    assert world.figure("workers_busy") <= 3
 
 
 def test_threads_end_after_close(make: Make) -> None:
