@@ -260,13 +260,15 @@ class S3Backend(StorageBackend):
         self._reserve([], [], [])
 
     def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool]) -> None:
-        """Pages of a call that are there were used: each a little before the page in front of it."""
+        """Pages of a call that are there were used: each a little before the page in front of it. What is
+        counted already keeps its length, as a buffer may be longer than what it is filled from."""
         if self.config.max_bytes:
             with self._lock:
                 now_ns = self._began()
                 for index, (key, page) in enumerate(zip(keys, pages)):
                     if ok[index]:
-                        self._index.use(key, Entry(page_bytes(page), now_ns - index))
+                        size = self._index.size(key) or page_bytes(page)
+                        self._index.use(key, Entry(size, now_ns - index))
 
     def _began(self) -> int:
         """When the first page of this call counts as used. Call with the lock held."""

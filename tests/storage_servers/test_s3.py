@@ -242,6 +242,20 @@ def test_cap_counts_what_is_there_at_start(own_s3: Server) -> None:
     assert all(hits(other, keys_of(3)))
 
 
+def test_compressed_pages_that_are_read_count_as_what_they_are(own_s3: Server) -> None:
+    """They counted as the buffers they may fill, and the next put evicted what there was room for."""
+    keys, short = keys_of(4), StorageContext(
+        FINGERPRINT, {**s3_keys(own_s3, "x"), "max_size": 2 * PAGE_BYTES}, PAGE_BYTES, ragged=True
+    )
+    store = S3Backend(short)
+    assert all(store.put(keys, [[memoryview(bytes(100))] for _ in keys]))
+    assert all(store.get(keys, [blank() for _ in keys]))
+    assert store.stats()["used_bytes"] == 400
+    assert all(store.put(keys_of(4, start=4), [[memoryview(bytes(100))] for _ in keys]))
+    assert store.stats()["used_bytes"] == 800 and store.exists(keys_of(8)) == 8
+    store.close()
+
+
 def test_what_could_not_be_evicted_still_counts(own_s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was busy for a moment kept the objects, and nobody counted them any more."""
     store = S3Backend(context(own_s3, max_size=4 * PAGE_BYTES))
