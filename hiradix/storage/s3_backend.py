@@ -31,7 +31,7 @@ from hiradix.storage.protocol import (
     fits,
     page_bytes,
 )
-from hiradix.storage.s3_config import S3Config
+from hiradix.storage.s3_config import S3Config, told
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
@@ -61,7 +61,7 @@ class S3Backend(StorageBackend):
             self._open()
         except BaseError as error:
             self.close()
-            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {error}") from error
+            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class S3Backend(StorageBackend):
         try:
             return work()
         except (BaseError, CancelledError, RuntimeError) as error:  # the last two: closed under our feet
-            raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
+            raise StorageError(f"s3: {type(error).__name__}: {told(error)}") from error
 
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
         return self._each(self._read, items)
