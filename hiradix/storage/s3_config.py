@@ -100,7 +100,7 @@ class S3Config:
 
 
 def told(error: BaseException) -> str:
-    """What obstore says of an error, without its insides, which follow, nor pages that servers send with it."""
+    """What obstore says of an error, without its insides, which follow, nor pages that servers answer."""
     return " ".join(str(error).partition("\n\nDebug source")[0][:1000].split())
 
 
