@@ -198,14 +198,16 @@ def parse_extra_config(text: str | None) -> ExtraConfig:
 
 
 _SECRET = re.compile(  # a number per 1024 tokens is no token
-    r"passw|secret|credential|private|api_?key|access_?key|authorization|(^|_)auth$|(^|_)(?<!_ki_)token$",
+    r"passw|secret|credential|private|api_?key|access_?key|authorization|signature|(^|_)auth$"
+    r"|(^|_)(?<!_ki_)token$|(^|_)key(_base64)?$|(^|_)(ak|sk|pwd|sig)$",
     re.IGNORECASE,
 )
+_QUERY = re.compile(r"(?<=[?&])(?P<name>[^=&#\s]+)=[^&#\s]+")
 _USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """`value` for display: '***' where it looks like a secret (by key name, and user info in URLs)."""
+    """`value` for display: '***' where a key's name says secret, also in URLs, and for their user info."""
     own_keys = {entry.name for entry in dataclasses.fields(ExtraConfig)}
     if _SECRET.search(key) and key not in own_keys and value is not None:
         return "***"
@@ -213,7 +215,14 @@ def redact(value: Any, key: str = "") -> Any:
         return {str(name): redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
-    return _USER_INFO.sub(r"\g<scheme>***@", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return _QUERY.sub(_hide, _USER_INFO.sub(r"\g<scheme>***@", value))
+
+
+def _hide(found: re.Match[str]) -> str:
+    name = found["name"]
+    return f"{name}=***" if _SECRET.search(name) else found[0]
 
 
 @dataclass(frozen=True)

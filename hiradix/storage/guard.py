@@ -176,10 +176,13 @@ class GuardedStorage:
         return self._told[place]
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent."""
+        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent.
+
+        With all workers hung one more closes it, which may be what ends their calls.
+        """
         if not self._closed:
             self._closed = True
-            self._admin("close", self.backend.close, timeout_s)
+            self._admin("close", self.backend.close, timeout_s, extra=True)
             if self._ends_lanes:
                 self._lanes.close()
 
@@ -340,11 +343,13 @@ class GuardedStorage:
         else:
             self._staged.write(session, batch, runs, work)
 
-    def _admin(self, what: str, work: Callable[[], None], timeout_s: float | None = None) -> bool:
+    def _admin(
+        self, what: str, work: Callable[[], None], timeout_s: float | None = None, extra: bool = False
+    ) -> bool:
         timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
         deadline = self._clock() + timeout_s
         try:
-            with self._lanes.lane(timeout_s) as lane:
+            with self._lanes.lane(timeout_s / 2 if extra else timeout_s, extra) as lane:
                 LaneSession(self._clock, deadline, lane, self._refresh_stats).run(work)
         except Exception as error:  # as in _call
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)

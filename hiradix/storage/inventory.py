@@ -57,7 +57,8 @@ class StoreAddress:
         elif scheme in ("s3", "gs", "az", "abfs", "abfss"):
             name, keys = "s3", {"url": url}
         else:
-            raise ConfigError(f"{url!r} is no store; expected one of {URL_FORMS}")
+            shown = url.partition(":")[0] + ":..." if ":" in url else repr(url)  # it may have a password
+            raise ConfigError(f"{shown} is no store; expected one of {URL_FORMS}")
         if not rest:
             raise ConfigError(f"{url!r}: nothing after {scheme}://")
         return StoreAddress(name, keys | dict(_setting(text) for text in settings))

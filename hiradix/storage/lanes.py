@@ -134,12 +134,13 @@ class LanePool:
             return self._num_made - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float) -> Iterator[Lane]:
+    def lane(self, timeout_s: float, extra: bool = False) -> Iterator[Lane]:
         """A lane of one's own; NoLane when all stay busy for `timeout_s` or the pool is closed.
 
-        After a CallTimeout in the body the lane comes back by itself when its call ends.
+        extra: where all stay busy it is one more. After a CallTimeout in the body the lane comes back by
+        itself when its call ends.
         """
-        lane = self._acquire(timeout_s)
+        lane = self._acquire(timeout_s, extra)
         try:
             yield lane
         except CallTimeout:
@@ -161,10 +162,10 @@ class LanePool:
         for lane in free:
             lane.stop()
 
-    def _acquire(self, timeout_s: float) -> Lane:
+    def _acquire(self, timeout_s: float, extra: bool) -> Lane:
         with self._changed:
             self._changed.wait_for(self._may_acquire, max(0.0, timeout_s))
-            if self._closed or not self._may_acquire():
+            if self._closed or not (extra or self._may_acquire()):
                 raise NoLane("all workers are in calls that have not ended")
             if self._free:
                 return self._free.pop()

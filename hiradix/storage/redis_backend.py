@@ -16,7 +16,7 @@ from typing import TypeVar
 from hiradix.errors import StorageError
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
 from hiradix.storage.redis_commands import ClientCommands, Commands, Refusals, SocketCommands
-from hiradix.storage.redis_link import CLIENT_FAULTS, RedisConfig, connect, server_memory
+from hiradix.storage.redis_link import RedisConfig, connect, server_memory
 from hiradix.storage.resp import ReplyError
 
 logger = logging.getLogger(__name__)
@@ -152,5 +152,7 @@ class RedisBackend(StorageBackend):
     def _ask(self, work: Callable[[], T]) -> T:
         try:
             return work()
-        except CLIENT_FAULTS as error:
+        except (StorageError, OSError):
+            raise
+        except Exception as error:  # the client's own, and what it trips over in replies that are none
             raise StorageError(f"redis: {type(error).__name__}: {error}") from error

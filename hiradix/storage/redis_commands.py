@@ -16,7 +16,7 @@ from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.protocol import Page, fits, page_bytes
 from hiradix.storage.redis_link import CLIENT_FAULTS
-from hiradix.storage.resp import Frame, ReplyError, RespStream, encode_around
+from hiradix.storage.resp import NIL, Frame, ReplyError, RespStream, encode_around, number_in
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,6 @@ T = TypeVar("T")
 REFUSED = re.compile(rb"-?(?:OOM|MISCONF|NOREPLICAS|READONLY)\b")
 Found = tuple[int, bool | None]
 """Bytes that were stored under a name, and what `set` says of it; None: nothing was changed."""
-_NIL = b"$-1"
 _TOLD_AGAIN_S = 600.0
 _MOVED = ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN")
 
@@ -151,7 +150,7 @@ class SocketCommands:
 
             answers, replies = stream.ask_and_set(questions, frames, num_unasked, wanted)
             is_stored = self._refusals.is_stored
-            stored = {at: is_stored(reply) for at, reply in replies.items() if reply != _NIL}
+            stored = {at: is_stored(reply) for at, reply in replies.items() if reply != NIL}
             return [(_number(answer), stored.get(at)) for at, answer in enumerate(answers)]
 
         return self._each_node(
@@ -305,7 +304,7 @@ def _number(reply: Any) -> int:
 def _length(reply: Any) -> int | None:
     """The same; None where `_number` would raise."""
     if isinstance(reply, bytes) and reply[:1] == b":":
-        return int(reply[1:])
+        return number_in(reply)
     return 0 if _error_text(reply).startswith("WRONGTYPE") else None
 
 

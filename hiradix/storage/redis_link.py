@@ -44,6 +44,7 @@ class RedisConfig:
     sentinels: tuple[tuple[str, int], ...] = ()
     sentinel_service: str = "mymaster"
     sentinel_password: str = field(default="", repr=False)
+    sentinel_tls: bool = False
     cluster: bool = False
     key_prefix: str = "hiradix"
     ttl_s: float = 0.0
@@ -66,6 +67,7 @@ class RedisConfig:
             sentinels=_sentinels(options),
             sentinel_service=options.text("sentinel_service", default.sentinel_service),
             sentinel_password=options.text("sentinel_password", ""),
+            sentinel_tls=options.boolean("sentinel_tls", default.sentinel_tls),
             cluster=options.boolean("cluster", default.cluster),
             key_prefix=options.text("key_prefix", default.key_prefix),
             ttl_s=_ttl_s(options, default.ttl_s),
@@ -80,6 +82,8 @@ class RedisConfig:
             raise ConfigError(f"{flag('key_prefix')} must be 1 to 64 of A-Z a-z 0-9 _ . : -")
         if config.cluster and config.sentinels:
             raise ConfigError(f"{flag('cluster')} and {flag('sentinels')} exclude each other")
+        if config.sentinel_tls and not url.startswith(_TLS):
+            raise ConfigError(f"{flag('sentinel_tls')} is for TLS: {flag('url')} must begin with {_TLS}")
         return config
 
 
@@ -154,7 +158,7 @@ def _sentinels(options: Options) -> tuple[tuple[str, int], ...]:
     if text and not pairs:
         raise ConfigError(f'{flag("sentinels")}: expected "host:port,host:port", got {text!r}')
     if not pairs:
-        for key in ("sentinel_service", "sentinel_password"):
+        for key in ("sentinel_service", "sentinel_password", "sentinel_tls"):
             if options.given(key):
                 raise ConfigError(f"{flag(key)} needs {flag('sentinels')}")
     return tuple(pairs)
@@ -189,9 +193,12 @@ def _client(config: RedisConfig) -> Any:
         own = {name: common[name] for name in shared if name in common}
         own |= {"password": password} if password else {}
         tls = {"ssl": True} if config.url.startswith(_TLS) else {}
-        keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
         where = ("host", "port", "path", "connection_class")
         asked = {name: value for name, value in parse_url(config.url).items() if name not in where}
+        if config.sentinel_tls:
+            given = {**common, **asked}
+            own |= tls | {name: value for name, value in given.items() if name.startswith("ssl_")}
+        keeper = Sentinel(list(config.sentinels), sentinel_kwargs=own)
         return keeper.master_for(config.sentinel_service, **tls, **common | asked)
     return redis.Redis.from_url(config.url, **common)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
 from hiradix.errors import ConfigError
-from hiradix.storage.protocol import StorageBackend, StorageContext
+from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +85,23 @@ def load_storage_backend(name: str) -> type[StorageBackend]:
         raise ConfigError(f"{FLAG} {name}: expected 'module:Class', got {spec.target!r}")
     try:
         found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part, None)
+        lacking = _lacking(found)
     except (Exception, SystemExit) as error:  # a module may do anything, above all where a library is missing
         hint = f"; install it with: {spec.install}" if spec.install else ""
         raise ConfigError(f"{FLAG} {name}: cannot import {module_name}: {_told(error)}{hint}") from error
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
     if found is None:
         raise ConfigError(f"{FLAG} {name}: no class {attribute} in module {module_name}")
-    lacking = [call for call in CALLS if not callable(getattr(found, call, None))]
     if not callable(found) or lacking:
         raise ConfigError(
             f"{FLAG} {name}: {spec.target} is no storage backend, it lacks {', '.join(lacking)}"
         )
     return cast(type[StorageBackend], found)
+
+
+def _lacking(found: object) -> list[str]:
+    return [call for call in CALLS if not callable(getattr(found, call, None))]
 
 
 def _told(error: BaseException) -> str:
@@ -107,10 +112,28 @@ def create_storage_backend(name: str, context: StorageContext) -> StorageBackend
     """A new backend, unguarded. Raises ConfigError; whatever else its constructor raises becomes one."""
     backend_class = load_storage_backend(name)
     try:
-        return backend_class(context)  # type: ignore[call-arg]
+        backend: StorageBackend = backend_class(context)  # type: ignore[call-arg]
     except ConfigError:
         raise
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # constructors may raise anything, and panic; the start must say whose did
         raise ConfigError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
+    if fault := _fault_of(backend):
+        with suppress(Exception):
+            backend.close()
+        raise ConfigError(f"{FLAG} {name}: {fault}")
+    return backend
+
+
+def _fault_of(backend: object) -> str:
+    """Why the guard could not work with what a class made; "" where it can."""
+    try:
+        lacking, traits = _lacking(backend), getattr(backend, "traits", Traits())
+    except Exception as error:  # as above
+        return f"{type(error).__name__}: {error}"
+    if lacking:
+        return f"{type(backend).__name__} is no storage backend, it lacks {', '.join(lacking)}"
+    if not isinstance(traits, Traits):
+        return f"its traits must be Traits, not {type(traits).__name__}"
+    return "a direct backend must verify its pages" if traits.direct and not traits.verifies else ""

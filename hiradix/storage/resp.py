@@ -23,6 +23,7 @@ _WINDOW, _WINDOW_BYTES = 32, 16 << 20
 all replies that it is asked for before it sends them, and has the first no longer in its caches then."""
 _SET_BATCH = 16
 _IOV = 512
+NIL = b"$-1"
 
 Sock = socket.socket | ssl.SSLSocket
 Frame = tuple[bytes, Page, bytes]
@@ -183,11 +184,14 @@ class RespStream:
             raise ReplyError(line[1:].decode("utf-8", "replace"))
         if line[:1] != b"$":
             raise StorageError(f"not a bulk reply: {line!r:.80}")
-        length = int(line[1:])
-        if length < 0:
+        if line == NIL:
             return False
+        length = number_in(line)
+        if length < 0:
+            raise StorageError(f"not a length: {line!r:.80}")
         if not fits(length, page, ragged):
-            self._skip(length + 2)
+            self._skip(length)
+            self._end_of_bulk()
             return False
         if isinstance(page, Landing):
             self._land(page, length)
@@ -196,8 +200,17 @@ class RespStream:
                 part = view.cast("B")[:length]
                 self._fill_view(part)
                 length -= len(part)
-        self._skip(2)
+        self._end_of_bulk()
         return True
+
+    def _end_of_bulk(self) -> None:
+        """Behind a payload of another length than was said no reply is where it seems to be."""
+        while self._end - self._start < 2:
+            self._fill(_HEADER_BYTES)
+        end = bytes(self._view[self._start : self._start + 2])
+        self._start += 2
+        if end != b"\r\n":
+            raise StorageError(f"not the end of a bulk reply: {end!r}")
 
     def _land(self, page: Landing, length: int) -> None:
         """The next `length` bytes, and with the last of them the beginning of what comes behind."""
@@ -229,10 +242,18 @@ class RespStream:
     def _skip(self, num_bytes: int) -> None:
         while num_bytes > 0:
             if self._start == self._end:
-                self._fill(_HEADER_BYTES if num_bytes <= 2 else _BUFFER_BYTES)
+                self._fill(_BUFFER_BYTES)
             step = min(num_bytes, self._end - self._start)
             self._start += step
             num_bytes -= step
+
+
+def number_in(line: bytes) -> int:
+    """What an integer reply, or the first line of a bulk one, says. Raises StorageError."""
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise StorageError(f"not a number: {line!r:.80}") from None
 
 
 def encode(command: Sequence[bytes]) -> bytes:

@@ -31,7 +31,7 @@ from hiradix.storage.protocol import (
     fits,
     page_bytes,
 )
-from hiradix.storage.s3_config import S3Config
+from hiradix.storage.s3_config import S3Config, told
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
@@ -61,7 +61,7 @@ class S3Backend(StorageBackend):
             self._open()
         except BaseError as error:
             self.close()
-            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {error}") from error
+            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class S3Backend(StorageBackend):
         try:
             return work()
         except (BaseError, CancelledError, RuntimeError) as error:  # the last two: closed under our feet
-            raise StorageError(f"s3: {type(error).__name__}: {str(error)[:300]}") from error
+            raise StorageError(f"s3: {type(error).__name__}: {told(error)}") from error
 
     def _read_all(self, items: Sequence[tuple[str, Page]]) -> list[bool]:
         return self._each(self._read, items)
@@ -260,14 +260,16 @@ class S3Backend(StorageBackend):
         self._reserve([], [], [])
 
     def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool]) -> None:
-        """Pages of a call that are there were used: each a little before the page in front of it."""
+        """Pages of a call that are there were used: each a little before the page in front of it. What is
+        counted already keeps its length, as a buffer may be longer than what it is filled from."""
         if self.config.max_bytes:
             fronts = current_piece().fronts(keys)
             with self._lock:
                 now_ns = self._began()
                 for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
                     if ok[index]:
-                        self._index.use(key, Entry(page_bytes(page), now_ns - index), front)
+                        size = self._index.size(key) or page_bytes(page)
+                        self._index.use(key, Entry(size, now_ns - index), front)
 
     def _began(self) -> int:
         """When the first page of this call counts as used. Call with the lock held."""
@@ -283,28 +285,43 @@ class S3Backend(StorageBackend):
         cap = self.config.max_bytes
         if not cap:
             return todo
-        victims: list[str] = []
+        victims: dict[str, int] = {}
         fits: list[int] = []
+        added: list[str] = []
         piece = current_piece()
         keep, fronts = {*keys, *piece.before}, piece.fronts(keys)
         with self._lock:
             now_ns = self._began()
             self._index.follow(fronts[0], now_ns)
             over = self._index.num_bytes - cap
-            victims += self._index.take(over, 0, keep) if over > 0 else ()
+            victims |= self._index.take(over, 0, keep) if over > 0 else {}
             for index in todo:
                 size = page_bytes(pages[index])
                 short = self._index.num_bytes + size - cap
                 if short > 0:
-                    victims += self._index.take(short, cap // _SLACK_SHARE, keep, now_ns + 1)
+                    victims |= self._index.take(short, cap // _SLACK_SHARE, keep, now_ns + 1)
                 if self._index.num_bytes + size > cap:
                     break
+                added += [] if keys[index] in self._index else [keys[index]]
                 self._index.use(keys[index], Entry(size, now_ns - index), fronts[index])
                 fits.append(index)
-            self._counts["evicted"] += len(victims)
             self._has_folder = self._has_folder and len(self._index) > len(fits)
-        self._delete([self._path(key) for key in victims])
+        self._evict(victims, added)
         return fits
+
+    def _evict(self, victims: Mapping[str, int], added: Sequence[str]) -> None:
+        """Delete what was taken out for `added`. If that fails they change places again: nobody else would
+        delete what does not count."""
+        try:
+            self._delete([self._path(key) for key in victims])
+        except StorageError:
+            self._forget(added)
+            with self._lock:
+                for key, num_bytes in victims.items():
+                    self._index.use(key, Entry(num_bytes, 0))
+            raise
+        with self._lock:
+            self._counts["evicted"] += len(victims)
 
 
 def key_in(entry: Mapping[str, Any]) -> str:

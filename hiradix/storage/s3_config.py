@@ -92,11 +92,16 @@ class S3Config:
                 },
             )  # fmt: skip
         except (BaseError, ValueError) as error:
-            raise ConfigError(f"{flag('url')}: {error}") from error
+            raise ConfigError(f"{flag('url')}: {told(error)}") from error
 
     def _unsigned(self) -> dict[str, Any]:
         """No hash of the payload in a request's signature: pages are checked when they are read."""
         return {"unsigned_payload": True} if self.url.startswith("s3://") else {}
+
+
+def told(error: BaseException) -> str:
+    """What obstore says of an error, without its insides, which follow, nor pages that servers answer."""
+    return " ".join(str(error).partition("\n\nDebug source")[0][:1000].split())
 
 
 def _require_endpoint(key: str, address: str) -> None:

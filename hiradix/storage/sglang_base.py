@@ -135,3 +135,9 @@ def make_config(values: Mapping[str, Any]) -> Any:
 def inherits(cls: type) -> bool:
     """Whether a class descends from a HiCacheStorage, of whatever module."""
     return any(base.__name__ == BASE_CLASS for base in cls.__mro__[1:])
+
+
+def is_inherited(cls: type, name: str) -> bool:
+    """Whether HiCacheStorage is where a class has that from: its own methods of this kind do nothing."""
+    found = next((base for base in cls.__mro__ if name in vars(base)), None)
+    return found is None or found.__name__ == BASE_CLASS

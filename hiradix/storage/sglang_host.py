@@ -13,6 +13,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from hiradix.storage.protocol import (
     page_bytes,
 )
 from hiradix.storage.seal import SEAL_BYTES
-from hiradix.storage.sglang_base import base_module, inherits, make_config
+from hiradix.storage.sglang_base import base_module, inherits, is_inherited, make_config
 from hiradix.storage.sglang_pool import ArenaPool
 
 ARENA_PAGES = 128
@@ -56,20 +57,30 @@ def load_class(name: str, module_path: str, class_name: str) -> Any:
 class SglangBackend(StorageBackend):
     """A HiCacheStorage as a backend; subclasses say which. Thread-safe as far as the class is.
 
-    build: makes the object from SGLang's config and a pool. v1: call the zero-copy forms.
+    build: makes the object from SGLang's config and a pool. v1: call the zero-copy forms. latent: the class
+    is told of a latent attention model then, whose pages are one piece each; else of one it copies pages of.
     """
 
-    def __init__(self, context: StorageContext, build: Callable[[Any, ArenaPool], Any], v1: bool):
+    def __init__(
+        self, context: StorageContext, build: Callable[[Any, ArenaPool], Any], v1: bool, latent: bool = True
+    ):
         slot_bytes = context.page_bytes + SEAL_BYTES
         self._pool = ArenaPool(ARENA_PAGES if v1 else 1, slot_bytes, context.fingerprint.page_size)
+        if not latent:
+            self._pool.layout = "layer_first"
         self._v1 = v1
         self._forgotten: set[str] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self._store = build(make_config(_config(context, v1)), self._pool)
-        self._store.register_mem_pool_host(self._pool)
-        getattr(self._store, "on_host_pools_registered", lambda: None)()
-        self._wants_info = _takes(self._store.batch_exists, "extra_info")
+        self._store = build(make_config(_config(context, v1 and latent)), self._pool)
+        try:
+            self._store.register_mem_pool_host(self._pool)
+            getattr(self._store, "on_host_pools_registered", lambda: None)()
+            self._wants_info = _takes(self._store.batch_exists, "extra_info")
+        except BaseException:
+            with suppress(Exception):  # the first fault is to be told
+                self.close()
+            raise
         self.traits = Traits(chained=self._wants_info, deletes=False)
 
     @property
@@ -119,8 +130,11 @@ class SglangBackend(StorageBackend):
 
     def clear(self) -> None:
         self._check(())
+        name = type(self._store).__name__
+        if is_inherited(type(self._store), "clear"):
+            raise StorageError(f"{name} cannot clear")
         if self._store.clear() is False:
-            raise StorageError(f"{type(self._store).__name__}.clear failed")
+            raise StorageError(f"{name}.clear failed")
         with self._lock:
             self._forgotten.clear()
 
@@ -216,14 +230,14 @@ class DynamicBackend(SglangBackend):
         super().__init__(context, lambda config, pool: cls(config, {}), bool(keys.get("interface_v1")))
 
 
-def _config(context: StorageContext, v1: bool) -> dict[str, Any]:
+def _config(context: StorageContext, latent: bool) -> dict[str, Any]:
     """Keys and pages are told apart by fingerprint already, so a zero-copy class sees rank 0 of 1."""
     mark = context.fingerprint
-    ranks = {} if v1 else {"tp_rank": mark.tp_rank, "tp_size": mark.tp_size,
+    ranks = {} if latent else {"tp_rank": mark.tp_rank, "tp_size": mark.tp_size,
                            "pp_rank": mark.pp_rank, "pp_size": mark.pp_size}  # fmt: skip
     return {
         "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1,
-        "is_mla_model": v1, "enable_storage_metrics": False, "is_page_first_layout": True,
+        "is_mla_model": latent, "enable_storage_metrics": False, "is_page_first_layout": True,
         "model_name": mark.model_id, "extra_config": dict(context.extra_config), **ranks,
     }  # fmt: skip
 

@@ -23,8 +23,9 @@ class ArenaPool:
 
     layout = "page_first"
     device = "cpu"
-    start_layer, layer_num, end_layer = 0, 1, 1
-    head_num = 1
+    start_layer, layer_num, target_layer_num, end_layer = 0, 1, 1, 1
+    head_num, head_dim = 1, 1
+    stores_page_envelope = False
 
     def __init__(self, num_slots: int, slot_bytes: int, page_size: int):
         import torch
@@ -35,7 +36,7 @@ class ArenaPool:
         self.dtype = torch.uint8
         self.store_dtype = torch.uint8
         self._stride = -(-slot_bytes // _ALIGN) * _ALIGN
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._memory = staging_memory(num_slots * self._stride)
         self.kv_buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._lengths = [slot_bytes] * num_slots
@@ -96,14 +97,18 @@ class ArenaPool:
         """Memory of a page's length."""
         import torch
 
-        return torch.zeros(self._slot_bytes, dtype=torch.uint8)
+        return torch.zeros(self.slot_bytes, dtype=torch.uint8)
 
     def set_from_flat_data_page(self, index: int, data_page: Any) -> None:
         """Copy a page to where token `index` begins."""
         self.get_data_page(index).copy_(data_page.reshape(-1))
 
+    def get_page_buffer_element_size(self, split_factor: int = 1) -> int:
+        """Length of a piece."""
+        return self.slot_bytes
+
     def get_ksize_per_token(self) -> int:
         """Bytes of a token, rounded up: seals make pages no multiple of it."""
-        return -(-self._slot_bytes // self.page_size)
+        return -(-self.slot_bytes // self.page_size)
 
     get_size_per_token = get_ksize_per_token

@@ -186,6 +186,31 @@ def test_redaction_hides_secrets_and_nothing_else() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "url", ["redis://host/0?{}", "redis://host/0?db=1&{}&x=2", "unix:///p?{}", "https://account.host/pages?sv=1&{}"]
+)
+@pytest.mark.parametrize("name", ["password", "ssl_password", "sig", "X-Amz-Signature", "X-Amz-Credential"])
+def test_what_a_url_says_behind_its_question_mark_is_hidden(url: str, name: str) -> None:
+    """redis-py takes the password there, too, and signed addresses have all that it needs to use them."""
+    assert redact({"url": url.format(f"{name}=hunter2")}) == {"url": url.format(f"{name}=***")}
+    plain = "redis://host/0?db=1&health_check_interval=30"
+    assert redact({"url": plain}) == {"url": plain}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "account_key", "azure_storage_account_key", "sas_key", "azure_storage_sas_token",
+        "google_service_account_key", "aws_sse_customer_key_base64", "client_secret",
+        "encryption_key", "key", "sk", "signature",
+    ],
+)  # fmt: skip
+def test_keys_of_stores_that_open_them_are_hidden(name: str) -> None:
+    shown = {"key_prefix": "pages", "encryption_key_file": "/etc/key", "tls_key_file": "/etc/k", "keys": 3,
+             "aws_sse_kms_key_id": "arn", "aws_bucket_key_enabled": True}  # fmt: skip
+    assert redact({"store_options": {name: "hunter2", **shown}}) == {"store_options": {name: "***", **shown}}
+
+
 def test_configuration_needs_only_the_standard_library() -> None:
     code = (
         "import sys, hiradix.config; print(sorted({m.split('.')[0] for m in sys.modules} & "

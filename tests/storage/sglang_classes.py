@@ -155,3 +155,14 @@ class Numpy(TensorStore):
 
 class NotAStorage:
     """Inherits from nothing."""
+
+
+class Unlucky(ZeroCopyStore):
+    """Cannot use the memory it is given."""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        raise RuntimeError("no such device")
+
+    def close(self) -> None:
+        PLACES["closed"] = {str(self.config.extra_config["place"]): b""}
+        raise OSError("twice unlucky")

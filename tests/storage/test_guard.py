@@ -523,6 +523,25 @@ def test_closing_while_a_call_hangs_ends_in_time(make: Make) -> None:
     world.fault(None)
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "beside another"])
+def test_a_backend_whose_calls_all_hang_is_closed(make: Make, is_shared: bool) -> None:
+    """Closing had no worker, and what the backend held (connections, threads, lent memory) stayed."""
+    world = make(GuardLimits(deadline_s=SHORT_S, bytes_per_s=1e12, num_workers=2))
+    closed = [threading.Event(), threading.Event()]
+    world.memory.close = closed[0].set  # type: ignore[method-assign]
+    other = MemoryBackend(memory_context(OTHER, PAGE_BYTES))
+    other.close = closed[1].set  # type: ignore[method-assign]
+    beside = world.storage.beside(other, OTHER) if is_shared else None
+    world.fault(world.faulty.hang, "get")
+    for number in range(2):
+        assert not any(hits(world.storage, keys_of(1, start=number)))
+    if beside is not None:
+        beside.close(timeout_s=SHORT_S)
+    world.storage.close(timeout_s=SHORT_S)
+    assert closed[0].wait(60) and (not is_shared or closed[1].wait(60))
+    assert world.figure("workers_busy") <= 3
+
+
 def test_threads_end_after_close(make: Make) -> None:
     before = set(threading.enumerate())
     world = make()

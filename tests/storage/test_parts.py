@@ -29,6 +29,7 @@ from hiradix.storage import (
     PageFingerprint,
     StorageBackend,
     StorageContext,
+    Traits,
     build,
     create_storage_backend,
     guard_limits,
@@ -207,6 +208,33 @@ class Moody(MemoryBackend):
         raise ConnectionRefusedError("no server at 127.0.0.1:1")
 
 
+class Odd(MemoryBackend):
+    """What it says of itself is not what a backend says, and it can tell whether it was closed."""
+
+    said: Any = None
+    num_open = 0
+
+    def __init__(self, context: StorageContext):
+        super().__init__(context)
+        Odd.num_open += 1
+
+    @property
+    def traits(self) -> Any:  # type: ignore[override]
+        return self.said() if callable(self.said) else self.said
+
+    def close(self) -> None:
+        Odd.num_open -= 1
+
+
+class Nobody:
+    """Makes something that is none."""
+
+    exists = get = put = delete = clear = close = lambda *_: None
+
+    def __new__(cls, context: StorageContext) -> Any:
+        return object()
+
+
 class Hanging(MemoryBackend):
     """Its server does not answer until released."""
 
@@ -318,6 +346,38 @@ class TestRegistry:
         register_storage_backend("moody", f"{__name__}:Moody")
         with pytest.raises(ConfigError, match="moody: ConnectionRefusedError: no server"):
             open_storage("moody", CONTEXT)
+
+    @pytest.mark.parametrize(
+        ("said", "message"),
+        [
+            ({"verifies": True}, "traits must be Traits, not dict"),
+            (None, "traits must be Traits, not NoneType"),
+            (Traits(direct=True), "a direct backend must verify its pages"),
+            (lambda _: 1 // 0, "ZeroDivisionError"),
+        ],
+    )
+    def test_traits_that_are_none_are_named(
+        self, said: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """They ended the server's start, and an attach, without a word which backend it was."""
+        monkeypatch.setattr(Odd, "said", said)
+        register_storage_backend("odd", f"{__name__}:Odd")
+        with pytest.raises(ConfigError, match=f"--hicache-storage-backend odd: .*{message}"):
+            open_storage("odd", CONTEXT)
+        assert not Odd.num_open
+
+    def test_what_a_class_makes_is_looked_at(self) -> None:
+        register_storage_backend("nobody", f"{__name__}:Nobody")
+        with pytest.raises(ConfigError, match="--hicache-storage-backend nobody: .*lacks exists, get, put"):
+            open_storage("nobody", CONTEXT)
+
+    def test_a_module_that_finds_its_names_late_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = types.ModuleType("late_module")
+        module.__getattr__ = lambda name: {}[name]  # type: ignore[method-assign]
+        monkeypatch.setitem(sys.modules, "late_module", module)
+        register_storage_backend("late", "late_module:Store")
+        with pytest.raises(ConfigError, match="--hicache-storage-backend late: .*KeyError: 'Store'"):
+            open_storage("late", CONTEXT)
 
     @pytest.mark.parametrize("target", ["", "module", ":Class", "module:"])
     def test_malformed_target(self, target: str) -> None:

@@ -96,6 +96,13 @@ class TestGuardedZeroCopyClass(StorageContract, OwnClear, QuotaContract):
         return open_storage("dynamic", context(place, "ZeroCopyStore", fingerprint, **keys))
 
 
+def test_a_class_that_takes_no_memory_is_closed_and_told_of(tmp_path: Path) -> None:
+    """What it had opened by then (threads, connections) stayed, and once more at each attach."""
+    with pytest.raises(ConfigError, match="dynamic: RuntimeError: no such device"):
+        open_storage("dynamic", context(tmp_path, "Unlucky", interface_v1=True))
+    assert str(tmp_path) in sys.modules[CLASSES].PLACES["closed"]
+
+
 def test_config_says_who_asks(tmp_path: Path) -> None:
     fingerprint = PageFingerprint("org/model", tp_rank=1, tp_size=2, pp_rank=3, pp_size=4)
     config = DynamicBackend(context(tmp_path, "TensorStore", fingerprint, mine=7))._store.config
@@ -233,7 +240,8 @@ def test_wrong_configurations_get_sglangs_words(tmp_path: Path, change: dict[str
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_known_names_say_what_to_install(name: str) -> None:
-    with pytest.raises(ConfigError, match="pip install sglang, and|SGLang has no class for infinistore"):
+    message = {"infinistore": "SGLang has no class for", "tensorcast": "no host pools but SGLang.s own: use"}
+    with pytest.raises(ConfigError, match=message.get(name, "pip install sglang, and")):
         open_storage(name, StorageContext(FINGERPRINT, {}, PAGE_BYTES))
 
 

@@ -260,6 +260,12 @@ def test_bad_questions_are_answered(capsys: Any, arguments: list[str], message: 
     assert status == 2 and message in text
 
 
+@pytest.mark.parametrize("url", ["reddis://u:hunter2@h:1/0", "redis:/u:hunter2@h", "hunter://u:hunter2@h"])
+def test_a_password_in_an_address_that_is_none_is_not_shown(capsys: Any, url: str) -> None:
+    status, text = run(capsys, "ls", url)
+    assert status == 2 and f"{url.partition(':')[0]}:... is no store" in text and "hunter2" not in text
+
+
 def test_settings_are_json_or_text() -> None:
     address = StoreAddress.parse("redis://h:1/0", ["ttl_s=5", "key_prefix=abc", 'x="5"'])
     assert address == StoreAddress(

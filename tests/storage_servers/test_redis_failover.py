@@ -223,6 +223,10 @@ class OneConnection:
         (b"$4", True),
         (b"?what\r\n", True),
         (b"$4\r\nabcd\r\n:1\r\n", True),
+        (b"$4\r\nabcdXY", True),  # longer than it said
+        (b"$-7\r\n", True),
+        (b"$x\r\n", True),
+        (b"$" + b"9" * 5000 + b"\r\n", True),
         (b"$4\r\nabcd\r\n", False),
         (b"$-1\r\n", False),
         (b"-LOADING wait\r\n", False),
@@ -235,6 +239,36 @@ def test_a_connection_is_kept_only_behind_its_last_reply(replies: bytes, is_clos
         SocketCommands(only).get([b"name"], [[memoryview(bytearray(4))]], 0)
     assert only.num_closed == is_closed
     only.far.close()
+
+
+@pytest.mark.parametrize("zero_copy", [True, False])
+@pytest.mark.parametrize("reply", [b":x\r\n", b"$x\r\n", b":" + b"9" * 5000 + b"\r\n"])
+def test_replies_that_are_none_are_faults_of_the_store(reply: bytes, zero_copy: bool) -> None:
+    """Whatever a client library makes of them: only such faults are tried again."""
+    greeting = {b"PING": b"+PONG\r\n", b"CLIENT": b"+OK\r\n", b"INFO": b"$0\r\n\r\n"}
+
+    class Babbler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while line := self.rfile.readline():
+                lengths = (int(self.rfile.readline()[1:]) for _ in range(int(line[1:])))
+                words = [self.rfile.read(length + 2)[:-2] for length in lengths]
+                self.wfile.write(greeting.get(words[0], reply))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Babbler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"redis://127.0.0.1:{server.server_address[1]}"
+        store = RedisBackend(context(url, zero_copy=zero_copy, timeout_s=5.0))
+        keys = keys_of(2)
+        calls: list[Callable[[], object]] = [
+            lambda: store.exists(keys), lambda: hits(store, keys), lambda: put(store, keys),
+            lambda: store.delete(keys), store.clear,
+        ]  # fmt: skip
+        for call in calls:
+            with pytest.raises((StorageError, OSError)):
+                call()
+        store.close()
+        server.shutdown()
 
 
 def test_a_page_that_expires_while_it_is_put_is_stored_anew(

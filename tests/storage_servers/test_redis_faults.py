@@ -256,13 +256,18 @@ def test_unix_socket(tmp_path: Path) -> None:
     server.kill()
 
 
-def test_tls(tmp_path: Path) -> None:
+def make_certificate(folder: Path) -> dict[str, str]:
+    """Of 127.0.0.1, trusting itself: paths of its `cert` and `key`."""
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1",
          "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"],
-        cwd=tmp_path, check=True, capture_output=True,
+        cwd=folder, check=True, capture_output=True,
     )  # fmt: skip
-    pem = {name: str(tmp_path / f"{name}.pem") for name in ("key", "cert")}
+    return {name: str(folder / f"{name}.pem") for name in ("key", "cert")}
+
+
+def test_tls(tmp_path: Path) -> None:
+    pem = make_certificate(tmp_path)
     port = free_port()
     server = redis_like(
         "redis-server", tmp_path / "r", "--tls-port", str(port), "--tls-auth-clients", "no",

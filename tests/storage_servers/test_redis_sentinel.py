@@ -16,7 +16,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.redis_backend import RedisBackend
 from tests.contracts.storage import blank, bytes_of, content, keys_of, put
 from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
-from tests.storage_servers.test_redis_faults import context
+from tests.storage_servers.test_redis_faults import context, make_certificate
 
 SECRET, SENTINEL_SECRET = "p/w-s3cr", "snt-s3cr"
 AUTH = ("--requirepass", SECRET, "--masterauth", SECRET, "--repl-diskless-sync-delay", "0")
@@ -122,6 +122,39 @@ def test_a_sentinels_refusal_shows_no_secret(tmp_path: Path) -> None:
         for keys in (watched.keys("wrong-s3cr"), watched.keys() | {"sentinel_service": "others"}):
             with pytest.raises(ConfigError, match="sentinels: cannot use the redis server") as raised:
                 RedisBackend(context("redis://:p%2Fw-s3cr@unused/0", **keys))
+            assert "s3cr" not in str(raised.value)
+
+
+@contextmanager
+def _over_tls(folder: Path, pem: dict[str, str]) -> Iterator[int]:
+    """A master that a sentinel watches, neither of which speaks without TLS. Gives the sentinel's port."""
+    port, asked = free_port(), free_port()
+    files = {"tls-cert-file": pem["cert"], "tls-key-file": pem["key"], "tls-ca-cert-file": pem["cert"]}
+    more = {**files, "tls-replication": "yes", "tls-auth-clients": "yes", "port": "0"}
+    arguments = [text for name, value in more.items() for text in (f"--{name}", value)]
+    conf = folder / "sentinel.conf"
+    lines = [f"{name} {value}" for name, value in more.items()]
+    lines += [f"tls-port {asked}", "bind 127.0.0.1", f"sentinel monitor pages 127.0.0.1 {port} 1"]
+    lines += [f"sentinel auth-pass pages {SECRET}", f"requirepass {SENTINEL_SECRET}"]
+    conf.write_text("\n".join(lines))
+    master = redis_like("redis-server", folder / "m", "--tls-port", str(port), *arguments, *AUTH, port=port)
+    with master, Server([binary("redis-server"), str(conf), "--sentinel"], asked, folder):
+        yield asked
+
+
+def test_sentinels_over_tls(tmp_path: Path) -> None:
+    pem = make_certificate(tmp_path)
+    files = {"tls_ca_file": pem["cert"], "tls_cert_file": pem["cert"], "tls_key_file": pem["key"]}
+    url = "rediss://:p%2Fw-s3cr@unused/0"
+    with _over_tls(tmp_path, pem) as port:
+        keys = {"sentinels": f"127.0.0.1:{port}", "sentinel_service": "pages",
+                "sentinel_password": SENTINEL_SECRET, **files}  # fmt: skip
+        store = RedisBackend(context(url, sentinel_tls=True, **keys))
+        assert all(put(store, keys_of(8))) and all(_exact_hits(store, keys_of(8)))
+        store.close()
+        for wrong in ({"sentinel_tls": False}, {"sentinel_tls": True, "tls_ca_file": ""}):
+            with pytest.raises(ConfigError, match="sentinels: cannot use the redis server") as raised:
+                RedisBackend(context(url, **(keys | wrong), timeout_s=5.0))
             assert "s3cr" not in str(raised.value)
 
 

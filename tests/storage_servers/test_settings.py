@@ -87,6 +87,13 @@ def test_redis_sentinel_keys_without_sentinels(key: str) -> None:
     assert "s3cret" not in message
 
 
+def test_redis_sentinels_tls_without_sentinels_or_tls() -> None:
+    keys = {"sentinel_tls": True, "url": "rediss://h/0"}
+    refused(RedisConfig.from_mapping, keys, "sentinel_tls .*sentinels")
+    keys |= {"url": "redis://h/0", "sentinels": "a:1"}
+    refused(RedisConfig.from_mapping, keys, "sentinel_tls .*rediss:")
+
+
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
