@@ -132,6 +132,20 @@ def test_lock_pins_and_unlock_releases(make: Make) -> None:
     assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 8
 
 
+def test_a_receipt_given_back_twice_is_refused_at_once(make: Make) -> None:
+    """Not when the last holder gives its own back: that one has done nothing wrong."""
+    bench = make()
+    bench.cache.insert(InsertParams(RadixKey(prompt(8)), bench.allocator.alloc(8)))
+    bench.settle()
+    node = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(8)))).last_device_node
+    receipt, other = bench.cache.inc_lock_ref(node), bench.cache.inc_lock_ref(node)
+    assert bench.cache.dec_lock_ref(receipt) == 0
+    with pytest.raises(AssertionError, match="given back twice"):
+        bench.cache.dec_lock_ref(receipt)
+    assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 0
+    assert bench.cache.dec_lock_ref(other) == 8
+
+
 def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:
     bench = make()
     extra = extra_of(tmp_path)

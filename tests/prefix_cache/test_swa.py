@@ -156,6 +156,11 @@ def test_a_receipt_counts_the_window_it_locked(make: Make) -> None:
     matched(bench, prompt(4))  # splits what is locked
     bench.cache.dec_lock_ref(node, receipt)
     assert (bench.cache.full_evictable_size(), bench.cache.swa_evictable_size()) == (6, 4)
+    other = bench.cache.inc_lock_ref(node)
+    with pytest.raises(AssertionError, match="given back twice"):
+        bench.cache.dec_lock_ref(node, receipt)
+    assert (bench.cache.full_protected_size(), bench.cache.swa_protected_size()) == (6, 4), "of the other one"
+    bench.cache.dec_lock_ref(node, other)
     with pytest.raises(AssertionError, match="without the receipt"):
         bench.cache.dec_lock_ref(node)
 
