@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.transfer import JobKind
 from hiradix.tree import Node, Tier
 from tests.cache.test_lost_hits import attached, key, serve
 from tests.cache.world import Setup, World
@@ -29,6 +30,15 @@ def test_pages_that_storage_took_before_it_failed_are_no_failures() -> None:
     world.storage.put = whole  # type: ignore[method-assign]
     serve(world, key(5))
     assert len(world.storage.pages) == 5 and counters.backup_failed == 3
+    world.assert_drained()
+
+
+def test_without_storage_nothing_is_offered_to_it_and_nothing_fails() -> None:
+    world = World(Setup(device_pages=20, host_pages=20), 1)
+    serve(world, key(5))
+    serve(world, key(7))
+    assert world.controller.stats().kinds[JobKind.STORE].num_results == 0
+    assert (world.cache.counters.written, world.cache.counters.backup_failed) == (7, 0)
     world.assert_drained()
 
 
