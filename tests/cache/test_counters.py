@@ -70,6 +70,19 @@ def test_a_load_of_exactly_the_quota_is_taken() -> None:
     world.assert_drained()
 
 
+def test_what_another_request_has_loaded_since_is_not_loaded_again() -> None:
+    world = World(Setup(device_pages=8, host_pages=20), 1)
+    serve(world, key(6))
+    world.cache.evict(8)
+    match = world.cache.match(key(6))
+    assert world.cache.load_back(match) == 6 and world.cache.load_back(match) == 0
+    assert len(world.cache.flights) == 1
+    world.cache.start_loading()
+    world.settle()
+    assert (world.cache.counters.loaded, world.cache.counters.load_refused) == (6, 0)
+    world.assert_drained()
+
+
 def test_a_host_too_full_to_help_gives_up_nothing() -> None:
     """All pages or none: what could not make enough room may stay."""
     world = World(Setup(device_pages=20, host_pages=8), 1)
@@ -115,6 +128,9 @@ def test_only_what_storage_took_is_told() -> None:
     world, told = attached(device_pages=20, host_pages=20), Told()
     world.cache.tree.watch = told
     whole = world.storage.put
+    world.storage.put = lambda keys, pages: [False] * len(keys)  # type: ignore[method-assign]
+    serve(world, key(5))
+    assert told.spans == []
     world.storage.put = lambda keys, pages: takes_two(whole, keys, pages)  # type: ignore[method-assign]
     serve(world, key(5))
     assert told.spans == [(0, 2)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hiradix.transfer import FailReason, JobKind
 from hiradix.tree.hashing import hash_pages
 from tests.cache.test_lost_hits import fetch, key, reading, serve, stored_world
@@ -32,6 +34,20 @@ def test_one_who_joined_does_not_keep_up_a_prefetch_once_aborted() -> None:
     prefetcher.abort("first")
     world.settle()
     assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
+    world.assert_drained()
+
+
+@pytest.mark.parametrize(("gone", "stays"), [("r", "joined"), ("joined", "r")])
+def test_of_two_who_wait_for_the_same_pages_one_may_go(gone: str, stays: str) -> None:
+    world = stored_world(150, device_pages=160)
+    prefetcher = world.cache.prefetcher
+    reading(world, 150)
+    assert prefetcher.start("joined", key(150), world.cache.tree.root)
+    prefetcher.abort(gone)
+    world.settle()
+    assert prefetcher.progress(stays) and prefetcher.pop_loaded_span(stays) == (0, 150)
+    kinds = world.controller.stats().kinds
+    assert not kinds[JobKind.READ].failures and kinds[JobKind.READ].num_results == 2, "nothing is read twice"
     world.assert_drained()
 
 
@@ -88,6 +104,15 @@ def test_names_that_a_query_made_of_what_is_there_are_kept() -> None:
     wanted = hash_pages(world.cache.tree.rows(key(6), world.cache.tree.root, 0, 6))
     assert world.cache.tree.hashes(anchor) == wanted[:3]
     world.cache.prefetcher.abort("r")
+    world.assert_drained()
+
+
+def test_names_of_what_a_fetch_brought_are_kept() -> None:
+    """Whatever is stored or looked for below it begins there."""
+    world = stored_world(4)
+    assert fetch(world, key(4)) == 4
+    tree, node = world.cache.tree, world.cache.match(key(4)).loadable_node
+    assert tree.hashes(node) == hash_pages(tree.rows(key(4), tree.root, 0, 4))
     world.assert_drained()
 
 

@@ -179,6 +179,20 @@ def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None
     assert cache.detach_storage_backend()[0] and not cache.enable_storage
 
 
+def test_a_request_that_waits_no_longer_goes_on_with_what_is_there(make: Make, tmp_path: object) -> None:
+    bench = make(**storage(tmp_path))
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    bench.cache.reset()
+    req, root = Request("r", prompt(20), fill_ids=prompt(20)), bench.cache.tree.root
+    assert bench.cache.prefetch_from_storage("r", root, prompt(20)[:-1], req=req)
+    assert not bench.cache.check_prefetch_progress("r"), "it waits for all of it, and no step has been made"
+    bench.cache.terminate_prefetch("r")
+    assert bench.cache.check_prefetch_progress("r") and bench.cache.pop_prefetch_loaded_tokens("r") == 0
+    bench.settle()
+    assert bench.cache.num_in_flight == 0
+
+
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_random_serving_is_exact_and_conserves_pages(
