@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.errors import StorageError
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, Slots, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
@@ -177,6 +178,19 @@ def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None
     cache.reset()
     assert bench.start(prompt(30)).host_tokens == 0
     assert cache.detach_storage_backend()[0] and not cache.enable_storage
+
+
+def test_a_backend_that_may_not_be_attached_is_closed_again(make: Make, tmp_path: object) -> None:
+    cache, extra = make(**storage(tmp_path)).cache, extra_of(tmp_path)
+    opened = cache.open_storage("file", extra)
+    ok, message = cache.attach_opened(opened)
+    assert not ok and "storage is attached already" in message
+    made, opens = [], cache.storage_factory
+    cache.storage_factory = lambda *given: made.append(opens(*given)) or made[-1]
+    with pytest.raises(StorageError, match="attached already"):
+        cache.attach("file", parse_extra_config(extra))
+    assert not opened.storage.ping() and [store.ping() for store in made] == [False]
+    assert cache.storage.ping() and cache.storage_name == "file"
 
 
 def test_a_request_that_waits_no_longer_goes_on_with_what_is_there(make: Make, tmp_path: object) -> None:
