@@ -217,7 +217,7 @@ class BoundaryReads:
             self._controller.cancel(ticket)
         p.tries += 1
         if result.error is not None:
-            self._supply.counters.miss("storage_transfer", goal - step.found.start)
+            p.lost(goal - step.found.start, self._supply.counters)
         else:
             component, page = step.gap(result.num_pages)
             is_on_the_way = component != BACKBONE and step.found.end < goal

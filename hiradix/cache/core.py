@@ -315,7 +315,8 @@ class HierarchicalCache:
         self.wait_for_copies(timeout_s)
         if running := self.flights.tickets(JobKind.WRITE, JobKind.LOAD):
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
-        if self.controller is not None:
+        if self.controller is not None and self.prefetcher is not None:
+            self.prefetcher.stop_all()
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
         self.flights.orphan_all()

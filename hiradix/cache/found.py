@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hiradix.cache.pages import BACKBONE, PagesOf, PageSupply
+from hiradix.cache.pages import BACKBONE, Counters, PagesOf, PageSupply
 from hiradix.transfer import Ticket
 from hiradix.transfer.jobs import Chain
 from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
@@ -35,14 +35,23 @@ class Prefetch:
     tickets: set[Ticket] = field(default_factory=set)
     unread_pages: int = 0  # pages of reads that are not back yet
     end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
+    has_failed: bool = False  # that page was not gone: reading it failed
     nothing_there: bool = False  # storage said so of its first page
     is_wanted: bool = True  # its own request waits for it
+    is_late: bool = False  # its request waited as long as it may: what was unread then is counted
     stopped: bool = False  # nobody waits for it any more
     loaded_pages: int = 0
     loaded_end: int = 0  # the page behind the last of those
     primary: Prefetch | None = None
     tries: int = 0  # boundaries that were found and did not arrive
     again_end: int = 0  # where the next one is looked for: up to that page
+
+    def lost(self, num_pages: int, counters: Counters) -> None:
+        """Count pages that failed to come: no fault of storage where nobody waits for them any more."""
+        if not self.stopped:
+            counters.miss("storage_transfer", num_pages)
+        elif not self.is_late:
+            counters.miss("dropped", num_pages)
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ class Prefetcher:
         if not done and not self.policy.should_stop(self._clock() - p.started_s, p.asked_pages):
             return False
         if not done:
+            p.is_late = True
             self._supply.counters.miss("deadline", p.unread_pages)
         self._release(handle)
         return True

@@ -74,9 +74,10 @@ class Reads:
                 self._arrivals.adopt(p, batch.part(start, start + usable), {BACKBONE: host_pages[:usable]})
             if usable < len(host_pages):
                 self._supply.free_host(host_pages[usable:])
-                if start < p.end_page and result.error is not None:
-                    self._supply.counters.miss("storage_transfer", len(host_pages) - usable)
-                p.end_page = min(p.end_page, start + usable)
+                if start < p.end_page:
+                    p.end_page, p.has_failed = start + usable, result.error is not None
+                if p.has_failed:  # also what came behind a page that did not is of no use
+                    p.lost(len(host_pages) - usable, self._supply.counters)
             if not p.tickets:
                 self._finish(p)
 

@@ -21,7 +21,8 @@ class Match(NamedTuple):
 class Lock:
     """A receipt: component c is pinned on every node of `node`'s path that starts at floors[c] or later.
 
-    Give it back exactly once. Splits between lock and unlock do not matter: floors are depths.
+    Give it back exactly once. Splits between lock and unlock do not matter: floors are depths. One that was
+    given back has none.
     """
 
     __slots__ = ("node", "tier", "floors")

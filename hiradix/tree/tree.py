@@ -52,6 +52,7 @@ from hiradix.tree.watch import Watch
 
 _INT32: Final = np.dtype(np.int32)
 _WHOLE_PATH: Final = (0,)
+_GIVEN_BACK: Final[tuple[int, ...]] = ()
 _GRAIN: Final = Grain()
 
 
@@ -107,6 +108,8 @@ class RadixTree(TreeView):
         unlocking them does nothing.
         """
         node, tier, floors = lock.node, lock.tier, lock.floors
+        assert floors, f"{lock} is given back twice"
+        lock.floors = _GIVEN_BACK
         if not self._is_plain:
             for c in range(1, len(floors)):
                 for n in reversed(list(self.path(node, floors[c]))):

@@ -170,7 +170,7 @@ FAULTS = [
           "is_on_the_way = component != BACKBONE and step", "is_on_the_way = step"),
     Fault("way: a gap of the last window is no gap", READS, "and step.found.end < goal", ""),
     Fault("way: what is lost behind a failure is not counted", READS,
-          "goal - step.found.start)\n        else", "len(step.found.hashes))\n        else"),
+          "p.lost(goal - step.found.start,", "p.lost(len(step.found.hashes),"),
     Fault("way: windows cost an eighth", READS, "-(-WINDOWS_SHARE * beside", "-(-beside"),
     Fault("way: pages of all components are as long", READS,
           "sum(num_bytes * (kind.reach", "sum(1 * (kind.reach"),

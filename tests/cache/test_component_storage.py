@@ -672,6 +672,19 @@ def test_storage_that_fails_on_the_way_counts_what_did_not_come() -> None:
     world.assert_drained()
 
 
+def test_boundaries_that_nobody_waits_for_any_more_are_no_fault_of_storage() -> None:
+    world = restarted(4, 8, 12)
+    handle = on_the_way(world)
+    while not world.cache.flights.tickets(JobKind.READ):
+        world.driver.step()
+        world.cache.tick()
+    assert world.cache.prefetcher is not None
+    world.cache.prefetcher.abort(handle)
+    world.settle()
+    assert not world.gets and world.cache.counters.unfulfilled == {"dropped": 12}
+    world.assert_drained()
+
+
 def test_how_far_apart_boundaries_on_the_way_are() -> None:
     """At most an eighth of the backbone's bytes is read for them."""
     window, state = Component("window", 4), Component("state", 1, per_page=False)

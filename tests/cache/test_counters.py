@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.transfer import JobKind
 from hiradix.tree import Node, Tier
 from tests.cache.test_lost_hits import attached, key, serve
 from tests.cache.world import Setup, World
@@ -29,6 +30,15 @@ def test_pages_that_storage_took_before_it_failed_are_no_failures() -> None:
     world.storage.put = whole  # type: ignore[method-assign]
     serve(world, key(5))
     assert len(world.storage.pages) == 5 and counters.backup_failed == 3
+    world.assert_drained()
+
+
+def test_without_storage_nothing_is_offered_to_it_and_nothing_fails() -> None:
+    world = World(Setup(device_pages=20, host_pages=20), 1)
+    serve(world, key(5))
+    serve(world, key(7))
+    assert world.controller.stats().kinds[JobKind.STORE].num_results == 0
+    assert (world.cache.counters.written, world.cache.counters.backup_failed) == (7, 0)
     world.assert_drained()
 
 
@@ -57,6 +67,19 @@ def test_a_load_of_exactly_the_quota_is_taken() -> None:
     world.cache.start_loading()
     world.settle()
     assert world.cache.counters.loaded == 6
+    world.assert_drained()
+
+
+def test_what_another_request_has_loaded_since_is_not_loaded_again() -> None:
+    world = World(Setup(device_pages=8, host_pages=20), 1)
+    serve(world, key(6))
+    world.cache.evict(8)
+    match = world.cache.match(key(6))
+    assert world.cache.load_back(match) == 6 and world.cache.load_back(match) == 0
+    assert len(world.cache.flights) == 1
+    world.cache.start_loading()
+    world.settle()
+    assert (world.cache.counters.loaded, world.cache.counters.load_refused) == (6, 0)
     world.assert_drained()
 
 
@@ -105,6 +128,9 @@ def test_only_what_storage_took_is_told() -> None:
     world, told = attached(device_pages=20, host_pages=20), Told()
     world.cache.tree.watch = told
     whole = world.storage.put
+    world.storage.put = lambda keys, pages: [False] * len(keys)  # type: ignore[method-assign]
+    serve(world, key(5))
+    assert told.spans == []
     world.storage.put = lambda keys, pages: takes_two(whole, keys, pages)  # type: ignore[method-assign]
     serve(world, key(5))
     assert told.spans == [(0, 2)]

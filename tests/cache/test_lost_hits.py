@@ -61,6 +61,17 @@ def test_an_eviction_that_copies_nothing_waits_for_nothing() -> None:
     world.assert_drained()
 
 
+def test_an_eviction_waits_for_the_copies_that_hold_what_is_to_go() -> None:
+    """Else a request that needs the room would be put off for what is there in a moment."""
+    world = World(Setup(device_pages=8, host_pages=20), 1)
+    running = world.run_request(key(8))
+    assert running is not None
+    world.release(running)
+    assert world.cache.tree.evictable_pages(Tier.DEVICE) == 0, "all of it is being copied"
+    assert world.cache.evict(6) >= 6 and world.cache.counters.written == 8
+    world.assert_drained()
+
+
 def test_what_is_written_back_leaf_first_is_stored_whole() -> None:
     """A leaf goes down before what is above it, and cannot be stored then: nobody could reach it."""
     world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)

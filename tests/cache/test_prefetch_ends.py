@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hiradix.transfer import FailReason, JobKind
 from hiradix.tree.hashing import hash_pages
 from tests.cache.test_lost_hits import fetch, key, reading, serve, stored_world
@@ -32,6 +34,20 @@ def test_one_who_joined_does_not_keep_up_a_prefetch_once_aborted() -> None:
     prefetcher.abort("first")
     world.settle()
     assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
+    world.assert_drained()
+
+
+@pytest.mark.parametrize(("gone", "stays"), [("r", "joined"), ("joined", "r")])
+def test_of_two_who_wait_for_the_same_pages_one_may_go(gone: str, stays: str) -> None:
+    world = stored_world(150, device_pages=160)
+    prefetcher = world.cache.prefetcher
+    reading(world, 150)
+    assert prefetcher.start("joined", key(150), world.cache.tree.root)
+    prefetcher.abort(gone)
+    world.settle()
+    assert prefetcher.progress(stays) and prefetcher.pop_loaded_span(stays) == (0, 150)
+    kinds = world.controller.stats().kinds
+    assert not kinds[JobKind.READ].failures and kinds[JobKind.READ].num_results == 2, "nothing is read twice"
     world.assert_drained()
 
 
@@ -88,6 +104,15 @@ def test_names_that_a_query_made_of_what_is_there_are_kept() -> None:
     wanted = hash_pages(world.cache.tree.rows(key(6), world.cache.tree.root, 0, 6))
     assert world.cache.tree.hashes(anchor) == wanted[:3]
     world.cache.prefetcher.abort("r")
+    world.assert_drained()
+
+
+def test_names_of_what_a_fetch_brought_are_kept() -> None:
+    """Whatever is stored or looked for below it begins there."""
+    world = stored_world(4)
+    assert fetch(world, key(4)) == 4
+    tree, node = world.cache.tree, world.cache.match(key(4)).loadable_node
+    assert tree.hashes(node) == hash_pages(tree.rows(key(4), tree.root, 0, 4))
     world.assert_drained()
 
 
@@ -172,11 +197,32 @@ def test_a_hit_below_the_threshold_is_counted_and_not_read() -> None:
 def test_a_reset_forgets_every_prefetch() -> None:
     world = stored_world(4)
     prefetcher, root = world.cache.prefetcher, world.cache.tree.root
+    assert prefetcher.start("came", key(4), root)
+    world.settle()
     assert fetch(world, key(4), "ended") == 4 and prefetcher.start("r", key(8, tail=1), root)
     world.cache.reset()
-    assert len(prefetcher) == 0 and prefetcher.pages_in_flight() == 0 and prefetcher.progress("r")
-    assert prefetcher.pop_loaded_pages("ended") == prefetcher.pop_loaded_pages("r") == 0
+    assert len(prefetcher) == 0 and prefetcher.pages_in_flight() == 0
+    for handle in ("came", "ended", "r"):
+        assert prefetcher.progress(handle) and prefetcher.pop_loaded_pages(handle) == 0, handle
     world.settle()
+    world.assert_drained()
+
+
+def test_a_reset_forgets_a_prefetch_whose_read_hangs() -> None:
+    """Nobody waits for it, it takes no share of the host, and what it brings after all is of no use."""
+    world = stored_world(4)
+    prefetcher = world.cache.prefetcher
+    reading(world, 4)
+    assert world.driver.step()  # it has begun
+    world.driver.held.add("fetch")
+    world.cache.reset(0.01)
+    assert len(world.cache.flights) == 1 and world.host.available == world.setup.host_pages - 4
+    assert prefetcher.progress("r") and (len(prefetcher), prefetcher.pages_in_flight()) == (0, 0)
+    world.check()
+    world.settle()
+    assert world.cache.match(key(4)).loadable_node.end == 0 and prefetcher.pop_loaded_span("r") == (0, 0)
+    assert world.host.available == world.setup.host_pages
+    assert fetch(world, key(4), "again") == 4
     world.assert_drained()
 
 
@@ -202,4 +248,53 @@ def test_one_who_joined_asks_for_itself_where_storage_did_not_answer() -> None:
     assert prefetcher.progress("first") and len(prefetcher) == 1
     world.settle()
     assert prefetcher.progress("joined") and prefetcher.pop_loaded_span("joined") == (0, 4)
+    world.assert_drained()
+
+
+def test_who_asks_again_lets_go_of_what_it_asked_for_before() -> None:
+    """A request that was put back asks for another prefix: nobody waits for the first any more."""
+    world = stored_world(4)
+    prefetcher, root = world.cache.prefetcher, world.cache.tree.root
+    assert prefetcher.start("r", key(4, tail=1), root) and prefetcher.start("r", key(4), root)
+    world.settle()
+    assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
+    assert prefetcher.progress("r") and prefetcher.pop_loaded_span("r") == (0, 4)
+    world.assert_drained()
+
+
+def test_reads_that_nobody_waits_for_any_more_are_no_fault_of_storage() -> None:
+    for ends in ("abort", "detach", "reset"):
+        world = stored_world(150, device_pages=160)
+        reading(world, 150)
+        if ends == "abort":
+            world.cache.prefetcher.abort("r")
+        elif ends == "detach":
+            world.cache.detach_storage(100.0)
+        else:
+            world.cache.reset()
+        world.settle()
+        assert world.cache.counters.unfulfilled == {"dropped": 150}, ends
+        world.assert_drained()
+
+
+def test_pages_that_come_too_late_are_missed_for_that_reason_alone() -> None:
+    world = stored_world(150, device_pages=160, prefetch_policy="timeout")
+    reading(world, 150)
+    world.driver.advance(100.0)
+    assert world.cache.prefetcher.progress("r")
+    world.settle()
+    assert world.cache.counters.unfulfilled == {"deadline": 150}
+    world.assert_drained()
+
+
+def test_what_lies_behind_pages_that_storage_failed_to_bring_is_missed_too() -> None:
+    world = stored_world(150, device_pages=160)
+    reading(world, 150)
+    world.storage.faults = 1.0
+    while not world.controller.stats().kinds[JobKind.READ].failures:
+        world.driver.step()
+    world.storage.faults = 0.0
+    world.settle()
+    assert world.cache.prefetcher.progress("r") and world.cache.prefetcher.pop_loaded_span("r") == (0, 0)
+    assert world.cache.counters.unfulfilled == {"storage_transfer": 150}
     world.assert_drained()

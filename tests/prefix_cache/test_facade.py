@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.errors import StorageError
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
 from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, Slots, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
@@ -169,6 +170,20 @@ def test_a_node_that_was_merged_away_since_its_match_is_a_lock_of_its_own(make: 
     bench.check()
 
 
+def test_a_receipt_given_back_twice_is_refused_at_once(make: Make) -> None:
+    """Not when the last holder gives its own back: that one has done nothing wrong."""
+    bench = make()
+    bench.cache.insert(InsertParams(RadixKey(prompt(8)), bench.allocator.alloc(8)))
+    bench.settle()
+    node = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(8)))).last_device_node
+    receipt, other = bench.cache.inc_lock_ref(node), bench.cache.inc_lock_ref(node)
+    assert bench.cache.dec_lock_ref(receipt) == 0
+    with pytest.raises(AssertionError, match="given back twice"):
+        bench.cache.dec_lock_ref(receipt)
+    assert bench.cache.evict(EvictParams(100)).num_tokens_evicted == 0
+    assert bench.cache.dec_lock_ref(other) == 8
+
+
 def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None:
     bench = make()
     extra = extra_of(tmp_path)
@@ -200,6 +215,33 @@ def test_attach_detach_messages_and_effect(make: Make, tmp_path: object) -> None
     cache.reset()
     assert bench.start(prompt(30)).host_tokens == 0
     assert cache.detach_storage_backend()[0] and not cache.enable_storage
+
+
+def test_a_backend_that_may_not_be_attached_is_closed_again(make: Make, tmp_path: object) -> None:
+    cache, extra = make(**storage(tmp_path)).cache, extra_of(tmp_path)
+    opened = cache.open_storage("file", extra)
+    ok, message = cache.attach_opened(opened)
+    assert not ok and "storage is attached already" in message
+    made, opens = [], cache.storage_factory
+    cache.storage_factory = lambda *given: made.append(opens(*given)) or made[-1]
+    with pytest.raises(StorageError, match="attached already"):
+        cache.attach("file", parse_extra_config(extra))
+    assert not opened.storage.ping() and [store.ping() for store in made] == [False]
+    assert cache.storage.ping() and cache.storage_name == "file"
+
+
+def test_a_request_that_waits_no_longer_goes_on_with_what_is_there(make: Make, tmp_path: object) -> None:
+    bench = make(**storage(tmp_path))
+    bench.finish(bench.start(prompt(20)))
+    bench.settle()
+    bench.cache.reset()
+    req, root = Request("r", prompt(20), fill_ids=prompt(20)), bench.cache.tree.root
+    assert bench.cache.prefetch_from_storage("r", root, prompt(20)[:-1], req=req)
+    assert not bench.cache.check_prefetch_progress("r"), "it waits for all of it, and no step has been made"
+    bench.cache.terminate_prefetch("r")
+    assert bench.cache.check_prefetch_progress("r") and bench.cache.pop_prefetch_loaded_tokens("r") == 0
+    bench.settle()
+    assert bench.cache.num_in_flight == 0
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])

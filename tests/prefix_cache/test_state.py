@@ -18,6 +18,7 @@ from hiradix.prefix_cache import (
     RadixKey,
     StateRadixCache,
 )
+from hiradix.prefix_cache.slots import pages_of
 from hiradix.tree import Tier
 
 PAGE = 4
@@ -140,6 +141,15 @@ def test_where_nothing_may_be_inserted_the_record_stays_the_requests() -> None:
     lock = StateRadixCache.insert_row(cache, RadixKey(list(range(12))), torch.arange(PAGE, PAGE + 12), req)
     assert lock.node is root and taken == []
     assert bench.cache.total_size() == (0, 0)
+
+
+def test_pages_that_may_not_be_inserted_are_freed_with_their_record() -> None:
+    bench = Bench()
+    own, record = bench.slots.alloc(12), bench.records.alloc(1)
+    assert own is not None and record is not None
+    params = InsertParams(RadixKey(list(range(12))), own, mamba_value=int(record[0]))
+    bench.cache._free_refused(pages_of(own, PAGE), params)
+    bench.check()
 
 
 def test_it_needs_records() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from hiradix.config import parse_extra_config
 from hiradix.errors import ConfigError
-from hiradix.memory import ReqToTokenPool, SlotAllocator
+from hiradix.memory import ReqToTokenPool, SlotAllocator, make_transport
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
@@ -156,8 +157,59 @@ def test_a_receipt_counts_the_window_it_locked(make: Make) -> None:
     matched(bench, prompt(4))  # splits what is locked
     bench.cache.dec_lock_ref(node, receipt)
     assert (bench.cache.full_evictable_size(), bench.cache.swa_evictable_size()) == (6, 4)
+    other = bench.cache.inc_lock_ref(node)
+    with pytest.raises(AssertionError, match="given back twice"):
+        bench.cache.dec_lock_ref(node, receipt)
+    assert (bench.cache.full_protected_size(), bench.cache.swa_protected_size()) == (6, 4), "of the other one"
+    bench.cache.dec_lock_ref(node, other)
     with pytest.raises(AssertionError, match="without the receipt"):
         bench.cache.dec_lock_ref(node)
+
+
+def test_windows_before_a_gap_that_nobody_holds_are_freed(make: Make) -> None:
+    bench = make(window=4)
+    slots = bench.allocator.alloc(12)
+    bench.allocator.free_swa(slots[4:8])
+    bench.cache.insert(InsertParams(RadixKey(prompt(12)), slots))
+    assert bench.cache.total_size() == (12, 4) and len(matched(bench, prompt(12))) == 12
+    bench.check()
+
+
+def test_what_may_not_be_inserted_over_a_failed_load_is_freed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = [False]
+
+    def made(*given: Any) -> Any:
+        inner = make_transport(*given)
+
+        def copy_pages(*copied: Any) -> None:
+            assert not failing[0], "injected: copy"
+            inner.copy_pages(*copied)
+
+        return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
+
+    monkeypatch.setattr("hiradix.prefix_cache.build.make_transport", made)
+    bench = make(config=host_tier("write_through"), window=4)
+    cache, allocator = bench.cache, bench.allocator
+    insert(bench, prompt(12))
+    bench.settle()
+    cache.evict(EvictParams(100, 100))
+    found = cache.match_prefix(MatchPrefixParams(RadixKey(prompt(12))))
+    assert len(cache.init_load_back(found.last_host_node, found.host_hit_length)[0]) == 12
+    receipt = cache.inc_lock_ref(found.last_host_node)
+    failing[0] = True
+    cache.ready_to_load_host_cache()
+    bench.settle()
+    assert cache.stats().load_failed == 12
+    before = allocator.full_available_size(), allocator.swa_available_size()
+    done = cache.insert(InsertParams(RadixKey(prompt(16)), allocator.alloc(16)))
+    assert done.prefix_len == 16 and len(matched(bench, prompt(16))) == 0
+    assert (allocator.full_available_size(), allocator.swa_available_size()) == before
+    cache.dec_lock_ref(receipt)
+    cache.check_hicache_events()
+    assert cache.total_size() == (0, 0)
+    bench.check()
 
 
 def test_the_window_a_request_gave_up_is_a_gap_in_what_it_inserts(make: Make) -> None:

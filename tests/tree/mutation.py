@@ -199,6 +199,12 @@ FAULTS = [
         "            orders[0].push(device[::-1])",
     ),
     Fault(
+        "unlock: a receipt may be given back again",
+        TREE,
+        "        lock.floors = _GIVEN_BACK\n",
+        "",
+    ),
+    Fault(
         "adopt: own pages come back as duplicates",
         TREE,
         "given[given != entry.pages[lo - at.start :][: len(given)]]",

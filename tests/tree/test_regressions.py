@@ -142,10 +142,14 @@ def test_h12_write_back_looks_at_each_victim_once(policy: str) -> None:
 def test_h13_giving_a_lock_back_twice_is_seen() -> None:
     tree = RadixTree(1)
     node = put(tree, key(1, 2), 0)
-    lock = tree.lock(node, DEVICE)
+    lock, other = tree.lock(node, DEVICE), tree.lock(node, DEVICE)
     tree.unlock(lock)
-    with pytest.raises(AssertionError, match="once too often"):
+    with pytest.raises(AssertionError, match="given back twice"):
         tree.unlock(lock)
+    assert tree.evict(0, DEVICE, 2) == [], "the other one, such as a copy's, still holds it"
+    tree.unlock(other)
+    with pytest.raises(AssertionError, match="once too often"):
+        tree.unlock(Lock(node, DEVICE, (0,)))
 
 
 def test_h13_pages_come_back_once_and_own_pages_never() -> None:
