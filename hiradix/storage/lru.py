@@ -40,7 +40,7 @@ class LruIndex:
         self._order: list[tuple[int, str]] = []  # a heap; uses that later ones have replaced are in it, too
         self._fronts: dict[str, str] = {}  # name -> the page in front of it in its chain
         self._next: dict[str, str] = {}  # name -> of those it is in front of, the one used last
-        self._parting: set[str] = set()  # what several pages are, or were, behind
+        self._parting: dict[str, dict[str, None]] = {}  # name -> what is, or was, behind it: several
         self._followed: dict[str, int] = {}  # name -> when a page behind it was asked to be stored
         self._latest_ns = -BEFORE_ALL_NS
         self.num_bytes = 0
@@ -75,8 +75,10 @@ class LruIndex:
         if front:
             front = self._fronts.setdefault(name, front)
             behind = self._next.get(front, name)
-            if behind != name and behind in self._entries:
-                self._parting.add(front)
+            if front in self._parting:
+                self._parting[front][name] = None
+            elif behind != name and behind in self._entries:
+                self._parting[front] = {behind: None, name: None}
             self._next[front] = name
 
     def follow(self, name: str, used_ns: int) -> None:
@@ -89,9 +91,8 @@ class LruIndex:
         entry = self._entries.pop(name, None)
         if entry is None:
             return 0
-        for known in (self._fronts, self._next, self._followed):
+        for known in (self._fronts, self._next, self._followed, self._parting):
             known.pop(name, None)
-        self._parting.discard(name)
         self.num_bytes -= entry.num_bytes
         return entry.num_bytes
 
@@ -139,7 +140,7 @@ class LruIndex:
         self._entries = {name: Entry(found[name].num_bytes, used_ns(name)) for name in found}
         self._fronts = {name: front for name, front in self._fronts.items() if name in found}
         self._next = {name: behind for name, behind in self._next.items() if name in found}
-        self._parting.intersection_update(found)
+        self._parting = {name: behind for name, behind in self._parting.items() if name in found}
         followed = self._followed.items()
         self._followed = {name: believed(at_ns, now_ns) for name, at_ns in followed if name in found}
         self.num_bytes = sum(entry.num_bytes for entry in self._entries.values())
@@ -176,14 +177,16 @@ class LruIndex:
 
     def _look_behind(self, name: str) -> None:
         """Find out which page behind one is the latest: that which was used last may be gone, or others are
-        to be stored behind another. Takes as long as there are pages, for one where chains part alone."""
-        there = [page for page, front in self._fronts.items() if front == name and page in self._entries]
+        to be stored behind another."""
+        known = self._parting[name]
+        there = [page for page in known if page in self._entries and self._fronts.get(page) == name]
         if len(there) < 2:
-            self._parting.discard(name)
+            del self._parting[name]
+        elif len(there) < len(known):
+            self._parting[name] = dict.fromkeys(there)
         if there:
             used = {page: self._entries[page].used_ns for page in there}
-            used |= {page: at_ns for page, at_ns in self._followed.items() if at_ns > used.get(page, at_ns)}
-            self._next[name] = max(there, key=used.__getitem__)
+            self._next[name] = max(there, key=lambda page: max(used[page], self._followed.get(page, 0)))
 
     def _put_in_order(self, name: str, used_ns: int) -> None:
         heapq.heappush(self._order, (used_ns, name))

@@ -30,7 +30,7 @@ class Waiting:
     """Pages of a shelf that are in no order of use: when they count as used. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.parting: set[Name] = set()  # pages that several are, or were, behind
+        self.parting: dict[Name, dict[Name, None]] = {}  # pages that several are, or were, behind, and those
         self.latest_ns = 0  # of the times waited for
         self._at: dict[Name, int] = {}
         self._heap: list[tuple[int, int, Name]] = []  # of `_at`, and of some no longer in it
@@ -54,7 +54,7 @@ class Waiting:
     def drop(self, label: Name) -> None:
         """The page is gone."""
         self._at.pop(label, None)
-        self.parting.discard(label)
+        self.parting.pop(label, None)
 
     def coldest(self, pages: Mapping[Name, Linked], count: int, keep: Collection[Name]) -> list[Name]:
         """At most `count` of those that wait, the coldest first, and none of `keep`."""
@@ -86,8 +86,10 @@ def link(pages: Mapping[Name, Linked], waiting: Waiting, label: Name, front: Nam
     page.front = front if page.front is None else page.front
     before = pages.get(page.front)
     if before is not None and before.next != label:
-        if before.next is not None and before.next in pages:
-            waiting.parting.add(page.front)
+        if page.front in waiting.parting:
+            waiting.parting[page.front][label] = None
+        elif before.next is not None and before.next in pages:
+            waiting.parting[page.front] = {before.next: None, label: None}
         before.next = label
 
 
@@ -129,10 +131,13 @@ def _look_behind(
     pages: OrderedDict[Name, Linked], waiting: Waiting, label: Name, kept: set[Name]
 ) -> None:
     """Find out which page behind one is the latest: that which was used last may be gone, or another is to
-    be kept. Takes as long as there are pages, for one where chains part alone."""
-    there = [behind for behind, page in pages.items() if page.front == label]
+    be kept."""
+    known = waiting.parting[label]
+    there = [behind for behind in known if behind in pages and pages[behind].front == label]
     if len(there) < 2:
-        waiting.parting.discard(label)
+        del waiting.parting[label]
+    elif len(there) < len(known):
+        waiting.parting[label] = dict.fromkeys(there)
     if there:
         pages[label].next = max(there, key=lambda behind: pages[behind].used_ns)
     if not kept.isdisjoint(there):
