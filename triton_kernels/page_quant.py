@@ -67,12 +67,22 @@ def encode_bf16(x):
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).to(tl.int16)
 
 
+@triton.jit
+def scale_of(bits):
+    """The smallest power of two, f32, by which the largest number of a tile of bf16 bits fits into e4m3."""
+    size = bits & 0x7FFF  # bf16 sizes are ordered as integers are; infinities and NaN do not count
+    largest = tl.max(tl.max(tl.where(size < 0x7F80, size, 0), axis=1), axis=0)
+    scale = (largest << 16).to(tl.float32, bitcast=True) * (1.0 / 448.0)
+    scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.maximum(scale, 1.1754943508222875e-38)  # the smallest normal: a page of zeros
+
+
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_IDS)
 def page_quantise_kernel(
     codes_tab,  # int64 [planes]: addresses of uint8 codes, of f32 scales, of bf16 values
     scales_tab,
     values_tab,
-    codes_idx,  # int64 or int32 [num_idx]: pages on the quantised and on the bf16 side, skipped if one is < 0
+    codes_idx,  # int64 or int32 [num_idx]: pages of both sides, skipped if one is < 0
     values_idx,
     first_plane: tl.int32,
     num_planes: tl.int32,
@@ -98,11 +108,7 @@ def page_quantise_kernel(
         address = tl.load(values_tab + plane) + at * values_page + row * values_row
         values = tl.multiple_of(address.to(tl.pointer_type(tl.int16)), (16, 16))
         bits = tl.load(values + col, mask=mask, other=0).to(tl.int32) & 0xFFFF
-        size = bits & 0x7FFF  # bf16 sizes are ordered as integers are; infinities and NaN do not count
-        largest = tl.max(tl.max(tl.where(size < 0x7F80, size, 0), axis=1), axis=0)
-        scale = (largest << 16).to(tl.float32, bitcast=True) * (1.0 / 448.0)
-        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.maximum(scale, 1.1754943508222875e-38)  # the smallest normal: a page of zeros
+        scale = scale_of(bits)
         code = encode_e4m3((bits << 16).to(tl.float32, bitcast=True) * tl.div_rn(1.0, scale))
         address = tl.load(codes_tab + plane) + to * codes_page + row * codes_row
         codes = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), (16, 16))

@@ -253,14 +253,6 @@ class GuardedStorage:
             runs[:1] = growing(runs[0], sizes, max(SHORT_PIECE_BYTES, wide))
         return runs
 
-    def _keys_ok(self, op: Op, keys: Sequence[str]) -> bool:
-        try:
-            check_keys(keys)
-        except BadKey as error:
-            logger.warning("storage %s: %s", op.value, error)
-            return False
-        return True
-
     def _call(
         self, op: Op, keys: Sequence[str], num_bytes: int, body: Callable[[Session], None]
     ) -> tuple[MissReason | None, float | None]:
@@ -268,7 +260,7 @@ class GuardedStorage:
 
         None for these: it did; it was not begun.
         """
-        if not (self._traits.checks_keys or self._keys_ok(op, keys)):
+        if not (self._traits.checks_keys or _keys_ok(op, keys)):
             return MissReason.BAD_KEY, None
         start_s = self._clock()
         if self._closed:
@@ -355,6 +347,15 @@ class GuardedStorage:
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False
         return True
+
+
+def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
+    try:
+        check_keys(keys)
+    except BadKey as error:
+        logger.warning("storage %s: %s", op.value, error)
+        return False
+    return True
 
 
 def _in_piece(piece: Piece, call: Callable[[], object]) -> object:
