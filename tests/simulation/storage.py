@@ -168,7 +168,11 @@ class SimLanes:
         return self._num_lanes - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float) -> Iterator[SimLane]:
+    def lane(self, timeout_s: float, extra: bool = False) -> Iterator[SimLane]:
+        if extra and not self._closed and not self._free:
+            self.driver.advance(max(0.0, timeout_s))
+            self._free.append(SimLane(self))
+            self._num_lanes += 1
         if self._closed or not self._free:
             self.driver.advance(0.0 if self._closed else max(0.0, timeout_s))
             raise NoLane("all workers are in calls that have not ended")
