@@ -91,6 +91,9 @@ class LruIndex:
         entry = self._entries.pop(name, None)
         if entry is None:
             return 0
+        front = self._fronts.get(name)
+        if front is not None and front in self._parting:
+            self._parting[front].pop(name, None)
         for known in (self._fronts, self._next, self._followed, self._parting):
             known.pop(name, None)
         self.num_bytes -= entry.num_bytes

@@ -200,12 +200,21 @@ class Pages:
     def take(self, count: int, keep: Sequence[str] = (), front: str | None = None) -> list[Name]:
         taken = coldest(self.pages, self.waiting, count, keep, front)
         for name in taken:
-            del self.pages[name]
-            self.waiting.drop(name)
+            self.waiting.drop(name, self.pages.pop(name))
         return taken
 
     def behind(self, name: Name) -> list[Name]:
         return [label for label, page in self.pages.items() if page.front == name]
+
+
+def test_pages_that_have_left_take_no_memory_behind_one_that_all_share() -> None:
+    """A system prompt, behind which conversations come and go."""
+    shelf = Pages()
+    for number in range(1000):
+        shelf.use(["shared", str(number)], {"shared": "", str(number): "shared"})
+        if number >= 10:
+            assert shelf.take(1) == [str(number - 10)]
+    assert set(shelf.waiting.parting["shared"]) == {str(number) for number in range(990, 1000)}
 
 
 @settings(max_examples=300, deadline=None)

@@ -122,6 +122,18 @@ def test_uses_that_are_over_take_no_memory() -> None:
     assert len(index._order) <= 2 * len(index) + 64
 
 
+def test_pages_that_have_left_take_no_memory_behind_one_that_all_share() -> None:
+    """A system prompt, behind which conversations come and go."""
+    index = LruIndex()
+    for number in range(1000):
+        now_ns = index.now(NOW_NS)
+        index.use("shared", Entry(1, now_ns))
+        index.use(str(number), Entry(1, now_ns - 1), "shared")
+        if number >= 10:
+            assert list(index.take(1, 0, ())) == [str(number - 10)]
+    assert set(index._parting["shared"]) == {str(number) for number in range(990, 1000)}
+
+
 def descendants(name: str, fronts: dict[str, str], there: LruIndex) -> list[str]:
     """What is there behind a page, without a gap in between."""
     behind = [page for page, front in fronts.items() if front == name and page in there]

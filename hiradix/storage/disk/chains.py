@@ -30,7 +30,7 @@ class Waiting:
     """Pages of a shelf that are in no order of use: when they count as used. Not thread-safe."""
 
     def __init__(self) -> None:
-        self.parting: dict[Name, dict[Name, None]] = {}  # pages that several are, or were, behind, and those
+        self.parting: dict[Name, dict[Name, None]] = {}  # pages that several are, or were, behind, and which
         self.latest_ns = 0  # of the times waited for
         self._at: dict[Name, int] = {}
         self._heap: list[tuple[int, int, Name]] = []  # of `_at`, and of some no longer in it
@@ -51,10 +51,12 @@ class Waiting:
         self._at.clear()
         self._heap.clear()
 
-    def drop(self, label: Name) -> None:
+    def drop(self, label: Name, page: Linked) -> None:
         """The page is gone."""
         self._at.pop(label, None)
         self.parting.pop(label, None)
+        if page.front in self.parting:
+            self.parting[page.front].pop(label, None)
 
     def coldest(self, pages: Mapping[Name, Linked], count: int, keep: Collection[Name]) -> list[Name]:
         """At most `count` of those that wait, the coldest first, and none of `keep`."""
@@ -85,12 +87,13 @@ def link(pages: Mapping[Name, Linked], waiting: Waiting, label: Name, front: Nam
         return
     page.front = front if page.front is None else page.front
     before = pages.get(page.front)
-    if before is not None and before.next != label:
-        if page.front in waiting.parting:
-            waiting.parting[page.front][label] = None
-        elif before.next is not None and before.next in pages:
-            waiting.parting[page.front] = {before.next: None, label: None}
-        before.next = label
+    if before is None:
+        return
+    if page.front in waiting.parting:
+        waiting.parting[page.front][label] = None
+    elif before.next is not None and before.next != label and before.next in pages:
+        waiting.parting[page.front] = {before.next: None, label: None}
+    before.next = label
 
 
 def coldest(

@@ -265,7 +265,7 @@ class Index:
             label = self.label(entry.namespace, entry.name)
             del shelf.pages[label]
             shelf.labels.remove(label)
-            shelf.waiting.drop(label)
+            shelf.waiting.drop(label, entry)
             shelf.give(place)
 
     def _touch(self, place: tuple[int, int], used_ns: int) -> None:
