@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, Misuse
 
 READ_TIMEOUT_S = 300.0
 _T = TypeVar("_T")
@@ -114,7 +114,8 @@ class Phase:
     restart: bool = False
 
     def __post_init__(self) -> None:
-        assert len(set(self.visits)) == len(self.visits), f"phase {self.title!r} visits a conversation twice"
+        if len(set(self.visits)) != len(self.visits):
+            raise Misuse(f"phase {self.title!r} visits a conversation twice")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hiradix.bench_client import Answer
+from hiradix.errors import Misuse
 
 TIE_GAP = 1e-4
 MAX_FLAGGED = 0.005
@@ -108,7 +109,8 @@ class Identity:
 
 def first_difference(ours: Answer, reference: Answer) -> Difference | None:
     """Where two answers to one prompt part, or None. Without log probabilities the whole text is compared."""
-    assert ours.request == reference.request, f"{ours.request.label} compared with {reference.request.label}"
+    if ours.request != reference.request:
+        raise Misuse(f"{ours.request.label} compared with {reference.request.label}")
     label = ours.request.label
     if not ours.tokens or not reference.tokens:
         if ours.text == reference.text:
@@ -126,7 +128,8 @@ def first_difference(ours: Answer, reference: Answer) -> Difference | None:
 
 def compare(ours: Sequence[Answer], reference: Sequence[Answer]) -> Identity:
     """The identity of two runs over the same prompts in the same order."""
-    assert len(ours) == len(reference), f"{len(ours)} answers compared with {len(reference)}"
+    if len(ours) != len(reference):
+        raise Misuse(f"{len(ours)} answers compared with {len(reference)}")
     found = (first_difference(a, b) for a, b in zip(ours, reference, strict=True))
     return Identity(len(ours), tuple(d for d in found if d is not None))
 

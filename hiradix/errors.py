@@ -1,4 +1,8 @@
-"""The one exception family for faults of the world; our own bugs are assertions."""
+"""Exceptions: `CacheError` and its kinds for faults of the world, `Misuse` for callers' and our own bugs.
+
+What keeps a bug from becoming a wrong answer raises `Misuse`, never an `assert` statement, so it is there
+under `python -O` too.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +21,10 @@ class OutOfPages(CacheError):
 
 class StorageError(CacheError):
     """A storage backend failed; callers inside the cache turn this into a miss."""
+
+
+class Misuse(AssertionError):
+    """A call that no correct caller makes, or an invariant that does not hold; the message has the numbers.
+
+    No CacheError on purpose: who turns faults of the world into a miss and goes on must not swallow a bug.
+    """

@@ -105,7 +105,10 @@ class Tables:
 
 def make_tables(plan: PlannedCopy, device: torch.device) -> Tables:
     """The plan, rows collapsed, with tables on `device`; make them once per pool pair."""
-    assert plan.aligned, f"rows must begin and end on {VECTOR_BYTES} bytes: {plan.src.row_bytes} and strides"
+    if not plan.aligned:
+        raise AssertionError(
+            f"rows must begin and end on {VECTOR_BYTES} bytes: {plan.src.row_bytes} and strides"
+        )
     plan = plan.collapsed()
     dst = torch.tensor(plan.dst.bases, dtype=torch.int64, device=device)
     src = torch.tensor(plan.src.bases, dtype=torch.int64, device=device)
@@ -121,7 +124,8 @@ def launch(
     num_programs: programs at most; each keeps one SM busy. Returns at once when compiled.
     """
     plan, num_idx = tables.plan, pages.shape[1]
-    assert pages.shape[0] == 2, f"pages {tuple(pages.shape)}: needed are targets and sources"
+    if pages.shape[0] != 2:
+        raise AssertionError(f"pages {tuple(pages.shape)}: needed are targets and sources")
     if num_idx == 0 or len(layers) == 0:
         return
     vectors = plan.src.page_bytes // VECTOR_BYTES
@@ -129,7 +133,8 @@ def launch(
     num_planes = len(layers) * plan.per_layer
     num_tiles = -(-num_idx * vectors // tile.block) * num_planes
     last = max(num_idx * vectors + tile.block, num_tiles + num_programs)  # the kernel counts in int32
-    assert last < 1 << 31, f"{num_idx} pages of {vectors} vectors in one copy"
+    if last >= 1 << 31:
+        raise AssertionError(f"{num_idx} pages of {vectors} vectors in one copy")
     with one_at_a_time():
         page_copy_kernel[(min(num_programs, num_tiles),)](
             tables.dst, tables.src, pages[0], pages[1],

@@ -165,12 +165,13 @@ class QuantPlan:
 
     def __post_init__(self) -> None:
         planes = {len(side.bases) for side in (self.values, self.codes, self.scales)}
-        assert len(planes) == 1, f"planes of values, codes and scales differ: {planes}"
+        if len(planes) != 1:
+            raise AssertionError(f"planes of values, codes and scales differ: {planes}")
         rows = (self.values.rows, self.values.row_bytes) == (self.codes.rows, 2 * self.codes.row_bytes)
-        assert rows and self.scales.page_bytes == 4, (
-            f"rows differ: {self.values}, {self.codes}, {self.scales}"
-        )
-        assert self.values.aligned and self.codes.aligned, "rows of values and codes must be on 16 bytes"
+        if not rows or self.scales.page_bytes != 4:
+            raise AssertionError(f"rows differ: {self.values}, {self.codes}, {self.scales}")
+        if not self.values.aligned or not self.codes.aligned:
+            raise AssertionError("rows of values and codes must be on 16 bytes")
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,8 @@ def _launch(
     num_programs: int,
 ) -> None:
     plan, num_idx = tables.plan, ids[0].numel()
-    assert num_idx == ids[1].numel(), f"{ids[1].numel()} pages of values for {num_idx} of codes"
+    if num_idx != ids[1].numel():
+        raise AssertionError(f"{ids[1].numel()} pages of values for {num_idx} of codes")
     total = num_idx * len(planes)
     if total == 0:
         return

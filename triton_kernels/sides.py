@@ -45,9 +45,11 @@ class PlannedCopy:
     def __post_init__(self) -> None:
         same = (self.src.rows, self.src.row_bytes, len(self.src.bases))
         other = (self.dst.rows, self.dst.row_bytes, len(self.dst.bases))
-        assert same == other, f"sides differ: rows, row bytes, planes {same} and {other}"
+        if same != other:
+            raise AssertionError(f"sides differ: rows, row bytes, planes {same} and {other}")
         num_planes = len(self.src.bases)
-        assert num_planes % self.per_layer == 0, f"{num_planes} planes, {self.per_layer} a layer"
+        if num_planes % self.per_layer != 0:
+            raise AssertionError(f"{num_planes} planes, {self.per_layer} a layer")
 
     @property
     def aligned(self) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.cache.flights import Flights
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, Misuse
 from hiradix.transfer import JobKind, Result, Ticket
 
 Vector = npt.NDArray[np.int64]
@@ -71,7 +71,8 @@ class Agreement:
         To be called while the cache is built, in the same order on every rank.
         """
         index = len(self._sources)
-        assert self.num_exchanges == 0 and index < NUM_SHARED, (self.num_exchanges, index)
+        if self.num_exchanges != 0 or index >= NUM_SHARED:
+            raise Misuse(f"number {index} shared after {self.num_exchanges} exchanges")
         self._sources.append(source)
         return lambda: self._shared[index]
 
@@ -138,7 +139,8 @@ class Agreement:
 def _cut(own: Result, outcome: int) -> Result:
     """`own` with the agreed number of pages, and an error only if the agreed outcome is one."""
     num_pages, fine = divmod(outcome, 2)
-    assert num_pages <= own.num_pages, f"ticket {own.ticket}: {num_pages} agreed of {own.num_pages}"
+    if num_pages > own.num_pages:
+        raise Misuse(f"ticket {own.ticket}: {num_pages} agreed of {own.num_pages}")
     if fine:
         return own._replace(num_pages=num_pages, error=None, reason=None)
     return own._replace(num_pages=num_pages, error=own.error or "another rank has fewer pages")

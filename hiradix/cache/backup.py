@@ -26,6 +26,7 @@ from hiradix.cache.pages import (
     sizes,
 )
 from hiradix.cache.storing import Storing
+from hiradix.errors import Misuse
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
@@ -121,7 +122,8 @@ class Backup:
         last: Node | None = None  # of the run that the walk is in
         at = self._tree.current(node)
         while at is not None and (parent := at.parent) is not None:
-            assert at.device.pages is not None, f"{at} is above an inserted node but not on the device"
+            if at.device.pages is None:
+                raise Misuse(f"{at} is above an inserted node but not on the device")
             if at.host.pages is not None:
                 last = None
             else:
@@ -228,7 +230,8 @@ class Backup:
             n, component = segment.node, segment.component
             if component == BACKBONE or self._writing[component][segment.pages[0]]:
                 continue
-            assert n.device.pages is not None, f"{n} has component {component} on the device, no backbone"
+            if n.device.pages is None:
+                raise Misuse(f"{n} has component {component} on the device, no backbone")
             if n.start >= start or n.host.pages is not None or self._writing[BACKBONE][n.device.pages[0]]:
                 found.append(segment)
         return found

@@ -39,7 +39,7 @@ from hiradix.cache.pages import (
     as_tuple,
 )
 from hiradix.cache.prefetch import Prefetcher
-from hiradix.errors import CacheError, StorageError
+from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
@@ -124,7 +124,8 @@ class HierarchicalCache:
 
     def _apply(self, ok: bool) -> bool:
         """Apply what all ranks have; whether all of them are `ok`. One exchange where there are ranks."""
-        assert self.controller is not None and self._load_back is not None, "no host tier"
+        if self.controller is None or self._load_back is None:
+            raise Misuse("no host tier")
         results = self.controller.poll()
         if self._ranks is not None:
             results, ok = self._ranks.exchange(results, ok)
@@ -283,7 +284,8 @@ class HierarchicalCache:
         On all ranks or on none: a rank that could not open its storage calls this with None. Raises
         StorageError, with nothing changed, if any rank has none or cannot take it.
         """
-        assert self.controller is not None, "storage needs a host tier"
+        if self.controller is None:
+            raise Misuse("storage needs a host tier")
         refusal = self.controller.attach_refusal
         if storage is None:
             refusal = "there is none to attach"
@@ -298,7 +300,8 @@ class HierarchicalCache:
 
         Raises StorageError when a job of any rank does not end in time; may then be repeated.
         """
-        assert self.controller is not None and self.prefetcher is not None, "storage needs a host tier"
+        if self.controller is None or self.prefetcher is None:
+            raise Misuse("storage needs a host tier")
         self.prefetcher.stop_all()
         ended = self.controller.detach(timeout_s)
         if not self.settle(ended):
@@ -359,11 +362,13 @@ class HierarchicalCache:
             owned = self.flights.owned(component)
             resident = self.tree.all_pages(HOST, component)
             taken = np.concatenate([owned, resident])
-            assert len(np.unique(taken)) == len(taken), f"component {component}: a host page is in two places"
-            assert len(taken) + pool.available == pool.num_pages, (
-                f"host pages of component {component}: {len(resident)} tree + {len(owned)} in flight + "
-                f"{pool.available} free != {pool.num_pages}"
-            )
+            if len(np.unique(taken)) != len(taken):
+                raise Misuse(f"component {component}: a host page is in two places")
+            if len(taken) + pool.available != pool.num_pages:
+                raise Misuse(
+                    f"host pages of component {component}: {len(resident)} tree + {len(owned)} in flight + "
+                    f"{pool.available} free != {pool.num_pages}"
+                )
 
 
 def _common_pages(host: HostTier | None, agree: Agree | None) -> Sources | None:

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
+from hiradix.errors import Misuse
 from hiradix.transfer import JobKind, Result, Ticket
 
 NOTHING: Final[PagesOf] = MappingProxyType({})
@@ -66,7 +67,8 @@ class Flights:
         return False
 
     def add(self, ticket: Ticket, flight: Flight) -> None:
-        assert ticket not in self, f"ticket {ticket} used twice"
+        if ticket in self:
+            raise Misuse(f"ticket {ticket} used twice")
         self._lanes[flight.kind][ticket] = flight
         for component, pages in flight.owns.items():
             self.num_owned[component] += len(pages)

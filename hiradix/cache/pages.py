@@ -13,6 +13,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
 
 Pages = npt.NDArray[np.int32]
@@ -41,7 +42,8 @@ class CappedPages:
     """The first `num_pages` pages' worth of a pool: what every rank has, where one rank's pool is smaller."""
 
     def __init__(self, inner: PageSource, num_pages: int):
-        assert num_pages <= inner.num_pages, f"{num_pages} pages of a pool of {inner.num_pages}"
+        if num_pages > inner.num_pages:
+            raise Misuse(f"{num_pages} pages of a pool of {inner.num_pages}")
         self.num_pages = num_pages
         self._inner = inner
         self._kept_back = inner.num_pages - num_pages
@@ -106,7 +108,8 @@ class PageSupply:
         self.device_pools = as_tuple(device)
         self.host_pools = () if host is None else as_tuple(host)
         for pools in (self.device_pools, self.host_pools):
-            assert len(pools) in (0, len(tree.components)), f"{len(pools)} pools for {tree.components}"
+            if len(pools) not in (0, len(tree.components)):
+                raise Misuse(f"{len(pools)} pools for {tree.components}")
         self.device = self.device_pools[BACKBONE]
         self.host = self.host_pools[BACKBONE] if self.host_pools else None
         self.counters = counters
@@ -174,12 +177,14 @@ class PageSupply:
     def take_path(self, node: Node, pages: Pages) -> None:
         """Give the tree the backbone's device pages that end the path to `node`, which has none there."""
         refused = self.tree.adopt(node, BACKBONE, DEVICE, pages)
-        assert not len(refused), f"device pages {refused} for what is resident"
+        if len(refused):
+            raise Misuse(f"device pages {refused} for what is resident")
 
     def take_beside(self, segment: Segment, pages: Pages) -> None:
         """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
         refused = self.tree.adopt(segment.node, segment.component, DEVICE, pages)
-        assert not len(refused), f"device pages {refused} for what is resident"
+        if len(refused):
+            raise Misuse(f"device pages {refused} for what is resident")
         pair = self._pair[segment.component]
         if pair is not None:
             pair(self.tree.pages(segment.node, DEVICE, segment.end - len(pages)), pages)
@@ -196,10 +201,11 @@ class PageSupply:
 
     def _check_pool(self, tier: Tier, component: int, pool: PageSource, own: int) -> None:
         free, resident = pool.available, self.tree.resident_pages(tier, component)
-        assert free + resident + own == pool.num_pages, (
-            f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
-            f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
-        )
+        if free + resident + own != pool.num_pages:
+            raise Misuse(
+                f"{tier.name} pages of component {component}: {free} free + {resident} tree + "
+                f"{own} {'in flight' if tier else 'of requests'} != {pool.num_pages}"
+            )
 
     def free_host(self, pages: Pages, component: int = BACKBONE) -> None:
         if len(pages):

@@ -16,6 +16,7 @@ from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.found import Arrivals, Found, Phase, Prefetch
 from hiradix.cache.pages import PageSupply
 from hiradix.cache.reads import Reads
+from hiradix.errors import Misuse
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, TransferController
 from hiradix.tree import Node, RadixKey, RadixTree, Tier
@@ -207,7 +208,8 @@ class Prefetcher:
 
     def _finish(self, p: Prefetch) -> None:
         """The one end of every prefetch: unlock, and let those who joined it look again."""
-        assert not p.tickets and p.unread_pages == 0, (p.tickets, p.unread_pages)
+        if p.tickets or p.unread_pages != 0:
+            raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
         p.phase = Phase.DONE
         self._running.remove(p)
         for lock in (p.lock, p.beside):

@@ -16,6 +16,7 @@ from typing import Final
 
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
+from hiradix.errors import Misuse
 from hiradix.transfer import JobKind, Result, Tail, TransferController
 from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
 from hiradix.tree.view import extended
@@ -144,7 +145,8 @@ class Storing:
 
 def _record(node: Node, component: int) -> Pages:
     pages = node.residency(component, HOST).pages
-    assert pages is not None, f"component {component} of {node} is not on the host"
+    if pages is None:
+        raise Misuse(f"component {component} of {node} is not on the host")
     return pages
 
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import httpx
 
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, Misuse
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 90.0
@@ -119,7 +119,8 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the process; returns at once."""
-        assert self._process is None, f"{self.url} was already started"
+        if self._process is not None:
+            raise Misuse(f"{self.url} was already started")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
 
@@ -135,7 +136,8 @@ class ServerProcess:
 
     def exit_code(self) -> int | None:
         """The exit status, negative for a signal; None while the process runs."""
-        assert self._process is not None, "not started"
+        if self._process is None:
+            raise Misuse("not started")
         return self._process.poll()
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:

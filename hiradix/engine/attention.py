@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from hiradix.errors import Misuse
+
 ATTENTION_NAME = "hiradix_paged"
 
 
@@ -120,7 +122,8 @@ def _chunk_mask(step: PagedStep, index: int, window: int | None, dtype: torch.dt
     chunk = step.prefills[index]
     num_new, num_tokens = chunk.end - chunk.start, chunk.num_tokens
     if window is not None and num_tokens <= window:
-        assert chunk.first == 0, f"pages from token {chunk.first} of {num_tokens}, window {window}"
+        if chunk.first != 0:
+            raise Misuse(f"pages from token {chunk.first} of {num_tokens}, window {window}")
         window = None
     if window is None and num_new == num_tokens:
         return None
@@ -226,7 +229,8 @@ def paged_attention(
     """
     step, at = kwargs["paged"].of(module.layer_idx)
     refused = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-    assert not refused, f"attention options {refused} got past loading"
+    if refused:
+        raise Misuse(f"attention options {refused} got past loading")
     layer = _layer_of(module, step, at, (key, value), kwargs)
     packed = query[0].transpose(0, 1)
     out = packed.new_empty((*packed.shape[:2], value.shape[-1]))

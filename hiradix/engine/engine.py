@@ -40,7 +40,7 @@ from hiradix.engine.slots import free_tokens
 from hiradix.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.engine.tensor_parallel import LoadGates
 from hiradix.engine.tokenizer import Tokenizer
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
@@ -344,7 +344,8 @@ def _limits(config: EngineConfig, pools: EnginePools) -> Limits:
 def _state_slots(cache: PrefixCache, pools: EnginePools) -> StateSlots | NoStates:
     if pools.states is None:
         return NO_STATES
-    assert isinstance(cache, StateRadixCache), f"{cache} for a model with states"
+    if not isinstance(cache, StateRadixCache):
+        raise Misuse(f"{cache} for a model with states")
     return StateSlots(cache, pools.states, pools.device.page_size)
 
 

@@ -11,6 +11,7 @@ import torch
 from hiradix.engine.attention import Chunk, DecodeGroup, KVBuffers, PagedPass, PagedStep
 from hiradix.engine.recurrent import Piece, StatePass, StatePool
 from hiradix.engine.states import StateUse
+from hiradix.errors import Misuse
 
 _MAX_PADDING = 1.5
 
@@ -69,7 +70,8 @@ class PackedPass:
 
 def pack(work: Sequence[Work], pools: Pools, device: torch.device) -> PackedPass:
     """`work` as one pass on `device`; sequences with one new token are grouped for batched decoding."""
-    assert work and all(len(part.token_ids) >= 1 for part in work), "a pass needs a token of every sequence"
+    if not work or not all(len(part.token_ids) >= 1 for part in work):
+        raise Misuse("a pass needs a token of every sequence")
     ids = torch.cat([torch.as_tensor(part.token_ids, dtype=torch.int64) for part in work])
     spans = [(part.num_tokens - len(part.token_ids), part.num_tokens) for part in work]
     ends = list(accumulate(len(part.token_ids) for part in work))
@@ -92,11 +94,13 @@ def _state_pass(work: Sequence[Work], pool: StatePool, device: torch.device) -> 
 def _pieces(part: Work, end: int) -> list[Piece]:
     """`part` as the packed rows up to `end`, cut where a record of its state is taken."""
     use, start = part.state, end - len(part.token_ids)
-    assert use is not None, "a sequence without a state"
+    if use is None:
+        raise Misuse("a sequence without a state")
     if use.record is None:
         return [Piece(start, end, use.source, (use.target,))]
     cut = end - (part.num_tokens - use.boundary)
-    assert start < cut <= end, f"a record behind token {use.boundary}, the pass ends at {part.num_tokens}"
+    if not start < cut <= end:
+        raise Misuse(f"a record behind token {use.boundary}, the pass ends at {part.num_tokens}")
     if cut == end:
         return [Piece(start, end, use.source, (use.target, use.record))]
     return [Piece(start, cut, use.source, (use.record,)), Piece(cut, end, None, (use.target,))]

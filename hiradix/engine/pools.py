@@ -12,7 +12,7 @@ from hiradix.engine.packing import LayerPool, Pools
 from hiradix.engine.recurrent import StatePool, States
 from hiradix.engine.slots import Allocator, num_tokens
 from hiradix.engine.states import LEAST_RECORDS
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import (
     CacheShape,
     DevicePool,
@@ -65,7 +65,8 @@ class EnginePools:
         full, shape = LayerPool(buffers[0], hybrid.full_layers), hybrid.other.shape
         if isinstance(shape, StateShape):
             return Pools([full], StatePool(hybrid.other, hybrid.other_layers, shape))
-        assert isinstance(self.allocator, HybridSlotAllocator), f"{self.allocator} for pools with windows"
+        if not isinstance(self.allocator, HybridSlotAllocator):
+            raise Misuse(f"{self.allocator} for pools with windows")
         mapping = self.allocator.full_to_swa_index_mapping
         return Pools([full, LayerPool(buffers[1], hybrid.other_layers, self.window, mapping)])
 
@@ -126,7 +127,8 @@ def _with_states(
 
 def _pool(shape: CacheShape, layers: Sequence[int], num_pages: int, config: EngineConfig) -> DevicePool:
     """Of some of the model's layers."""
-    assert isinstance(shape, KVShape), f"{shape} of a model that mixes kinds of layers"
+    if not isinstance(shape, KVShape):
+        raise Misuse(f"{shape} of a model that mixes kinds of layers")
     own = replace(shape, num_layers=len(layers))
     return DevicePool(own, num_pages, config.cache.page_size, device=config.device)
 

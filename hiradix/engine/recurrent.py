@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import StateShape
 
 NO_STATE = 0  # the slot that is never written: the state before the first token, all zeros
@@ -166,7 +166,8 @@ class StatePass:
         for group in self._groups:
             if group.sources is not None:
                 states = self._read(arrays, group.sources)
-            assert states is not None, f"rows {group.rows} continue nothing"
+            if states is None:
+                raise Misuse(f"rows {group.rows} continue nothing")
             out[0, group.rows] = call(packed[0, group.rows], states)
             for array, own in zip(arrays, states.arrays, strict=True):
                 values = own.index_select(0, group.kept).view(-1, *array.shape[1:])
@@ -219,7 +220,8 @@ class StandIn:
 
     def update_recurrent_state(self, new: torch.Tensor, layer_idx: int, **_: Any) -> torch.Tensor:
         own = self.recurrent_states[0]
-        assert own is not None and own.shape == new.shape, f"a state of {new.shape} for {own}"
+        if own is None or own.shape != new.shape:
+            raise Misuse(f"a state of {new.shape} for {own}")
         self.recurrent_states[0] = new.to(own.dtype)
         return new
 
@@ -247,7 +249,8 @@ class RecurrentLayer(torch.nn.Module):
         self._desk = desk
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        assert self._desk.states is not None, "a recurrent layer outside of a pass"
+        if self._desk.states is None:
+            raise Misuse("a recurrent layer outside of a pass")
 
         def call(rows: torch.Tensor, states: StandIn) -> torch.Tensor:
             out: torch.Tensor = self.inner(rows, **{self._cache: states})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hiradix.engine.api import SamplingParams, Scope, Usage
+from hiradix.errors import Misuse
 
 if TYPE_CHECKING:
     from hiradix.engine.tokenizer import TextStream
@@ -32,9 +33,8 @@ class RequestState:
     def take_record(self, num_tokens: int) -> int:
         """Hand over the record of the state behind `num_tokens` tokens."""
         record, self.record = self.record, None
-        assert record is not None and self.record_tokens == num_tokens, (
-            f"a record of {num_tokens} tokens is wanted, {record} is of {self.record_tokens}"
-        )
+        if record is None or self.record_tokens != num_tokens:
+            raise Misuse(f"a record of {num_tokens} tokens is wanted, {record} is of {self.record_tokens}")
         return record
 
 
@@ -116,7 +116,8 @@ class Request:
 
     def take_record(self, num_tokens: int) -> int:
         """The record of the state behind its first `num_tokens` tokens, the caller's from here on."""
-        assert self.state is not None, f"request {self.rid} has no state"
+        if self.state is None:
+            raise Misuse(f"request {self.rid} has no state")
         return self.state.take_record(num_tokens)
 
     def pop_committed_kv_cache(self) -> int:

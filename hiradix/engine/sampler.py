@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hiradix.engine.api import SamplingParams, TokenLogprob
+from hiradix.errors import Misuse
 
 GREEDY_BELOW = 1e-5
 """A temperature under which the best token is all there is, and logits over it are no numbers any more."""
@@ -39,7 +40,8 @@ class SeedSource:
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[TokenLogprob]:
     """One token per row of logits float32 [B, vocab]; its logprob is nan where none was asked for."""
-    assert logits.shape[0] == len(draws), (logits.shape, len(draws))
+    if logits.shape[0] != len(draws):
+        raise Misuse(f"logits of {tuple(logits.shape)} for {len(draws)} draws")
     chosen = logits.argmax(dim=-1).tolist()
     for row, draw in enumerate(draws):
         if draw.generator is not None:

@@ -21,6 +21,7 @@ from hiradix.engine.ports import PrefixCache, is_transferring
 from hiradix.engine.request import Request
 from hiradix.engine.slots import Allocator, Slots
 from hiradix.engine.states import NO_STATES, NoStates, StateSlots
+from hiradix.errors import Misuse
 from hiradix.memory import ReqToTokenPool
 from hiradix.prefix_cache import MatchPrefixParams
 from hiradix.tree import RadixKey
@@ -75,7 +76,8 @@ class Scheduler:
         self.limits = limits
         self._cache = cache
         self._slots = Slots(cache, allocator, limits.page_size)
-        assert self._slots.has_windows == (limits.window is not None), f"window {limits.window}, {allocator}"
+        if self._slots.has_windows != (limits.window is not None):
+            raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
         self._states = states
         self._reserve = _MIN_RESERVE
@@ -89,7 +91,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request and start fetching its prefix from storage while it waits."""
-        assert not self.is_full, f"{len(self.waiting)} requests wait already"
+        if self.is_full:
+            raise Misuse(f"{len(self.waiting)} requests wait already")
         self.waiting.append(request)
         if self._cache.enable_storage:
             self._match(request)
@@ -127,7 +130,8 @@ class Scheduler:
             admission = self._admit(request)
             if admission is _Admission.FULL:
                 empty = not self.running and not is_transferring(self._cache)
-                assert not empty, f"an empty engine has no room for {request.rid}: {self._slots.room} tokens"
+                if empty:
+                    raise Misuse(f"an empty engine has no room for {request.rid}: {self._slots.room} tokens")
                 break
             if admission is _Admission.DONE:
                 part = self._next_part(request, left, admitted=True)
@@ -196,7 +200,8 @@ class Scheduler:
                 youngest = self.running[-1]
                 if len(self.running) == 1:
                     room = self._slots.room
-                    assert is_transferring(self._cache), f"no page for {request.rid} alone: {room}"
+                    if not is_transferring(self._cache):
+                        raise Misuse(f"no page for {request.rid} alone: {room}")
                     break
                 self.retract(youngest)
                 if youngest is request:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hiradix.engine.request import Request, RequestState
+from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
 from hiradix.prefix_cache import EvictParams, StateRadixCache
 
@@ -80,14 +81,16 @@ class StateSlots:
     def use(self, request: Request, num_tokens: int) -> StateUse:
         """What a pass that computes the next `num_tokens` tokens does with the state."""
         state = request.state
-        assert state is not None, "a running request without a state"
+        if state is None:
+            raise Misuse("a running request without a state")
         boundary = self._boundary(request, num_tokens)
         return StateUse(state.source, state.slot, boundary, state.record if boundary else None)
 
     def computed(self, request: Request, num_tokens: int) -> None:
         """A pass is done that has computed the `num_tokens` tokens after `num_computed`."""
         state = request.state
-        assert state is not None, "a running request without a state"
+        if state is None:
+            raise Misuse("a running request without a state")
         state.source = state.slot
         state.record_tokens = self._boundary(request, num_tokens) or state.record_tokens
 

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from hiradix.cache import least
 from hiradix.engine.attention import KVBuffers
 from hiradix.engine.recurrent import FAMILIES
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory import DevicePool
 from hiradix.transfer import LoadFailed
 from hiradix.transfer.process_group import ProcessGroup
@@ -57,13 +57,15 @@ def cut(model: torch.nn.Module, group: ProcessGroup) -> None:
     for name, module in list(model.named_modules()):
         kind = name.rpartition(".")[2]
         if kind in CUT_BY_OUTPUT:
-            assert isinstance(module, torch.nn.Linear), f"{name} is a {type(module).__name__}"
+            if not isinstance(module, torch.nn.Linear):
+                raise Misuse(f"{name} is a {type(module).__name__}")
             module.weight = torch.nn.Parameter(_part(module.weight, 0, group), requires_grad=False)
             module.out_features = len(module.weight)
             if module.bias is not None:
                 module.bias = torch.nn.Parameter(_part(module.bias, 0, group), requires_grad=False)
         elif kind in CUT_BY_INPUT:
-            assert isinstance(module, torch.nn.Linear), f"{name} is a {type(module).__name__}"
+            if not isinstance(module, torch.nn.Linear):
+                raise Misuse(f"{name} is a {type(module).__name__}")
             bias = None if module.bias is None else module.bias.detach()
             summed = SummedLinear(_part(module.weight, 1, group), bias, group.add)
             model.set_submodule(name, summed)

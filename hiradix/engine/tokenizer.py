@@ -8,7 +8,7 @@ from typing import Any
 
 from hiradix.engine.api import RequestError
 from hiradix.engine.token_bound import TokenBound
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _UNFINISHED = "\ufffd"
@@ -115,7 +115,8 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """New final text after one more token; sets `stopped` when a stop string is complete."""
-        assert not self.stopped, "a token after a stop string"
+        if self.stopped:
+            raise Misuse("a token after a stop string")
         self._token_ids.append(token_id)
         piece = self._decode_new(final=False)
         return self._release(piece) if piece else ""

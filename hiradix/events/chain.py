@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 
+from hiradix.errors import Misuse
 from hiradix.events.records import Naming
 from hiradix.tree import Node, PageRows, hash_pages
 from hiradix.tree.hashing import DIGEST_BYTES, hash_run
@@ -54,7 +55,8 @@ class Chain:
         """The 32-byte hash of a page that this chain, or one above it, has."""
         chain = self
         while chain.start > page:
-            assert chain.parent is not None, f"page {page} is above the first chain"
+            if chain.parent is None:
+                raise Misuse(f"page {page} is above the first chain")
             chain = chain.parent
         at = (page - chain.start) * DIGEST_BYTES
         return chain.digests[at : at + DIGEST_BYTES]
@@ -64,7 +66,8 @@ class Chain:
         parts: list[list[int]] = []
         chain: Chain | None = self
         while start < end:
-            assert chain is not None, f"pages [{start}, {end}) are above the first chain"
+            if chain is None:
+                raise Misuse(f"pages [{start}, {end}) are above the first chain")
             if chain.start < end:
                 first = max(start, chain.start)
                 lo, hi = (first - chain.start) * DIGEST_BYTES, (end - chain.start) * DIGEST_BYTES
@@ -88,7 +91,8 @@ def chain_of(node: Node) -> Chain:
     chain: Chain | None = None if at is None or at.parent is None else at.chain
     for below in reversed(missing):
         chain = below.chain = Chain(below, chain)
-    assert chain is not None, f"{node} is not in the tree"
+    if chain is None:
+        raise Misuse(f"{node} is not in the tree")
     return chain
 
 

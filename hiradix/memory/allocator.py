@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory.upload import upload
 from hiradix.tree import ids
 from hiradix.tree.native import mypyc_attr
@@ -48,7 +48,8 @@ class PageAllocator:
 
     def alloc(self, num_pages: int) -> Pages | None:
         """int32 [num_pages], the caller's own array; None, and nothing taken, if fewer are free."""
-        assert num_pages >= 0, f"alloc of {num_pages} pages"
+        if num_pages < 0:
+            raise Misuse(f"alloc of {num_pages} pages")
         if num_pages > self._num_free:
             return None
         pages = ids.take(self._free, self._num_free, num_pages, self._out)
@@ -65,7 +66,8 @@ class PageAllocator:
     def _refuse(self, given: npt.NDArray[Any]) -> NoReturn:
         """Raise the assertion that says what is wrong with freeing these pages."""
         foreign = (given < self.first_page) | (given >= self.first_page + self.num_pages)
-        assert not foreign.any(), f"free of foreign pages {_some(given[foreign])}: not in {self._span()}"
+        if foreign.any():
+            raise Misuse(f"free of foreign pages {_some(given[foreign])}: not in {self._span()}")
         _, first, where = np.unique(given, return_index=True, return_inverse=True)
         wrong = ~self._out[given] | (first[where] != np.arange(len(given)))
         free = f"{self._num_free} free of {self.num_pages}"
@@ -75,7 +77,8 @@ class PageAllocator:
         """Assert that each of these is handed out: what is asked of them is asked by who has them."""
         end, flags = len(self._out), self._out.data
         wrong = [page for page in pages if not 0 <= page < end or not flags[page]]
-        assert not wrong, f"pages {wrong[:16]} of {self._span()} are not handed out"
+        if wrong:
+            raise Misuse(f"pages {wrong[:16]} of {self._span()} are not handed out")
 
     def is_out(self, pages: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Which of these (own) pages are handed out."""
@@ -117,7 +120,8 @@ class SlotAllocator:
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         """int64 [need_size]: whole pages' slots, page after page; None if fewer are free."""
-        assert need_size % self.page_size == 0, f"alloc of {need_size} slots in pages of {self.page_size}"
+        if need_size % self.page_size != 0:
+            raise Misuse(f"alloc of {need_size} slots in pages of {self.page_size}")
         pages = self.pages.alloc(need_size // self.page_size)
         if pages is None:
             return None
@@ -162,7 +166,8 @@ class ReqToTokenPool:
 
     def alloc(self, need_size: int) -> list[int] | None:
         """Rows for `need_size` requests; None, and nothing taken, if fewer are free."""
-        assert need_size >= 0, f"alloc of {need_size} request rows"
+        if need_size < 0:
+            raise Misuse(f"alloc of {need_size} request rows")
         if need_size > len(self.free_slots):
             return None
         rows = [self.free_slots.pop() for _ in range(need_size)]
@@ -172,7 +177,8 @@ class ReqToTokenPool:
     def free(self, free_index: int | Sequence[int] | Iterable[int]) -> None:
         """Take rows back. Asserts that each was out."""
         for row in [free_index] if isinstance(free_index, int) else list(free_index):
-            assert row in self._out, f"free of request row {row}, out are {sorted(self._out)[:16]}"
+            if row not in self._out:
+                raise Misuse(f"free of request row {row}, out are {sorted(self._out)[:16]}")
             self._out.remove(row)
             self.free_slots.append(row)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hiradix.errors import Misuse
 from hiradix.memory.layout import Plane
 from hiradix.memory.pools import Pool
 from hiradix.triton_kernels.sides import PlannedCopy, Side
@@ -26,7 +27,8 @@ def plan_by_arrays(src: Pool, dst: Pool) -> dict[tuple[int, ...], PlannedCopy]:
     groups: dict[tuple[int, ...], list[int]] = {}
     pairs: list[Pair] = list(zip(src.planes(), dst.planes(), strict=True))
     for array, (source, target) in enumerate(pairs):
-        assert source.spec == target.spec, f"arrays {source.spec} and {target.spec}"
+        if source.spec != target.spec:
+            raise Misuse(f"arrays {source.spec} and {target.spec}")
         spec = source.spec
         counts = (spec.rows(src.page_size), spec.row_bytes, spec.num_heads)
         geometry = (*counts, *_strides(source), *_strides(target))

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from hiradix.errors import Misuse
 from hiradix.memory.cuda_runtime import Addresses
 from hiradix.memory.dma_transport import CopyPieces, Pieces, device_of
 from hiradix.memory.layout import Piece, make_layout
@@ -67,7 +68,8 @@ class PackingTransport:
 
 def whole_pieces(src: LaidOutPool, dst: LaidOutPool, src_pages: PageIds, dst_pages: PageIds) -> Pieces:
     """The pieces of whole pages between two pools of one layout, merged where pages follow each other."""
-    assert src.layout.name == dst.layout.name, f"layouts {src.layout.name} and {dst.layout.name}"
+    if src.layout.name != dst.layout.name:
+        raise Misuse(f"layouts {src.layout.name} and {dst.layout.name}")
     parts = []
     for ours, theirs in zip(src.layout.pieces, dst.layout.pieces, strict=True):
         sizes = np.full(len(src_pages), ours.num_bytes, np.int64)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory.foreign import check_foreign, foreign_arrays
 from hiradix.memory.host_memory import allocate, huge_page_bytes
 from hiradix.memory.layout import Extent, Layout, Plane, array_views, layers_view, make_layout
@@ -340,7 +340,8 @@ class HostPool(LaidOutPool):
 
     def page_views(self, page: int) -> list[memoryview]:
         """The page's bytes, in order, zero copy and writable; valid as long as the pool."""
-        assert 0 <= page < self.num_pages, f"host page {page} of {self.num_pages}"
+        if not 0 <= page < self.num_pages:
+            raise Misuse(f"host page {page} of {self.num_pages}")
         views = []
         for piece in self.layout.pieces:
             begin = piece.offset + page * piece.page

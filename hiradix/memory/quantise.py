@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hiradix.errors import Misuse
+
 _SMALLEST_NORMAL = 1.1754943508222875e-38
 
 
@@ -14,7 +16,8 @@ def quantise(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     infinities become 448 times that, NaN stays NaN. Lossy: a value is off by at most 1/16 of itself, or by
     half the smallest step where it is 2^15 times smaller than the largest.
     """
-    assert pages.dtype == torch.bfloat16, f"quantise of {pages.dtype}"
+    if pages.dtype != torch.bfloat16:
+        raise Misuse(f"quantise of {pages.dtype}")
     sizes = pages.view(torch.int16).to(torch.int32) & 0x7FFF
     largest = sizes.masked_fill_(sizes >= 0x7F80, 0).amax(dim=(-3, -1))
     scales = (largest << 16).view(torch.float32) * torch.tensor(1.0 / 448.0, dtype=torch.float32)

@@ -8,7 +8,7 @@ from typing import Protocol, Self
 
 import torch
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 
 _SCALE_SPAN = 128  # elements of an indexer key, or of a packed latent, that share a scale
 
@@ -220,7 +220,8 @@ class StateShape:
 def array_index(shape: CacheShape, name: str) -> int:
     """The place of the array called `name`; asserts that there is one."""
     names = [spec.name for spec in shape.arrays]
-    assert name in names, f"{type(shape).__name__} has no {name} array, it has {names}"
+    if name not in names:
+        raise Misuse(f"{type(shape).__name__} has no {name} array, it has {names}")
     return names.index(name)
 
 
@@ -231,7 +232,8 @@ def page_bytes(shape: CacheShape, page_size: int) -> int:
 
 def token_bytes(shape: CacheShape) -> int:
     """Bytes of one token over all layers and arrays. Asserts that no array goes by pages."""
-    assert not any(array.per_page for array in shape.arrays), f"{shape}: bytes per page, not per token"
+    if any(array.per_page for array in shape.arrays):
+        raise Misuse(f"{shape}: bytes per page, not per token")
     return page_bytes(shape, 1)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.memory.layout import Plane
 from hiradix.memory.pools import LayerCounter, PlanePool, stacked
 from hiradix.memory.shape import WORDS, CacheShape
@@ -37,7 +37,8 @@ class StridedPool(PlanePool):
         self.counter: LayerCounter | None = None
 
     def planes(self) -> tuple[Plane, ...]:
-        assert self._has_planes, f"{self.shape} with last axes that are not contiguous has no planes"
+        if not self._has_planes:
+            raise Misuse(f"{self.shape} with last axes that are not contiguous has no planes")
         return super().planes()
 
     def register_layer_transfer_counter(self, counter: LayerCounter | None) -> None:

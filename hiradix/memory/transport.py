@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hiradix.errors import Misuse
 from hiradix.memory.pools import Pool
 from hiradix.memory.shape import WORDS
 from hiradix.memory.upload import upload
@@ -113,22 +114,23 @@ def checked_copy(
     """
     _check_pages(src, dst, src_pages, dst_pages)
     span = range(src.shape.num_layers) if layers is None else layers
-    assert span.step == 1 and (len(span) == 0 or 0 <= span[0] <= span[-1] < src.shape.num_layers), (
-        f"layers {span} of {src.shape.num_layers}"
-    )
+    if not (span.step == 1 and (len(span) == 0 or 0 <= span[0] <= span[-1] < src.shape.num_layers)):
+        raise Misuse(f"layers {span} of {src.shape.num_layers}")
     return span if len(src_pages) else range(0)
 
 
 def _check_pages(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds) -> None:
-    assert src.shape.arrays == dst.shape.arrays and src.shape.num_layers == dst.shape.num_layers, (
-        f"pools of different shape: {src.shape} and {dst.shape}"
-    )
-    assert src.page_size == dst.page_size, f"page sizes {src.page_size} and {dst.page_size}"
-    assert len(src_pages) == len(dst_pages), f"{len(src_pages)} source pages for {len(dst_pages)}"
+    if src.shape.arrays != dst.shape.arrays or src.shape.num_layers != dst.shape.num_layers:
+        raise Misuse(f"pools of different shape: {src.shape} and {dst.shape}")
+    if src.page_size != dst.page_size:
+        raise Misuse(f"page sizes {src.page_size} and {dst.page_size}")
+    if len(src_pages) != len(dst_pages):
+        raise Misuse(f"{len(src_pages)} source pages for {len(dst_pages)}")
     for name, pages, limit in (("source", src_pages, src.page_limit), ("target", dst_pages, dst.page_limit)):
         if len(pages):
             low, high = int(pages.min()), int(pages.max())
-            assert low >= 0 and high < limit, f"{name} pages {low}..{high} of a pool of {limit}"
+            if low < 0 or high >= limit:
+                raise Misuse(f"{name} pages {low}..{high} of a pool of {limit}")
 
 
 Views = tuple[torch.Tensor, torch.Tensor]

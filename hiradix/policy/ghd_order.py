@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+from hiradix.errors import Misuse
 from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import Lanes
@@ -82,7 +83,8 @@ class LaneOrder:
         covering: Node | None = None  # its parent, if that has its note
         for entry in entries:
             node = entry.node
-            assert node is not None, "an entry of no node"
+            if node is None:
+                raise Misuse("an entry of no node")
             if covering is None or covering.parent is not node or covering.note is not node.note:
                 self._came(entry)
                 covering = None if entry.rank is None or node.note is None else node
@@ -149,7 +151,8 @@ class LaneOrder:
     def _seat(self, entry: Residency, known: Note | None = None) -> None:
         """A leaf is on its way to the lane of its class."""
         node = entry.node
-        assert node is not None, "an entry of no node"
+        if node is None:
+            raise Misuse("an entry of no node")
         entry.rank = place = Place(entry, node.note or known or self._unused(), node.start)
         fresh = self._fresh
         fresh.append(place)
@@ -225,7 +228,8 @@ class LaneOrder:
             if place is None:
                 return None
             entry = place.entry
-            assert entry is not None, "the head of a lane has left"
+            if entry is None:
+                raise Misuse("the head of a lane has left")
             if entry.node is None or entry.hotter is None or is_blocked(self._context, entry, gone):
                 self._unseat(entry)
                 if self._covers:

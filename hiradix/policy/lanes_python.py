@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from heapq import heappop, heappush
 from typing import Final
 
+from hiradix.errors import Misuse
 from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.places import INFINITE, NEVER, Place
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
@@ -191,7 +192,8 @@ class Lanes:
         lane = self._lanes.get(class_id)
         if lane is None:
             lane = self._lanes[class_id] = Lane(class_id, self._tables.ranks(class_id))
-        assert used == place.note.clock, f"last used at {place.note.clock}, not at {used}"
+        if used != place.note.clock:
+            raise Misuse(f"last used at {place.note.clock}, not at {used}")
         if lane.enter(place, depth, self._clock):
             self._looked_at(lane)
         return lane

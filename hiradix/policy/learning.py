@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from hiradix.errors import Misuse
 from hiradix.policy.uses import UseLog
 from hiradix.tree import EvictionOrder, OrderContext, OrderFactory
 
@@ -41,7 +42,8 @@ class SharedLog(Generic[LogT]):
 
     @property
     def learner(self) -> LogT:
-        assert self._log is not None, "no tree was made with this policy"
+        if self._log is None:
+            raise Misuse("no tree was made with this policy")
         return self._log
 
     def log_of(self, context: OrderContext) -> LogT:

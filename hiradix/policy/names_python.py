@@ -5,9 +5,12 @@ from __future__ import annotations
 from struct import Struct
 from typing import Final
 
+from hiradix.errors import Misuse
+
 _pack: Final = Struct("<q").pack
 
 
 def name_of(prior: bytes, run: bytes, first: int, last: int) -> bytes:
-    assert 0 <= first <= last <= len(run), f"bytes {first}..{last} of {len(run)}"
+    if not 0 <= first <= last <= len(run):
+        raise Misuse(f"bytes {first}..{last} of {len(run)}")
     return _pack(hash((prior, run[first:last])))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hiradix.errors import Misuse
 from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
 from hiradix.tree import Node, OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.native import mypyc_attr
@@ -121,7 +122,8 @@ class UseLog:
         has_ghosts = bool(self.ghosts) and self._revive(trail, num_known, stretches)
         if stretches:
             num_known, owner = stretches[-1]
-            assert owner is not None, "what is known has a note"
+            if owner is None:
+                raise Misuse("what is known has a note")
             if num_known >= max(2, owner.use.pages - 1):
                 turn, step = owner.use.turn + 1, 0
         own = 0

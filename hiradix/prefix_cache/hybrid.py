@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.cache import HierarchicalCache, HostTier, PageSource
+from hiradix.errors import Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.radix import RadixCache
@@ -95,12 +96,14 @@ class HybridRadixCache(RadixCache):
     def dec_lock_ref(self, node: Node | LockReceipt, swa_uuid_for_lock: Any = None) -> int:
         """Undo the `inc_lock_ref` that gave the receipt, either argument. Returns full tokens freed up."""
         receipt = node if isinstance(node, LockReceipt) else swa_uuid_for_lock
-        assert isinstance(receipt, LockReceipt), f"unlock of {node} without the receipt of its lock"
+        if not isinstance(receipt, LockReceipt):
+            raise Misuse(f"unlock of {node} without the receipt of its lock")
         return super().dec_lock_ref(receipt)
 
     def _held(self, req: RequestLike) -> Lock:
         receipt = getattr(req, "swa_uuid_for_lock", None)
-        assert isinstance(receipt, LockReceipt), f"request {req.rid}: swa_uuid_for_lock is {receipt}"
+        if not isinstance(receipt, LockReceipt):
+            raise Misuse(f"request {req.rid}: swa_uuid_for_lock is {receipt}")
         return receipt.lock
 
     def _hold(self, req: RequestLike, lock: Lock) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hiradix.cache import HierarchicalCache, HostTier
+from hiradix.errors import Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.figures import Figures
@@ -257,7 +258,8 @@ class RadixCache(Figures):
         loadable = self.tree.current(node) or self.tree.root
         at = loadable
         while at.device.pages is None:
-            assert at.parent is not None and at.host.pages is not None, f"{at} is in neither tier"
+            if at.parent is None or at.host.pages is None:
+                raise Misuse(f"{at} is in neither tier")
             at = at.parent
         return Match(at, loadable)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hiradix.cache import PageSource
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache.hiradix import HiRadixCache
 from hiradix.prefix_cache.hybrid import HybridRadixCache
@@ -75,7 +75,8 @@ class StateRadixCache(HybridRadixCache):
         if node is self.tree.root:
             return 0
         own = node.residency(STATE, DEVICE).pages
-        assert own is not None and len(own) == 1, f"{node} is matched and has no record: {own}"
+        if own is None or len(own) != 1:
+            raise Misuse(f"{node} is matched and has no record: {own}")
         return int(own[0])
 
     # -- writing ------------------------------------------------------------------------

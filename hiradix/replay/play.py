@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.replay.stage import Stage, Tiers
 from hiradix.replay.trace import Call, Trace
@@ -88,7 +89,8 @@ class Player:
         short = len(key) - node.end
         cache.make_room(short)
         pages = stage.device.alloc(short) if short else np.empty(0, np.int32)
-        assert pages is not None, f"{short} of {stage.device.available} device blocks"
+        if pages is None:
+            raise Misuse(f"{short} of {stage.device.available} device blocks")
         ended = Finished(call.prompt_tokens, call.output_tokens, call.hint)
         done = cache.insert(key, pages, at=lock, ended=ended)
         stage.settle()

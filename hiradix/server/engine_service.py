@@ -12,7 +12,7 @@ from typing import Any
 from hiradix.engine.api import Output, Scope
 from hiradix.engine.async_engine import EngineThread
 from hiradix.engine.engine import Engine
-from hiradix.errors import CacheError, StorageError
+from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.prefix_cache import HiRadixCache, OpenedStorage
 from hiradix.server.off_loop import off_loop
 from hiradix.server.recorder import TraceRecorder
@@ -210,7 +210,8 @@ class EngineService:
 
 def _hierarchy(engine: Engine) -> HiRadixCache:
     """The engine's cache, which has a host tier: that was asked before."""
-    assert isinstance(engine.cache, HiRadixCache), type(engine.cache).__name__
+    if not isinstance(engine.cache, HiRadixCache):
+        raise Misuse(f"storage of a {type(engine.cache).__name__}")
     return engine.cache
 
 

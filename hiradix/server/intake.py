@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from hiradix.errors import Misuse
 from hiradix.server.off_loop import Lane
 from hiradix.server.schema import MAX_BODY_BYTES, ApiError
 
@@ -47,7 +48,8 @@ class Intake:
     def release(self, num_bytes: int) -> None:
         """Give back what `take` gave."""
         self.num_bytes -= num_bytes
-        assert self.num_bytes >= 0, f"{self.num_bytes} bytes are held"
+        if self.num_bytes < 0:
+            raise Misuse(f"{self.num_bytes} bytes are held")
 
     async def parse(self, do: Callable[[], T], num_bytes: int) -> T:
         """What `do` gives, which parses that many bytes: many beside the event loop, a body at a time."""

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from hiradix.engine.api import EngineBusy, Output, RequestError, SamplingParams
+from hiradix.errors import Misuse
 from hiradix.server.generation import ClientGone, Run, api_error, merged
 from hiradix.server.intake import Intake
 from hiradix.server.metrics import RequestMetrics
@@ -136,7 +137,8 @@ class OpenAI:
             if body.messages is not None:
                 prompt_ids = await self._chat_ids(body.messages, None)
             else:
-                assert body.prompt is not None, "scope() lets one of messages and prompt through"
+                if body.prompt is None:
+                    raise Misuse("scope() lets one of messages and prompt through")
                 prompt_ids = await self._prompt_ids(body.prompt, None)
         prompt_ids = prompt_ids[: self._service.context_length]  # what is behind was never served
         if not all(0 <= token < 1 << 31 for token in prompt_ids):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.breaker import BreakerState
 from hiradix.storage.build import open_backend, open_storage
 from hiradix.storage.fingerprint import PageFingerprint
@@ -72,7 +72,8 @@ def open_stores(
     Caps that a backend keeps per fingerprint are split by weight, so that they hold for all together.
     """
     digests = {pages.fingerprint.digest() for pages in components}
-    assert len(digests) == len(components), f"components of one fingerprint: {components}"
+    if len(digests) != len(components):
+        raise Misuse(f"components of one fingerprint: {components}")
     contexts = [_context(name, keys, pages, components) for pages in components]
     first = open_storage(name, contexts[0], clock)
     if len(contexts) == 1:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from hiradix.errors import Misuse
 from hiradix.os_memory import address_of
 from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
 from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
@@ -74,7 +75,8 @@ class GuardedStorage:
         sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
         self._staged = Staged(None if self._traits.verifies else sealer, lambda names: backend.delete(names))
         self._direct = DirectCalls() if self._traits.direct else None
-        assert self._traits.verifies or not self._traits.direct, "a direct backend must verify its pages"
+        if not (self._traits.verifies or not self._traits.direct):
+            raise Misuse("a direct backend must verify its pages")
         self._breaker = Breaker(limits.breaker, clock)
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
@@ -221,7 +223,8 @@ class GuardedStorage:
 
     def _move(self, op: Op, batch: Batch) -> list[bool]:
         keys, sizes = batch.keys, sizes_of(batch.pages)
-        assert len(keys) == len(sizes), f"{len(keys)} keys for {len(sizes)} pages"
+        if len(keys) != len(sizes):
+            raise Misuse(f"{len(keys)} keys for {len(sizes)} pages")
         total_bytes = sum(sizes)
 
         def move(session: Session) -> None:

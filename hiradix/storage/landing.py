@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 
-from hiradix.errors import StorageError
+from hiradix.errors import Misuse, StorageError
 from hiradix.storage.lanes import scatter
 from hiradix.storage.protocol import Page
 from hiradix.storage.seal import DEFAULT_ALGORITHM, RUNNING, SEAL_BYTES, Running, Sealer, Verdict
@@ -36,7 +36,8 @@ class Landing(list[memoryview]):
 
     def begin(self, num_bytes: int) -> None:
         """So many bytes come from here on, at most the page's; what came before does not count."""
-        assert num_bytes <= self.num_bytes, f"{num_bytes} bytes for a page of {self.num_bytes}"
+        if num_bytes > self.num_bytes:
+            raise Misuse(f"{num_bytes} bytes for a page of {self.num_bytes}")
         with self._lock:
             self._check()
             self._at, self._end = 0, num_bytes

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.lanes import scatter
 from hiradix.storage.options import flag
@@ -164,7 +164,8 @@ class QuantisedStorage(CodingWrapper):
 
     def __init__(self, inner: StorageBackend, fingerprint: PageFingerprint, elements: str):
         super().__init__(inner)
-        assert fingerprint.codec == CODEC, f"pages under the names of exact ones: {fingerprint}"
+        if fingerprint.codec != CODEC:
+            raise Misuse(f"pages under the names of exact ones: {fingerprint}")
         self._sealer = None if self.traits.verifies else Sealer(fingerprint.digest())
         self.traits = dataclasses.replace(self.traits, verifies=True)
         self._elements = elements

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
+from hiradix.errors import Misuse
 from hiradix.storage.protocol import Page, page_bytes
 
 _FORMAT = struct.Struct("<4sHBBQ16s16sQI")
 _CRC = struct.Struct("<I")
 SEAL_BYTES = _FORMAT.size + _CRC.size
 _MAGIC, VERSION = b"HRXP", 1
-assert SEAL_BYTES == 64
+if SEAL_BYTES != 64:
+    raise Misuse("the record on the medium has another length")
 
 XXH3_64, CRC32, NONE = 1, 2, 0
 RUNNING: dict[int, Callable[[], Running]] = {}
@@ -106,7 +108,8 @@ class Sealer:
     """
 
     def __init__(self, fingerprint: str, algorithm: int = DEFAULT_ALGORITHM, verify: bool = True):
-        assert algorithm == NONE or algorithm in CHECKSUMS, f"no checksum algorithm {algorithm}"
+        if not (algorithm == NONE or algorithm in CHECKSUMS):
+            raise Misuse(f"no checksum algorithm {algorithm}")
         self._fingerprint = bytes.fromhex(fingerprint)[:16]
         self._algorithm = algorithm
         self._verify = verify

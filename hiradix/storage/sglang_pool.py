@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hiradix.errors import Misuse
 from hiradix.os_memory import staging_memory
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.protocol import Page, page_bytes
@@ -48,7 +49,8 @@ class ArenaPool:
     @contextmanager
     def lease(self, sizes: Sequence[int]) -> Iterator[list[int]]:
         """Slots for leading pages of these sizes: as many as are free, at least one; waits for that."""
-        assert sizes and max(sizes) <= self._stride, f"pages of {max(sizes)} bytes, slots of {self._stride}"
+        if not sizes or max(sizes) > self._stride:
+            raise Misuse(f"pages of {max(sizes)} bytes, slots of {self._stride}")
         with self._changed:
             self._changed.wait_for(lambda: bool(self._free))
             slots = [self._free.pop() for _ in range(min(len(sizes), len(self._free)))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from hiradix.errors import Misuse
 from hiradix.storage.calls import Batch, LaneSession, checked_flags
 from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import gather, scatter
@@ -98,7 +99,8 @@ class Staged:
         self, batch: Batch, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
     ) -> None:
         """Check those that came."""
-        assert self._sealer is not None, "pages that are not checked passed the staging memory by"
+        if self._sealer is None:
+            raise Misuse("pages that are not checked passed the staging memory by")
         for index, landing, ok in zip(chunk, landings, came):
             if ok:
                 batch.ok[index] = self._is_good(batch, index, landing.check(batch.keys[index], self._sealer))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from hiradix.errors import StorageError
+from hiradix.errors import Misuse, StorageError
 from hiradix.transfer.counters import TransferStats
 from hiradix.transfer.desk import Desk
 from hiradix.transfer.gate import LayerDoneCounter
@@ -174,7 +174,8 @@ class TransferController:
         `known` of the pages asked for need not be there in the backbone.
         """
         asked = len(rows) if num_pages is None else num_pages
-        assert known <= asked <= len(rows), f"{known} of {asked} pages of {len(rows)} rows"
+        if not known <= asked <= len(rows):
+            raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
         return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails), known))
 
     def read(
@@ -187,7 +188,8 @@ class TransferController:
         """
         tails = as_tails(host_pages, others)
         longest = max(len(tail.pages) for tail in tails)
-        assert len(hashes) == longest, f"{len(hashes)} hashes for {longest} pages"
+        if len(hashes) != longest:
+            raise Misuse(f"{len(hashes)} hashes for {longest} pages")
         return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain))
 
     def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:
@@ -196,7 +198,8 @@ class TransferController:
         others: likewise of further components. They follow and count on.
         """
         tails = as_tails(host_pages, others)
-        assert max(len(t.pages) for t in tails) <= len(rows), f"{tails} for {len(rows)} rows"
+        if max(len(t.pages) for t in tails) > len(rows):
+            raise Misuse(f"{tails} for {len(rows)} rows")
         if self.backs_up:
             return self._submit(JobKind.STORE, self._size(tails), Store(rows, tails))
         return self._desk.take_for_granted(JobKind.STORE, self._size(tails)[0], self.epoch)
@@ -366,5 +369,6 @@ def _workers(desk: Desk, jobs: Mapping[JobKind, Steps], runtime: Runtime) -> dic
     for name, kinds in runtime.workers.items():
         lanes = [desk.lanes[kind] for kind in kinds]
         workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
-    assert set(workers) == set(JobKind), f"workers for {list(workers)} only"
+    if set(workers) != set(JobKind):
+        raise Misuse(f"workers for {list(workers)} only")
     return workers

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from hiradix.errors import Misuse
 from hiradix.transfer.counters import Counters
 from hiradix.transfer.drivers import Driver
 from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
@@ -62,7 +63,8 @@ class Desk:
         """Close a ticket that has no task, without a Result."""
         with self.lock:
             task = self._open.pop(ticket)
-        assert task is None, f"ticket {ticket} has a task"
+        if task is not None:
+            raise Misuse(f"ticket {ticket} has a task")
         self._pending[kind] -= 1
 
     def take_for_granted(self, kind: JobKind, num_pages: int, epoch: int) -> Ticket:

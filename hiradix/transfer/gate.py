@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, Misuse
 
 MAX_REMEMBERED_FAILURES = 1024
 
@@ -90,7 +90,8 @@ class LayerDoneCounter:
     def layer_done(self, index: int, layer: int, event: Any = None) -> None:
         """Layer `layer` of batch `index` is copied, or will be when `event` fires. Layers come in order."""
         batch = self._batch(index)
-        assert batch.layers_done == layer, f"batch {index}: layer {layer} after {batch.layers_done} layers"
+        if batch.layers_done != layer:
+            raise Misuse(f"batch {index}: layer {layer} after {batch.layers_done} layers")
         batch.events[layer] = event
         batch.layers_done = layer + 1
         self._waiter.notify()
@@ -99,7 +100,8 @@ class LayerDoneCounter:
         """All copies of the batch have ended, on the device too; its slot may be used again."""
         batch = self._batch(index)
         if error is None:
-            assert batch.layers_done == self.num_layers, f"batch {index} ended at layer {batch.layers_done}"
+            if batch.layers_done != self.num_layers:
+                raise Misuse(f"batch {index} ended at layer {batch.layers_done}")
         else:
             batch.error = error
             self._remember(index, error)
@@ -167,8 +169,10 @@ class LayerDoneCounter:
 
     def _batch(self, index: int) -> _Batch:
         batch = self._slots[index % self.num_slots]
-        assert batch is not None and batch.index == index, f"batch {index} does not own its slot"
-        assert not batch.ended, f"batch {index} has ended"
+        if batch is None or batch.index != index:
+            raise Misuse(f"batch {index} does not own its slot")
+        if batch.ended:
+            raise Misuse(f"batch {index} has ended")
         return batch
 
     def _is_free(self, slot: int) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hiradix.errors import Misuse
 from hiradix.memory.allocator import PageAllocator
 from hiradix.memory.pools import HostPool
 from hiradix.transfer.controller import TransferController
@@ -180,7 +181,8 @@ class HiCacheController:
 
     def terminate_prefetch(self, operation: PrefetchOperation) -> tuple[torch.Tensor, tuple[bytes, ...]]:
         """Stop, and take what has arrived: host slots (the caller's now) and their page hashes."""
-        assert not operation.is_terminated, f"prefetch of {operation.request_id} terminated twice"
+        if operation.is_terminated:
+            raise Misuse(f"prefetch of {operation.request_id} terminated twice")
         operation.is_terminated = operation.is_done = True
         if operation.epoch != self.transfers.epoch:
             self._forget(operation)
@@ -286,12 +288,15 @@ class HiCacheController:
     def _assert_unused(self, pages: Pages, pool: str) -> None:
         used = [_or_none(getattr(order, pool)) for order in self._orders.values()]
         busy = np.intersect1d(pages, np.concatenate([*used, NO_PAGES]))
-        assert not len(busy), f"{pool} {busy[:16].tolist()} are in flight"
+        if len(busy):
+            raise Misuse(f"{pool} {busy[:16].tolist()} are in flight")
 
     def _pages(self, indices: torch.Tensor) -> Pages:
         slots = indices.cpu().numpy().reshape(-1, self.page_size)
-        assert (slots == slots[:, :1] + np.arange(self.page_size)).all(), "slots are not whole pages"
-        assert not (slots[:, 0] % self.page_size).any(), "slots do not begin at a page"
+        if not (slots == slots[:, :1] + np.arange(self.page_size)).all():
+            raise Misuse("slots are not whole pages")
+        if (slots[:, 0] % self.page_size).any():
+            raise Misuse("slots do not begin at a page")
         return (slots[:, 0] // self.page_size).astype(np.int32)
 
     def _slots(self, pages: Pages) -> torch.Tensor:

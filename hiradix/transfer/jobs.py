@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids
 from hiradix.tree.hashing import PageRows
 
@@ -193,7 +194,8 @@ def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copie
     """Private copies of all that one ticket moves; what moves nothing is left out."""
     found = []
     for given, onto, pair in ((source, target, BACKBONE_PAIR), *others):
-        assert len(given) == len(onto), f"{len(given)} pages onto {len(onto)}"
+        if len(given) != len(onto):
+            raise Misuse(f"{len(given)} pages onto {len(onto)}")
         if len(given):
             found.append(Copy(as_pages(given), as_pages(onto), pair))
     return tuple(found)

@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from hiradix.errors import StorageError
+from hiradix.errors import Misuse, StorageError
 from hiradix.storage.pieces import Use, as_use
 from hiradix.transfer.jobs import BACKBONE_PAIR, Chain, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
@@ -191,13 +191,15 @@ class StorageRunner:
         return _names(read.chain[: read.chain.index(digest)])
 
     def _part(self, pair: int) -> StorageLike:
-        assert self.parts, "a storage job is running with no storage attached"
+        if not self.parts:
+            raise Misuse("a storage job is running with no storage attached")
         return self.parts[pair]
 
     def _hash(self, task: Task, rows: PageRows) -> None:
         """The digests of `rows` go into the task."""
         hashes = tuple(self._hash_pages(rows))
-        assert len(hashes) == len(rows), f"{len(hashes)} digests for {len(rows)} rows"
+        if len(hashes) != len(rows):
+            raise Misuse(f"{len(hashes)} digests for {len(rows)} rows")
         task.hashes = hashes
 
     def _views(self, tail: Tail, start: int) -> list[list[memoryview]]:

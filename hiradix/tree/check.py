@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.errors import Misuse
 from hiradix.tree.hashing import DIGEST_BYTES, PageRows, hash_pages
 from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Node, Residency, Tier
 from hiradix.tree.order import LruOrder
@@ -34,7 +35,8 @@ def check_tree(tree: TreeView, store: Store, locks: Iterable[Lock] | None) -> No
         for tier in TIERS:
             _check_residency(node, tier, store, listed)
             _check_pins(node, tier, len(store.components), wanted)
-    assert not listed, f"4: {len(listed)} entries in an order are of no node"
+    if listed:
+        raise Misuse(f"4: {len(listed)} entries in an order are of no node")
     _check_counts(nodes, store)
     for tier in TIERS:
         _check_leaf_first(store, tier)
@@ -44,34 +46,37 @@ def _check_structure(node: Node, tree: TreeView) -> None:
     """1, 2, 7, 8: what holds between a node and its children."""
     device = 0
     for row, child in node.children.items():
-        assert child.parent is node and child.row == row, f"7: {child} is listed under another row or parent"
-        assert child.start == node.end < child.end, f"7: {child} below {node}"
-        assert node.parent is None or child.space is node.space, f"7: {child} changes the namespace"
-        assert child.device.pages is not None or child.host.pages is not None, (
-            f"2: {child} is resident nowhere"
-        )
+        if child.parent is not node or child.row != row:
+            raise Misuse(f"7: {child} is listed under another row or parent")
+        if not child.start == node.end < child.end:
+            raise Misuse(f"7: {child} below {node}")
+        if not (node.parent is None or child.space is node.space):
+            raise Misuse(f"7: {child} changes the namespace")
+        if not (child.device.pages is not None or child.host.pages is not None):
+            raise Misuse(f"2: {child} is resident nowhere")
         if child.device.pages is not None:
             device += 1
-            assert node.resident(Tier.DEVICE), f"1: {child} on the device below {node}, which is not"
-    assert device == node.num_device_children, (
-        f"8: {node} has {device} device children, not {node.num_device_children}"
-    )
-    assert node is tree.root or node.parent is not None, f"7: {node} in the tree without a parent"
+            if not node.resident(Tier.DEVICE):
+                raise Misuse(f"1: {child} on the device below {node}, which is not")
+    if device != node.num_device_children:
+        raise Misuse(f"8: {node} has {device} device children, not {node.num_device_children}")
+    if not (node is tree.root or node.parent is not None):
+        raise Misuse(f"7: {node} in the tree without a parent")
 
 
 def _check_run(node: Node, tree: TreeView) -> None:
     """7, 9: tokens, extras, digests and arrays of a node."""
     size, num_pages = tree.page_size, node.num_pages
-    assert len(node.tokens) == num_pages * size + node.space.lookahead, (
-        f"7: {node} has {len(node.tokens)} tokens"
-    )
-    assert node.extras is None or len(node.extras) == num_pages, (
-        f"7: {node} has {len(node.extras or ())} extras"
-    )
+    if len(node.tokens) != num_pages * size + node.space.lookahead:
+        raise Misuse(f"7: {node} has {len(node.tokens)} tokens")
+    if not (node.extras is None or len(node.extras) == num_pages):
+        raise Misuse(f"7: {node} has {len(node.extras or ())} extras")
     if node.start:
-        assert node.row == row_at(node, 0, size), f"7: {node} is found by another row"
+        if node.row != row_at(node, 0, size):
+            raise Misuse(f"7: {node} is found by another row")
     known, rest = divmod(len(node.digests), DIGEST_BYTES)
-    assert not rest and known <= num_pages, f"9: {node} has {known} hashes and {rest} bytes"
+    if rest or known > num_pages:
+        raise Misuse(f"9: {node} has {known} hashes and {rest} bytes")
     if known:
         _check_hashes(node, known, tree)
 
@@ -87,9 +92,11 @@ def _check_hashes(node: Node, known: int, tree: TreeView) -> None:
         prior = parent.digests[-DIGEST_BYTES:]
     else:
         prior = hash_pages(tree.rows(tree.path_key(parent), tree.root, 0, parent.end))[-1]
-    assert _hash(node, 0, prior, tree.page_size) == digests[0], f"9: {node} begins a chain of its own"
+    if _hash(node, 0, prior, tree.page_size) != digests[0]:
+        raise Misuse(f"9: {node} begins a chain of its own")
     last = digests[known - 2] if known > 1 else prior
-    assert _hash(node, known - 1, last, tree.page_size) == digests[-1], f"9: {node} ends in another hash"
+    if _hash(node, known - 1, last, tree.page_size) != digests[-1]:
+        raise Misuse(f"9: {node} ends in another hash")
 
 
 def _hash(node: Node, page: int, prior: bytes, page_size: int) -> bytes:
@@ -104,23 +111,25 @@ def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tup
     """3, 4, 7: each residency by itself."""
     for c, component in enumerate(store.components):
         entry = node.residency(c, tier)
-        assert entry.node is node, f"7: a residency of {node} belongs to {entry.node}"
+        if entry.node is not node:
+            raise Misuse(f"7: a residency of {node} belongs to {entry.node}")
         present = entry.pages is not None
         place = listed.pop(id(entry), None)
-        assert (place is not None) == (present and entry.lock_ref == 0), (
-            f"4: {node} {component.name} {tier.name}"
-        )
-        assert place in (None, (c, tier)), (
-            f"4: {node} {component.name} {tier.name} is in the order of {place}"
-        )
+        if (place is not None) != (present and entry.lock_ref == 0):
+            raise Misuse(f"4: {node} {component.name} {tier.name}")
+        if place not in (None, (c, tier)):
+            raise Misuse(f"4: {node} {component.name} {tier.name} is in the order of {place}")
         if entry.pages is None:
             continue
-        assert node.resident(tier), f"3: {node} has {component.name} in {tier.name} without the backbone"
+        if not node.resident(tier):
+            raise Misuse(f"3: {node} has {component.name} in {tier.name} without the backbone")
         want = node.num_pages if component.per_page else 1
-        assert len(entry.pages) == want, f"7: {node} has {len(entry.pages)} {component.name} pages"
+        if len(entry.pages) != want:
+            raise Misuse(f"7: {node} has {len(entry.pages)} {component.name} pages")
         under: Any = entry.pages.base
         is_own = under is None or (type(under) is bytes and len(under) == entry.pages.nbytes)
-        assert entry.pages.dtype == np.int32 and is_own, f"7: {node} keeps another array alive"
+        if entry.pages.dtype != np.int32 or not is_own:
+            raise Misuse(f"7: {node} keeps another array alive")
 
 
 def _expected_locks(tree: TreeView, locks: Iterable[Lock]) -> dict[int, int]:
@@ -144,17 +153,18 @@ def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, i
             reasons += sum(held(node, other, tier) for other in range(1, num_components))
             reasons += sum(child.residency(c, tier).lock_ref > 0 for child in node.children.values())
         locks = entry.lock_ref - reasons
-        assert locks >= 0, (
-            f"6: {node} {tier.name} component {c} has lock_ref {entry.lock_ref} for {reasons} reasons"
-        )
+        if locks < 0:
+            raise Misuse(
+                f"6: {node} {tier.name} component {c} has lock_ref {entry.lock_ref} for {reasons} reasons"
+            )
         if wanted is not None:
             have = wanted.get(id(entry), 0)
-            assert locks == have, f"6: {node} {tier.name} component {c} counts {locks} locks, {have} are out"
+            if locks != have:
+                raise Misuse(f"6: {node} {tier.name} component {c} counts {locks} locks, {have} are out")
     backbone = node.residency(BACKBONE, tier)
     others = [node.residency(c, tier) for c in range(1, num_components)]
-    assert backbone.lock_ref or not any(entry.lock_ref and entry.pages is not None for entry in others), (
-        f"6: {node}"
-    )
+    if not (backbone.lock_ref or not any(entry.lock_ref and entry.pages is not None for entry in others)):
+        raise Misuse(f"6: {node}")
 
 
 def _check_counts(nodes: list[Node], store: Store) -> None:
@@ -166,22 +176,22 @@ def _check_counts(nodes: list[Node], store: Store) -> None:
             free = sum(
                 len(entry.pages) for entry in entries if entry.pages is not None and not entry.lock_ref
             )
-            assert resident == store.num_resident[c][tier], (
-                f"8: {resident} pages, counted {store.num_resident[c][tier]}"
-            )
+            if resident != store.num_resident[c][tier]:
+                raise Misuse(f"8: {resident} pages, counted {store.num_resident[c][tier]}")
             listed = store.orders[c][tier].num_pages
-            assert free == listed, f"8: {free} evictable pages, the order counts {listed}"
+            if free != listed:
+                raise Misuse(f"8: {free} evictable pages, the order counts {listed}")
 
 
 def _check_leaf_first(store: Store, tier: Tier) -> None:
     """5: the next victim is a leaf; in LRU order each ancestor is hotter."""
     order = store.orders[BACKBONE][tier]
     victim: Residency | None = getattr(order, "peek", order.coldest)()
-    assert (victim is None) == (order.num_pages == 0), (
-        f"5: {victim} next of {order.num_pages} evictable pages"
-    )
+    if (victim is None) != (order.num_pages == 0):
+        raise Misuse(f"5: {victim} next of {order.num_pages} evictable pages")
     if victim is not None:
-        assert victim.node is not None and is_leaf(victim.node, tier), f"5: {victim.node} is the next victim"
+        if victim.node is None or not is_leaf(victim.node, tier):
+            raise Misuse(f"5: {victim.node} is the next victim")
     if not isinstance(order, LruOrder):
         return
     heat: dict[int, int] = {id(entry): i for i, entry in enumerate(order)}
@@ -189,7 +199,8 @@ def _check_leaf_first(store: Store, tier: Tier) -> None:
         assert entry.node is not None
         above: Residency | None = _parent_entry(entry.node, tier)
         if above is not None and above.pages is not None and not above.lock_ref:
-            assert heat[id(above)] > heat[id(entry)], f"5: {above.node} is colder than {entry.node}"
+            if heat[id(above)] <= heat[id(entry)]:
+                raise Misuse(f"5: {above.node} is colder than {entry.node}")
 
 
 def is_leaf(node: Node, tier: int) -> bool:
@@ -204,4 +215,5 @@ def _parent_entry(node: Node, tier: Tier) -> Residency | None:
     return None if parent is None or parent.parent is None else parent.residency(BACKBONE, tier)
 
 
-assert NO_PAGES.base is None
+if NO_PAGES.base is not None:
+    raise Misuse("the empty array of pages keeps another alive")

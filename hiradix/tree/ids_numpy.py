@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
+
 Pages = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.integer[Any]]
 Marks = npt.NDArray[np.bool_]
@@ -22,7 +24,8 @@ FEW_PAGES = 32  # up to here a loop is faster than calls of numpy
 def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
     """See `hiradix.tree.ids`."""
     end = len(pages) if last is None else last
-    assert 0 <= first <= end <= len(pages), f"[{first}, {end}) of {len(pages)} pages"
+    if not 0 <= first <= end <= len(pages):
+        raise Misuse(f"[{first}, {end}) of {len(pages)} pages")
     return _narrow(pages)[first:end].copy()
 
 
@@ -33,7 +36,8 @@ def joined(parts: Sequence[Pages]) -> Pages:
 
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
     """See `hiradix.tree.ids`."""
-    assert _are_in(pages, len(marks)), f"pages {pages[:16]} are not all in 0..{len(marks) - 1}"
+    if not _are_in(pages, len(marks)):
+        raise Misuse(f"pages {pages[:16]} are not all in 0..{len(marks) - 1}")
     _put(marks, pages, value)
 
 
@@ -48,7 +52,8 @@ def _put(marks: Marks, pages: Ids, value: bool) -> None:
 
 def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
     """See `hiradix.tree.ids`."""
-    assert 0 <= count <= num_free <= len(stack), f"{count} pages of {num_free} of {len(stack)}"
+    if not 0 <= count <= num_free <= len(stack):
+        raise Misuse(f"{count} pages of {num_free} of {len(stack)}")
     pages = stack[num_free - count : num_free][::-1].copy()
     _put(marks, pages, True)
     return pages
@@ -56,7 +61,8 @@ def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
 
 def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
     """See `hiradix.tree.ids`."""
-    assert 0 <= num_free <= len(stack), f"{num_free} pages of {len(stack)}"
+    if not 0 <= num_free <= len(stack):
+        raise Misuse(f"{num_free} pages of {len(stack)}")
     count = len(pages)
     if count > len(stack) - num_free or not _unmark(marks, pages):
         return False
@@ -100,7 +106,8 @@ def _offsets(page_size: int) -> Slots:
 
 def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
     """See `hiradix.tree.ids`."""
-    assert 0 <= start <= stop <= len(slots) and page_size > 0, f"slots {start}..{stop} of {len(slots)}"
+    if not 0 <= start <= stop <= len(slots) or page_size <= 0:
+        raise Misuse(f"slots {start}..{stop} of {len(slots)}")
     first = slots[start:stop:page_size]
     if page_size == 1:
         return first.astype(np.int32)
@@ -111,7 +118,8 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
 
 def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:
     """See `hiradix.tree.ids`."""
-    assert 0 <= start <= stop <= len(tokens), f"tokens {start}..{stop} of {len(tokens)}"
+    if not 0 <= start <= stop <= len(tokens):
+        raise Misuse(f"tokens {start}..{stop} of {len(tokens)}")
     part = np.array(tokens[start:stop], np.int64) if isinstance(tokens, array) else tokens[start:stop]
     if np.bitwise_or.reduce(part) >> 31:  # a bit from there up, the sign's too, that any of them has
         return None
@@ -120,7 +128,8 @@ def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:
 
 def num_equal(run: bytes, width: int, tokens: Tokens, start: int, stop: int) -> int:
     """See `hiradix.tree.ids`."""
-    assert 0 <= start <= stop <= len(tokens), f"tokens {start}..{stop} of {len(tokens)}"
+    if not 0 <= start <= stop <= len(tokens):
+        raise Misuse(f"tokens {start}..{stop} of {len(tokens)}")
     own = np.frombuffer(run, np.int32 if width == 4 else np.int64)[: stop - start]
     if not len(own):
         return 0
@@ -141,7 +150,8 @@ def _narrow(pages: Ids) -> Pages:
     if pages.dtype == np.int32:
         return pages  # type: ignore[return-value]
     narrow = pages.astype(np.int32)
-    assert np.array_equal(narrow, pages), f"{pages[:16]} are no page ids"
+    if not np.array_equal(narrow, pages):
+        raise Misuse(f"{pages[:16]} are no page ids")
     return narrow
 
 

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids
 from hiradix.tree.hashing import namespace_seed
 
@@ -289,7 +290,8 @@ class RadixKey:
         return run, 0, len(run)
 
     def _packed(self, start: int, end: int) -> tuple[bytes, int]:
-        assert 0 <= start <= end <= self.num_tokens, f"tokens {start}..{end} of {self.num_tokens}"
+        if not 0 <= start <= end <= self.num_tokens:
+            raise Misuse(f"tokens {start}..{end} of {self.num_tokens}")
         if self._array is not None:
             if _IN_HALVES:
                 return _packed_array(self._array, start, end)

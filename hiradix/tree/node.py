@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, unpacked
 
@@ -203,7 +204,8 @@ class Node:
             entry.pages = entry.node = entry.hotter = entry.colder = entry.rank = None
 
     def disown_child(self, child: Node) -> None:
-        assert self.children[child.row] is child, f"{child} is no child of {self}"
+        if self.children[child.row] is not child:
+            raise Misuse(f"{child} is no child of {self}")
         if len(self.children) == 1:
             self.children = NO_CHILDREN
         else:

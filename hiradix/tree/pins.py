@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hiradix.errors import Misuse
 from hiradix.tree.node import BACKBONE, Node, Residency
 from hiradix.tree.order import EvictionOrder
 
@@ -40,7 +41,8 @@ def unpin_backbone(node: Node, tier: int, joined: Changed) -> None:
     found = joined[tier]
     while (parent := node.parent) is not None:
         entry = node.host if tier else node.device
-        assert entry.lock_ref > 0, f"{node} unlocked once too often in tier {tier}"
+        if entry.lock_ref <= 0:
+            raise Misuse(f"{node} unlocked once too often in tier {tier}")
         entry.lock_ref -= 1
         if entry.lock_ref:
             return
@@ -101,7 +103,8 @@ class Pinning:
 
     def unpin_other(self, node: Node, component: int, tier: int) -> None:
         entry = node.residency(component, tier)
-        assert entry.lock_ref > 0, f"component {component} of {node} unlocked once too often in tier {tier}"
+        if entry.lock_ref <= 0:
+            raise Misuse(f"component {component} of {node} unlocked once too often in tier {tier}")
         entry.lock_ref -= 1
         if entry.lock_ref:
             return
@@ -123,7 +126,8 @@ class Pinning:
         """Undo one `hold`: the locked tier has its own copy now, or is no longer locked."""
         if component != BACKBONE:
             entry = node.residency(component, tier)
-            assert entry.lock_ref > 0, f"component {component} of {node} released once too often"
+            if entry.lock_ref <= 0:
+                raise Misuse(f"component {component} of {node} released once too often")
             entry.lock_ref -= 1
             if entry.lock_ref == 0:
                 self._orders[component][tier].push((entry,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from hiradix.errors import Misuse
 from hiradix.tree.merge import Split
 from hiradix.tree.node import BACKBONE, DEVICE, HOST, TIERS, DeadLeaf, Node, Residency, Tier
 from hiradix.tree.records import Freed
@@ -62,7 +63,8 @@ def coldest(store: Store, split: Split, component: int, tier: Tier, num_pages: i
 
 
 def _node(entry: Residency) -> Node:
-    assert entry.node is not None, "an entry of no node is in an order"
+    if entry.node is None:
+        raise Misuse("an entry of no node is in an order")
     return entry.node
 
 

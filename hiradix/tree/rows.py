@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.tree.hashing import DIGEST_BYTES, PageRows
 from hiradix.tree.key import Extras, Namespace, RadixKey
 from hiradix.tree.node import Node
@@ -73,7 +74,8 @@ def page_rows(node: Node, start: int, page_size: int) -> PageRows:
 def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -> PageRows:
     """See `RadixTree.rows`; span: pages [start, end)."""
     start, end = span
-    assert start <= node.end or node.parent is None, f"pages from {start} on, known up to {node.end}"
+    if not (start <= node.end or node.parent is None):
+        raise Misuse(f"pages from {start} on, known up to {node.end}")
     first, prior = _known_prior(node, start)
     return rows_behind(key, prior or key.space.seed, (first, end), page_size)
 
@@ -88,7 +90,8 @@ def rows_behind(key: RadixKey, prior: bytes, span: tuple[int, int], page_size: i
 
 def set_hashes(node: Node, start: int, digests: Sequence[bytes]) -> None:
     """See `RadixTree.set_hashes`."""
-    assert start + len(digests) == node.end, f"{len(digests)} hashes from page {start} to {node.end}"
+    if start + len(digests) != node.end:
+        raise Misuse(f"{len(digests)} hashes from page {start} to {node.end}")
     at = node
     while at.parent is not None and at.end > start:
         known = len(at.digests) // DIGEST_BYTES

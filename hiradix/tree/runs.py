@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Final
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids
 from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
 from hiradix.tree.node import Node
@@ -83,7 +84,8 @@ def _matched_extras(child: Node, key: RadixKey, limit: int) -> int:
 
 def row_at(node: Node, page: int, page_size: int) -> Hashable:
     """What `RadixKey.row` gives for page `page` of `node`, counted from its start."""
-    assert node.start + page > 0, "the first row of all names its namespace, which only a key knows"
+    if node.start + page <= 0:
+        raise Misuse("the first row of all names its namespace, which only a key knows")
     first = page * page_size * node.width
     row: Hashable = node.run[first : first + (page_size + node.space.lookahead) * node.width]
     if node.width != NARROW:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
+from hiradix.errors import Misuse
 from hiradix.tree.node import Node, Residency
 from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
 
@@ -87,7 +88,8 @@ class SpareFirst:
 
 def is_needed(node: Node | None, reach: int) -> bool:
     """Whether a boundary is near enough below the end of `node` to need it: a leaf, or where prompts part."""
-    assert node is not None, "an entry of no node"
+    if node is None:
+        raise Misuse("an entry of no node")
     below, at = 0, node
     while len(at.children) == 1 and below < reach:
         (at,) = at.children.values()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids
 from hiradix.tree.node import (
     BACKBONE,
@@ -189,7 +190,8 @@ class Store:
     def unlink(self, node: Node, out: Dropped) -> None:
         """Take `node` and what is below it out of the tree, with all their pages. Nothing is locked there."""
         parent = node.parent
-        assert parent is not None, f"{node} has left the tree before"
+        if parent is None:
+            raise Misuse(f"{node} has left the tree before")
         if node.device.pages is not None:
             self._device_child_left(node)
         parent.disown_child(node)
@@ -210,14 +212,16 @@ class Store:
                 stack.append(child)
             gone.children = NO_CHILDREN
             for number, entry in enumerate((gone.device, gone.host, *gone.others)):
-                assert entry.lock_ref == 0, f"{gone} is locked and would be orphaned"
+                if entry.lock_ref != 0:
+                    raise Misuse(f"{gone} is locked and would be orphaned")
                 if entry.pages is not None:
                     self._drop_entry(entry, number >> 1, number & 1, out)
                 entry.node = None  # no cycle: memory comes back without the garbage collector
 
     def _drop_entry(self, entry: Residency, component: int, tier: int, out: Dropped) -> None:
         pages = entry.pages
-        assert pages is not None and not entry.lock_ref, f"{entry.node} component {component} tier {tier}"
+        if pages is None or entry.lock_ref:
+            raise Misuse(f"{entry.node} component {component} tier {tier}")
         self.orders[component][tier].dropped(entry)
         entry.pages = None
         self.num_resident[component][tier] -= len(pages)

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids, removal, rows
 from hiradix.tree.check import check_tree
 from hiradix.tree.key import NARROW, RadixKey
@@ -108,7 +109,8 @@ class RadixTree(TreeView):
         unlocking them does nothing.
         """
         node, tier, floors = lock.node, lock.tier, lock.floors
-        assert floors, f"{lock} is given back twice"
+        if not floors:
+            raise Misuse(f"{lock} is given back twice")
         lock.floors = _GIVEN_BACK
         if not self._is_plain:
             for c in range(1, len(floors)):
@@ -134,9 +136,11 @@ class RadixTree(TreeView):
         """
         start = at.node if at is not None else self.root
         num_pages = len(key) // self.page_size
-        assert num_pages >= start.end, f"a key of {num_pages} pages continued from page {start.end}"
+        if num_pages < start.end:
+            raise Misuse(f"a key of {num_pages} pages continued from page {start.end}")
         same = start.parent is None or start.space is key.space or start.space == key.space
-        assert same, f"{key} continued from {start.space}"
+        if not same:
+            raise Misuse(f"{key} continued from {start.space}")
         node = self._walk(start, key)
         self._refuse_unfit(node, num_pages, tier, pages)
         if node.end < num_pages:
@@ -182,7 +186,8 @@ class RadixTree(TreeView):
             node = self._in_tree(node)
         store, per_page = self._store, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
-        assert start >= 0 and (per_page or len(pages) == 1), f"{len(pages)} pages end at page {node.end}"
+        if not (start >= 0 and (per_page or len(pages) == 1)):
+            raise Misuse(f"{len(pages)} pages end at page {node.end}")
         taken, refused = [], []
         at: Node | None = node
         while at is not None and at.end > start:
@@ -201,7 +206,8 @@ class RadixTree(TreeView):
                 refused.append(pages[max(at.start - start, 0) : at.end - start] if per_page else pages)
             at = at.parent if per_page else None
         grounded = component != BACKBONE or tier or at is None or at.device.pages is not None
-        assert grounded, f"device pages from page {start} on, below {at}, which has none"
+        if not grounded:
+            raise Misuse(f"device pages from page {start} on, below {at}, which has none")
         if taken:
             store.push_taken(taken, component, tier)
         if not refused:
@@ -278,7 +284,8 @@ class RadixTree(TreeView):
 
     @watch.setter
     def watch(self, watch: Watch | None) -> None:
-        assert not self.root.children, "a tree is watched from the beginning or not at all"
+        if self.root.children:
+            raise Misuse("a tree is watched from the beginning or not at all")
         self._store.watch = watch
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
@@ -316,12 +323,14 @@ class RadixTree(TreeView):
         """Assert, before anything changes, that `pages` fit a key of `end` pages, known up to `node`."""
         for c in range(1, len(pages)):
             most = end if self.components[c].per_page else 1
-            assert len(pages[c]) <= most, f"{len(pages[c])} of component {c} for a key of {end} pages"
+            if len(pages[c]) > most:
+                raise Misuse(f"{len(pages[c])} of component {c} for a key of {end} pages")
         while tier == DEVICE and node.device.pages is None:
             assert node.parent is not None
             node = node.parent
         first = end - len(pages[BACKBONE])
-        assert 0 <= first <= node.end, f"pages from {first} to {end} behind those up to {node.end}"
+        if not 0 <= first <= node.end:
+            raise Misuse(f"pages from {first} to {end} behind those up to {node.end}")
 
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
         start, size = parent.end, self.page_size
@@ -340,7 +349,8 @@ class RadixTree(TreeView):
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node`'s first `at` pages off into a new parent, and return that."""
         parent = node.parent
-        assert parent is not None and 0 < at < node.num_pages, (node, at)
+        if parent is None or not 0 < at < node.num_pages:
+            raise Misuse(f"{node} cannot be split at page {at}")
         upper = Node(parent, node.start, node.start + at, len(self.components) - 1)
         upper.untrack()
         self._store.split(node, upper, at)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hiradix.errors import Misuse
 from hiradix.tree import ids, removal, rows
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.key import RadixKey
@@ -35,8 +36,10 @@ class TreeView:
     """The reading half of `RadixTree`: nothing here changes what the tree holds (a node may be split)."""
 
     def __init__(self, page_size: int, components: Sequence[Component], order: OrderFactory, rules: Rules):
-        assert page_size > 0, page_size
-        assert components[BACKBONE].reach == UNBOUNDED and components[BACKBONE].per_page, components
+        if page_size <= 0:
+            raise Misuse(f"page_size is {page_size}")
+        if components[BACKBONE].reach != UNBOUNDED or not components[BACKBONE].per_page:
+            raise Misuse(f"the first component must be the backbone, every page its own data: {components}")
         self.page_size = page_size
         self.components = tuple(components)
         self.order_factory = order
@@ -69,7 +72,8 @@ class TreeView:
 
     def _in_tree(self, node: Node) -> Node:
         at = self.current(node)
-        assert at is not None, f"{node} has left the tree"
+        if at is None:
+            raise Misuse(f"{node} has left the tree")
         return at
 
     def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
@@ -135,7 +139,8 @@ class TreeView:
         while at is not None and at.end > start:
             entry = at.residency(component, tier) if component else at.host if tier else at.device
             pages = entry.pages
-            assert pages is not None, f"component {component} of {at} is not in {tier.name}"
+            if pages is None:
+                raise Misuse(f"component {component} of {at} is not in {tier.name}")
             parts.append(pages if at.start >= start else pages[start - at.start :])
             at = at.parent
         if len(parts) == 1:
@@ -160,7 +165,8 @@ class TreeView:
         """The page from which on the path of `node` has no backbone in `tier`. O(what is absent)."""
         at = self._in_tree(node)
         while (at.host if tier else at.device).pages is None:
-            assert at.parent is not None, "the root is everywhere"
+            if at.parent is None:
+                raise Misuse("the root is everywhere")
             at = at.parent
         return at.end
 

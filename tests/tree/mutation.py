@@ -250,8 +250,8 @@ FAULTS = [
     Fault(
         "insert: pages with a gap before them are taken",
         TREE,
-        "assert 0 <= first <= node.end,",
-        "assert 0 <= first,",
+        "if not 0 <= first <= node.end:",
+        "if not 0 <= first:",
     ),
     Fault(
         "insert: hits are not counted",

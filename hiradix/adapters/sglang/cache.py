@@ -26,6 +26,7 @@ from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
 from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.adapters.sglang.front import Front
 from hiradix.adapters.sglang.ports import Rows
+from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import RadixCache, RadixKey
@@ -114,7 +115,8 @@ class HiRadixPrefixCache(Front):
         """int64 [tokens]: the device slots of the prefix that `req` was matched with. A fresh tensor."""
         node, num_tokens = req.last_node, req.prefix_len
         slots, num_slots = self.inner.device_slots(node), node.end * self.page_size
-        assert num_slots >= num_tokens, f"{req.rid}: {num_tokens} tokens of a path of {num_slots}"
+        if num_slots < num_tokens:
+            raise Misuse(f"{req.rid}: {num_tokens} tokens of a path of {num_slots}")
         return slots if num_slots == num_tokens else slots[:num_tokens]
 
     def _request_key(self, req: Any, num_pages: int) -> RadixKey:
@@ -214,7 +216,8 @@ class HiRadixPrefixCache(Front):
 
 def _receipt(lock: TreeLock) -> Lock:
     receipt: Any = lock.receipt
-    assert isinstance(receipt, Lock), f"a lock with the receipt {receipt}, which is none of ours"
+    if not isinstance(receipt, Lock):
+        raise Misuse(f"a lock with the receipt {receipt}, which is none of ours")
     return receipt
 
 

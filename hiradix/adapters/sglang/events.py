@@ -8,6 +8,7 @@ from typing import Any
 from sglang.srt.disaggregation import kv_events as sglang_records
 
 from hiradix.adapters.sglang.adapters import Adapters
+from hiradix.errors import Misuse
 from hiradix.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -48,5 +49,6 @@ def as_sglang(event: Event) -> Any:
         )
     if isinstance(event, BlockRemoved):
         return sglang_records.BlockRemoved(block_hashes=event.block_hashes, medium=event.medium)
-    assert isinstance(event, AllBlocksCleared), event
+    if not isinstance(event, AllBlocksCleared):
+        raise Misuse(f"an event of no known kind: {event}")
     return sglang_records.AllBlocksCleared()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hiradix.cache.pages import PageSource
+from hiradix.errors import Misuse
 from hiradix.prefix_cache.slots import Pages, moved, on_device, pages_of, slots_of
 from hiradix.storage import Stores
 from hiradix.transfer.jobs import JobKind
@@ -105,7 +106,8 @@ class AllocatorPort:
 
     def free_page(self, page: int) -> None:
         """Give back one page, to an allocator that takes page ids."""
-        assert self._free_ids is not None, f"page {page}: {type(self._allocator).__name__} takes no page ids"
+        if self._free_ids is None:
+            raise Misuse(f"page {page}: {type(self._allocator).__name__} takes no page ids")
         self._free_ids(self._numbers.one(page))
 
     def free_segment(self, free_index: torch.Tensor, start_pos: int) -> None:
@@ -177,7 +179,8 @@ class Rows:
         if not self._frees_pages:
             port.free_segment(self._pool.req_to_token[index, start:end], start)
             return
-        assert start % size == 0, f"position {start} is inside a page of {size}"
+        if start % size != 0:
+            raise Misuse(f"position {start} is inside a page of {size}")
         if 0 < end - start <= size:
             port.free_page(self._slots[index * self._width + start] // size)
         else:

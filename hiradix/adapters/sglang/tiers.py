@@ -18,7 +18,7 @@ from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig, parse_extra_config
-from hiradix.errors import CacheError
+from hiradix.errors import CacheError, Misuse
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
 from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
@@ -82,7 +82,8 @@ class HiRadixHostCache(HiRadixPrefixCache):
     def _name_pages(self, label: str) -> None:
         """Have pages in storage told from those of other weights by `label`."""
         name, factory = self.inner.storage_name, self.inner.storage_factory
-        assert isinstance(factory, NamedStorage), factory
+        if not isinstance(factory, NamedStorage):
+            raise Misuse(f"{factory} names no pages")
         factory.label = label
         if name is None:
             return

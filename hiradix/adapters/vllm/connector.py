@@ -36,7 +36,7 @@ from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
 from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.config import ExtraConfig
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
@@ -62,7 +62,8 @@ class Answers(KVConnectorWorkerMetadata):
     outcomes: tuple[Outcome, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Answers:
-        assert isinstance(other, Answers), other
+        if not isinstance(other, Answers):
+            raise Misuse(f"answers of another connector: {other}")
         return Answers(self.outcomes + other.outcomes)
 
 
@@ -140,7 +141,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _planner(self) -> SchedulerRole:
-        assert self.scheduler is not None, "a scheduler's call to a worker's connector"
+        if self.scheduler is None:
+            raise Misuse("a scheduler's call to a worker's connector")
         return self.scheduler
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -226,12 +228,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _built(self) -> BuiltWorker:
-        assert self.worker is not None, "a worker's call before its KV caches were registered"
+        if self.worker is None:
+            raise Misuse("a worker's call before its KV caches were registered")
         return self.worker
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepMetadata), connector_metadata
+        if not isinstance(connector_metadata, StepMetadata):
+            raise Misuse(f"metadata of another connector: {connector_metadata}")
         self._orders = connector_metadata.orders
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -241,7 +245,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         return Handshake(self._built.facts)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, StepMetadata), kv_connector_metadata
+        if not isinstance(kv_connector_metadata, StepMetadata):
+            raise Misuse(f"metadata of another connector: {kv_connector_metadata}")
         self._built.role.before_forward(kv_connector_metadata.orders)
 
     def has_connector_metadata(self) -> bool:

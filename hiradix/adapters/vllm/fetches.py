@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from hiradix.adapters.vllm.index import READY, HostIndex
 from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
+from hiradix.errors import Misuse
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
 
@@ -188,7 +189,8 @@ class FetchBook:
         Where windows come along, what has not come whole is given back.
         """
         fetch, index = self.flights[outcome.ticket], self.index
-        assert fetch.host, f"a read of ticket {outcome.ticket}, which asked only"
+        if not fetch.host:
+            raise Misuse(f"a read of ticket {outcome.ticket}, which asked only")
         backbone, others = fetch.host[BACKBONE], fetch.host[1:]
         total = sum(len(pages) for pages in fetch.host)
         count = 0 if fetch.is_orphan or (others and outcome.num_pages < total) else outcome.num_pages

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.uses import Finished
@@ -61,7 +62,8 @@ class HostIndex:
 
     def open(self, num_pages: Sequence[int]) -> None:
         """The workers have so many host pages per component. Once, before the first lookup."""
-        assert len(num_pages) == len(self.tree.components), f"{num_pages} for {self.tree.components}"
+        if len(num_pages) != len(self.tree.components):
+            raise Misuse(f"{num_pages} for {self.tree.components}")
         self._pools = [PageAllocator(count) for count in num_pages]
         self._state = [np.zeros(count, np.int8) for count in num_pages]
 
@@ -95,7 +97,8 @@ class HostIndex:
     def lock(self, key: RadixKey) -> Lock:
         """Keep all whole pages of `key`, which the host has, until `unlock`."""
         node = self.tree.match(key).loadable_node
-        assert node.end == key.num_pages(self.page_size), f"{key} ends at page {node.end} on the host"
+        if node.end != key.num_pages(self.page_size):
+            raise Misuse(f"{key} ends at page {node.end} on the host")
         return self.tree.lock(node, Tier.HOST)
 
     def unlock(self, lock: Lock) -> None:
@@ -229,7 +232,8 @@ class HostIndex:
 
     def _release(self, freed: Iterable[Freed]) -> None:
         for drop in freed:
-            assert drop.tier is Tier.HOST, f"{drop} is not of the host"
+            if drop.tier is not Tier.HOST:
+                raise Misuse(f"{drop} is not of the host")
             component, pages = drop.component, drop.pages
             self._state[component][pages] = READY
             self._pools[component].free(pages)
@@ -247,10 +251,12 @@ class HostIndex:
         self.tree.check()
         for component, pool in enumerate(self._pools):
             resident = self.tree.resident_pages(Tier.HOST, component)
-            assert pool.available + resident + in_flight[component] == pool.num_pages, (
-                f"component {component}: {pool.available} free + {resident} tree + "
-                f"{in_flight[component]} in flight != {pool.num_pages}"
-            )
+            if pool.available + resident + in_flight[component] != pool.num_pages:
+                raise Misuse(
+                    f"component {component}: {pool.available} free + {resident} tree + "
+                    f"{in_flight[component]} in flight != {pool.num_pages}"
+                )
             on_host = self.tree.all_pages(Tier.HOST, component)
             outside = np.setdiff1d(np.flatnonzero(self._state[component]), on_host)
-            assert not len(outside), f"pages {outside} of component {component} wait outside the tree"
+            if len(outside):
+                raise Misuse(f"pages {outside} of component {component} wait outside the tree")

@@ -11,6 +11,7 @@ from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.orders import Load, Move, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable
+from hiradix.errors import Misuse
 from hiradix.tree import Lock, Pages
 
 
@@ -59,7 +60,8 @@ class LoadBook:
         """What of one component is copied into the blocks from page `start` on; not where there is none."""
         first, pages = self._index.loadable(lock, component, start)
         blocks: Pages = np.array(table[first:], np.int32)
-        assert len(blocks) == len(pages), f"{len(blocks)} blocks for {len(pages)} pages of group {group}"
+        if len(blocks) != len(pages):
+            raise Misuse(f"{len(blocks)} blocks for {len(pages)} pages of group {group}")
         there = blocks != NULL_BLOCK
         return Move(group, blocks[there], pages[there])
 

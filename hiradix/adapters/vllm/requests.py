@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiradix.adapters.vllm.orders import Ticket
+from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import weights_digest
 from hiradix.tree import Lock, RadixKey, TokenLog
@@ -66,14 +67,16 @@ class Tracked:
         if known < num_pages * page_size:
             self.log.extend(self.request.all_token_ids[known : self.request.num_tokens])
         key = self.log.key(num_pages * page_size)
-        assert len(key) == num_pages * page_size, f"{len(key)} tokens known of {num_pages} pages"
+        if len(key) != num_pages * page_size:
+            raise Misuse(f"{len(key)} tokens known of {num_pages} pages")
         key.extras = self.extras
         return key
 
     def ended(self) -> Finished:
         """What a policy may learn from a request that has ended: how long its prompt and its answer were."""
         tokens = self.request.prompt_token_ids
-        assert tokens is not None, "a request without tokens is not tracked"
+        if tokens is None:
+            raise Misuse("a request without tokens is not tracked")
         return Finished(len(tokens), self.request.num_tokens - len(tokens))
 
 

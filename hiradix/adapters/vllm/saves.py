@@ -17,6 +17,7 @@ import numpy as np
 from hiradix.adapters.vllm.index import ARRIVING, HostIndex
 from hiradix.adapters.vllm.orders import Move, Save, Ticket
 from hiradix.adapters.vllm.requests import Tracked
+from hiradix.errors import Misuse
 from hiradix.tree import BACKBONE, Lock, Node, PageRows, Pages, RadixKey, Tier
 
 NULL_BLOCK = 0  # vLLM's id for "no block here": a sliding window has gone past it
@@ -82,7 +83,8 @@ class SaveBook:
         )
         lock, taken = self.index.insert(key, parts, ARRIVING)
         self.index.unlock(path)
-        assert all(len(own) == len(took) for own, took in zip(parts, taken, strict=True)), (parts, taken)
+        if not all(len(own) == len(took) for own, took in zip(parts, taken, strict=True)):
+            raise Misuse(f"pages {parts} went to {taken}")
         self._enter(ticket, SaveFlight(tracked, key, start, lock, taken, moves, False))
         return Save(ticket, moves)
 

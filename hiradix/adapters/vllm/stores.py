@@ -16,6 +16,7 @@ from typing import Any
 from hiradix.adapters.vllm.fetches import FetchBook
 from hiradix.adapters.vllm.orders import Outcome, StorageOrder, Ticket
 from hiradix.adapters.vllm.plan import Asked
+from hiradix.errors import Misuse
 from hiradix.policy.prefetch import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class StorageBook:
         self._is_reopening = not self._asked
         asked = self._now if self._is_reopening else self._asked.pop()
         self._is_anew = False
-        assert asked is not None, "nothing is attached that could be opened again"
+        if asked is None:
+            raise Misuse("nothing is attached that could be opened again")
         self.is_attached, self._is_switching = False, True
         self._now = None if asked.name is None else asked
         self._fetches.policy = asked.prefetch or self._fetches.policy

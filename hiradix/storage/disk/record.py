@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import NamedTuple
 from zlib import crc32
 
+from hiradix.errors import Misuse
 from hiradix.storage.protocol import PAGE_HASH_CHARS, check_key
 
 _FORMAT = struct.Struct("<2sBBIQ16s32sIIQqI")
@@ -21,7 +22,8 @@ _CRC = struct.Struct("<I")
 _WHOLE = struct.Struct("<2sBBIQ16s32sIIQqII")
 _BODY_BYTES, _MASK = _FORMAT.size, 0xFFFFFFFF
 RECORD_BYTES = _FORMAT.size + _CRC.size
-assert RECORD_BYTES == 96
+if RECORD_BYTES != 96:
+    raise Misuse("the record on the medium has another length")
 _MAGIC = b"HR"
 FORMAT_VERSION = 1
 NO_KEY, NO_NAMESPACE = bytes(32), bytes(16)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.errors import Misuse
 from hiradix.storage.disk import kernel
 
 READV, WRITEV, READ, WRITE = 1, 2, 22, 23
@@ -28,7 +29,8 @@ OPERATION = np.dtype(
     ]
 )  # fmt: skip
 _COMPLETION = np.dtype([("user_data", "u8"), ("result", "i4"), ("flags", "u4")])
-assert OPERATION.itemsize == 64 and _COMPLETION.itemsize == 16
+if OPERATION.itemsize != 64 or _COMPLETION.itemsize != 16:
+    raise Misuse("the kernel's records have another length")
 
 _SQES_OFFSET = 0x10000000
 _SINGLE_MMAP = 1
