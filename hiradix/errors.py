@@ -23,6 +23,17 @@ class StorageError(CacheError):
     """A storage backend failed; callers inside the cache turn this into a miss."""
 
 
+class BadKey(CacheError, ValueError):
+    """An extra_key or cache_salt that names no namespace: no text, or none that UTF-8 has.
+
+    field: which of the two.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
 class Misuse(AssertionError):
     """A call that no correct caller makes, or an invariant that does not hold; the message has the numbers.
 

@@ -40,6 +40,17 @@ def _require(ok: bool, name: str, value: object, want: str) -> None:
         raise RequestError(f"{name}={value!r}: must be {want}")
 
 
+def _is_text(value: object) -> bool:
+    """Whether UTF-8 has it: JSON can carry half a surrogate pair."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request picks its tokens and when it ends; a bad value raises RequestError naming the field.
@@ -73,13 +84,19 @@ class SamplingParams:
 class Scope:
     """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
 
-    hint: what the client knows of its conversation, `end_of_session` or `keep_alive`.
+    hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. RequestError names a
+    field that is no text.
     """
 
     extra_key: str | None = None
     cache_salt: str | None = None
     priority: int = 0
     hint: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("extra_key", "cache_salt"):
+            value = getattr(self, name)
+            _require(value is None or _is_text(value), name, value, "a text without half characters")
 
 
 @dataclass(frozen=True, slots=True)

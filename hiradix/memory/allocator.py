@@ -5,8 +5,8 @@ All three belong to the scheduler thread and take no locks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from operator import index
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,11 @@ class PageAllocator:
     shared.
     """
 
-    def __init__(self, num_pages: int, first_page: int = 0) -> None:
-        if num_pages < 1 or first_page < 0:
-            raise ConfigError(f"page allocator: {num_pages} pages from page {first_page} on")
-        self.num_pages = num_pages
-        self.first_page = first_page
+    def __init__(self, num_pages: SupportsIndex, first_page: SupportsIndex = 0) -> None:
+        self.num_pages = index(num_pages)
+        self.first_page = index(first_page)
+        if self.num_pages < 1 or self.first_page < 0:
+            raise ConfigError(f"page allocator: {self.num_pages} pages from page {self.first_page} on")
         self.clear()
 
     def clear(self) -> None:
@@ -46,14 +46,15 @@ class PageAllocator:
     def available(self) -> int:
         return self._num_free
 
-    def alloc(self, num_pages: int) -> Pages | None:
+    def alloc(self, num_pages: SupportsIndex) -> Pages | None:
         """int32 [num_pages], the caller's own array; None, and nothing taken, if fewer are free."""
-        if num_pages < 0:
-            raise Misuse(f"alloc of {num_pages} pages")
-        if num_pages > self._num_free:
+        count = index(num_pages)
+        if count < 0:
+            raise Misuse(f"alloc of {count} pages")
+        if count > self._num_free:
             return None
-        pages = ids.take(self._free, self._num_free, num_pages, self._out)
-        self._num_free -= num_pages
+        pages = ids.take(self._free, self._num_free, count, self._out)
+        self._num_free -= count
         return pages
 
     def free(self, pages: npt.ArrayLike) -> None:
@@ -71,7 +72,7 @@ class PageAllocator:
         _, first, where = np.unique(given, return_index=True, return_inverse=True)
         wrong = ~self._out[given] | (first[where] != np.arange(len(given)))
         free = f"{self._num_free} free of {self.num_pages}"
-        raise AssertionError(f"double free of pages {_some(given[wrong])}, {free}")
+        raise Misuse(f"double free of pages {_some(given[wrong])}, {free}")
 
     def require_out(self, pages: list[int]) -> None:
         """Assert that each of these is handed out: what is asked of them is asked by who has them."""
@@ -100,13 +101,17 @@ class SlotAllocator:
     """
 
     def __init__(
-        self, num_tokens: int, page_size: int, device: torch.device | str = "cpu", kvcache: Any = None
+        self,
+        num_tokens: SupportsIndex,
+        page_size: SupportsIndex,
+        device: torch.device | str = "cpu",
+        kvcache: Any = None,
     ) -> None:
-        if page_size < 1 or num_tokens < page_size:
-            raise ConfigError(f"slot allocator: {num_tokens} tokens hold no page of {page_size}")
-        self.page_size = page_size
-        self.pages = PageAllocator(num_tokens // page_size, first_page=1)
-        self.size = self.pages.num_pages * page_size
+        self.page_size, size = index(page_size), index(num_tokens)
+        if self.page_size < 1 or size < self.page_size:
+            raise ConfigError(f"slot allocator: {size} tokens hold no page of {self.page_size}")
+        self.pages = PageAllocator(size // self.page_size, first_page=1)
+        self.size = self.pages.num_pages * self.page_size
         self.device = torch.device(device)
         self._is_cpu = self.device.type == "cpu"
         self._kvcache = kvcache
@@ -118,11 +123,12 @@ class SlotAllocator:
     def get_kvcache(self) -> Any:
         return self._kvcache
 
-    def alloc(self, need_size: int) -> torch.Tensor | None:
+    def alloc(self, need_size: SupportsIndex) -> torch.Tensor | None:
         """int64 [need_size]: whole pages' slots, page after page; None if fewer are free."""
-        if need_size % self.page_size != 0:
-            raise Misuse(f"alloc of {need_size} slots in pages of {self.page_size}")
-        pages = self.pages.alloc(need_size // self.page_size)
+        count = index(need_size)
+        if count % self.page_size != 0:
+            raise Misuse(f"alloc of {count} slots in pages of {self.page_size}")
+        pages = self.pages.alloc(count // self.page_size)
         if pages is None:
             return None
         found = torch.from_numpy(ids.slots_of(pages, self.page_size))
@@ -133,7 +139,7 @@ class SlotAllocator:
         if free_index.numel():
             self.pages.free(np.unique(free_index.cpu().numpy() // self.page_size))
 
-    def alloc_pages(self, num_pages: int) -> Pages | None:
+    def alloc_pages(self, num_pages: SupportsIndex) -> Pages | None:
         return self.pages.alloc(num_pages)
 
     def free_pages(self, pages: npt.ArrayLike) -> None:
@@ -147,13 +153,16 @@ class SlotAllocator:
 class ReqToTokenPool:
     """Each running request's slots: `req_to_token` int32 [size, max_context_len] on `device`, a row each."""
 
-    def __init__(self, size: int, max_context_len: int, device: torch.device | str = "cpu") -> None:
-        if size < 1 or max_context_len < 1:
-            raise ConfigError(f"request table: {size} requests of {max_context_len} tokens")
-        self.size = size
-        self.max_context_len = max_context_len
+    def __init__(
+        self, size: SupportsIndex, max_context_len: SupportsIndex, device: torch.device | str = "cpu"
+    ) -> None:
+        self.size = index(size)
+        self.max_context_len = index(max_context_len)
+        if self.size < 1 or self.max_context_len < 1:
+            raise ConfigError(f"request table: {self.size} requests of {self.max_context_len} tokens")
         self.device = torch.device(device)
-        self.req_to_token = torch.zeros((size, max_context_len), dtype=torch.int32, device=self.device)
+        shape = (self.size, self.max_context_len)
+        self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=self.device)
         self.clear()
 
     def clear(self) -> None:
@@ -164,21 +173,27 @@ class ReqToTokenPool:
     def available_size(self) -> int:
         return len(self.free_slots)
 
-    def alloc(self, need_size: int) -> list[int] | None:
+    def alloc(self, need_size: SupportsIndex) -> list[int] | None:
         """Rows for `need_size` requests; None, and nothing taken, if fewer are free."""
-        if need_size < 0:
-            raise Misuse(f"alloc of {need_size} request rows")
-        if need_size > len(self.free_slots):
+        count = index(need_size)
+        if count < 0:
+            raise Misuse(f"alloc of {count} request rows")
+        if count > len(self.free_slots):
             return None
-        rows = [self.free_slots.pop() for _ in range(need_size)]
+        rows = [self.free_slots.pop() for _ in range(count)]
         self._out.update(rows)
         return rows
 
-    def free(self, free_index: int | Sequence[int] | Iterable[int]) -> None:
-        """Take rows back. Asserts that each was out."""
-        for row in [free_index] if isinstance(free_index, int) else list(free_index):
+    def free(self, free_index: Any) -> None:
+        """Take rows back, one or several. Misuse, before any change, unless each is out and named once."""
+        given = [free_index] if isinstance(free_index, (int, np.integer)) else free_index
+        rows = [index(row) for row in given]
+        if len(set(rows)) != len(rows):
+            raise Misuse(f"free of request rows {rows[:16]}, one of them twice")
+        for row in rows:
             if row not in self._out:
                 raise Misuse(f"free of request row {row}, out are {sorted(self._out)[:16]}")
+        for row in rows:
             self._out.remove(row)
             self.free_slots.append(row)
 

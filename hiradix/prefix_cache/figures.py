@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -130,13 +131,13 @@ class Figures(NoLowerTiers):
             host_used=(host.num_pages - host.available) * size if host else 0,
         )
 
-    def check_conservation(self, num_held: int) -> None:
+    def check_conservation(self, num_held: SupportsIndex) -> None:
         """Assert that no slot is lost or counted twice, in either tier; cheap enough for every step. O(1).
 
         num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
         from `cache_protected_len` on. Between steps.
         """
-        self.cache.supply.check_conservation(num_held // self.page_size, self.cache.flights.num_owned)
+        self.cache.supply.check_conservation(index(num_held) // self.page_size, self.cache.flights.num_owned)
 
     def check(self) -> None:
         """Assert all invariants, O(tree)."""

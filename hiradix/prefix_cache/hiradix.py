@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence, Sized
 from dataclasses import dataclass
+from operator import index
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 import torch
@@ -98,23 +100,23 @@ class HiRadixCache(RadixCache):
     # -- load back ----------------------------------------------------------------------
 
     def init_load_back(
-        self, last_host_node: Node, host_hit_length: int, mem_quota: int | None = None
+        self, last_host_node: Node, host_hit_length: SupportsIndex, mem_quota: SupportsIndex | None = None
     ) -> tuple[torch.Tensor, Node]:
         """Bring a host hit to the device: (its new slots, its node), all of it or (nothing, device ancestor).
 
         The slots may be read by forwards that wait on `ready_to_load_host_cache`'s slot. mem_quota: tokens.
         """
         match = self.split_match(last_host_node)
-        quota = None if mem_quota is None else mem_quota // self.page_size
+        quota = None if mem_quota is None else index(mem_quota) // self.page_size
         whole = match.loadable_node.end == last_host_node.end
         if not whole or not self.cache.load_back(match, quota):
             return self._empty, match.device_node
         return self.device_slots(last_host_node, match.device_node.end), last_host_node
 
-    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+    def note_prefill(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
         """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with.
         """
-        self.cache.no_regret.computed(num_tokens / self.page_size, seconds)
+        self.cache.no_regret.computed(index(num_tokens) / self.page_size, float(seconds))
 
     # -- prefetch -----------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class HiRadixCache(RadixCache):
             storage.close()
         return True, "Detached HiCache storage backend successfully."
 
-    def release_storage(self, timeout_s: float = 0.0) -> Stores | None:
+    def release_storage(self, timeout_s: SupportsFloat = 0.0) -> Stores | None:
         """Let go of the backend: the caller's to close, or None if there was none.
 
         Raises StorageError while a job of it still runs after `timeout_s`; it takes no new ones, so call
@@ -282,7 +284,7 @@ class HiRadixCache(RadixCache):
         """
         storage = self._storage
         if storage is not None:
-            self.cache.detach_storage(timeout_s)
+            self.cache.detach_storage(float(timeout_s))
             self._storage = self.storage_name = None
         return storage
 
@@ -300,9 +302,9 @@ class HiRadixCache(RadixCache):
             return False
         return self.cleared(self._storage.clear())
 
-    def cleared(self, ok: bool) -> bool:
+    def cleared(self, ok: Any) -> bool:
         """Storage was cleared, `ok` without a fault: what is in use is offered again. `ok` of all ranks."""
-        ok = self.cache.settle(ok)
+        ok = self.cache.settle(bool(ok))
         self.tree.forget_stored()
         return ok
 
@@ -315,16 +317,16 @@ class HiRadixCache(RadixCache):
 
     # -- lifecycle and numbers ----------------------------------------------------------
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: SupportsFloat = 10.0) -> None:
         """Stop the workers within the deadline and close storage."""
-        self.cache.close(timeout_s)
+        self.cache.close(float(timeout_s))
         if self._storage is not None:
             self._storage.close()
             self._storage = self.storage_name = None
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: SupportsFloat) -> bool:
         """Let transfers under way end. True if nothing is in flight any more."""
-        return self.cache.drain(timeout_s)
+        return self.cache.drain(float(timeout_s))
 
     @property
     def num_in_flight(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ class HybridRadixCache(RadixCache):
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
         order = make_order(params.eviction_policy, params.eviction_policy_config)
         component, pages = self._further(params)
-        tree = RadixTree(params.page_size, (FULL, component), order=order, dead_leaf=DeadLeaf.UNUSABLE)
+        tree = RadixTree(self.page_size, (FULL, component), order=order, dead_leaf=DeadLeaf.UNUSABLE)
         return HierarchicalCache(tree, (self._pages, pages), host, agree=params.agree)
 
     def split_match(self, node: Node) -> Match:
@@ -48,7 +49,7 @@ class HybridRadixCache(RadixCache):
         key = self._view(params.key).page_aligned(self.page_size)
         if self.disable or len(key) == 0:
             return InsertResult(0)
-        start = params.prev_prefix_len // self.page_size
+        start = index(params.prev_prefix_len) // self.page_size
         pages = pages_of(params.value, self.page_size, start * self.page_size, len(key))
         if self.cache.is_blocked(key):
             held = self._held_pages(self.tree.find(key), start, len(pages))
@@ -88,7 +89,7 @@ class HybridRadixCache(RadixCache):
         dropped = self.cache.supply.num_dropped
         full, other = dropped
         if num_pages > 0:
-            self.cache.evict(num_pages, component)
+            self.cache.evict(index(num_pages), component)
         return dropped[0] - full, dropped[1] - other
 
     # -- locks --------------------------------------------------------------------------

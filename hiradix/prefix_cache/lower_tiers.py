@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sized
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import torch
 
@@ -42,7 +42,7 @@ class NoLowerTiers:
         return -1
 
     def init_load_back(
-        self, last_host_node: Node, host_hit_length: int, mem_quota: int | None = None
+        self, last_host_node: Node, host_hit_length: SupportsIndex, mem_quota: SupportsIndex | None = None
     ) -> tuple[torch.Tensor, Node]:
         return torch.empty(0, dtype=torch.int64), last_host_node
 
@@ -70,8 +70,8 @@ class NoLowerTiers:
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         return None
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: SupportsFloat) -> bool:
         return True
 
-    def close(self, timeout_s: float = 10.0) -> None:
+    def close(self, timeout_s: SupportsFloat = 10.0) -> None:
         return None

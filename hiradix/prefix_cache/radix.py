@@ -6,6 +6,7 @@ work is done in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,8 @@ class RadixCache(Figures):
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):
         self.disable = params.disable
-        self.page_size = params.page_size
+        init: Any = params
+        self.page_size = index(init.page_size)
         self.is_eagle = params.is_eagle
         self.disable_finished_insert = params.disable_finished_insert
         self.req_to_token_pool = params.req_to_token_pool
@@ -50,16 +52,16 @@ class RadixCache(Figures):
         self.tree = self.cache.tree
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._copies = RowCopies()
-        self._slots = Slots(self._pages.num_pages, params.page_size, self.device)
+        self._slots = Slots(self._pages.num_pages, self.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _make_pages(self, params: CacheInitParams) -> SlotPages:
         num_pages = _num_device_pages(params)
-        return SlotPages(params.token_to_kv_pool_allocator, params.page_size, num_pages)
+        return SlotPages(params.token_to_kv_pool_allocator, self.page_size, num_pages)
 
     def _make_cache(self, params: CacheInitParams, host: HostTier | None) -> HierarchicalCache:
         order = make_order(params.eviction_policy, params.eviction_policy_config)
-        tree = RadixTree(params.page_size, order=order)
+        tree = RadixTree(self.page_size, order=order)
         return HierarchicalCache(tree, self._pages, host, agree=params.agree)
 
     # -- reading ------------------------------------------------------------------------
@@ -128,13 +130,14 @@ class RadixCache(Figures):
             return InsertResult(0)
         if self.cache.is_blocked(key):
             return InsertResult(len(key))
+        given: Any = params  # flags and counts may be numpy's, which the compiled form does not take
         live = self.tree.match(key).device_node
         num_live = live.end * self.page_size
-        priority = params.priority or 0
+        priority = _priority_of(params)
         self.tree.hit(live, priority)  # an insert counts only what is below its `at`
         pages = pages_of(params.value, self.page_size, num_live, len(key))
         done = self.tree.insert(key, DEVICE, [pages], self._lock_on(live), priority)
-        if params.chunked:
+        if given.chunked:
             self.cache.inserted(done.lock.node)
         else:
             self.cache.finished(key, done.lock.node, Finished(len(key), 0))
@@ -143,9 +146,11 @@ class RadixCache(Figures):
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free at least `num_tokens` device tokens, or all that nothing holds."""
-        if self.disable or params.num_tokens <= 0:
+        given: Any = params
+        num_tokens = index(given.num_tokens)
+        if self.disable or num_tokens <= 0:
             return EvictResult()
-        freed = self.cache.evict(-(-params.num_tokens // self.page_size))
+        freed = self.cache.evict(-(-num_tokens // self.page_size))
         return EvictResult(freed * self.page_size)
 
     def cache_unfinished_req(self, req: RequestLike, chunked: bool = False) -> None:
@@ -154,12 +159,13 @@ class RadixCache(Figures):
         Rewrites the request's row from `cache_protected_len` on, its lock, `last_node`, `prefix_indices`
         and `cache_protected_len`. Costs the new tokens, not the prefix; a list of `fill_ids` is read whole.
         """
-        tokens = req.fill_ids
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
+        asked: Any = req  # its counts may be numpy's, which the compiled form does not take
+        tokens, place, kept = req.fill_ids, index(asked.req_pool_idx), index(asked.cache_protected_len)
+        row = self.req_to_token_pool.req_to_token[place, : len(tokens)]
         if not self.disable:
             self.count_use(req)
         key = self._key(tokens, req).page_aligned(self.page_size)
-        if self.disable or len(key) <= req.cache_protected_len:
+        if self.disable or len(key) <= kept:
             req.prefix_indices = row.to(torch.int64, copy=True)
             return
         old = self._held(req)
@@ -169,7 +175,7 @@ class RadixCache(Figures):
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
         self.req_to_token_pool.write(
-            (req.req_pool_idx, slice(first, end * self.page_size)), slots.to(row.dtype)
+            (place, slice(first, end * self.page_size)), slots.to(row.dtype)
         )
         self._hold(req, lock)
         req.cache_protected_len = end * self.page_size
@@ -180,9 +186,10 @@ class RadixCache(Figures):
 
         Slots beyond the committed length are the caller's to free, from the next whole page on.
         """
-        num_tokens = req.pop_committed_kv_cache()
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens]
-        kept = req.cache_protected_len
+        asked: Any = req
+        place, kept, priority = index(asked.req_pool_idx), index(asked.cache_protected_len), _priority_of(req)
+        num_tokens = index(asked.pop_committed_kv_cache())
+        row = self.req_to_token_pool.req_to_token[place, :num_tokens]
         if is_insert and not self.disable and not self.disable_finished_insert:
             self.count_use(req)
             if self.cache.learner is not None or num_tokens // self.page_size * self.page_size > kept:
@@ -190,7 +197,7 @@ class RadixCache(Figures):
                 key = self._key(tokens[:num_tokens], req).page_aligned(self.page_size)
                 if len(key) > kept:
                     lock = self.insert_row(key, row, req, _ended(req))
-                    self.tree.prioritise(lock, _priority_of(req), kept // self.page_size)
+                    self.tree.prioritise(lock, priority, kept // self.page_size)
                     kept = lock.node.end * self.page_size
                     self.tree.unlock(lock)
                 else:
@@ -264,8 +271,8 @@ class RadixCache(Figures):
         return Match(at, loadable)
 
 
-def _priority_of(req: RequestLike) -> int:
-    return getattr(req, "priority", None) or 0  # some engines have none for most of them
+def _priority_of(req: Any) -> int:
+    return index(getattr(req, "priority", None) or 0)  # some engines have none for most of them
 
 
 def _ended(req: RequestLike) -> Finished:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from hiradix.engine.api import SamplingParams, Scope
@@ -74,12 +74,24 @@ class StreamOptions(_Strict):
 _StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+def _whole_characters(text: str) -> str:
+    """`text`, unless it has half a surrogate pair, which JSON can carry and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half a character at {error.start} of the text") from error
+    return text
+
+
+_Name = Annotated[str, Field(max_length=256), AfterValidator(_whole_characters)]
+
+
 class _Addressed(_Strict):
     """Which model, and whose cache."""
 
     model: str | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    extra_key: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: _Name | None = None
+    extra_key: _Name | None = None
 
 
 class GenerationBody(_Addressed):

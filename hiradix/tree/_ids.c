@@ -113,6 +113,23 @@ static PyObject *copied(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return (PyObject *)found;
 }
 
+static PyObject *require(PyObject *self, PyObject *object)
+{
+    PyArrayObject *pages = given(object);
+    if (pages == NULL) {
+        return NULL;
+    }
+    npy_int32 bits = 0;
+    for (npy_intp i = 0; i < LENGTH(pages); i++) {
+        bits |= IDS(pages)[i];
+    }
+    Py_DECREF(pages);
+    if (bits < 0) {
+        return PyErr_Format(PyExc_AssertionError, "%R are no page ids", object);
+    }
+    Py_RETURN_NONE;
+}
+
 static PyObject *joined(PyObject *self, PyObject *parts)
 {
     if (!PyList_CheckExact(parts)) {
@@ -424,6 +441,7 @@ static PyObject *track(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyMethodDef methods[] = {
     {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, NULL},
+    {"require", require, METH_O, NULL},
     {"joined", joined, METH_O, NULL},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL, NULL},
     {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL},

@@ -38,6 +38,7 @@ def check_tree(tree: TreeView, store: Store, locks: Iterable[Lock] | None) -> No
     if listed:
         raise Misuse(f"4: {len(listed)} entries in an order are of no node")
     _check_counts(nodes, store)
+    _check_places(tree, store)
     for tier in TIERS:
         _check_leaf_first(store, tier)
 
@@ -165,6 +166,18 @@ def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, i
     others = [node.residency(c, tier) for c in range(1, num_components)]
     if not (backbone.lock_ref or not any(entry.lock_ref and entry.pages is not None for entry in others)):
         raise Misuse(f"6: {node}")
+
+
+def _check_places(tree: TreeView, store: Store) -> None:
+    """10: a page is in one place."""
+    for c in range(len(store.components)):
+        for tier in TIERS:
+            pages = np.sort(tree.all_pages(tier, c))
+            if len(pages) and pages[0] < 0:
+                raise Misuse(f"10: {tier.name} component {c} has page {pages[0]}")
+            twice = pages[1:][pages[1:] == pages[:-1]]
+            if len(twice):
+                raise Misuse(f"10: {tier.name} component {c} has pages twice: {twice[:16]}")
 
 
 def _check_counts(nodes: list[Node], store: Store) -> None:

@@ -29,6 +29,13 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
     return _narrow(pages)[first:end].copy()
 
 
+def require(pages: Ids) -> None:
+    """See `hiradix.tree.ids`."""
+    narrow = _narrow(pages)
+    if len(narrow) and (min(narrow.tolist()) if len(narrow) <= FEW_PAGES else narrow.min()) < 0:
+        raise Misuse(f"{pages[:16]} are no page ids")
+
+
 def joined(parts: Sequence[Pages]) -> Pages:
     """See `hiradix.tree.ids`."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)

@@ -6,16 +6,18 @@ A tree of page size S sees a key as rows of S tokens. An EAGLE key is seen as ro
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from operator import index
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.errors import Misuse
+from hiradix.errors import BadKey, Misuse
 from hiradix.tree import ids
 from hiradix.tree.hashing import namespace_seed
 
@@ -55,11 +57,38 @@ class Namespace:
 PLAIN: Final = Namespace()
 
 
-def namespace(extra_key: str | None, cache_salt: str | None, is_bigram: bool) -> Namespace:
-    """The namespace of these; `PLAIN` itself where they are nothing."""
+def namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Namespace:
+    """The namespace of these; `PLAIN` itself where they are nothing. BadKey for what is no UTF-8 text."""
     if extra_key is None and cache_salt is None and not is_bigram:
         return PLAIN
-    return Namespace(extra_key, cache_salt, is_bigram)
+    return Namespace(_text("extra_key", extra_key), _text("cache_salt", cache_salt), is_bigram)
+
+
+def _text(field: str, value: Any) -> str | None:
+    """`value`, which pages in storage are named by: a text of whole characters, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise BadKey(field, f"must be a text, got {type(value).__name__}")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadKey(field, f"half a character at {error.start} of the text") from error
+    return value
+
+
+def private(value: Any) -> str | None:
+    """`value` itself if it can name a namespace, else a text that stands for it and for no other value.
+
+    For adapters, whose engines have taken the request already: an exception on their scheduler's thread would
+    end it, and no two values may share pages.
+    """
+    try:
+        return _text("", value)
+    except BadKey:
+        kind = type(value).__name__
+        return f"\0not text: {kind} {hashlib.sha256(ascii(value).encode()).hexdigest()}"
 
 
 NARROW: Final = 4  # bytes per packed token, all of them in [0, 2**31)
@@ -117,6 +146,14 @@ def _extra(given: Any) -> bytes | None:
     return given or None
 
 
+def num_of(count: SupportsIndex) -> int:
+    """A count of tokens or pages, of whatever integer type; ValueError where it is negative."""
+    number = index(count)
+    if number < 0:
+        raise ValueError(f"a count must not be negative, got {number}")
+    return number
+
+
 class Bookmark:
     """Where in a tree the keys of one growing sequence were found last. The tree's to read and write.
 
@@ -135,6 +172,7 @@ class RadixKey:
 
     token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
         caller must not change tokens it has put into a key.
+    extra_key, cache_salt: text or None; anything else is refused with BadKey.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
@@ -148,10 +186,10 @@ class RadixKey:
     def __init__(
         self,
         token_ids: Any,
-        extra_key: str | None = None,
+        extra_key: Any = None,
         is_bigram: bool = False,
         *,
-        cache_salt: str | None = None,
+        cache_salt: Any = None,
         page_extras: Sequence[bytes | None] | None = None,
     ):
         self._array: array[int] | None = None
@@ -173,18 +211,21 @@ class RadixKey:
         self._len = max(num_tokens - 1, 0) if space.is_bigram else num_tokens
 
     @staticmethod
-    def first(token_ids: Any, num_tokens: int, space: Namespace) -> RadixKey:
+    def first(token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> RadixKey:
         """The key of the first `num_tokens` tokens, or of all if there are fewer. Looks at none.
+
+        ValueError for fewer than none.
 
         An `array('q')` may grow while the key lives; its tokens may not change.
         """
+        count = num_of(num_tokens)
         key = RadixKey(token_ids)
-        if num_tokens < key.num_tokens and key._array is None:
-            key._tokens = key._tokens[:num_tokens]
-        key._set(space, min(num_tokens, key.num_tokens))
+        if count < key.num_tokens and key._array is None:
+            key._tokens = key._tokens[:count]
+        key._set(space, min(count, key.num_tokens))
         return key
 
-    def resume(self, token_ids: Any, num_tokens: int, space: Namespace) -> bool:
+    def resume(self, token_ids: Any, num_tokens: SupportsIndex, space: Namespace) -> bool:
         """Become the key of the first `num_tokens` tokens, which may be more or fewer, with what is packed.
 
         False, and no change, unless it is of this very `array('q')` and namespace.
@@ -192,7 +233,7 @@ class RadixKey:
         known = self._array
         if known is None or known is not token_ids or self.space != space:
             return False
-        self._set(space, min(num_tokens, len(known)))
+        self._set(space, min(num_of(num_tokens), len(known)))
         return True
 
     @property
@@ -245,17 +286,18 @@ class RadixKey:
             head.bookmark = self.bookmark
         return head
 
-    def page_aligned(self, page_size: int) -> RadixKey:
+    def page_aligned(self, page_size: SupportsIndex) -> RadixKey:
         """The key's whole pages."""
-        return self if self._len % page_size == 0 else self[: self._len - self._len % page_size]
+        rest = self._len % index(page_size)
+        return self if rest == 0 else self[: self._len - rest]
 
-    def num_pages(self, page_size: int) -> int:
+    def num_pages(self, page_size: SupportsIndex) -> int:
         """Whole pages in the key."""
-        return self._len // page_size
+        return self._len // index(page_size)
 
-    def head(self, num_pages: int, page_size: int) -> RadixKey:
-        """The key's first `num_pages` pages."""
-        return self[: num_pages * page_size]
+    def head(self, num_pages: SupportsIndex, page_size: SupportsIndex) -> RadixKey:
+        """The key's first `num_pages` pages. ValueError for fewer than none."""
+        return self[: num_of(num_pages) * index(page_size)]
 
     def bigrams(self) -> RadixKey:
         """The same tokens seen as bigrams. A view."""

@@ -8,11 +8,11 @@ walk is a whole one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
-from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens, namespace
+from hiradix.tree.key import Bookmark, RadixKey, Tokens, as_tokens, namespace, num_of
 
 
 class TokenLog:
@@ -26,10 +26,10 @@ class TokenLog:
     def __init__(
         self,
         token_ids: Any = (),
-        extra_key: str | None = None,
+        extra_key: Any = None,
         is_bigram: bool = False,
         *,
-        cache_salt: str | None = None,
+        cache_salt: Any = None,
     ):
         self._buffer: Tokens = np.empty(0, np.int64)
         self._length = 0
@@ -51,10 +51,11 @@ class TokenLog:
         self._buffer[self._length : end] = new
         self._length = end
 
-    def key(self, num_tokens: int | None = None) -> RadixKey:
-        """The key of the first `num_tokens` tokens, or of all. O(1)."""
-        tokens = self._buffer[: self._length if num_tokens is None else min(num_tokens, self._length)]
+    def key(self, num_tokens: SupportsIndex | None = None) -> RadixKey:
+        """The key of the first `num_tokens` tokens, or of all. O(1). ValueError for fewer than none."""
+        count = self._length if num_tokens is None else min(num_of(num_tokens), self._length)
+        tokens = self._buffer[:count]
         tokens.flags.writeable = False
-        key = RadixKey.first(tokens, len(tokens), self._space)
+        key = RadixKey.first(tokens, count, self._space)
         key.bookmark = self._bookmark
         return key

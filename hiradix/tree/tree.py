@@ -16,12 +16,15 @@ Invariants, checked by `RadixTree.check` under these numbers:
      there, and holds exactly its pages' tokens and ids, in arrays of its own.
   8. num_pages of the orders, num_resident and num_device_children equal what a walk counts.
   9. Known page hashes are those of the path from the root.
+  10. A page id is in one place of a component and tier. Not looked for at an insert, which would cost a map
+     of all pages: `check` finds it, as does the allocator when the second place gives the page back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from operator import index
+from typing import Any, Final, SupportsIndex
 
 import numpy as np
 
@@ -61,10 +64,10 @@ class RadixTree(TreeView):
     """See the module's docstring. components[0] is the backbone: full attention, every page its own data."""
 
     def __init__(
-        self, page_size: int, components: Sequence[Component] = (FULL,), *,
+        self, page_size: SupportsIndex, components: Sequence[Component] = (FULL,), *,
         order: OrderFactory = LruOrder, grain: Grain = _GRAIN, dead_leaf: DeadLeaf = DeadLeaf.KEEP,
     ):  # fmt: skip
-        super().__init__(page_size, components, order, Rules(grain, dead_leaf))
+        super().__init__(index(page_size), components, order, Rules(grain, dead_leaf))
         self._created = 0
         self._is_plain = len(components) == 1
         self._pins = self._store.pins
@@ -123,7 +126,7 @@ class RadixTree(TreeView):
 
     def insert(
         self, key: RadixKey, tier: Tier, pages: Sequence[Ids], at: Lock | None = None,
-        priority: int | None = None,
+        priority: SupportsIndex | None = None,
     ) -> Insertion:  # fmt: skip
         """Add `key`'s whole pages; pages[c] are component c's ids of the last len(pages[c]) of them.
 
@@ -134,6 +137,7 @@ class RadixTree(TreeView):
         again are no duplicates. Returns a lock on the whole key. Hits and `priority` (see `prioritise`;
         None: not known) are noted on the nodes below `at`.
         """
+        raised = None if priority is None else index(priority)
         start = at.node if at is not None else self.root
         num_pages = len(key) // self.page_size
         if num_pages < start.end:
@@ -150,27 +154,29 @@ class RadixTree(TreeView):
         first = start.end
         while node.start >= first and node.parent is not None:
             node.hit_count += 1
-            if priority is not None:
-                _prioritise(node, priority)
+            if raised is not None:
+                _prioritise(node, raised)
             node = node.parent
         return Insertion(lock, duplicates)
 
-    def prioritise(self, lock: Lock, priority: int, start: int = 0) -> None:
+    def prioritise(self, lock: Lock, priority: SupportsIndex, start: SupportsIndex = 0) -> None:
         """Note a request's priority on the path that it locks, from page `start` on.
 
         The larger counts; of what no other request has used, its own.
         """
+        raised, first = index(priority), index(start)
         at = self.current(lock.node)
-        while at is not None and at.end > start:
-            _prioritise(at, priority)
+        while at is not None and at.end > first:
+            _prioritise(at, raised)
             at = at.parent
 
-    def hit(self, node: Node, priority: int = 0) -> None:
+    def hit(self, node: Node, priority: SupportsIndex = 0) -> None:
         """Count a request that uses the path of `node` (an insert counts only below its `at`)."""
+        raised = index(priority)
         at = self.current(node)
         while at is not None and at.parent is not None:
             at.hit_count += 1
-            _prioritise(at, priority)
+            _prioritise(at, raised)
             at = at.parent
 
     def adopt(self, node: Node, component: int, tier: Tier, pages: Ids) -> Pages:
@@ -217,21 +223,21 @@ class RadixTree(TreeView):
 
     # -- removing ---------------------------------------------------------------------------
 
-    def evict(self, component: int, tier: Tier, num_pages: int) -> list[Freed]:
+    def evict(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Freed]:
         """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
 
         Nodes go whole; of one that holds far more than is wanted (see `Grain`) a part. Returns exactly what
         was dropped: of a backbone, other components of the node too; of a device node without host copy,
         its host-only descendants too; leaves where no match can end any more (see `DeadLeaf`).
         """
-        return removal.evict(self._store, self._split, component, tier, num_pages)
+        return removal.evict(self._store, self._split, component, tier, index(num_pages))
 
-    def coldest(self, component: int, tier: Tier, num_pages: int) -> list[Node]:
+    def coldest(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Node]:
         """The nodes that evicting `num_pages` would take, in that order, but for dead leaves along with them.
 
         Splits the last if it is too big.
         """
-        return removal.coldest(self._store, self._split, component, tier, num_pages)
+        return removal.coldest(self._store, self._split, component, tier, index(num_pages))
 
     def drop_other(self, node: Node, component: int, tier: Tier) -> list[Freed]:
         """Drop a further component's data of `node` alone, if nothing locks it; else nothing."""
@@ -264,9 +270,9 @@ class RadixTree(TreeView):
 
     # -- hashes -----------------------------------------------------------------------------
 
-    def set_hashes(self, node: Node, start: int, digests: Sequence[bytes]) -> None:
+    def set_hashes(self, node: Node, start: SupportsIndex, digests: Sequence[bytes]) -> None:
         """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
-        rows.set_hashes(self._in_tree(node), start, digests)
+        rows.set_hashes(self._in_tree(node), index(start), digests)
 
     def forget_stored(self) -> None:
         """Reset every node's hints of what storage has. O(tree)."""
@@ -320,7 +326,10 @@ class RadixTree(TreeView):
         return node is self.root
 
     def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> None:
-        """Assert, before anything changes, that `pages` fit a key of `end` pages, known up to `node`."""
+        """Misuse, before anything changes, unless `pages` are ids and fit a key of `end` pages, known up to
+        `node`."""
+        for own in pages:
+            ids.require(own)
         for c in range(1, len(pages)):
             most = end if self.components[c].per_page else 1
             if len(pages[c]) > most:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -88,9 +90,9 @@ class TreeView:
             yield at
             at = at.parent
 
-    def cut(self, node: Node, page: int) -> None:
+    def cut(self, node: Node, page: SupportsIndex) -> None:
         """Have a node of the path of `node` begin at `page`."""
-        for _ in self.path(node, page):
+        for _ in self.path(node, index(page)):
             pass
 
     def floor(self, node: Node, component: int) -> int:
@@ -129,19 +131,21 @@ class TreeView:
         """The deepest node that lies on `key` whole, whatever it holds and wherever."""
         return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
 
-    def pages(self, node: Node, tier: Tier, start: int = 0, component: int = BACKBONE) -> Pages:
+    def pages(
+        self, node: Node, tier: Tier, start: SupportsIndex = 0, component: int = BACKBONE
+    ) -> Pages:
         """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
 
         All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
         """
-        parts = []
+        parts, first = [], index(start)
         at: Node | None = self._in_tree(node)
-        while at is not None and at.end > start:
+        while at is not None and at.end > first:
             entry = at.residency(component, tier) if component else at.host if tier else at.device
             pages = entry.pages
             if pages is None:
                 raise Misuse(f"component {component} of {at} is not in {tier.name}")
-            parts.append(pages if at.start >= start else pages[start - at.start :])
+            parts.append(pages if at.start >= first else pages[first - at.start :])
             at = at.parent
         if len(parts) == 1:
             return parts[0]
@@ -201,9 +205,9 @@ class TreeView:
 
     # -- hashes -----------------------------------------------------------------------------
 
-    def page_rows(self, node: Node, start: int) -> PageRows:
+    def page_rows(self, node: Node, start: SupportsIndex) -> PageRows:
         """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
-        return rows.page_rows(self._in_tree(node), start, self.page_size)
+        return rows.page_rows(self._in_tree(node), index(start), self.page_size)
 
     def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
         """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.

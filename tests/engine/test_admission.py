@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, SamplingParams, Scope
+from hiradix.engine import Engine, RequestError, SamplingParams, Scope
 from hiradix.transfer import LoadFailed
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -192,3 +192,10 @@ def test_failed_load_is_waited_for_once_and_loads_beside_it_still_are(
     assert tiers.consumers == [(4, 5), (5,)]
     drain(engine)
     assert_empty(engine)
+
+
+@pytest.mark.parametrize("value", ["\ud800", 7, b"x", ("a",)], ids=ascii)
+@pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
+def test_whose_cache_it_is_must_be_text(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match=f"^{field}="):
+        Scope(**{field: value})  # type: ignore[arg-type]

@@ -398,3 +398,35 @@ def test_nothing_is_kept_of_a_request_that_has_ended(make: Make) -> None:
         bench.settle()
         assert not bench.cache._counted and not bench.cache._copies._grown
     bench.check()
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_counts_may_be_numpys(make: Make, kind: type) -> None:
+    """Found: the compiled form raised TypeError after a part was done, and the pages were nobody's."""
+    bench = make(64, enable_hierarchical_cache=True, hicache_ratio=2.0)
+    request = bench.start(prompt(20), priority=kind(3))
+    request.cache_protected_len = kind(request.cache_protected_len)
+    bench.decode(request, 5)
+    bench.cache.cache_unfinished_req(request)
+    request.cache_protected_len, request.committed = kind(request.cache_protected_len), kind(21)
+    bench.finish(request)
+    bench.check()
+    bench.settle()
+    assert bench.cache.evict(EvictParams(kind(1000))).num_tokens_evicted == 20
+    match = bench.cache.match_prefix(MatchPrefixParams(RadixKey(prompt(20))))
+    loaded, _ = bench.cache.init_load_back(match.last_host_node, kind(match.host_hit_length), kind(100))
+    assert len(loaded) == 20
+    slots = bench.allocator.alloc(kind(8))
+    bench.cache.insert(InsertParams(RadixKey(prompt(8, 50)), slots, priority=kind(1)))
+    bench.cache.note_prefill(kind(100), np.float32(0.1))
+    assert bench.cache.drain(np.float64(5))
+    bench.check()
+
+
+@pytest.mark.parametrize("num_tokens", [8.0, "8", None])
+def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> None:
+    bench = make(64)
+    bench.finish(bench.start(prompt(20)))
+    with pytest.raises(TypeError):
+        bench.cache.evict(EvictParams(num_tokens))  # type: ignore[arg-type]
+    bench.check()

@@ -135,3 +135,13 @@ def test_an_administrators_field_is_named(field: str) -> None:
             assert told["message"].startswith(f"{field}: ")
     assert num_refused > 20
     assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("path", FIELDS)
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+@pytest.mark.parametrize("value", ["\ud800", "a\udfffb", 7, 1.5, ["a"], {"a": 1}], ids=ascii)
+def test_what_names_no_namespace_is_refused(path: str, field: str, value: Any) -> None:
+    service = ScriptedService()
+    reply = client(service).post(f"/v1/{path}", content=json.dumps(body_of(path, field, value)))
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == field
+    assert not service.calls

@@ -128,20 +128,20 @@ FAULTS = [
     Fault(
         "storage: an adapter's weights are left out of the name",
         TIERS,
-        "        extra_key = self.adapters.named(extra_key)\n",
-        "",
+        "RadixKey.first(tokens, len(tokens), self._space(extra_key, cache_salt or None, self.is_eagle))",
+        "RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)",
     ),
     Fault(
         "storage: the extra key is left out of the name",
         TIERS,
-        "RadixKey(tokens, extra_key,",
-        "RadixKey(tokens, None,",
+        "len(tokens), self._space(extra_key, cache_salt",
+        "len(tokens), self._space(None, cache_salt",
     ),
     Fault(
         "storage: the salt is left out of the name",
         TIERS,
-        "cache_salt=cache_salt or None)",
-        "cache_salt=None)",
+        "self._space(extra_key, cache_salt or None, self",
+        "self._space(extra_key, None, self",
     ),
     Fault(
         "storage: names begin at what is asked for",

@@ -263,7 +263,7 @@ FAULTS = [
     Fault(
         "insert: priority is not raised",
         TREE,
-        "                _prioritise(node, priority)",
+        "                _prioritise(node, raised)",
         "                pass",
     ),
     Fault(

@@ -108,7 +108,7 @@ def test_a_key_is_resumed_when_its_array_has_grown(is_bigram: bool, num_tokens: 
     assert (len(key), key.num_tokens) == (len(fresh), fresh.num_tokens)
     assert key.tokens.tolist() == fresh.tokens.tolist()
     assert key.packed(0, key.num_tokens) == fresh.packed(0, fresh.num_tokens)
-    insert(tree, fresh.page_aligned(2))
+    insert(tree, fresh.page_aligned(2), 200)
     assert depth(tree, key) == len(fresh) // 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -24,14 +25,18 @@ class Talk:
         return RadixKey(self.tokens[:num_tokens], None, self.is_bigram, cache_salt=self.salt)
 
 
+PAGES = itertools.count()
+
+
 def turn(tree: RadixTree, talk: Talk, rng: random.Random, locks: list) -> None:
     """Match, lock, insert; some locks stay for a while."""
     key = talk.log.key(rng.randint(0, len(talk.log)))
     node = tree.match(key).device_node
     lock = tree.lock(node, DEVICE)
     num_new = len(key) // tree.page_size - node.end
+    first = next(PAGES) * 10_000
     at = lock if rng.random() < 0.5 else None
-    done = tree.insert(key, DEVICE, [np.arange(num_new, dtype=np.int32)], at)
+    done = tree.insert(key, DEVICE, [np.arange(first, first + num_new)], at)
     tree.unlock(lock)
     locks.append(done.lock)
     while locks and rng.random() < 0.6:

@@ -96,6 +96,14 @@ def test_namespaces_are_apart(fields: dict[str, object]) -> None:
     assert vllm.hit_tokens == 3 * S, "the third finds the second's alone"
 
 
+@pytest.mark.parametrize("salt", ["\ud800", 7, b"x", ("a",)], ids=ascii)
+def test_a_salt_that_is_no_text_is_served_without_the_cache(
+    salt: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert track(request("r", 2, cache_salt=salt), S) is None
+    assert "cache_salt: " in caplog.text and "nothing is cached" in caplog.text
+
+
 def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_path: Path) -> None:
     """Same name, same folder. vLLM loads it again under another number, or for each step if told to; what
     it has not loaded again it computes with as it was."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from hiradix.adapters.sglang.adapters import Adapters
+from hiradix.errors import BadKey
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.tree import DEVICE, Node
-from hiradix.tree.key import Namespace, namespace
+from hiradix.tree.key import Namespace, namespace, private
+
+logger = logging.getLogger(__name__)
 
 
 class Front(BasePrefixCache):  # type: ignore[misc]
@@ -25,6 +29,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
     def __init__(self, params: Any, inner: RadixCache, adapters: Adapters):
         self.inner = inner
         self.adapters = adapters
+        self.num_not_text = 0  # times that a request's namespace was no text
         self._tree = inner.tree
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
@@ -43,8 +48,19 @@ class Front(BasePrefixCache):  # type: ignore[misc]
         space = self._space(key.extra_key, salt, key.is_bigram or self.is_eagle)
         return RadixKey.first(tokens, len(tokens) if key.limit is None else key.limit, space)
 
-    def _space(self, extra_key: str | None, salt: str | None, is_bigram: bool) -> Namespace:
-        return namespace(self.adapters.named(extra_key), salt, is_bigram)
+    def _space(self, extra_key: Any, salt: Any, is_bigram: bool) -> Namespace:
+        """The namespace of a request. One whose key or salt is no text gets one that no text names."""
+        try:
+            return namespace(self.named(extra_key), salt, is_bigram)
+        except BadKey as error:
+            if not self.num_not_text:
+                logger.warning("hiradix: a request's %s: it shares pages with its equals only", error)
+            self.num_not_text += 1
+            return namespace(self.named(private(extra_key)), private(salt), is_bigram)
+
+    def named(self, extra_key: Any) -> Any:
+        """The extra key with the weights of the adapter that it ends in."""
+        return self.adapters.named(extra_key) if isinstance(extra_key, str) else extra_key
 
     def reset(self) -> None:
         """Empty device and host. Storage keeps what it has."""

@@ -210,8 +210,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         if not self.enable_storage or not len(new_input_tokens):
             return False
         tokens = np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])
-        extra_key = self.adapters.named(extra_key)
-        key = RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)
+        key = RadixKey.first(tokens, len(tokens), self._space(extra_key, cache_salt or None, self.is_eagle))
         return self._prefetcher.start(handle, key.page_aligned(self.page_size), last_host_node)
 
     def check_prefetch_progress(self, handle: Any) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiradix.adapters.vllm.orders import Ticket
-from hiradix.errors import Misuse
+from hiradix.errors import BadKey, Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import weights_digest
 from hiradix.tree import Lock, RadixKey, TokenLog
@@ -91,7 +91,11 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
             "request %s: its adapter cannot be read, nothing is cached: %s", request.request_id, error
         )
         return None
-    log = TokenLog((), adapter, cache_salt=request.cache_salt)
+    try:
+        log = TokenLog((), adapter, cache_salt=request.cache_salt)
+    except BadKey as error:
+        logger.warning("request %s: nothing is cached: %s", request.request_id, error)
+        return None
     return Tracked(request, log, _page_extras(request.mm_features, page_size))
 
 
