@@ -12,6 +12,8 @@ from hiradix.errors import ConfigError, Misuse
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _UNFINISHED = "\ufffd"
+MOST_PENDING = 32  # tokens of an answer that show nothing yet and are decoded again with each further one
+CHARACTER_TOKENS = 4  # at most, of one character: a byte each
 
 
 class Tokenizer:
@@ -78,8 +80,9 @@ class Tokenizer:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise RequestError(f"messages: the chat template refused them: {error}") from error
+        except Exception as error:  # a template is a program: it may divide by zero or call itself for ever
+            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise RequestError(f"messages: the chat template refused them: {why}") from error
         return self._encode(text, context_length, add_special_tokens=False)
 
     def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
@@ -101,7 +104,7 @@ class TextStream:
     """The text of one growing answer: pieces that are final, cut before the first stop string.
 
     Text is held back while it may be part of an unfinished character or the beginning of a stop string.
-    Cost per token: the tokens since the last finished piece.
+    Cost per token: the tokens since the last finished piece, at most about `MOST_PENDING`.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
@@ -135,8 +138,31 @@ class TextStream:
         old = self._tokenizer.decode(self._token_ids[self._before : self._shown])
         new = self._tokenizer.decode(self._token_ids[self._before :])
         if not final and (len(new) <= len(old) or new.endswith(_UNFINISHED)):
-            return ""
+            return self._cut_short(old) if len(self._token_ids) - self._shown >= MOST_PENDING else ""
         self._before, self._shown = self._shown, len(self._token_ids)
+        return new[len(old) :]
+
+    def _cut_short(self, old: str) -> str:
+        """What is final of a long run that shows nothing yet.
+
+        Tokens without text, special ones, are forgotten first; a space by itself has none, two have. In front of an unfinished character is a finished one, a few tokens
+        back; where there is none, the bytes are no text, and are shown as such but for the last, which may
+        begin a character.
+        """
+        pending = self._token_ids[self._shown :]
+        kept = [token for token in pending if self._tokenizer.decode([token, token])]
+        if len(kept) < len(pending):
+            self._token_ids[self._shown :] = kept
+            return ""
+        end = len(self._token_ids)
+        for stop in range(end - 1, end - 1 - CHARACTER_TOKENS, -1):
+            new = self._tokenizer.decode(self._token_ids[self._before : stop])
+            if not new.endswith(_UNFINISHED):
+                break
+        if len(new) <= len(old):
+            del self._token_ids[self._shown : stop]
+            return ""
+        self._before, self._shown = self._shown, stop
         return new[len(old) :]
 
     def _release(self, piece: str) -> str:

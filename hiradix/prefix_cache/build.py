@@ -61,6 +61,7 @@ def build_prefix_cache(
         host.controller.backs_up = model.tp_rank == 0
     stored = stored_pages(model, host_pool, config.hicache_mem_layout)
     cache = HiRadixCache(params, host, NamedStorage([stored]))
+    cache.served_model_name = model.model_id
     _attach(cache, config)
     return cache
 
@@ -95,6 +96,7 @@ def build_hybrid_cache(
         for host, name in zip(hosts, (component_name(None), kind.name), strict=True)
     ]
     cache = kind.tiered(params, tier, NamedStorage(stored))
+    cache.served_model_name = model.model_id
     _attach(cache, config)
     return cache
 

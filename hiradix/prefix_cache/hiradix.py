@@ -55,6 +55,7 @@ class HiRadixCache(RadixCache):
         self.storage_factory = storage_factory
         self._storage: Stores | None = None
         self.storage_name: str | None = None
+        self.served_model_name: str | None = None  # by which stored pages are named, where it is known
         assert self.cache.prefetcher is not None and self.cache.backup is not None
         self._prefetcher = self.cache.prefetcher
         self._backup = self.cache.backup
@@ -186,6 +187,12 @@ class HiRadixCache(RadixCache):
 
         Opens the backend here, on the scheduler thread: while serving, use the three calls it is made of.
         """
+        known = self.served_model_name
+        if served_model_name is not None and known is not None and served_model_name != known:
+            return False, (
+                f"served_model_name: {served_model_name!r} is not what pages are named by here, {known!r}: "
+                "start with another name for another"
+            )
         policies = hicache_storage_prefetch_policy, hicache_write_policy
         answer = self.plan_attach(storage_backend, *policies)
         if answer is not None:

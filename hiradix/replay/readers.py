@@ -2,15 +2,15 @@
 
 | format | fields | blocks are |
 |---|---|---|
-| Mooncake | timestamp (ms), input_length, output_length, hash_ids | its blocks of 512 tokens |
+| Mooncake, AIPerf | timestamp or delay (ms), input_length, output_length, hash_ids | its, of 512 tokens |
 | Bailian (Qwen) | the same and chat_id, timestamp in s | its blocks of 16 tokens, gathered to 64 |
 | recorded by the server | time_s, prompt_tokens, output_tokens, blocks, block_tokens | as recorded |
 | tokens | tokens or token_ids, of the whole prompt | 64 tokens each |
 | rounds (TraceLab) | session_id, input_tokens, output_tokens | assumed: a session's prompt grows |
 | Azure, BurstGPT (CSV) | time, token counts, Session ID or none | assumed likewise; else nothing is shared |
 
-Files may be compressed (.gz, .xz). A bad line is an error that names it, but for the last one of a recording
-that was cut off in it.
+Files may be compressed (.gz, .xz, .zst). A bad line is an error that names it, but for the last one of a
+recording that was cut off in it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     source = hashlib.sha256(data).hexdigest()
     name = path.name.split(".")[0]
     lines = io.StringIO(data.decode("utf-8-sig", "replace"))
-    first = lines.readline()
+    first = next((line for line in lines if line.strip()), "")
     lines.seek(0)
     records = _json_lines(path, lines) if first.lstrip().startswith("{") else _csv_lines(path, lines)
     found = list(_limited(records, limit))
@@ -62,15 +62,36 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
             calls.append(read(record))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{path}:{number}: {type(error).__name__}: {error}") from error
+    if any("delay" in record for _, record in found):
+        calls.sort(key=lambda call: call.time_s)  # the file has one session after another
     return Trace(name, source, block_tokens, tuple(calls))
 
 
 def _contents(path: Path) -> bytes:
     opened: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    if path.suffix == ".zst":
+        return _zstandard(path)
     try:
         with opened.get(path.suffix, open)(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
     except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
+    return data
+
+
+def _zstandard(path: Path) -> bytes:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{path}: .zst needs the package zstandard: pip install zstandard") from None
+    try:
+        with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(
+            file, read_across_frames=True
+        ) as unpacked:
+            data: bytes = unpacked.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zstandard.ZstdError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
@@ -104,7 +125,7 @@ def _json_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
 
 
 def _csv_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
-    reader = csv.DictReader(lines)
+    reader = csv.DictReader(lines)  # which skips blank lines
     try:
         yield from enumerate(reader, 2)
     except csv.Error as error:
@@ -116,7 +137,7 @@ def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
     if "hash_ids" in first and "chat_id" in first:
         return GATHERED, _gathering(GATHERED // 16)
     if "hash_ids" in first:
-        return 512, _mooncake
+        return 512, _mooncake()
     if "blocks" in first:
         size = first.get("block_tokens")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -164,15 +185,32 @@ def _time(value: Any) -> float:
 
 def _ids(record: Record, name: str) -> list[int]:
     ids = record[name]
-    if not isinstance(ids, list) or not all(type(x) is int and -(1 << 62) < x < 1 << 62 for x in ids):
-        raise ValueError(f"{name} is no list of whole numbers")
-    return ids
+    if not isinstance(ids, list) or not all(type(x) is int and -(1 << 63) <= x < 1 << 64 for x in ids):
+        raise ValueError(f"{name} is no list of whole numbers of 64 bits")
+    return [x - (1 << 64) if x >= 1 << 63 else x for x in ids]  # the same 64 bits, signed
 
 
-def _mooncake(record: Record) -> Call:
-    tokens = _count(record, "input_length")
-    blocks = np.array(_ids(record, "hash_ids")[: tokens // 512], np.int64)
-    return Call(_time(record["timestamp"]) / 1000, tokens, _count(record, "output_length"), blocks)
+def _mooncake() -> Callable[[Record], Call]:
+    """With `delay` (ms, AIPerf's) for `timestamp`: so long after the request before it of its session, or of
+    all where it names none. Answers take no time here."""
+    last: dict[str, float] = {}
+
+    def read(record: Record) -> Call:
+        tokens = _count(record, "input_length")
+        blocks = np.array(_ids(record, "hash_ids")[: tokens // 512], np.int64)
+        session = str(_field(record, _SESSION) or "")
+        if record.get("timestamp") is not None:
+            time_s = _time(record["timestamp"]) / 1000
+        elif record.get("delay") is not None:
+            time_s = last.get(session, 0.0) + _time(record["delay"]) / 1000
+        elif session and session not in last:
+            time_s = 0.0  # a session's first request has neither
+        else:
+            raise KeyError("timestamp or delay")
+        last[session] = time_s
+        return Call(time_s, tokens, _count(record, "output_length"), blocks)
+
+    return read
 
 
 def _gathering(count: int) -> Callable[[Record], Call]:

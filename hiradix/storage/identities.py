@@ -30,19 +30,32 @@ def identities_folder() -> Path:
 
 
 def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
-    """Note what a fingerprint stands for. A folder that is full or cannot be written costs the note."""
+    """Note what a fingerprint stands for. Of more than `MOST` the oldest are forgotten; a folder that
+    cannot be written costs the note."""
     if type(fingerprint) is not PageFingerprint:
         return  # a tool's stand-in, which has the digest and not the fields
     try:
         folder = folder or identities_folder()
         target = folder / f"{fingerprint.digest()[:SHOWN]}.json"
         folder.mkdir(parents=True, exist_ok=True)
-        if not target.exists() and len(os.listdir(folder)) < MOST:
-            written = target.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
-            written.replace(target)
+        if target.exists():
+            os.utime(target)
+            return
+        _prune(folder)
+        written = target.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
+        written.replace(target)
     except (OSError, RuntimeError) as error:  # the latter: a user without a home
         logger.debug("a fingerprint is not remembered: %s", error)
+
+
+def _prune(folder: Path) -> None:
+    """Make room for one more: what was opened longest ago goes, and a tenth with it."""
+    with os.scandir(folder) as entries:
+        notes = sorted((entry.stat().st_mtime, entry.path) for entry in entries if entry.is_file())
+    if len(notes) >= MOST:
+        for _, path in notes[: len(notes) - MOST + max(1, MOST // 10)]:
+            Path(path).unlink(missing_ok=True)  # another process may prune, too
 
 
 def recall(name: str, folder: Path | None = None) -> dict[str, Any] | None:

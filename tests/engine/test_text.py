@@ -102,3 +102,56 @@ def test_chat_is_rendered_and_encoded(llama: Reference) -> None:
     ids = tokenizer.apply_chat([{"role": "user", "content": "what is a slot"}])
     assert tokenizer.decode(ids) == "user: what is a slot\nassistant:"
     assert ids == tokenizer.encode("user: what is a slot\nassistant:")
+
+
+class Counted:
+    """Tokens below 256 are bytes, others are special and show nothing; counts the tokens it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.num_decoded += len(token_ids)
+        return bytes(token for token in token_ids if token < 256).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "silent", [[300] * 8000, [0x80] * 8000, [0xF0] * 8000, [0xF0, 300] * 4000, [0xF0, 0x9F, 300, 300] * 2000],
+    ids=["special", "continuations", "beginnings", "mixed", "halves"],
+)  # fmt: skip
+def test_a_run_that_shows_nothing_costs_linear_time(silent: list[int]) -> None:
+    tokenizer = Counted()
+    stream = TextStream(tokenizer)  # type: ignore[arg-type]
+    text = "".join(map(stream.push, [*b"before ", *silent, *"after \u20ac".encode()])) + stream.finish()
+    assert tokenizer.num_decoded < 300 * len(silent)
+    assert text.startswith("before ") and text.endswith("after \u20ac")
+    assert "\ufffd" in text or 300 in silent
+
+
+def test_special_tokens_anywhere_change_no_text() -> None:
+    words = "a \u20ac b \U0001f600\U0001f600 c".encode()
+    tokenizer, tokens = Counted(), []
+    for byte in words:
+        tokens += [byte, *[300] * (byte % 50)]
+    stream = TextStream(tokenizer)  # type: ignore[arg-type]
+    assert "".join(map(stream.push, tokens)) + stream.finish() == words.decode()
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 // 0 }}", "{{ 1 % 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+     "{% for i in range(10 ** 9) %}{% endfor %}", "{{ messages[0].x.y }}",
+     "{{ 2 ** 10 ** 5 | string }}{{ 1 / 0 }}"],
+)  # fmt: skip
+def test_a_template_that_fails_is_the_requests_error(template: str) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Templated:
+        chat_template = template
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+            return ImmutableSandboxedEnvironment().from_string(template).render(messages=messages)
+
+    tokenizer = Tokenizer.__new__(Tokenizer)
+    tokenizer._tokenizer, tokenizer._bound = Templated(), None
+    with pytest.raises(RequestError, match="^messages: the chat template refused them: "):
+        tokenizer.apply_chat([{"role": "user", "content": "hi"}])

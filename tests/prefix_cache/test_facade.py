@@ -430,3 +430,12 @@ def test_what_is_no_count_changes_nothing(make: Make, num_tokens: object) -> Non
     with pytest.raises(TypeError):
         bench.cache.evict(EvictParams(num_tokens))  # type: ignore[arg-type]
     bench.check()
+
+
+def test_an_attach_under_another_name_is_refused_by_name(make: Make, tmp_path: object) -> None:
+    bench = make(enable_hierarchical_cache=True, hicache_ratio=2.0)
+    extra, own = json.dumps({"file_storage_path": str(tmp_path)}), bench.cache.served_model_name
+    ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name="another")
+    assert not ok and message.startswith("served_model_name: 'another'") and not bench.cache.enable_storage
+    ok, message = bench.cache.attach_storage_backend("file", extra, served_model_name=own)
+    assert ok and bench.cache.enable_storage, message

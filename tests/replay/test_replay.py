@@ -347,3 +347,55 @@ def test_a_bad_flag_is_named(flags: str, said: str, capsys: pytest.CaptureFixtur
         hiradix(["replay", "synthetic:chat", "--limit", "5", "--processes", "1", *host, *flags.split()]) == 2
     )
     assert said in capsys.readouterr().err
+
+
+def trace_of(folder: Path, *records: dict, before: str = "") -> Trace:
+    path = folder / "trace.jsonl"
+    path.write_text(before + "".join(json.dumps(record) + "\n" for record in records))
+    return read_trace(path)
+
+
+ONE = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+
+
+@pytest.mark.parametrize("before", ["\n", "\r\n \n", "\ufeff\n"])
+def test_blank_first_lines_are_skipped(before: str, tmp_path: Path) -> None:
+    assert len(trace_of(tmp_path, ONE, before=before).calls) == 1
+
+
+def test_hash_ids_are_any_64_bits(tmp_path: Path) -> None:
+    ids = [0, 2**63 - 1, 2**63, 2**64 - 1, -5]
+    (call,) = trace_of(tmp_path, {**ONE, "input_length": 512 * 5, "hash_ids": ids}).calls
+    assert [block % 2**64 for block in call.blocks.tolist()] == [one % 2**64 for one in ids]
+    for bad in (2**64, -(2**63) - 1, 1.5, "a", True):
+        with pytest.raises(ConfigError, match="trace.jsonl:1: .*hash_ids"):
+            trace_of(tmp_path, {**ONE, "hash_ids": [1, bad]})
+
+
+def test_a_delay_counts_from_the_sessions_request_before(tmp_path: Path) -> None:
+    first = {"input_length": 512, "output_length": 1, "hash_ids": [1]}
+    calls = trace_of(
+        tmp_path,
+        {**first, "session_id": "a", "timestamp": 1000},
+        {**first, "session_id": "a", "delay": 500},
+        {**first, "session_id": "a", "delay": 2000},
+        {**first, "session_id": "b"},
+        {**first, "session_id": "b", "delay": 1100},
+    ).calls
+    assert [call.time_s for call in calls] == [0.0, 1.0, 1.1, 1.5, 3.5]
+    with pytest.raises(ConfigError, match="trace.jsonl:2: .*timestamp or delay"):
+        trace_of(tmp_path, ONE, first)
+
+
+def test_zstandard_is_read_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "trace.jsonl.zst"
+    text = (json.dumps(ONE) + "\n").encode()
+    path.write_bytes(zstandard.compress(text) + zstandard.compress(text))
+    assert len(read_trace(path).calls) == 2
+    path.write_bytes(b"no archive")
+    with pytest.raises(ConfigError, match="trace.jsonl.zst: cannot be read"):
+        read_trace(path)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ConfigError, match="zstandard"):
+        read_trace(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,14 @@ def test_stat_says_why_one_store_has_pages_that_miss(
     assert main(["stat", f"file://{tmp_path / 'pages'}"]) == 0
     shown = capsys.readouterr().out
     assert "model_id=tiny" in shown and "layout 'page_first_direct', not 'page_first'" in shown
+
+
+def test_the_oldest_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hiradix.storage.identities.MOST", 20)
+    marks = [dataclasses.replace(MINE, revision=f"r{number}") for number in range(60)]
+    for number, mark in enumerate(marks):
+        remember(mark, tmp_path)
+        os.utime(tmp_path / f"{mark.digest()[:32]}.json", (number, number))
+        assert len(list(tmp_path.iterdir())) <= 20
+        assert recall(mark.digest()[:32], tmp_path) is not None
+    assert recall(marks[0].digest()[:32], tmp_path) is None
