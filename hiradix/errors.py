@@ -23,7 +23,7 @@ class StorageError(CacheError):
     """A storage backend failed; callers inside the cache turn this into a miss."""
 
 
-class BadKey(CacheError, ValueError):
+class BadNamespace(CacheError, ValueError):
     """An extra_key or cache_salt that names no namespace: no text, or none that UTF-8 has.
 
     field: which of the two.

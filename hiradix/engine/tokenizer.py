@@ -145,7 +145,8 @@ class TextStream:
     def _cut_short(self, old: str) -> str:
         """What is final of a long run that shows nothing yet.
 
-        Tokens without text, special ones, are forgotten first; a space by itself has none, two have. In front of an unfinished character is a finished one, a few tokens
+        Tokens without text, special ones, are forgotten first (a space by itself may show none, two do). In
+        front of an unfinished character is a finished one, a few tokens
         back; where there is none, the bytes are no text, and are shown as such but for the last, which may
         begin a character.
         """

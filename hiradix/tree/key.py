@@ -17,7 +17,7 @@ from typing import Any, Final, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.errors import BadKey, Misuse
+from hiradix.errors import BadNamespace, Misuse
 from hiradix.tree import ids
 from hiradix.tree.hashing import namespace_seed
 
@@ -58,7 +58,7 @@ PLAIN: Final = Namespace()
 
 
 def namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Namespace:
-    """The namespace of these; `PLAIN` itself where they are nothing. BadKey for what is no UTF-8 text."""
+    """The namespace of these; `PLAIN` itself where they are nothing. BadNamespace for what is no UTF-8 text."""
     if extra_key is None and cache_salt is None and not is_bigram:
         return PLAIN
     return Namespace(_text("extra_key", extra_key), _text("cache_salt", cache_salt), is_bigram)
@@ -69,12 +69,12 @@ def _text(field: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str):
-        raise BadKey(field, f"must be a text, got {type(value).__name__}")
+        raise BadNamespace(field, f"must be a text, got {type(value).__name__}")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise BadKey(field, f"half a character at {error.start} of the text") from error
+            raise BadNamespace(field, f"half a character at {error.start} of the text") from error
     return value
 
 
@@ -86,7 +86,7 @@ def private(value: Any) -> str | None:
     """
     try:
         return _text("", value)
-    except BadKey:
+    except BadNamespace:
         kind = type(value).__name__
         return f"\0not text: {kind} {hashlib.sha256(ascii(value).encode()).hexdigest()}"
 
@@ -172,7 +172,7 @@ class RadixKey:
 
     token_ids: list, `array('q')`, numpy array or CPU tensor; int64 buffers are viewed, not copied, so the
         caller must not change tokens it has put into a key.
-    extra_key, cache_salt: text or None; anything else is refused with BadKey.
+    extra_key, cache_salt: text or None; anything else is refused with BadNamespace.
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.

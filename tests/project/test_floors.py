@@ -23,6 +23,7 @@ FLOORS = {
     "policy": 3,
     "cache": 4,
     "prefix_cache": 5,
+    "testing": 3,
     "adapters": 6,
     "replay": 6,
     "engine": 6,

@@ -100,3 +100,11 @@ def test_changelog_has_the_version() -> None:
     version = PROJECT["project"]["version"]
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     run_python(f"import hiradix; assert hiradix.__version__ == {version!r}")
+
+
+def test_the_suite_that_backends_are_tested_by_is_installed() -> None:
+    assert "hiradix.testing" in PROJECT["tool"]["setuptools"]["packages"]
+    run_python(
+        "from hiradix.testing.storage import FINGERPRINT, BoundedContract, StorageContract\n"
+        "assert [name for name in dir(StorageContract) if name.startswith('test_')]"
+    )

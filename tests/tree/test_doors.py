@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiradix.errors import BadKey, Misuse
+from hiradix.errors import BadNamespace, Misuse
 from hiradix.tree import Namespace, RadixKey, RadixTree, Tier, TokenLog, ids
 from hiradix.tree.key import namespace, private
 
@@ -20,7 +20,7 @@ NOT_TEXT = ["\ud800", "a\udfff", "x" * 300 + "\udc80", 7, 0, False, 1.5, b"x", (
 @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
 def test_a_namespace_is_text(field: str, value: Any) -> None:
     for door in (RadixKey, TokenLog):
-        with pytest.raises(BadKey, match=f"^{field}: ") as caught:
+        with pytest.raises(BadNamespace, match=f"^{field}: ") as caught:
             door([1, 2, 3], **{field: value})
         assert caught.value.field == field
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
 from hiradix.adapters.sglang.adapters import Adapters
-from hiradix.errors import BadKey
+from hiradix.errors import BadNamespace
 from hiradix.prefix_cache import RadixCache, RadixKey
 from hiradix.tree import DEVICE, Node
 from hiradix.tree.key import Namespace, namespace, private
@@ -52,7 +52,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
         """The namespace of a request. One whose key or salt is no text gets one that no text names."""
         try:
             return namespace(self.named(extra_key), salt, is_bigram)
-        except BadKey as error:
+        except BadNamespace as error:
             if not self.num_not_text:
                 logger.warning("hiradix: a request's %s: it shares pages with its equals only", error)
             self.num_not_text += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiradix.adapters.vllm.orders import Ticket
-from hiradix.errors import BadKey, Misuse
+from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import weights_digest
 from hiradix.tree import Lock, RadixKey, TokenLog
@@ -93,7 +93,7 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
         return None
     try:
         log = TokenLog((), adapter, cache_salt=request.cache_salt)
-    except BadKey as error:
+    except BadNamespace as error:
         logger.warning("request %s: nothing is cached: %s", request.request_id, error)
         return None
     return Tracked(request, log, _page_extras(request.mm_features, page_size))
