@@ -31,6 +31,8 @@ BLOCK_TOKENS = 64
 NAME_BYTES = 8
 MAX_BYTES = 256 << 20
 MAX_FILES = 1000
+COMPRESSED = (".gz", ".xz", ".zst", ".bz2", ".zip")
+"""What `hiradix replay` would unpack, or a person: a recording that may end at any moment is not packed."""
 MAX_WAITING = 256
 """Requests that wait to be written; further ones are left out."""
 
@@ -72,7 +74,8 @@ class TraceRecorder:
     """Appends to a new file, at most `max_bytes`; then it stops and says so. Threads may share it.
 
     Beside an earlier recording: `trace.1.jsonl` and so on beside `trace.jsonl`, so that a server may be
-    started again. Raises ConfigError when another file is there or none can be made.
+    started again. Raises ConfigError when another file is there or none can be made,
+    and for the name of a compressed one: each line must be whole on the disk when it is written.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic):
@@ -85,6 +88,8 @@ class TraceRecorder:
         self._writer: threading.Thread | None = None
         self._is_closing = False
         self.num_lost = 0
+        if path.suffix in COMPRESSED:
+            raise ConfigError(f"--record-trace {path}: is plain text: name it without {path.suffix}")
         self._path, descriptor = _new_file(path)
         if self._path != path:
             logger.warning("--record-trace %s: has a recording, this one is in %s", path, self._path)

@@ -112,8 +112,23 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     root = Path(str(config["file_storage_path"])).expanduser()
     if not root.is_dir():
         raise ConfigError(f"{root} is no folder")
+    is_empty = True
     for fingerprint, key, num_bytes, misplaced in pages_below(str(root)):
+        is_empty = False
         yield StoredPage(fingerprint, key, num_bytes - SEAL_BYTES, misplaced)
+    if is_empty and _is_disk(root):
+        raise ConfigError(f"{root} is a disk store, not a file store: disk://{root}")
+
+
+def _is_disk(root: Path) -> bool:
+    """Whether the log of a disk store is in the folder."""
+    from hiradix.storage.disk.log import pages_in
+
+    try:
+        pages_in(root)
+    except (OSError, StorageError):
+        return False
+    return True
 
 
 def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:

@@ -58,7 +58,7 @@ PLAIN: Final = Namespace()
 
 
 def namespace(extra_key: Any, cache_salt: Any, is_bigram: bool) -> Namespace:
-    """The namespace of these; `PLAIN` itself where they are nothing. BadNamespace for what is no UTF-8 text."""
+    """The namespace of these; `PLAIN` itself where they are nothing. BadNamespace: they are no text."""
     if extra_key is None and cache_salt is None and not is_bigram:
         return PLAIN
     return Namespace(_text("extra_key", extra_key), _text("cache_salt", cache_salt), is_bigram)

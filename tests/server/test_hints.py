@@ -259,3 +259,10 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--record-trace"):
         TraceRecorder(tmp_path / "trace")
     assert (tmp_path / "trace").read_text() == "mine"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_recording_is_not_named_as_what_it_is_not(suffix: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--record-trace .*without {suffix}"):
+        TraceRecorder(tmp_path / f"trace.jsonl{suffix}")
+    assert not list(tmp_path.iterdir())

@@ -346,3 +346,12 @@ def test_disk_store_is_copied_and_cleared(slots: Path, tmp_path: Path, capsys: A
     assert not any(hits(store, keys_of(40))) and other.exists(keys_of(2)) == 2
     store.close()
     other.close()
+
+
+def test_a_store_of_another_kind_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    context = StorageContext(FINGERPRINT, {"disk_storage_path": str(tmp_path)}, PAGE_BYTES)
+    store = open_storage("disk", context)
+    assert put(store, keys_of(1)) == [True]
+    store.close()
+    assert main(["storage", "stat", f"file://{tmp_path}"]) == 2
+    assert f"is a disk store, not a file store: disk://{tmp_path}" in capsys.readouterr().err
