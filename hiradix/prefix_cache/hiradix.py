@@ -311,9 +311,9 @@ class HiRadixCache(RadixCache):
 
     def cleared(self, ok: Any) -> bool:
         """Storage was cleared, `ok` without a fault: what is in use is offered again. `ok` of all ranks."""
-        ok = self.cache.settle(bool(ok))
+        on_all = self.cache.settle(bool(ok))
         self.tree.forget_stored()
-        return ok
+        return on_all
 
     def _set_policies(self, prefetch: str | None, write: str | None, extra: ExtraConfig | None) -> None:
         old = self._prefetcher.policy

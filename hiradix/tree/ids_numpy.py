@@ -31,8 +31,7 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
 
 def require(pages: Ids) -> None:
     """See `hiradix.tree.ids`."""
-    narrow = _narrow(pages)
-    if len(narrow) and (min(narrow.tolist()) if len(narrow) <= FEW_PAGES else narrow.min()) < 0:
+    if len(pages) and not _are_in(pages, 1 << 31):
         raise Misuse(f"{pages[:16]} are no page ids")
 
 
