@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
 from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep, Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.under_way import UnderWay
@@ -78,13 +79,18 @@ class FileBackend(StorageBackend):
         self._counts_lock = threading.Lock()
         self._puts = UnderWay()
         self._closed = False
+        ledger: Ledger | None = None
         try:
             self._folder = PageDir(config.path, digest)
-            self._ledger = Ledger(config.path / "hiradix.lock")
-            self._room = Room(config, self._folder, self._ledger, time_ns)
+            self._ledger = ledger = Ledger(config.path / "hiradix.lock")
+            self._room = Room(config, self._folder, ledger, time_ns)
             self._room.open()
         except (OSError, StorageError) as error:
-            raise ConfigError(f"{config.path_source}: cannot use {config.path}: {error}") from error
+            if ledger is not None:  # whoever tries again begins anew
+                self._folder.leave()
+                ledger.close()
+            kind = Unreachable if is_unreachable(error) else ConfigError
+            raise kind(f"{config.path_source}: cannot use {config.path}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from hiradix.errors import CacheError, ConfigError, StorageError
+from hiradix.errors import CacheError, ConfigError, StorageError, Unreachable
 from hiradix.storage.mooncake_config import MooncakeConfig
 from hiradix.storage.mooncake_own import OwnMemory, copy_out
 from hiradix.storage.options import flag
@@ -41,6 +41,8 @@ ABSENT = (-704, -703)
 NO_ROOM = -200
 BAD_ARGUMENT, TRANSFER_FAILED = -600, -800
 """A buffer shorter than the object; bytes that did not arrive, which a longer buffer is as well."""
+OF_VALUES = (-600, -601)
+"""What `setup` answers to arguments that cannot be; all else is of a master or a network."""
 LATE_S = 10.0
 """Reads that fail sooner were ended by the other side, not given up."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -310,7 +312,7 @@ def _split(pages: Sequence[Sequence[Span]]) -> tuple[list[list[int]], list[list[
 
 
 def _joined(config: MooncakeConfig) -> Any:
-    """A member of the store. Raises ConfigError."""
+    """A member of the store. Raises ConfigError; Unreachable where master or network do not answer."""
     os.environ.setdefault(_RPC_TIMEOUT, str(int(config.timeout_s * 1000)))
     if config.protocol == "rdma" and not any(RDMA_DEVICES.glob("*")):
         raise ConfigError(f"{flag('protocol')}: rdma, but there is no device in {RDMA_DEVICES}")
@@ -327,7 +329,8 @@ def _joined(config: MooncakeConfig) -> Any:
         tenant_id=config.tenant_id,
     )
     if code:
-        raise ConfigError(
+        kind = ConfigError if code in OF_VALUES else Unreachable
+        raise kind(
             f"{flag('master_server_address')}: cannot join {config.master_server_address} over "
             f"{config.protocol}: code {code}"
         )
@@ -335,7 +338,7 @@ def _joined(config: MooncakeConfig) -> Any:
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Raise ConfigError unless somebody listens at host:port: the library would try for 90 s.
+    """Raise Unreachable unless somebody listens at host:port: the library would try for 90 s.
 
     Addresses with a scheme are the library's own business.
     """
@@ -344,5 +347,6 @@ def _reach(address: str, timeout_s: float) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except (OSError, ValueError, OverflowError) as error:  # the last of a port
-        raise ConfigError(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error
+    except (OSError, ValueError, OverflowError) as error:  # the last two of a port or a name
+        kind = Unreachable if isinstance(error, OSError) else ConfigError
+        raise kind(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import BaseError
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.landing import Landing
 from hiradix.storage.lru import Entry, LruIndex
 from hiradix.storage.options import flag
@@ -31,7 +31,7 @@ from hiradix.storage.protocol import (
     fits,
     page_bytes,
 )
-from hiradix.storage.s3_config import S3Config, told
+from hiradix.storage.s3_config import S3Config, is_away, told
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
@@ -61,7 +61,11 @@ class S3Backend(StorageBackend):
             self._open()
         except BaseError as error:
             self.close()
-            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
+            kind = Unreachable if is_away(error) else ConfigError
+            raise kind(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
+        except StorageError as error:  # of what was evicted to make the cap hold
+            self.close()
+            raise Unreachable(f"{flag('url')}: cannot use {config.url}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 

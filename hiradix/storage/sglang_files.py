@@ -17,7 +17,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.file import FileBackend
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
@@ -25,6 +25,7 @@ from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
@@ -93,7 +94,8 @@ class SglangFileBackend(StorageBackend):
                 self._scan()
                 self._make_room(0, Keep())
         except OSError as error:
-            raise ConfigError(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
+            kind = Unreachable if is_unreachable(error) else ConfigError
+            raise kind(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.disk.config import PATH_KEY, DiskConfig, slot_bytes
 from hiradix.storage.disk.index import Entry
+from hiradix.storage.disk.log import WrongFolder
 from hiradix.storage.disk.moves import Move
 from hiradix.storage.disk.probe import choose
 from hiradix.storage.disk.recency import Recency, Uses
@@ -24,6 +25,7 @@ from hiradix.storage.disk.store import PageRecord, Store
 from hiradix.storage.options import flag
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 from hiradix.storage.vectored import NO_ROOM
 
@@ -51,15 +53,20 @@ class DiskBackend(StorageBackend):
         self._counts_lock = threading.Lock()
         self._closed = False
         started = time.perf_counter()
+        store: Store | None = None
         try:
             namespace = bytes.fromhex(context.fingerprint.digest())[:16]
-            self._store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
+            self._store = store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
             with self._store.alone(OPEN_TIMEOUT_S):
                 self._abilities = choose(config)
                 self._store.open(self._abilities.direct)
             self._io = self._abilities.io
         except (OSError, StorageError) as error:
-            raise ConfigError(f"{flag(PATH_KEY)}: cannot use {config.path}: {error}") from error
+            if store is not None:  # whoever tries again begins anew
+                store.close()
+            is_away = is_unreachable(error) and not isinstance(error, WrongFolder)
+            kind = Unreachable if is_away else ConfigError
+            raise kind(f"{flag(PATH_KEY)}: cannot use {config.path}: {error}") from error
         self._open_s = time.perf_counter() - started
 
     # -- the protocol -------------------------------------------------------------------
