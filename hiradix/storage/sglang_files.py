@@ -8,6 +8,7 @@ is believed. Use it only beside SGLang servers of the same model, layout and dty
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Trait
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
+
+logger = logging.getLogger(__name__)
 
 NAMINGS = ("hiradix", "sglang")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -113,6 +116,8 @@ class SglangFileBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
+        if not self.config.path.is_dir():
+            self._make_anew()
         now_ns, piece = self._piece()
         keep = Keep({*keys, *piece.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
@@ -234,6 +239,16 @@ class SglangFileBackend(StorageBackend):
                 os.fsync(fd)
         finally:
             os.close(fd)
+
+    def _make_anew(self) -> None:
+        """The directory was removed: begin with what is there."""
+        self.config.path.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._scan()
+            self._counts["made_anew"] += 1
+        logger.warning(
+            "%s had been removed with its pages: made anew, pages are stored again", self.config.path
+        )
 
     # -- room: call with the lock held --------------------------------------------------
 

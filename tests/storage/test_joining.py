@@ -1,4 +1,4 @@
-"""A store that does not answer when it is opened: misses, attempts beside them, and all of it once it does."""
+"""A store that does not answer when it is opened: misses, attempts beside them, then all of it."""
 
 from __future__ import annotations
 
