@@ -27,12 +27,15 @@ from typing import Any
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 from hiradix.errors import CacheError, ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
+from hiradix.storage.meters import MissReason
 from hiradix.storage.mooncake_config import MooncakeConfig
 from hiradix.storage.mooncake_own import OwnMemory, copy_out
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 from hiradix.storage.registered import LaidOut, RegisteredMemory, Span
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
+from hiradix.storage.states import States
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class MooncakeBackend(StorageBackend):
         self._changed = threading.Condition()
         self._num_calls = self._num_shut = 0
         self._closed = self._joining = False
+        self._states = States("mooncake")
         self._how = ReplicateConfig()
         self._how.replica_num = config.replica_num
         self._store: Any = _joined(config)  # None: shut down, and the library must not be called
@@ -103,6 +107,7 @@ class MooncakeBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         faults: list[int] = []
+        full: list[int] = []
 
         def move(part: LaidOut) -> list[bool]:
             part.gather()
@@ -110,11 +115,17 @@ class MooncakeBackend(StorageBackend):
             buffers = _split(part.spans)
             codes = self._store.batch_put_from_multi_buffers(self._names(part.keys), *buffers, self._how)
             self._count("put_no_room", codes.count(NO_ROOM))
+            full.extend(code for code in codes if code == NO_ROOM)
             faults.extend(code for code in codes if code not in (0, NO_ROOM))
             return [code == 0 for code in codes]
 
         with self._call(keys):
-            return self._each(keys, pages, move, faults)
+            ok = self._each(keys, pages, move, faults)
+        if not full:
+            self._states.leave("full")
+            return ok
+        self._states.enter("full", "the members have no memory for more: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._call(keys):

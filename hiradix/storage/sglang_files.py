@@ -19,15 +19,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
 from hiradix.storage.file import FileBackend
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.meters import MissReason
 from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep
+from hiradix.storage.states import States
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 logger = logging.getLogger(__name__)
@@ -90,6 +93,7 @@ class SglangFileBackend(StorageBackend):
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
         self._counts: Counter[str] = Counter()
+        self._states = States("file")
         self._closed = False
         try:
             self.config.path.mkdir(parents=True, exist_ok=True)
@@ -129,7 +133,11 @@ class SglangFileBackend(StorageBackend):
             if not ok[index] and has_room:
                 ok[index] = has_room = self._store(key, page, now_ns - index, keep)
         self._use(keys, pages, ok, now_ns, piece)
-        return ok
+        if all(ok):
+            self._states.leave("full")
+            return ok
+        self._states.enter("full", f"{self.config.path} has no room: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
