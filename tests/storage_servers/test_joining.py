@@ -13,13 +13,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from hiradix.demo.process import ServerProcess
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.storage import StorageContext, StoragePart, open_storage
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
 from tests.e2e.tiny_model import write_tiny_model
-from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving
+from tests.server.test_real_engine import (
+    ADMIN,
+    PAGE,
+    PROMPT,
+    STORAGE,
+    ask,
+    cached,
+    flags,
+    flush,
+    serving,
+    tokens,
+)
 from tests.storage_servers.servers import PATIENT, Server, free_port, redis_like, wait_for
 
 QUICK = {"join_retry_s": 0.05, "deadline_s": 30.0}
@@ -171,7 +184,7 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
     near = {"backend": "file", "file_storage_path": str(tmp_path / "near"), "min_free_space": 0}
     keys = far if name == "redis" else {"upper": {**near, **QUICK}, "lower": {"backend": "redis", **far}}
     text = json.dumps({"prefetch_threshold": PAGE, **QUICK, **keys})
-    flags = ("--hicache-storage-backend", name, "--hicache-storage-backend-extra-config", text)
+    chosen = ("--hicache-storage-backend", name, "--hicache-storage-backend-extra-config", text)
     whole = len(PROMPT) // PAGE * PAGE
     figure = "joined" if name == "redis" else "backend_lower_joined"
 
@@ -179,7 +192,7 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
         found: dict[str, float] = http.get("/server_info", headers=ADMIN).json()["storage"]["figures"]
         return found
 
-    with serving(model, *flags) as http:
+    with serving(model, *chosen) as http:
         assert cached(ask(http, PROMPT))["storage"] == 0
         if name == "tier":
             wait_for(lambda: figures(http).get("put_pages", 0) >= whole // PAGE)
@@ -203,8 +216,8 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
         flush(http)
         assert cached(ask(http, other))["storage"] == whole
     text = json.dumps({"prefetch_threshold": PAGE, **far})
-    flags = ("--hicache-storage-backend", "redis", "--hicache-storage-backend-extra-config", text)
-    with serving(model, *flags) as http:
+    chosen = ("--hicache-storage-backend", "redis", "--hicache-storage-backend-extra-config", text)
+    with serving(model, *chosen) as http:
         assert cached(ask(http, other))["storage"] == whole, "it was in redis"
         assert http.delete(STORAGE + "?wait=60", headers=ADMIN).status_code == 200
         nobody = {**far, "url": f"redis://127.0.0.1:{free_port()}"}
@@ -215,3 +228,21 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
         body[settings] = json.dumps({**nobody, "hicache_storage_required": False})
         assert http.put(STORAGE + "?wait=60", headers=ADMIN, json=body).status_code == 200
         assert figures(http)["joined"] == 0
+
+
+def test_two_ranks_join_each_by_itself(model: Path, away: Server, tmp_path: Path) -> None:
+    """A hit is what both have: right answers before, between and after, and hits once both have joined."""
+    keys = {"prefetch_threshold": PAGE, "url": url(away), **PATIENT, **QUICK, "deadline_s": 60}
+    more = ("--hicache-storage-backend", "redis", "--hicache-storage-backend-extra-config", json.dumps(keys))
+    server = ServerProcess(flags(model, "--tp-size", "2", *more), tmp_path / "server.log")
+    with server, httpx.Client(base_url=server.url, trust_env=False, timeout=60.0) as http:
+        expected = tokens(ask(http, PROMPT))
+        away.start()
+
+        def is_found() -> bool:
+            assert http.post("/flush_cache?timeout=60", headers=ADMIN).status_code == 200
+            answer = ask(http, PROMPT)
+            assert tokens(answer) == expected
+            return cached(answer)["storage"] == len(PROMPT) // PAGE * PAGE
+
+        wait_for(is_found)
