@@ -36,6 +36,7 @@ MAX_SECONDS = 1e9  # thirty years: clocks and libraries can add it to today
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
+REQUIRED_KEY = "hicache_storage_required"
 REFUSED = {
     ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel, direct or auto",
     ("--hicache-mem-layout", "page_first_kv_split"): "this layout is for Ascend NPUs; use page_first",
@@ -89,6 +90,10 @@ def require_bool(flag: str, value: object) -> bool:
     return value
 
 
+def _optional_bool(flag: str, value: object) -> bool | None:
+    return None if value is None else require_bool(flag, value)
+
+
 def _frozen(mapping: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     return MappingProxyType(dict(mapping or {}))
 
@@ -102,6 +107,8 @@ class ExtraConfig:
         prefetch_timeout_base: seconds every prefetch may take.
         prefetch_timeout_per_ki_token: seconds more for each 1024 tokens.
         hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
+        hicache_storage_required: whether a store that does not answer is an error, rather than joined later.
+            None: not at a start, but for an attach while serving.
         backend: keys for the storage backend, unchecked here.
     """
 
@@ -109,6 +116,7 @@ class ExtraConfig:
     prefetch_timeout_base: float = 1.0
     prefetch_timeout_per_ki_token: float = 0.25
     hicache_storage_pass_prefix_keys: bool = False
+    hicache_storage_required: bool | None = None
     backend: Mapping[str, Any] = field(default_factory=_frozen)
 
     @staticmethod
@@ -141,8 +149,21 @@ class ExtraConfig:
             hicache_storage_pass_prefix_keys=require_bool(
                 name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
             ),
+            hicache_storage_required=_optional_bool(name(REQUIRED_KEY), rest.pop(REQUIRED_KEY, None)),
             backend=_frozen(rest),
         )
+
+    def when_serving(self) -> ExtraConfig:
+        """The same for an attach by somebody who waits for the answer: required unless it says otherwise."""
+        is_required = self.hicache_storage_required
+        return dataclasses.replace(self, hicache_storage_required=is_required is not False)
+
+    @property
+    def opening(self) -> Mapping[str, Any]:
+        """The backend's keys, and whether it is required, as `from_mapping` takes them."""
+        if self.hicache_storage_required is None:
+            return self.backend
+        return _frozen({**self.backend, REQUIRED_KEY: self.hicache_storage_required})
 
     def with_backend(self, **values: Any) -> ExtraConfig:
         """The same with `values` added to the backend's keys where those do not set them already."""

@@ -15,6 +15,13 @@ class ConfigError(CacheError, ValueError):
     """A flag, field or file has a value that cannot be used; the message names it."""
 
 
+class Unreachable(ConfigError):
+    """The store that a flag or key names does not answer now; the value itself may be right.
+
+    Whoever serves may go on without it and join it later.
+    """
+
+
 class OutOfPages(CacheError):
     """A pool has fewer free and evictable pages than a request needs."""
 

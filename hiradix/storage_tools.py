@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.errors import CacheError, ConfigError
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import PageFingerprint, StorageContext, StoragePart, open_storage
 from hiradix.storage.file_config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
@@ -303,9 +303,9 @@ class _Stores:
         self._address = address
         own = (WRITING if is_target else LOOKING).get(address.backend, {})
         self._keys = {**PATIENT, **own, **address.config, "quantise": "none"}  # as they are stored
-        self._open: dict[tuple[str, int], GuardedStorage] = {}
+        self._open: dict[tuple[str, int], StoragePart] = {}
 
-    def of(self, page: StoredPage) -> GuardedStorage:
+    def of(self, page: StoredPage) -> StoragePart:
         """The store that holds pages like this one."""
         kind = (page.fingerprint, page.num_bytes)
         if kind not in self._open:
@@ -333,12 +333,12 @@ class _Stores:
             store.close()
 
 
-def _figures(store: GuardedStorage, *names: str) -> float:
+def _figures(store: StoragePart, *names: str) -> float:
     stats = store.stats()
     return sum(stats.get(name, 0.0) for name in names)
 
 
-def _is_absent(store: GuardedStorage, key: str) -> bool:
+def _is_absent(store: StoragePart, key: str) -> bool:
     """Whether the store has answered that it has no such page; no answer is none."""
     before = _figures(store, "exists_missed_absent")
     store.exists([key])

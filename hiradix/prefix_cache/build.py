@@ -184,7 +184,8 @@ class NamedStorage:
         self._stored = stored
 
     def __call__(self, name: str, extra: ExtraConfig) -> Stores:
-        return open_stores(name, extra.backend, [self._labelled(pages) for pages in self._stored])
+        pages = [self._labelled(pages) for pages in self._stored]
+        return open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
 
     def _labelled(self, pages: ComponentPages) -> ComponentPages:
         if not self.label:

@@ -226,10 +226,10 @@ class HiRadixCache(RadixCache):
         """Open a backend to be attached, and tell it of the host pools' memory.
 
         The caller's to close until it is attached. Any thread; may take its time. StorageError has the answer
-        for whoever asked.
+        for whoever asked: also that the store does not answer, unless the settings do not require it.
         """
         try:
-            extra = parse_extra_config(extra_config_json)
+            extra = parse_extra_config(extra_config_json).when_serving()
         except ConfigError as error:
             raise StorageError(f"Failed to parse storage_backend_extra_config_json: {error}") from error
         try:
@@ -259,7 +259,10 @@ class HiRadixCache(RadixCache):
         return True, "Attached HiCache storage backend successfully."
 
     def attach(self, name: str, extra: ExtraConfig) -> None:
-        """Attach backend `name`, on all ranks; raises ConfigError or StorageError with nothing changed."""
+        """Attach backend `name`, on all ranks; raises ConfigError or StorageError with nothing changed.
+
+        A store that does not answer is joined later, unless `extra` says that it is required.
+        """
         storage, failure = None, None
         try:
             storage = self.storage_factory(name, extra)

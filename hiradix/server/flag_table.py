@@ -207,6 +207,11 @@ _CACHE: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     Flag(
+        "--hicache-storage-required",
+        "End the start, with exit status 2, when storage does not answer; without it the server starts and "
+        "joins storage later. Wrong values end it either way. Extra-config key hicache_storage_required.",
+    ),
+    Flag(
         "--hicache-storage-prefetch-policy",
         "How long a request waits for pages from storage.",
         str,

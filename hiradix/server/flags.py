@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ from typing import Any, NoReturn
 
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
+    EXTRA_CONFIG_FLAG,
     MAX_PORT,
     RANK_TIMEOUT_S,
+    REQUIRED_KEY,
     ExtraConfig,
     HiCacheConfig,
     load_mapping,
@@ -178,6 +181,10 @@ def _storage_config(args: argparse.Namespace) -> ExtraConfig:
     extra = parse_extra_config(args.hicache_storage_backend_extra_config)
     if args.hicache_storage_backend is not None:
         load_storage_backend(args.hicache_storage_backend)
+    if args.hicache_storage_required:
+        if extra.hicache_storage_required is False:
+            raise ConfigError(f"--hicache-storage-required, but {EXTRA_CONFIG_FLAG}: {REQUIRED_KEY} is false")
+        extra = dataclasses.replace(extra, hicache_storage_required=True)
     if args.file_storage_path is None:
         return extra
     key = PATH_KEYS.get(args.hicache_storage_backend or "file")

@@ -57,6 +57,13 @@ CACHE_GAUGES: tuple[Figure, ...] = (
     ("sglang:hicache_host_used_tokens", "Host pool tokens in use.", lambda s: s.cache.host_used),
     ("sglang:hicache_host_total_tokens", "Host pool size in tokens.", lambda s: s.cache.host_total),
 )
+STORAGE_GAUGES: tuple[Figure, ...] = (
+    (
+        "hiradix:storage_joined",
+        "1 where the attached storage has answered since it was opened, else 0.",
+        lambda s: float(s.storage.get("joined", 0)),
+    ),
+)
 CACHE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:evicted_tokens", "Tokens evicted from the device.", lambda s: s.cache.evicted_device),
     ("sglang:load_back_tokens", "Tokens copied from host to device.", lambda s: s.cache.loaded),
@@ -117,6 +124,7 @@ class SnapshotCollector:
         yield from self._families(GaugeMetricFamily, CACHE_GAUGES, cache)
         yield from self._families(CounterMetricFamily, CACHE_COUNTERS, pool)
         yield from self._families(CounterMetricFamily, STORAGE_COUNTERS, storage)
+        yield from self._families(GaugeMetricFamily, STORAGE_GAUGES, storage)
         yield self._by_reason(
             "sglang:hicache_dropped_tokens", pool, {"host_pressure": snapshot.cache.write_dropped}
         )

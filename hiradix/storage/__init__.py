@@ -12,6 +12,7 @@ from hiradix.storage.build import guard_limits, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.joining import JoiningStorage, StoragePart, WhenJoined
 from hiradix.storage.meters import Histogram, MissReason, Op
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
 from hiradix.storage.registry import (
@@ -29,14 +30,17 @@ __all__ = [
     "GuardLimits",
     "GuardedStorage",
     "Histogram",
+    "JoiningStorage",
     "MissReason",
     "Op",
     "Page",
     "PageFingerprint",
     "StorageBackend",
     "StorageContext",
+    "StoragePart",
     "Stores",
     "Traits",
+    "WhenJoined",
     "check_key",
     "create_storage_backend",
     "guard_limits",

@@ -7,15 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Unreachable
 from hiradix.storage.breaker import BreakerLimits
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.identities import remember
+from hiradix.storage.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
 from hiradix.storage.lanes import LEFT_BEHIND
+from hiradix.storage.not_joined import NotJoined
 from hiradix.storage.options import MAX_TIMEOUT_S, Options
-from hiradix.storage.protocol import StorageBackend, StorageContext
+from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.quota import with_quota
-from hiradix.storage.registry import FLAG, create_storage_backend
+from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
 from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, coded, inner_context, wrap
 
 GUARD_KEYS = (
@@ -26,6 +28,8 @@ GUARD_KEYS = (
     "breaker_failures",
     "breaker_retry_s",
     "admin_timeout_s",
+    "join_timeout_s",
+    "join_retry_s",
 )
 
 
@@ -37,6 +41,7 @@ def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
     """The guard's own keys out of a backend's; others are not looked at. Raises ConfigError naming the key.
     """
     options, default = Options(values), GuardLimits()
+    join_limits(values)
     return GuardLimits(
         deadline_s=options.seconds("deadline_s", default.deadline_s, 0.001, MAX_TIMEOUT_S),
         bytes_per_s=options.number("bytes_per_s", default.bytes_per_s, 1.0),
@@ -51,6 +56,15 @@ def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
     )
 
 
+def join_limits(values: Mapping[str, Any]) -> JoinLimits:
+    """How a store that does not answer is joined, out of a backend's keys. Raises ConfigError."""
+    options, default = Options(values), JoinLimits()
+    return JoinLimits(
+        timeout_s=options.seconds("join_timeout_s", default.timeout_s, 0.001, MAX_TIMEOUT_S),
+        retry_s=options.seconds("join_retry_s", default.retry_s, 0.001, MAX_TIMEOUT_S),
+    )
+
+
 def backend_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """The backend's own keys: what guard and wrappers read is left out."""
     return {key: value for key, value in values.items() if key not in (*GUARD_KEYS, *WRAP_KEYS)}
@@ -58,27 +72,59 @@ def backend_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_storage(
     name: str, context: StorageContext, clock: Callable[[], float] = time.monotonic
-) -> GuardedStorage:
-    """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError."""
+) -> StoragePart:
+    """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError.
+
+    Where the context does not require the store, one that does not answer is no error: see `joining`.
+    """
+    if context.required:
+        return open_guarded(name, context, clock)
+    _check_left_behind(name)
+    found = opened(
+        name, lambda: open_guarded(name, context, clock), join_limits(context.extra_config),
+        declared_traits(name),
+    )  # fmt: skip
+    return JoiningStorage(found) if isinstance(found, Joiner) else found.parts[0]
+
+
+def open_guarded(name: str, context: StorageContext, clock: Callable[[], float]) -> GuardedStorage:
+    """The same at once, whatever the context says: Unreachable where the store does not answer."""
+    _check_left_behind(name)
+    limits, context = guard_limits(context.extra_config), coded(context)
+    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
+
+
+def _check_left_behind(name: str) -> None:
     left = LEFT_BEHIND.num_lanes
     if left >= MAX_LEFT_BEHIND:
         raise ConfigError(
             f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "
             f"opened until they are fewer than {MAX_LEFT_BEHIND}, or the process is started again"
         )
-    limits, context = guard_limits(context.extra_config), coded(context)
-    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
 
 
 def open_backend(name: str, context: StorageContext) -> StorageBackend:
     """Backend `name` in the wrappers that its keys ask for, without a guard. Raises ConfigError.
 
-    context: as `coded` has it.
+    Unreachable, which is one, where all values are right as far as can be told without the store. context: as
+    `coded` has it.
     """
     wrappers = WrapConfig.from_mapping(context.extra_config)
     rest = backend_keys(context.extra_config)
     inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
-    backend = wrap(create_storage_backend(name, inside), inside, wrappers)
+    try:
+        made = create_storage_backend(name, inside)
+    except Unreachable:
+        stand_in = NotJoined(declared_traits(name, ragged=True))
+        with_quota(wrap(stand_in, inside, wrappers), name, context.fingerprint, wrappers.quota).close()
+        raise
+    backend = wrap(made, inside, wrappers)
     backend = with_quota(backend, name, context.fingerprint, wrappers.quota)
     remember(context.fingerprint)
     return backend
+
+
+def declared_traits(name: str, ragged: bool = False) -> Traits:
+    """What the class of backend `name` says of all its objects; without that nothing but `ragged`."""
+    found = vars(load_storage_backend(name)).get("traits")
+    return found if isinstance(found, Traits) else Traits(ragged=ragged)

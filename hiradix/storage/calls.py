@@ -20,6 +20,14 @@ class BadAnswer(Exception):
     """A backend returned something that is no answer to its call."""
 
 
+class Answers(list[bool]):
+    """A backend's flags of a `get` or `put`, and the one reason of those that are False."""
+
+    def __init__(self, flags: Sequence[bool], why: MissReason):
+        super().__init__(flags)
+        self.why = why
+
+
 @dataclass
 class Batch:
     """One call's pages and what became of them. before: names of the chain before them, where it is known.
@@ -44,7 +52,14 @@ class Batch:
 
     def answered(self, chunk: range, answer: object) -> None:
         """Take a backend's flags for a chunk; raises BadAnswer."""
-        self.ok[chunk.start : chunk.stop] = checked_flags(answer, len(chunk))
+        self.ok[chunk.start : chunk.stop] = self.flags(chunk, answer)
+
+    def flags(self, chunk: range, answer: object) -> list[bool]:
+        """The flags of an answer, noting why pages are missing where it says so; raises BadAnswer."""
+        flags = checked_flags(answer, len(chunk))
+        if isinstance(answer, Answers) and (missing := flags.count(False)):
+            self.refused[answer.why] = self.refused.get(answer.why, 0) + missing
+        return flags
 
 
 @dataclass(slots=True)

@@ -8,16 +8,24 @@ workers are the same for all, as a server that fails for the one fails for the o
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.breaker import BreakerState
-from hiradix.storage.build import open_backend, open_storage
+from hiradix.storage.build import (
+    declared_traits,
+    join_limits,
+    open_backend,
+    open_guarded,
+    open_storage,
+)
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard import GuardedStorage
+from hiradix.storage.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
 from hiradix.storage.options import flag, parse_size
 from hiradix.storage.protocol import StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
@@ -31,7 +39,12 @@ class Stores(Protocol):
     """
 
     @property
-    def parts(self) -> tuple[GuardedStorage, ...]: ...
+    def parts(self) -> tuple[StoragePart, ...]: ...
+
+    @property
+    def is_joined(self) -> bool: ...
+
+    def when_joined(self, call: WhenJoined) -> None: ...
 
     @property
     def backend(self) -> StorageBackend: ...
@@ -66,18 +79,38 @@ def open_stores(
     keys: Mapping[str, Any],
     components: Sequence[ComponentPages],
     clock: Callable[[], float] = time.monotonic,
+    required: bool = True,
 ) -> Stores:
     """Backend `name` for pages of all these components, the backbone's first. Raises ConfigError.
 
     Caps that a backend keeps per fingerprint are split by weight, so that they hold for all together.
+    required: whether a store that does not answer is an error, too; else it is joined later, for all
+    components at once (`joining`).
     """
     digests = {pages.fingerprint.digest() for pages in components}
     if len(digests) != len(components):
         raise Misuse(f"components of one fingerprint: {components}")
     contexts = [_context(name, keys, pages, components) for pages in components]
-    first = open_storage(name, contexts[0], clock)
+    contexts = [dataclasses.replace(context, required=required) for context in contexts]
     if len(contexts) == 1:
-        return first
+        return open_storage(name, contexts[0], clock)
+    names = [context.fingerprint.component for context in contexts]
+    if required:
+        return StoreSet(_open_all(name, contexts, clock), names)
+    found = opened(
+        name, lambda: StoreSet(_open_all(name, contexts, clock), names), join_limits(keys),
+        declared_traits(name),
+    )  # fmt: skip
+    if isinstance(found, Joiner):
+        return StoreSet([JoiningStorage(found, index) for index in range(len(contexts))], names)
+    return cast(StoreSet, found)
+
+
+def _open_all(
+    name: str, contexts: Sequence[StorageContext], clock: Callable[[], float]
+) -> list[GuardedStorage]:
+    """A guard per component, all with the first's workers and breaker. Raises ConfigError, with none open."""
+    first = open_guarded(name, contexts[0], clock)
     parts = [first]
     try:
         for context in contexts[1:]:
@@ -86,7 +119,7 @@ def open_stores(
         for part in reversed(parts):
             part.close()
         raise
-    return StoreSet(parts, [context.fingerprint.component for context in contexts])
+    return parts
 
 
 class StoreSet:
@@ -95,9 +128,23 @@ class StoreSet:
     exists, get and put are asked of `parts`.
     """
 
-    def __init__(self, parts: Sequence[GuardedStorage], names: Sequence[str]):
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[StoragePart], names: Sequence[str]):
+        self.parts: tuple[StoragePart, ...] = tuple(parts)
         self._names = tuple(names)
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it serves: all components are joined at once."""
+        return self.parts[0].is_joined
+
+    def when_joined(self, call: WhenJoined) -> None:
+        """As a guard has it, with the store of all components."""
+        if not self.parts[0].is_joined:
+            self.parts[0].when_joined(call)
+            return
+        call(self)
+        for part in self.parts:
+            getattr(part.backend, "when_joined", lambda _: None)(call)
 
     @property
     def backend(self) -> StorageBackend:

@@ -56,6 +56,14 @@ class DirLock:
         """Whether our file still is the one in the directory. Call with the lock held."""
         return is_in_place(self._fd, self._path)
 
+    def renew(self, timeout_s: float) -> None:
+        """Lock the file that is in the directory now, made where there is none, in place of the one that was
+        removed from it. Call with the lock held."""
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        old, self._fd = self._fd, fd
+        os.close(old)
+        self._lock_file(time.monotonic() + timeout_s, timeout_s)
+
     def close(self) -> None:
         """Let go of the lock file; waits for the thread that holds the lock. Idempotent."""
         with self._lock:

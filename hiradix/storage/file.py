@@ -18,14 +18,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.ledger import Ledger
+from hiradix.storage.meters import MissReason
 from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep, Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.states import States
 from hiradix.storage.under_way import UnderWay
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
@@ -77,14 +81,20 @@ class FileBackend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._puts = UnderWay()
+        self._states = States("file")
         self._closed = False
+        ledger: Ledger | None = None
         try:
             self._folder = PageDir(config.path, digest)
-            self._ledger = Ledger(config.path / "hiradix.lock")
-            self._room = Room(config, self._folder, self._ledger, time_ns)
+            self._ledger = ledger = Ledger(config.path / "hiradix.lock")
+            self._room = Room(config, self._folder, ledger, time_ns)
             self._room.open()
         except (OSError, StorageError) as error:
-            raise ConfigError(f"{config.path_source}: cannot use {config.path}: {error}") from error
+            if ledger is not None:  # whoever tries again begins anew
+                self._folder.leave()
+                ledger.close()
+            kind = Unreachable if is_unreachable(error) else ConfigError
+            raise kind(f"{config.path_source}: cannot use {config.path}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -110,6 +120,9 @@ class FileBackend(StorageBackend):
             if not any(ok):
                 raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
         self._use(keys, into, ok, now_ns, fronts)
+        if not all(ok) and self._room.is_lost:
+            self._states.enter("lost", f"{self.config.path} was removed, with its pages")
+            return Answers(ok, MissReason.LOST)
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -139,6 +152,11 @@ class FileBackend(StorageBackend):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
         self._use(keys, pages, ok, now_ns, fronts)
+        self._states.drop("lost")
+        if not all(ok):
+            self._states.enter("full", f"{self.config.path} has no room: pages are refused")
+            return Answers(ok, MissReason.FULL)
+        self._states.leave("full")
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:

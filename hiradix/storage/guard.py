@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from hiradix.errors import Misuse
 from hiradix.os_memory import address_of
@@ -98,6 +99,16 @@ class GuardedStorage:
     def parts(self) -> tuple[GuardedStorage, ...]:
         """The guard of each component of a model's cache: this one alone."""
         return (self,)
+
+    @property
+    def is_joined(self) -> bool:
+        """True: a guard has its backend. See `joining` for stores that are not there yet."""
+        return True
+
+    def when_joined(self, call: Callable[[Any], None]) -> None:
+        """`call` with this store, now; later with each store within it that is joined then."""
+        call(self)
+        getattr(self.backend, "when_joined", _nothing)(call)
 
     # -- pages --------------------------------------------------------------------------
 
@@ -207,6 +218,7 @@ class GuardedStorage:
             "breaker_opened": self._breaker.num_opened,
             "workers_busy": self._lanes.num_busy,
             "late_answers": self._lanes.num_late,
+            "joined": 1.0,
             **{f"backend_{name}": value for name, value in self._backend_stats.items()},
         }
 
@@ -234,7 +246,7 @@ class GuardedStorage:
 
         reason, duration_s = self._call(op, keys, total_bytes, move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
-        missed = (*batch.refused.items(), (reason or MissReason.ABSENT, lost))
+        missed = (*batch.refused.items(), (reason or _UNTOLD[op], lost))
         num_done = batch.ok.count(True)
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
@@ -370,6 +382,8 @@ def _nothing(*_: object) -> None:
     """Stands for an optional call that a backend does not have."""
 
 
+_UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
+"""Of pages that a backend answered no for, and nothing more."""
 _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     NoLane: MissReason.BUSY,

@@ -26,7 +26,7 @@ class Op(Enum):
 class MissReason(Enum):
     """Why a page was not read, or not stored. Few enough to label a metric."""
 
-    ABSENT = "absent"  # the backend said no: not there, damaged as it saw it, or no room
+    ABSENT = "absent"  # the backend said no: not there, or damaged as it saw it
     DAMAGED = "damaged"  # the seal says these are not the bytes that were stored
     FOREIGN = "foreign"  # the seal is another key's, model's or format's
     ERROR = "error"  # the backend raised
@@ -36,6 +36,10 @@ class MissReason(Enum):
     BREAKER_OPEN = "breaker_open"
     BAD_KEY = "bad_key"
     CLOSED = "closed"
+    NOT_JOINED = "not_joined"  # the store could not be reached since it was opened
+    FULL = "full"  # a put: the store has no room
+    REFUSED = "refused"  # a put: the backend did not take it, and says no more
+    LOST = "lost"  # what the store keeps its pages in was taken away from under it
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,16 @@ from typing import Any
 
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
-from hiradix.errors import CacheError, ConfigError, StorageError
+from hiradix.errors import CacheError, ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
+from hiradix.storage.meters import MissReason
 from hiradix.storage.mooncake_config import MooncakeConfig
 from hiradix.storage.mooncake_own import OwnMemory, copy_out
 from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 from hiradix.storage.registered import LaidOut, RegisteredMemory, Span
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
+from hiradix.storage.states import States
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ ABSENT = (-704, -703)
 NO_ROOM = -200
 BAD_ARGUMENT, TRANSFER_FAILED = -600, -800
 """A buffer shorter than the object; bytes that did not arrive, which a longer buffer is as well."""
+OF_VALUES = (-600, -601)
+"""What `setup` answers to arguments that cannot be; all else is of a master or a network."""
 LATE_S = 10.0
 """Reads that fail sooner were ended by the other side, not given up."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -66,6 +71,7 @@ class MooncakeBackend(StorageBackend):
         self._changed = threading.Condition()
         self._num_calls = self._num_shut = 0
         self._closed = self._joining = False
+        self._states = States("mooncake")
         self._how = ReplicateConfig()
         self._how.replica_num = config.replica_num
         self._store: Any = _joined(config)  # None: shut down, and the library must not be called
@@ -101,6 +107,7 @@ class MooncakeBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         faults: list[int] = []
+        full: list[int] = []
 
         def move(part: LaidOut) -> list[bool]:
             part.gather()
@@ -108,11 +115,17 @@ class MooncakeBackend(StorageBackend):
             buffers = _split(part.spans)
             codes = self._store.batch_put_from_multi_buffers(self._names(part.keys), *buffers, self._how)
             self._count("put_no_room", codes.count(NO_ROOM))
+            full.extend(code for code in codes if code == NO_ROOM)
             faults.extend(code for code in codes if code not in (0, NO_ROOM))
             return [code == 0 for code in codes]
 
         with self._call(keys):
-            return self._each(keys, pages, move, faults)
+            ok = self._each(keys, pages, move, faults)
+        if not full:
+            self._states.leave("full")
+            return ok
+        self._states.enter("full", "the members have no memory for more: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._call(keys):
@@ -310,7 +323,7 @@ def _split(pages: Sequence[Sequence[Span]]) -> tuple[list[list[int]], list[list[
 
 
 def _joined(config: MooncakeConfig) -> Any:
-    """A member of the store. Raises ConfigError."""
+    """A member of the store. Raises ConfigError; Unreachable where master or network do not answer."""
     os.environ.setdefault(_RPC_TIMEOUT, str(int(config.timeout_s * 1000)))
     if config.protocol == "rdma" and not any(RDMA_DEVICES.glob("*")):
         raise ConfigError(f"{flag('protocol')}: rdma, but there is no device in {RDMA_DEVICES}")
@@ -327,7 +340,8 @@ def _joined(config: MooncakeConfig) -> Any:
         tenant_id=config.tenant_id,
     )
     if code:
-        raise ConfigError(
+        kind = ConfigError if code in OF_VALUES else Unreachable
+        raise kind(
             f"{flag('master_server_address')}: cannot join {config.master_server_address} over "
             f"{config.protocol}: code {code}"
         )
@@ -335,7 +349,7 @@ def _joined(config: MooncakeConfig) -> Any:
 
 
 def _reach(address: str, timeout_s: float) -> None:
-    """Raise ConfigError unless somebody listens at host:port: the library would try for 90 s.
+    """Raise Unreachable unless somebody listens at host:port: the library would try for 90 s.
 
     Addresses with a scheme are the library's own business.
     """
@@ -344,5 +358,6 @@ def _reach(address: str, timeout_s: float) -> None:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
-    except (OSError, ValueError, OverflowError) as error:  # the last of a port
-        raise ConfigError(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error
+    except (OSError, ValueError, OverflowError) as error:  # the last two of a port or a name
+        kind = Unreachable if isinstance(error, OSError) else ConfigError
+        raise kind(f"{flag('master_server_address')}: cannot reach {address}: {error}") from error

@@ -37,7 +37,11 @@ class NixlFiles(FileBackend):
 
     def __init__(self, context: StorageContext, nixl: NixlConfig):
         self._link = NixlLink(nixl, {})
-        super().__init__(context)
+        try:
+            super().__init__(context)
+        except BaseException:
+            self._link.close()
+            raise
         self.traits = Traits(verifies=True, namespaced=True, direct=nixl.zero_copy)
 
     def register(self, memory: memoryview) -> None:

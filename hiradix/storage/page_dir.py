@@ -48,7 +48,11 @@ class PageDir:
         self._numbers = itertools.count()
         self._writer = uuid.uuid4().hex
         self._writer_fd: int | None = None
-        for folder in (root, self._tmp, self._writers):
+        self.make()
+
+    def make(self) -> None:
+        """Make what is missing of the folders."""
+        for folder in (self.root, self._tmp, self._writers):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
     # -- names --------------------------------------------------------------------------
@@ -147,8 +151,11 @@ class PageDir:
 
     def temp_bytes(self) -> int:
         """What all temporary files count for. Call with the lock held."""
-        with os.scandir(self._tmp) as entries:
-            found = [_status(entry) for entry in entries]
+        try:
+            with os.scandir(self._tmp) as entries:
+                found = [_status(entry) for entry in entries]
+        except FileNotFoundError:  # the folder was removed behind our back
+            return 0
         return sum(footprint(status.st_size) for status in found if status is not None)
 
     def own_folders(self) -> Iterator[str]:

@@ -6,7 +6,8 @@ Rules for every backend, held by `tests/contracts/storage.py`:
 3. Answers have one entry per key, in order; an entry never depends on another key's fate.
 4. All calls may come from several threads at once; `close` is idempotent.
 5. A key is a name (see `check_key`), never a path. `clear` touches only this fingerprint's pages.
-6. Faults of the world raise `StorageError` or `OSError`; the guard turns them into misses.
+6. Faults of the world raise `StorageError` or `OSError`; the guard turns them into misses. In a constructor
+   they say that the store does not answer now (`reach`), ConfigError that a value is wrong.
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class StorageContext:
     ragged: pages may be stored shorter than the buffers they are read into, and are then read into the head
     of those. Only for backends with that trait.
     elements: the one type that pages are made of, such as "bfloat16"; "" where they are not, or nobody knows.
+    required: whether a store that does not answer is an error, Unreachable, for whoever opens it; else it is
+    joined later.
     """
 
     fingerprint: PageFingerprint
@@ -139,6 +142,7 @@ class StorageContext:
     page_bytes: int = 0
     ragged: bool = False
     elements: str = ""
+    required: bool = True
 
     def __post_init__(self) -> None:
         if self.page_bytes <= 0:

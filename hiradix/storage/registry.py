@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, cast
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, Unreachable
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
+from hiradix.storage.reach import is_unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,10 @@ def _told(error: BaseException) -> str:
 
 
 def create_storage_backend(name: str, context: StorageContext) -> StorageBackend:
-    """A new backend, unguarded. Raises ConfigError; whatever else its constructor raises becomes one."""
+    """A new backend, unguarded. Raises ConfigError; whatever else its constructor raises becomes one.
+
+    Unreachable, which is one, where the constructor's error says that the store does not answer now.
+    """
     backend_class = load_storage_backend(name)
     try:
         backend: StorageBackend = backend_class(context)  # type: ignore[call-arg]
@@ -118,7 +122,8 @@ def create_storage_backend(name: str, context: StorageContext) -> StorageBackend
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # constructors may raise anything, and panic; the start must say whose did
-        raise ConfigError(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
+        kind = Unreachable if is_unreachable(error) else ConfigError
+        raise kind(f"{FLAG} {name}: {type(error).__name__}: {error}") from error
     if fault := _fault_of(backend):
         with suppress(Exception):
             backend.close()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,7 +16,10 @@ from hiradix.storage.ledger import Ledger
 from hiradix.storage.lru import BEFORE_ALL_NS, Entry, LruIndex
 from hiradix.storage.page_dir import PageDir, file_footprint, remove
 
+logger = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 30.0
+LOCK_TRIES = 3
 SLACK_BYTES = 64 << 20  # evicted beyond the need, so that not every put evicts; at most cap / SLACK_SHARE
 SLACK_SHARE = 64
 DRIFT = 16  # the index may miss 1/DRIFT of the cap, written by other processes, before it is read anew
@@ -49,6 +53,7 @@ class Room:
         self._lock = threading.Lock()  # guards _index; taken inside the ledger's lock, never around it
         self._index = LruIndex()
         self.num_evicted = 0
+        self.num_made_anew = 0
         self.num_leftovers = 0
 
     def open(self) -> None:
@@ -92,14 +97,21 @@ class Room:
         """For metrics; bytes are those of files this process knows of."""
         with self._lock:
             known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
-        return known | {"max_bytes": self._config.max_bytes, "evicted": self.num_evicted}
+        more = {"evicted": self.num_evicted, "made_anew": self.num_made_anew}
+        return known | {"max_bytes": self._config.max_bytes} | more
 
     # -- space --------------------------------------------------------------------------
 
     @contextmanager
     def locked(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Alone in the directory. Raises StorageError when that takes longer than the lock's timeout."""
-        with self._ledger.locked(self._config.lock_timeout_s if timeout_s is None else timeout_s):
+        """Alone in the directory, which is made anew where it was removed.
+
+        Raises StorageError when that takes longer than the lock's timeout, OSError where it cannot be made.
+        """
+        timeout_s = self._config.lock_timeout_s if timeout_s is None else timeout_s
+        with self._ledger.locked(timeout_s):
+            if not self._ledger.is_in_place():
+                self._make_anew(timeout_s)
             yield
 
     def reserve(self, sizes: Sequence[int], keep: Keep) -> int:
@@ -140,7 +152,32 @@ class Room:
         sizes = [file_footprint(path) for path in paths]
         self.cancel(sum(size for path, size in zip(paths, sizes) if remove(path)))
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the directory, or the lock in it, was removed, and nothing was stored since."""
+        try:
+            return not self._ledger.is_in_place()
+        except OSError:  # closed or made anew just now
+            return False
+
     # -- inside -------------------------------------------------------------------------
+
+    def _make_anew(self, timeout_s: float) -> None:
+        """The directory was removed, or others have made it again: begin with what is there. Locked."""
+        for _ in range(LOCK_TRIES):
+            self._folder.make()
+            self._ledger.renew(timeout_s)
+            if self._ledger.is_in_place():
+                break
+        else:
+            raise StorageError(f"{self._config.path}: the lock file keeps vanishing")
+        self._folder.leave()
+        self._folder.enter()
+        self._recount()
+        self.num_made_anew += 1
+        logger.warning(
+            "%s had been removed with its pages: made anew, pages are stored again", self._config.path
+        )
 
     def _enter(self, num_bytes: int, keep: Keep) -> bool:
         if num_bytes > self._config.max_bytes:

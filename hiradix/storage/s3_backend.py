@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import obstore
 from obstore.exceptions import BaseError
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
 from hiradix.storage.landing import Landing
 from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.meters import MissReason
 from hiradix.storage.options import flag
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import (
@@ -31,7 +33,8 @@ from hiradix.storage.protocol import (
     fits,
     page_bytes,
 )
-from hiradix.storage.s3_config import S3Config, told
+from hiradix.storage.s3_config import S3Config, is_away, told
+from hiradix.storage.states import States
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
@@ -56,12 +59,17 @@ class S3Backend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._ragged = context.ragged
         self._has_folder = False
+        self._states = States("s3")
         self._closed = False
         try:
             self._open()
         except BaseError as error:
             self.close()
-            raise ConfigError(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
+            kind = Unreachable if is_away(error) else ConfigError
+            raise kind(f"{flag('url')}: cannot use {config.url}: {told(error)}") from error
+        except StorageError as error:  # of what was evicted to make the cap hold
+            self.close()
+            raise Unreachable(f"{flag('url')}: cannot use {config.url}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -86,7 +94,8 @@ class S3Backend(StorageBackend):
         sizes = self._sizes(keys)
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use(keys, pages, ok)
-        todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
+        missing = [index for index, there in enumerate(ok) if not there]
+        todo = self._reserve(missing, keys, pages)
         answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
         for place, size in zip(failed, self._sizes([keys[todo[place]] for place in failed])):
@@ -96,7 +105,11 @@ class S3Backend(StorageBackend):
             if not stored:
                 self._forget([keys[index]])
         self._use(keys, pages, ok)
-        return ok
+        if len(todo) == len(missing):
+            self._states.leave("full")
+            return ok
+        self._states.enter("full", f"{flag('max_size')} has no room for more of a call: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
@@ -190,6 +203,7 @@ class S3Backend(StorageBackend):
         if faults:
             with self._lock:
                 self._counts["request_errors"] += len(faults)
+            self._has_folder = False  # the bucket may be another one by the time it answers again
         return answers, faults
 
     def _begun(self, work: Callable[..., bool], item: tuple[Any, ...]) -> Future[bool]:

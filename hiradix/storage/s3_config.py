@@ -9,7 +9,15 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from obstore.exceptions import BaseError
+from obstore.exceptions import (
+    BaseError,
+    InvalidPathError,
+    NotFoundError,
+    NotSupportedError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnknownConfigurationKeyError,
+)
 from obstore.store import from_url
 
 from hiradix.errors import ConfigError
@@ -17,6 +25,12 @@ from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _PASSWORD = re.compile(r"[^:]*://[^@/]*:[^@]*@")
+_STATUS = re.compile(r"status code: (\d{3})")
+_SENDING = re.compile(r"error sending request|HTTP error|timed? ?out|connection|dns error", re.IGNORECASE)
+_OF_VALUES = (
+    InvalidPathError, NotFoundError, NotSupportedError, PermissionDeniedError, UnauthenticatedError,
+    UnknownConfigurationKeyError,
+)  # fmt: skip
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
 
 
@@ -97,6 +111,20 @@ class S3Config:
     def _unsigned(self) -> dict[str, Any]:
         """No hash of the payload in a request's signature: pages are checked when they are read."""
         return {"unsigned_payload": True} if self.url.startswith("s3://") else {}
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the service does not answer, or says that it cannot serve at the moment; else a value is wrong.
+
+    obstore has one exception for most of it, so its text has to tell.
+    """
+    text = str(error)
+    if isinstance(error, _OF_VALUES) or "certificate" in text.lower():
+        return False
+    status = _STATUS.search(text)
+    if status is not None:
+        return int(status[1]) >= 500 or int(status[1]) in (408, 425, 429)
+    return _SENDING.search(text) is not None
 
 
 def told(error: BaseException) -> str:

@@ -8,6 +8,7 @@ is believed. Use it only beside SGLang servers of the same model, layout and dty
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import stat
@@ -17,16 +18,22 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
 from hiradix.storage.file import FileBackend
 from hiradix.storage.file_config import FileConfig
 from hiradix.storage.lru import Entry, LruIndex
+from hiradix.storage.meters import MissReason
 from hiradix.storage.options import Options, flag
 from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep
+from hiradix.storage.states import States
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
+
+logger = logging.getLogger(__name__)
 
 NAMINGS = ("hiradix", "sglang")
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -86,6 +93,7 @@ class SglangFileBackend(StorageBackend):
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
         self._counts: Counter[str] = Counter()
+        self._states = States("file")
         self._closed = False
         try:
             self.config.path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +101,8 @@ class SglangFileBackend(StorageBackend):
                 self._scan()
                 self._make_room(0, Keep())
         except OSError as error:
-            raise ConfigError(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
+            kind = Unreachable if is_unreachable(error) else ConfigError
+            raise kind(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
 
     # -- the protocol -------------------------------------------------------------------
 
@@ -111,6 +120,8 @@ class SglangFileBackend(StorageBackend):
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
+        if not self.config.path.is_dir():
+            self._make_anew()
         now_ns, piece = self._piece()
         keep = Keep({*keys, *piece.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
@@ -122,7 +133,11 @@ class SglangFileBackend(StorageBackend):
             if not ok[index] and has_room:
                 ok[index] = has_room = self._store(key, page, now_ns - index, keep)
         self._use(keys, pages, ok, now_ns, piece)
-        return ok
+        if all(ok):
+            self._states.leave("full")
+            return ok
+        self._states.enter("full", f"{self.config.path} has no room: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
@@ -232,6 +247,16 @@ class SglangFileBackend(StorageBackend):
                 os.fsync(fd)
         finally:
             os.close(fd)
+
+    def _make_anew(self) -> None:
+        """The directory was removed: begin with what is there."""
+        self.config.path.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._scan()
+            self._counts["made_anew"] += 1
+        logger.warning(
+            "%s had been removed with its pages: made anew, pages are stored again", self.config.path
+        )
 
     # -- room: call with the lock held --------------------------------------------------
 

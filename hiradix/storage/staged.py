@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hiradix.errors import Misuse
-from hiradix.storage.calls import Batch, LaneSession, checked_flags
+from hiradix.storage.calls import Batch, LaneSession
 from hiradix.storage.landing import Landing
 from hiradix.storage.lanes import gather, scatter
 from hiradix.storage.meters import MissReason
@@ -51,7 +51,7 @@ class Staged:
                     self._take(batch, done)
                 finally:
                     answer = ended()
-                before = chunk, views, checked_flags(answer, len(chunk))
+                before = chunk, views, batch.flags(chunk, answer)
         finally:
             self._take(batch, before)
 
@@ -66,7 +66,7 @@ class Staged:
             ]
             flags = [True] * len(chunk)
             try:
-                flags = checked_flags(session.run(work(chunk, landings)), len(chunk))
+                flags = batch.flags(chunk, session.run(work(chunk, landings)))
             finally:
                 whole = [landing.withdraw() for landing in landings]
                 self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])

@@ -12,7 +12,7 @@ from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.build import open_storage
-from hiradix.storage.guard import GuardedStorage
+from hiradix.storage.joining import StoragePart, WhenJoined
 from hiradix.storage.options import Options, flag
 from hiradix.storage.promotions import Promotions
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
@@ -116,6 +116,12 @@ class TierBackend(StorageBackend):
         if not self.upper.ping() and not self.lower.ping():
             raise StorageError("tier: neither the upper nor the lower store answers")
 
+    def when_joined(self, call: WhenJoined) -> None:
+        """`call` with each of the two stores that is joined later."""
+        for store in (self.upper, self.lower):
+            if not store.is_joined:
+                store.when_joined(call)
+
     def register(self, memory: memoryview) -> None:
         self._both("register", lambda store: store.register(memory))
 
@@ -130,14 +136,14 @@ class TierBackend(StorageBackend):
             raise StorageError("storage backend is closed")
         check_keys(keys)
 
-    def _both(self, what: str, call: Callable[[GuardedStorage], bool]) -> None:
+    def _both(self, what: str, call: Callable[[StoragePart], bool]) -> None:
         done = {name: call(store) for name, store in (("upper", self.upper), ("lower", self.lower))}
         if not all(done.values()):
             failed = ", ".join(name for name, ok in done.items() if not ok)
             raise StorageError(f"tier: {what} failed in {failed}")
 
 
-def _open(name: str, context: StorageContext) -> GuardedStorage:
+def _open(name: str, context: StorageContext) -> StoragePart:
     value: Any = context.extra_config.get(name)
     if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
         raise ConfigError(f'{flag(name)} must be an object with "backend": the name of a storage backend')
@@ -148,4 +154,4 @@ def _open(name: str, context: StorageContext) -> GuardedStorage:
     try:
         return open_storage(value["backend"], dataclasses.replace(context, extra_config=keys))
     except ConfigError as error:
-        raise ConfigError(f"{flag(name)}: {error}") from error
+        raise type(error)(f"{flag(name)}: {error}") from error

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
 from hiradix.storage.spoilt import Spoilt
@@ -78,6 +79,10 @@ class Wrapper(StorageBackend):
 
     def register(self, memory: memoryview) -> None:
         getattr(self.inner, "register", _nothing)(memory)
+
+    def when_joined(self, call: Callable[[Any], None]) -> None:
+        """`call` with each store within that is joined later."""
+        getattr(self.inner, "when_joined", _nothing)(call)
 
 
 class CodingWrapper(Wrapper):

@@ -115,9 +115,9 @@ def test_what_storage_is_told_of_records(
     """Their names are those of pages of 8 tokens, and what their bytes are differs with each type."""
     told: list[ComponentPages] = []
 
-    def tell(name: str, keys: Any, pages: list[ComponentPages]) -> Stores:
+    def tell(name: str, keys: Any, pages: list[ComponentPages], required: bool) -> Stores:
         told.extend(pages)
-        return open_stores(name, keys, pages)
+        return open_stores(name, keys, pages, required=required)
 
     monkeypatch.setattr("hiradix.prefix_cache.build.open_stores", tell)
     for dtype in ("float32", "bfloat16", "float16"):

@@ -27,9 +27,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     found: Asked = []
     whole = build.open_stores
 
-    def opened(name: str, keys: Any, components: Sequence[ComponentPages]) -> Any:
+    def opened(name: str, keys: Any, components: Sequence[ComponentPages], required: bool) -> Any:
         found[:] = components
-        return whole(name, keys, components)
+        return whole(name, keys, components, required=required)
 
     monkeypatch.setattr(build, "open_stores", opened)
     return found

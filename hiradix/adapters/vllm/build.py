@@ -112,7 +112,7 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names))
     if config.hicache_storage_backend is not None:
         try:
-            role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
+            role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.opening)
         except BaseException:
             role.close(0.0)
             raise
@@ -143,6 +143,7 @@ def _storage_opener(plan: WorkerPlan, hosts: Sequence[HostPool], names: Sequence
     def open_it(name: str, keys: Mapping[str, Any], label: str) -> Stores:
         model = run_with(plan.model, {"label": label})
         pages = [stored_pages(model, host, layout, own) for host, own in zip(hosts, names, strict=True)]
-        return open_stores(name, ExtraConfig.from_mapping(keys).backend, pages)
+        extra = ExtraConfig.from_mapping(keys)
+        return open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
 
     return open_it

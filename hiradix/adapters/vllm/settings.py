@@ -7,12 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import MAX_PORT, ExtraConfig, HiCacheConfig, require_choice, require_int, require_number
+from hiradix.config import (
+    MAX_PORT,
+    REQUIRED_KEY,
+    ExtraConfig,
+    HiCacheConfig,
+    require_bool,
+    require_choice,
+    require_int,
+    require_number,
+)
 from hiradix.errors import ConfigError
 
 LOAD_MODES = ("auto", "sync", "async")
 AFTER_RESET = ("apart", "same")
-OWN_KEYS = ("load_mode", "drain_timeout_s", "admin_port", "admin_api_key", "storage_after_reset")
+OWN_KEYS = (
+    REQUIRED_KEY, "load_mode", "drain_timeout_s", "admin_port", "admin_api_key", "storage_after_reset",
+)  # fmt: skip
 CONFIG_KEYS = (
     "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
     "hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend",
@@ -60,6 +71,13 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
+    if REQUIRED_KEY in values:
+        extra = given.get("hicache_storage_backend_extra_config", ExtraConfig())
+        is_required = require_bool(REQUIRED_KEY, values[REQUIRED_KEY])
+        if extra.hicache_storage_required not in (None, is_required):
+            raise ConfigError(f"{REQUIRED_KEY} is in hicache_storage_backend_extra_config, too: give it once")
+        extra = dataclasses.replace(extra, hicache_storage_required=is_required)
+        given["hicache_storage_backend_extra_config"] = extra
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
     _check_texts(values)
     port = values.get("admin_port")

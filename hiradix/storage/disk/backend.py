@@ -13,18 +13,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hiradix.errors import ConfigError, StorageError
+from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.calls import Answers
 from hiradix.storage.disk.config import PATH_KEY, DiskConfig, slot_bytes
 from hiradix.storage.disk.index import Entry
+from hiradix.storage.disk.log import WrongFolder
 from hiradix.storage.disk.moves import Move
 from hiradix.storage.disk.probe import choose
 from hiradix.storage.disk.recency import Recency, Uses
 from hiradix.storage.disk.record import Name, name_of
 from hiradix.storage.disk.store import PageRecord, Store
+from hiradix.storage.meters import MissReason
 from hiradix.storage.options import flag
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
+from hiradix.storage.reach import is_unreachable
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
+from hiradix.storage.states import States
 from hiradix.storage.vectored import NO_ROOM
 
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
@@ -50,16 +55,22 @@ class DiskBackend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._closed = False
+        self._states = States("disk")
         started = time.perf_counter()
+        store: Store | None = None
         try:
             namespace = bytes.fromhex(context.fingerprint.digest())[:16]
-            self._store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
+            self._store = store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
             with self._store.alone(OPEN_TIMEOUT_S):
                 self._abilities = choose(config)
                 self._store.open(self._abilities.direct)
             self._io = self._abilities.io
         except (OSError, StorageError) as error:
-            raise ConfigError(f"{flag(PATH_KEY)}: cannot use {config.path}: {error}") from error
+            if store is not None:  # whoever tries again begins anew
+                store.close()
+            is_away = is_unreachable(error) and not isinstance(error, WrongFolder)
+            kind = Unreachable if is_away else ConfigError
+            raise kind(f"{flag(PATH_KEY)}: cannot use {config.path}: {error}") from error
         self._open_s = time.perf_counter() - started
 
     # -- the protocol -------------------------------------------------------------------
@@ -121,8 +132,14 @@ class DiskBackend(StorageBackend):
                     raise
             with self._store.mutex:
                 there = self._store.shelf.pages
-                self._count("put_no_room", len(set(names).difference(there)))
-                return [name in there for name in names]
+                ok = [name in there for name in names]
+                num_refused = len(set(names).difference(there))
+        if not num_refused:
+            self._states.leave("full")
+            return ok
+        self._count("put_no_room", num_refused)
+        self._states.enter("full", f"{self.config.path} has no room: pages are refused")
+        return Answers(ok, MissReason.FULL)
 
     def _put_missing(self, names: Sequence[Name], given: _Given, uses: Uses) -> None:
         """Store those pages that are not there, and log all as used. Locked, without the mutex."""

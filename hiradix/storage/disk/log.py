@@ -47,6 +47,10 @@ READ_TRIES = 100
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+class WrongFolder(StorageError):
+    """The folder is somebody else's, or of another format: it is no use to wait."""
+
+
 class NoHeader(StorageError):
     """A log that does not begin as one, because it is damaged or none."""
 
@@ -284,7 +288,7 @@ def _number_of(raw: bytes, path: str) -> int:
         raise NoHeader(f"{path} is no log of a disk store, or its first record is damaged")
     number, version = found
     if version != FORMAT_VERSION:
-        raise StorageError(f"{path} is of format {version}, this is {FORMAT_VERSION}; take another folder")
+        raise WrongFolder(f"{path} is of format {version}, this is {FORMAT_VERSION}; take another folder")
     return number
 
 
@@ -297,7 +301,7 @@ def require_own(root: Path) -> None:
     except FileNotFoundError:
         return
     except NoHeader:
-        raise StorageError(f"{path} is no log of a disk store; take another folder") from None
+        raise WrongFolder(f"{path} is no log of a disk store; take another folder") from None
 
 
 def pages_in(root: Path) -> list[Entry]:

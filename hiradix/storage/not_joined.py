@@ -1,0 +1,40 @@
+"""Stands for a backend that is not there, for what can be checked around it all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hiradix.errors import StorageError
+from hiradix.storage.protocol import Page, StorageBackend, Traits
+
+
+class NotJoined(StorageBackend):
+    """Every call raises StorageError, but `close`, which does nothing."""
+
+    def __init__(self, traits: Traits):
+        self.traits = traits
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        raise _fault()
+
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+        raise _fault()
+
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+        raise _fault()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        raise _fault()
+
+    def clear(self) -> None:
+        raise _fault()
+
+    def ping(self) -> None:
+        raise _fault()
+
+    def close(self) -> None:
+        return None
+
+
+def _fault() -> StorageError:
+    return StorageError("the store is not joined")
