@@ -48,6 +48,13 @@ _EXCLUSIVE = (
 )
 
 
+def require_label(flag: str, value: object) -> str | None:
+    """`value` when it is text that is not blank, or None."""
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f"{flag}: expected a label, got {value!r:.80}")
+    return value
+
+
 def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
     """`value` when it is one of `choices`; upstream names we lack are refused with the reason."""
     if not isinstance(value, str) or value not in choices:
@@ -102,6 +109,7 @@ class ExtraConfig:
         prefetch_timeout_base: seconds every prefetch may take.
         prefetch_timeout_per_ki_token: seconds more for each 1024 tokens.
         hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
+        storage_identity: as `--hicache-storage-identity`, which it goes before; key `hicache_storage_identity`.
         backend: keys for the storage backend, unchecked here.
     """
 
@@ -109,6 +117,7 @@ class ExtraConfig:
     prefetch_timeout_base: float = 1.0
     prefetch_timeout_per_ki_token: float = 0.25
     hicache_storage_pass_prefix_keys: bool = False
+    storage_identity: str | None = None
     backend: Mapping[str, Any] = field(default_factory=_frozen)
 
     @staticmethod
@@ -140,6 +149,9 @@ class ExtraConfig:
             ),
             hicache_storage_pass_prefix_keys=require_bool(
                 name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
+            ),
+            storage_identity=require_label(
+                name("hicache_storage_identity"), rest.pop("hicache_storage_identity", None)
             ),
             backend=_frozen(rest),
         )
@@ -246,6 +258,7 @@ class HiCacheConfig:
     hicache_host_memory_mode: str = "cache"
     hicache_storage_backend: str | None = None
     hicache_storage_prefetch_policy: str = "timeout"
+    hicache_storage_identity: str | None = None
     hicache_no_regret: bool = True
     hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
     radix_eviction_policy: str = "ghd"
@@ -277,6 +290,7 @@ class HiCacheConfig:
         backend = self.hicache_storage_backend
         if backend is not None and (not isinstance(backend, str) or not backend.strip()):
             raise ConfigError(f"--hicache-storage-backend: expected a backend's name, got {backend!r}")
+        require_label("--hicache-storage-identity", self.hicache_storage_identity)
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
 

@@ -11,6 +11,15 @@ from hiradix.storage.breaker import BreakerLimits, BreakerState
 from hiradix.storage.build import guard_limits, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.generations import (
+    Generations,
+    Trust,
+    Witness,
+    no_adapters,
+    trust_of,
+    trusted_stores,
+    whole_key,
+)
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.meters import Histogram, MissReason, Op
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
@@ -26,6 +35,7 @@ __all__ = [
     "BreakerLimits",
     "BreakerState",
     "ComponentPages",
+    "Generations",
     "GuardLimits",
     "GuardedStorage",
     "Histogram",
@@ -37,12 +47,18 @@ __all__ = [
     "StorageContext",
     "Stores",
     "Traits",
+    "Trust",
+    "Witness",
     "check_key",
     "create_storage_backend",
     "guard_limits",
     "load_storage_backend",
+    "no_adapters",
     "open_storage",
     "open_stores",
     "register_storage_backend",
     "storage_backend_names",
+    "trust_of",
+    "trusted_stores",
+    "whole_key",
 ]
