@@ -484,6 +484,9 @@ class _Part:
     def register(self, memory: memoryview) -> bool:
         return self._guard.register(memory)
 
+    def stats(self) -> Mapping[str, float]:
+        return self._guard.stats()
+
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         """How many leading keys trusted generations have."""
         labels = self._labels()
