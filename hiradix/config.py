@@ -109,7 +109,7 @@ class ExtraConfig:
         prefetch_timeout_base: seconds every prefetch may take.
         prefetch_timeout_per_ki_token: seconds more for each 1024 tokens.
         hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
-        storage_identity: as `--hicache-storage-identity`, which it goes before; key `hicache_storage_identity`.
+        storage_identity: key `hicache_storage_identity`; goes before `--hicache-storage-identity`.
         backend: keys for the storage backend, unchecked here.
     """
 
@@ -155,6 +155,12 @@ class ExtraConfig:
             ),
             backend=_frozen(rest),
         )
+
+    @property
+    def for_workers(self) -> dict[str, Any]:
+        """What who opens the backend is told of it: its keys, and whose pages they are."""
+        identity = self.storage_identity
+        return {**self.backend, **({} if identity is None else {"hicache_storage_identity": identity})}
 
     def with_backend(self, **values: Any) -> ExtraConfig:
         """The same with `values` added to the backend's keys where those do not set them already."""

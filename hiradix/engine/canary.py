@@ -29,7 +29,7 @@ _NO_STATE = 0  # the record of a sequence without tokens
 
 @contextmanager
 def computed_pages(model: PagedModel, pools: EnginePools) -> Iterator[ComputedPages | None]:
-    """The pages in the device pools, whose slots are taken until the end; None where there is no room for two.
+    """The pages in the device pools, whose slots are taken meanwhile; None where there is no room for two.
 
     Every rank must do this at once. One pass over `RUN_TOKENS`, one over a page.
     """

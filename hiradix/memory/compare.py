@@ -1,12 +1,12 @@
 """How far apart two pages of one shape are: whether the same weights computed both.
 
 Two builds of the same kernels, other thread counts, chunk sizes and batches give the same page but for
-rounding; other weights, ropes, scales, quantisations or adapters do not. Pages are compared layer by layer, by
-the relative error |a - b| / |b| of a layer's numbers (L2):
+rounding; other weights, ropes, scales, quantisations or adapters do not. Pages are compared layer by layer,
+by the relative error |a - b| / |b| of a layer's numbers (L2):
 
-- A layer may differ by so much as rounding makes it (`tolerance`). Of 16 bit numbers that grows with the layer,
-  as each rounds what the one before has rounded.
-- It does not jump: where the layers before agree, a layer that does not has other weights.
+- A layer may differ by so much as rounding makes it (`tolerance`). Of 16 bit numbers that grows with the
+  layer, as each rounds what the one before has rounded.
+- It does not jump: where the layers before agree, one that does not was computed by other weights.
 - In the model's first layer the error has no direction: a scale, or an epsilon, is all direction (`bias`).
 
 benchmarks/bench_canary.py measures what builds differ by, and what other models do.
@@ -36,10 +36,11 @@ FIRST_LAYER: dict[torch.dtype, float] = {
 EIGHT_BITS = 3e-2
 """The same for types of one byte, and for pages that storage keeps as such (lossy compression)."""
 GROWTH_LAYERS, MOST_GROWTH = 1.5, 10.0
-"""Of numbers of 16 bits and less: so many layers more make as much error as the first; at most so many times it."""
+"""Of numbers of 16 bits and less: so many more layers add as much error as the first makes, up to so many
+times that."""
 MOST_EIGHT_BITS = 0.12
 MOST_JUMP = 4.0
-"""A layer's error is at most so many times that of the layers before, or what as many layers as lie between make."""
+"""A layer's error is at most so many times that of the layers before, or what the layers in between make."""
 BIAS_SHARE = 8
 """The share of the first layer's tolerance that its numbers may be longer or shorter by, all together."""
 BEHIND_OTHERS = 1 << 20
@@ -66,7 +67,8 @@ class Apart:
         return self.error / self.most
 
     def __str__(self) -> str:
-        return f"the {self.array} of layer {self.layer} by {self.error:.2g}, where rounding makes {self.most:.2g}"
+        where = f"the {self.array} of layer {self.layer}"
+        return f"{where} by {self.error:.2g}, where rounding makes {self.most:.2g}"
 
 
 def tolerance(dtype: torch.dtype, layer: int) -> float:

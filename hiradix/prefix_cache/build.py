@@ -171,7 +171,7 @@ def _witness(
             backbone, others = _one_copy(pair, device_page)
             ticket = controller.write(*backbone, others)
             if not controller.wait([ticket], WITNESS_S) or any(r.error for r in controller.poll()):
-                raise ConfigError(f"a page of {hosts[pair]} was not copied to the host within {WITNESS_S:g} s")
+                raise ConfigError(f"a page of the device was not copied to the host in {WITNESS_S:g} s")
             pages[pair].append(b"".join(hosts[pair].page_views(0)))
     return Witness(computed.keys, tuple(map(tuple, pages)))
 

@@ -19,7 +19,7 @@ A record, or a generation's pages, may be evicted like any page: what is behind 
 wrong. The label is the digest of the record's bytes, so that there is nothing to parse. Adapters have
 generations of their own: their pages tell nothing of the model's, nor these of theirs.
 
-All of it runs on the transfer workers, where pages are read and put; the scheduler's thread has no part in it.
+All of it runs on the transfer workers, where pages are read and put, not on the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NUM_SLOTS = 8
 MAX_SCOPES = 4096
 """Adapters whose generations a process knows; the one that was used longest ago is forgotten."""
 LOOK_AGAIN_PUTS = 64
-"""Records are read again with each so many puts: those of others that have come, and whether ours is there."""
+"""Records are read again with each so many puts: whether others have come, and whether ours is there."""
 COMPARED_PUTS = 64
 """Puts that are compared with further generations, after one has been adopted or an own one been made."""
 MAX_RECORD_BYTES = 4096
@@ -275,9 +275,7 @@ class Generations:
         if mine is not None and mine not in found and self._trust.stores and mine in scope.records:
             self._put_record(scope, zlib.decompress(scope.records[mine]), mine)
 
-    def _compare(
-        self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]
-    ) -> None:
+    def _compare(self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]) -> None:
         """Compare the first and the last of pages computed here with those that unknown generations have."""
         guard = self._guards[component]
         for label in scope.unknown(component):
@@ -319,8 +317,8 @@ class Generations:
         self._figures["generations_rejected"] += 1
         of = self._components[component].fingerprint.component or "attention"
         logger.warning(
-            "storage holds pages under the name of %s%s that other weights have computed: %s pages of generation "
-            "%s differ in %s; they are not used, and what is computed here is stored apart from them",
+            "storage holds pages under the name of %s%s that other weights have computed: %s pages of "
+            "generation %s differ in %s; they are not used, and what is computed here is stored apart",
             self._name,
             f" (adapter {scope.name!r})" if scope.name else "",
             of,
@@ -335,6 +333,8 @@ class Generations:
             return
         if scope.own is None:
             record = _new_record(self._components[0])
+            if self._trust.rounds:
+                record = bytes(quantise.rounded(record, self._components[0].elements))
             label = self._put_record(scope, record)
             if label is None:
                 return
@@ -422,7 +422,9 @@ class _Scope:
     def unknown(self, component: int) -> list[bytes]:
         """Labels that are neither trusted nor rejected."""
         return [
-            label for label in self.records if label not in self.trusted[component] and label not in self.rejected
+            label
+            for label in self.records
+            if label not in self.trusted[component] and label not in self.rejected
         ]
 
     def saw(self, found: Mapping[bytes, bytes], used_slots: set[int]) -> None:
@@ -467,6 +469,10 @@ class _Part:
         self._whole = whole
         self._component = component
         self._guard = guard
+
+    @property
+    def backend(self) -> StorageBackend:
+        return self._guard.backend
 
     @property
     def wants_prefix_keys(self) -> bool:
@@ -558,7 +564,9 @@ def renamed(keys: Sequence[str], label: bytes) -> list[str]:
         return list(keys)
     mask = int.from_bytes(label, "big")
     try:
-        return [f"{int(key, 16) ^ mask:064x}" if len(key) == 64 else f"{label.hex()[:32]}-{key}" for key in keys]
+        return [
+            f"{int(key, 16) ^ mask:064x}" if len(key) == 64 else f"{label.hex()[:32]}-{key}" for key in keys
+        ]
     except ValueError:
         return [f"{label.hex()[:32]}-{key}" for key in keys]
 

@@ -64,7 +64,7 @@ class StorageRunner:
 
     @property
     def wants_computed(self) -> bool:
-        """Whether pages are to be put although another rank stores them: the storage attached compares them."""
+        """Whether pages are to be put although another rank stores them: storage compares them."""
         return any(getattr(part, "wants_computed", False) for part in self.parts)
 
     # -- jobs -----------------------------------------------------------------------------

@@ -100,7 +100,10 @@ OTHERS: dict[str, tuple[Change, dict[str, Any]]] = {
         lambda _: None,
         {
             "rope_parameters": {
-                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": 2048,
             }
         },
@@ -148,7 +151,10 @@ def test_all_kinds_of_models_find_their_own_pages_and_not_those_of_a_sibling(
     family: str, backend: str, dtype: str, tmp_path: Path, reference: Callable[[str], Reference],
     make_engine: MakeEngine,
 ) -> None:  # fmt: skip
-    own = {"lfm2": {"max_mamba_cache_size": 64}, "gemma3": {"swa_full_tokens_ratio": 0.5, "chunked_prefill_size": 32}}
+    own = {
+        "lfm2": {"max_mamba_cache_size": 64},
+        "gemma3": {"swa_full_tokens_ratio": 0.5, "chunked_prefill_size": 32},
+    }
     own |= dict.fromkeys(("qwen3-next", "bamba"), own["lfm2"])
     model, stored = reference(family), with_storage(tmp_path, backend)
     sibling = altered(model, tmp_path / "sibling", rounded_to(8))
@@ -179,9 +185,7 @@ def test_storage_is_told_by_it_when_it_is_attached_while_serving(
     tmp_path: Path, llama: Reference, make_engine: MakeEngine
 ) -> None:
     stored = with_storage(tmp_path, "file")
-    extra = json.dumps(
-        {**stored.hicache_storage_backend_extra_config.backend, "prefetch_threshold": 8}
-    )
+    extra = json.dumps({**stored.hicache_storage_backend_extra_config.backend, "prefetch_threshold": 8})
     hits(make_engine(cache=stored, **SIZES))
     other = altered(llama, tmp_path / "other", with_adapter)
     for path, found in ((other, [0, 0]), (str(llama.path), [96, 56])):

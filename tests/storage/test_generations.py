@@ -10,8 +10,23 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage import ComponentPages, PageFingerprint, Trust, Witness, open_stores, trust_of, trusted_stores
-from hiradix.storage.generations import COMPARED_PUTS, LOOK_AGAIN_PUTS, NUM_SLOTS, Generations, record_key, renamed
+from hiradix.storage import (
+    ComponentPages,
+    PageFingerprint,
+    Trust,
+    Witness,
+    open_stores,
+    trust_of,
+    trusted_stores,
+)
+from hiradix.storage.generations import (
+    COMPARED_PUTS,
+    LOOK_AGAIN_PUTS,
+    NUM_SLOTS,
+    Generations,
+    record_key,
+    renamed,
+)
 from hiradix.storage.pieces import Use, as_use
 
 PAGE = 256
@@ -273,7 +288,9 @@ def test_the_deepest_page_is_compared_too(deployments: Deployments) -> None:
     assert other.read(KEYS[7:]) == [page_of("b", KEYS[7])]
 
 
-def test_pages_that_nothing_was_compared_with_are_kept_apart_until_something_is(deployments: Deployments) -> None:
+def test_pages_that_nothing_was_compared_with_are_kept_apart_until_something_is(
+    deployments: Deployments,
+) -> None:
     deployments.open("a").put(KEYS[:4])
     deployments.restart()
     again = deployments.open("a")

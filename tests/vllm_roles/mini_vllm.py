@@ -200,7 +200,8 @@ class FakePart:
 class World:
     """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages.
 
-    compares: whether what storage has is compared before it is served. prefix_cache: whether vLLM has one of its own; only without a window.
+    compares: whether what storage has is compared before it is served. prefix_cache: whether vLLM has one of
+    its own; only without a window.
     """
 
     num_blocks: int = 24

@@ -20,7 +20,7 @@ _MARK = "@"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Digests of the weights of adapters whose ids say nothing of them, by id. ids: of all that were given."""
+    """Digests of the weights of adapters whose ids say nothing of them, by id. ids: of all given at start."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     ids: frozenset[str] = frozenset()

@@ -111,7 +111,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     params = context.params
     device = torch.device(params.token_to_kv_pool_allocator.device)
     streams = streams_for(device, context.tp_worker)
-    adapters = Adapters.given(getattr(flags, "lora_paths", None))
+    # What stays on the device has no name: no adapter's weights are read for one.
+    given = getattr(flags, "lora_paths", None) if context.enable_hierarchical_cache else None
+    adapters = Adapters.given(given)
     inner = _inner(context, flags, adapters, None if streams is None else Runtime(streams=streams))
     controller = None
     if isinstance(inner, HiRadixCache):

@@ -25,8 +25,8 @@ from hiradix.adapters.vllm.switch import OpenStorage
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
-from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
 from hiradix.memory.compare import BEHIND_OTHERS
+from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
 from hiradix.storage import Stores, Trust, open_stores, trust_of, trusted_stores
 from hiradix.transfer import PoolPair
 
@@ -115,7 +115,8 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names, layers))
     if config.hicache_storage_backend is not None:
         try:
-            role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.backend)
+            keys = config.hicache_storage_backend_extra_config.for_workers
+            role.attach(config.hicache_storage_backend, keys)
         except BaseException:
             role.close(0.0)
             raise

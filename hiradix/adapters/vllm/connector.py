@@ -122,7 +122,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             WritePolicy.from_name(cache.hicache_write_policy),
             PrefetchPolicy.from_name(cache.hicache_storage_prefetch_policy, limits),
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
-            stored=Asked(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.backend),
+            stored=Asked(
+                cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.for_workers
+            ),
             keeps_storage=self._settings.storage_after_reset == "same",
         )
 
@@ -132,7 +134,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         if name is not None:
             limits = prefetch_limits(self._grouping.page_size, extra)
             prefetch = PrefetchPolicy.from_name(policy or planner.fetches.policy.name, limits)
-        planner.storage.ask(name, extra.backend, prefetch)
+        planner.storage.ask(name, extra.for_workers, prefetch)
 
     def _shown(self) -> dict[str, Any]:
         role = self._planner
