@@ -33,12 +33,12 @@ FIRST_LAYER: dict[torch.dtype, float] = {
     torch.bfloat16: 8e-3,
 }
 """Most that the first layer's relative error may be, by the type of the numbers."""
-EIGHT_BITS = 3e-2
+EIGHT_BITS = 2.2e-2
 """The same for types of one byte, and for pages that storage keeps as such (lossy compression)."""
 GROWTH_LAYERS, MOST_GROWTH = 1.5, 10.0
 """Of numbers of 16 bits and less: so many more layers add as much error as the first makes, up to so many
 times that."""
-MOST_EIGHT_BITS = 0.12
+MOST_EIGHT_BITS = 0.09
 MOST_JUMP = 4.0
 """A layer's error is at most so many times that of the layers before, or what the layers in between make."""
 BIAS_SHARE = 8

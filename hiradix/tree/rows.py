@@ -67,9 +67,8 @@ def page_rows(node: Node, start: int, page_size: int) -> PageRows:
     first, prior = _known_prior(node, start)
     rows = _shape(_path_tokens(node, first, page_size), node.end - first, page_size, node.space)
     space, extras = node.space, _path_extras(node, first)
-    return PageRows(
-        prior or space.seed, rows, extras, space.is_bigram, first, space.tenant, space.extra_key
-    )
+    whose = space.tenant, space.extra_key
+    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, *whose)
 
 
 def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -> PageRows:

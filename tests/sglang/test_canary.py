@@ -1,4 +1,4 @@
-"""Inside SGLang only requests compute: what storage has is compared with what they did before it is served."""
+"""Inside SGLang only requests compute: what storage has is compared with that before it is served."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_names_alone_would_have_served_the_pages_of_other_weights(tmp_path: Path
 
 
 def test_what_is_stored_is_compared_again_after_a_change_of_weights(tmp_path: Path) -> None:
-    """SGLang's samples see that the first weights are back; what is stored of them has to agree all the same."""
+    """That the first ones are back is told by samples; what is stored of them has to agree all the same."""
     rig, layer = model(tmp_path, 1.0), torch.nn.Linear(8, 8)
     rig.cache.watch(Weights(layer), parse_extra_config(stored_in(tmp_path)))
     assert [served(rig), served(rig)] == [0, WHOLE]
