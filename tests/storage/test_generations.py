@@ -359,6 +359,12 @@ def test_names_of_generations_do_not_meet() -> None:
     assert all(len(name) == 64 for name in renamed(KEYS, one))
     assert renamed(renamed(KEYS, one), one) == KEYS
     assert renamed(["short"], one) == [f"{one.hex()[:32]}-short"]
+    odd = ["a" * 62, "b" * 66]  # as long together as two page hashes
+    assert renamed(odd, one) == [f"{one.hex()[:32]}-{key}" for key in odd]
+    assert renamed([*odd, KEYS[0]], one)[2:] == renamed(KEYS[:1], one), "whatever it is asked for with"
+    assert renamed([], one) == [] and renamed(KEYS, bytes(32)) == KEYS
+    each = [f"{int(key, 16) ^ int(one.hex(), 16):064x}" for key in KEYS]
+    assert renamed(KEYS, one) == each
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", bytes(range(256))])
