@@ -235,9 +235,18 @@ class NamedStorage:
     """
 
     def __init__(self, stored: Sequence[ComponentPages], trust: Trust) -> None:
-        self.label = ""
+        self._label = ""
         self.trust = trust
         self._stored = stored
+
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = label
+        self.trust.remembered.clear()  # of other weights, or of the first ones before others came
 
     def __call__(self, name: str, extra: ExtraConfig) -> Stores:
         pages, keys = [self._labelled(pages) for pages in self._stored], extra.backend

@@ -30,7 +30,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ LOOK_AGAIN_PUTS = 64
 """Records are read again with each so many puts: whether others have come, and whether ours is there."""
 COMPARED_PUTS = 64
 """Puts that are compared with further generations, after one has been adopted or an own one been made."""
+MOST_REMEMBERED = 8
+"""Stores of several identities that a process remembers; of more none."""
 MOST_REJECTED = 1024
 """Of more generations that were rejected, those without a record are forgotten."""
 MAX_RECORD_BYTES = 4096
@@ -105,6 +107,8 @@ class Trust:
     False where another rank puts the same pages, and this one compares only. shared_names: pages keep the
     names they have for other software too, which puts them there unasked: these are compared as well.
     rounds: storage codes pages with loss; what was computed here is coded likewise to be compared.
+    remembered: what stores that were open before have shown, as long as the weights stay; whoever changes
+    them forgets it.
     """
 
     identity: str | None = None
@@ -113,6 +117,7 @@ class Trust:
     stores: bool = True
     shared_names: bool = False
     rounds: bool = False
+    remembered: dict[Hashable, OrderedDict[str, _Scope]] = field(default_factory=dict, compare=False)
 
 
 class Generations:
@@ -127,7 +132,12 @@ class Generations:
         self._name = components[0].fingerprint.model_id
         self._guards = tuple(stores.parts)
         self._components = tuple(components)
-        self._scopes: OrderedDict[str, _Scope] = OrderedDict()
+        key = components[0].fingerprint.digest(), trust.identity, trust.shared_names, trust.rounds
+        if key not in trust.remembered and len(trust.remembered) >= MOST_REMEMBERED:
+            trust.remembered.clear()
+        self._scopes = trust.remembered.setdefault(key, OrderedDict())
+        for scope in self._scopes.values():
+            scope.is_due = True
         self._lock = threading.Lock()
         self._figures = {"lookups_unverified": 0, "pages_compared": 0, "generations_rejected": 0}
         self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self._guards))

@@ -277,6 +277,18 @@ def test_what_other_weights_computed_is_never_served(
     assert other.found() == 2 and other.reads_own(KEYS[:2]) and other.read(KEYS[2:]) == [None] * 6
 
 
+def test_what_was_adopted_is_known_when_the_store_is_opened_again(deployments: Deployments) -> None:
+    deployments.open("a").put()
+    deployments.restart()
+    remembered: dict[Any, Any] = {}
+    deployments.open("a", remembered=remembered).put(KEYS[:1])
+    deployments.restart()
+    assert deployments.open("a", remembered=remembered).reads_own()
+    deployments.restart()
+    remembered.clear()  # the weights have changed
+    assert deployments.open("b", remembered=remembered).found() == 0
+
+
 def test_the_deepest_page_is_compared_too(deployments: Deployments) -> None:
     """Weights that differ only far from the start, as ropes do."""
     deployments.open("a").put()

@@ -146,7 +146,13 @@ def _storage_opener(
     if plan.interior is Interior.OWN:
         layout += "+kernel"  # pages that only the same kernel understands
 
+    remembered: dict[Any, Any] = {}
+    labels = [""]
+
     def open_it(name: str, keys: Mapping[str, Any], label: str) -> Stores:
+        if label != labels[0]:
+            labels[0] = label
+            remembered.clear()
         model = run_with(plan.model, {"label": label})
         pages = [
             stored_pages(model, host, layout, own, layers=numbers)
@@ -154,7 +160,7 @@ def _storage_opener(
         ]
         extra = ExtraConfig.from_mapping(keys)
         identity = extra.storage_identity or plan.settings.cache.hicache_storage_identity
-        trust = trust_of(name, extra.backend, Trust(identity))
+        trust = trust_of(name, extra.backend, Trust(identity, remembered=remembered))
         return trusted_stores(open_stores(name, extra.backend, pages), pages, trust)
 
     return open_it
