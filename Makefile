@@ -20,6 +20,7 @@
 # make bench-storage the disk backend beside the raw disk, memcpy, SGLang's and LMCache's (installs the peers)
 # make bench-storage-remote  redis, s3 and mooncake on real servers, beside redis-py, boto3, TCP and memcpy
 # make bench-quantise  pages stored as fp8: speed beside exact pages, zstd and memcpy, and what becomes of real answers
+# make bench-canary  what builds of one model differ by, and other models, as a share of what the canary allows
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
@@ -53,7 +54,7 @@ endif
 
 .PHONY: help .venv demo lint compiled clean \
 	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-policy bench-sglang bench-vllm \
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
 	bench-serve
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
@@ -164,6 +165,9 @@ bench-storage-remote: $(READY)
 bench-quantise: $(READY)
 	$(PY) -m tests.storage_servers.install
 	$(PY) benchmarks/bench_quantise.py $(BENCH_FLAGS)
+
+bench-canary: $(READY)
+	$(PY) benchmarks/bench_canary.py $(BENCH_FLAGS)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)

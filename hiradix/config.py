@@ -36,6 +36,7 @@ MAX_SECONDS = 1e9  # thirty years: clocks and libraries can add it to today
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
+IDENTITY_KEY = "hicache_storage_identity"
 REQUIRED_KEY = "hicache_storage_required"
 REFUSED = {
     ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel, direct or auto",
@@ -47,6 +48,13 @@ _EXCLUSIVE = (
     "The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive and cannot be "
     "used at the same time. Please use only one of them."
 )
+
+
+def require_label(flag: str, value: object) -> str | None:
+    """`value` when it is text that is not blank, or None."""
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise ConfigError(f"{flag}: expected a label, got {value!r:.80}")
+    return value
 
 
 def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
@@ -109,6 +117,7 @@ class ExtraConfig:
         hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
         hicache_storage_required: whether a store that does not answer is an error, rather than joined later.
             None: not at a start, but for an attach while serving.
+        storage_identity: key `hicache_storage_identity`; goes before `--hicache-storage-identity`.
         backend: keys for the storage backend, unchecked here.
     """
 
@@ -117,6 +126,7 @@ class ExtraConfig:
     prefetch_timeout_per_ki_token: float = 0.25
     hicache_storage_pass_prefix_keys: bool = False
     hicache_storage_required: bool | None = None
+    storage_identity: str | None = None
     backend: Mapping[str, Any] = field(default_factory=_frozen)
 
     @staticmethod
@@ -150,6 +160,7 @@ class ExtraConfig:
                 name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
             ),
             hicache_storage_required=_optional_bool(name(REQUIRED_KEY), rest.pop(REQUIRED_KEY, None)),
+            storage_identity=require_label(name(IDENTITY_KEY), rest.pop(IDENTITY_KEY, None)),
             backend=_frozen(rest),
         )
 
@@ -160,10 +171,10 @@ class ExtraConfig:
 
     @property
     def opening(self) -> Mapping[str, Any]:
-        """The backend's keys, and whether it is required, as `from_mapping` takes them."""
-        if self.hicache_storage_required is None:
-            return self.backend
-        return _frozen({**self.backend, REQUIRED_KEY: self.hicache_storage_required})
+        """What the opener of the backend is told, as `from_mapping` takes it: the backend's keys, whether it is
+        required, and whose pages they are."""
+        own = {REQUIRED_KEY: self.hicache_storage_required, IDENTITY_KEY: self.storage_identity}
+        return _frozen({**self.backend, **{key: value for key, value in own.items() if value is not None}})
 
     def with_backend(self, **values: Any) -> ExtraConfig:
         """The same with `values` added to the backend's keys where those do not set them already."""
@@ -267,6 +278,7 @@ class HiCacheConfig:
     hicache_host_memory_mode: str = "cache"
     hicache_storage_backend: str | None = None
     hicache_storage_prefetch_policy: str = "timeout"
+    hicache_storage_identity: str | None = None
     hicache_no_regret: bool = True
     hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
     radix_eviction_policy: str = "ghd"
@@ -298,6 +310,7 @@ class HiCacheConfig:
         backend = self.hicache_storage_backend
         if backend is not None and (not isinstance(backend, str) or not backend.strip()):
             raise ConfigError(f"--hicache-storage-backend: expected a backend's name, got {backend!r}")
+        require_label("--hicache-storage-identity", self.hicache_storage_identity)
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
 

@@ -206,7 +206,9 @@ class BoundaryReads:
         p.unread_pages += count
         hashes = found.hashes[count - max(step.counts.values()) :]
         tails = [Tail(own, c) for c, own in pages.items() if c != BACKBONE]
-        ticket = self._controller.read(hashes, pages[BACKBONE], found.chain, tails)
+        ticket = self._controller.read(
+            hashes, pages[BACKBONE], found.chain, tails, p.key.extra_key
+        )
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.READ, arrived, owns=pages))
 

@@ -82,6 +82,8 @@ class Reads:
                 self._finish(p)
 
         p.unread_pages += len(host_pages)
-        ticket = self._controller.read(hashes, host_pages, batch.chain)
+        ticket = self._controller.read(
+            hashes, host_pages, batch.chain, extra_key=p.key.extra_key
+        )
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.READ, arrived, owns={BACKBONE: host_pages}))

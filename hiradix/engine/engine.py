@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from hiradix.engine.api import (
     SamplingParams,
     Scope,
 )
+from hiradix.engine.canary import computed_pages
 from hiradix.engine.checks import check_conservation
 from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
@@ -45,6 +47,7 @@ from hiradix.events import KVEventsConfig, open_publisher
 from hiradix.memory import DevicePool
 from hiradix.prefix_cache import (
     CacheInitParams,
+    ComputedPages,
     HiRadixCache,
     ModelIdentity,
     StateRadixCache,
@@ -52,6 +55,7 @@ from hiradix.prefix_cache import (
     build_prefix_cache,
     model_identity,
 )
+from hiradix.storage import no_adapters
 from hiradix.transfer.process_group import ProcessGroup
 from hiradix.tree import RadixKey
 
@@ -314,7 +318,13 @@ class Engine:
 
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
-        params = CacheInitParams(
+        asked = config.enable_hierarchical_cache and config.hicache_storage_identity is None
+        with computed_pages(self._model, pools) if asked else nullcontext() as witness:
+            return self._cache_over(build_cache, self._cache_params(group, witness), group)
+
+    def _cache_params(self, group: ProcessGroup | None, witness: ComputedPages | None) -> CacheInitParams:
+        config, pools = self.config.cache, self._pools
+        return CacheInitParams(
             disable=config.disable_radix_cache,
             req_to_token_pool=pools.rows,
             token_to_kv_pool_allocator=pools.allocator,
@@ -324,7 +334,14 @@ class Engine:
             sliding_window_size=pools.window,
             state_records=pools.states,
             agree=None if group is None else group.least,
+            witness=witness,
+            adapter_of=no_adapters,
         )
+
+    def _cache_over(
+        self, build_cache: BuildCache, params: CacheInitParams, group: ProcessGroup | None
+    ) -> PrefixCache:
+        config, pools = self.config.cache, self._pools
         identity = model_identity(self.config.model_path, self.model_name)
         if pools.hybrid is not None:
             if group is not None:

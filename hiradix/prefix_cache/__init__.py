@@ -22,6 +22,7 @@ from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
     CacheInitParams,
     CacheStats,
+    ComputedPages,
     EvictParams,
     EvictResult,
     InsertParams,
@@ -37,6 +38,7 @@ from hiradix.tree import RadixKey
 __all__ = [
     "CacheInitParams",
     "CacheStats",
+    "ComputedPages",
     "EvictParams",
     "EvictResult",
     "HiRadixCache",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from hiradix.cache import HostTier, PageSource
 from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import ConfigError
@@ -33,8 +35,21 @@ from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams
 from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
-from hiradix.storage import ComponentPages, Stores, open_stores
-from hiradix.transfer import PoolPair, Runtime, TransferController
+from hiradix.storage import (
+    ComponentPages,
+    Stores,
+    Trust,
+    Witness,
+    open_stores,
+    trust_of,
+    trusted_stores,
+    whole_key,
+)
+from hiradix.transfer import Copy, PoolPair, Runtime, TransferController
+from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES
+from hiradix.tree import Pages
+
+WITNESS_S = 60.0  # longest that the copy of one page is waited for at start
 
 
 def build_prefix_cache(
@@ -60,7 +75,9 @@ def build_prefix_cache(
     if is_replicated(host_pool):  # one of the ranks stores for all
         host.controller.backs_up = model.tp_rank == 0
     stored = stored_pages(model, host_pool, config.hicache_mem_layout)
-    cache = HiRadixCache(params, host, NamedStorage([stored]))
+    witness = _witness(params, host.controller, [host_pool])
+    trust = _trust(config, params, witness, stores=host.controller.backs_up)
+    cache = HiRadixCache(params, host, NamedStorage([stored], trust))
     cache.served_model_name = model.model_id
     _attach(cache, config)
     return cache
@@ -92,10 +109,16 @@ def build_hybrid_cache(
     sources = tuple(PageAllocator(host.num_pages) for host in hosts)
     tier = _tier(config, sources, TransferController.over(pairs, runtime))
     stored = [
-        stored_pages(model, host, config.hicache_mem_layout, name, config.page_size)
-        for host, name in zip(hosts, (component_name(None), kind.name), strict=True)
+        stored_pages(model, host, config.hicache_mem_layout, name, config.page_size, layers)
+        for host, name, layers in zip(
+            hosts,
+            (component_name(None), kind.name),
+            (pools.full_layers, pools.other_layers),
+            strict=True,
+        )
     ]
-    cache = kind.tiered(params, tier, NamedStorage(stored))
+    witness = _witness(params, tier.controller, hosts)
+    cache = kind.tiered(params, tier, NamedStorage(stored, _trust(config, params, witness)))
     cache.served_model_name = model.model_id
     _attach(cache, config)
     return cache
@@ -125,6 +148,40 @@ def _hybrid_hosts(config: HiCacheConfig, pools: HybridPools, num_ranks: int) -> 
         HostPool(pool.shape, count, pool.page_size, layout=config.hicache_mem_layout, device=pool.device)
         for pool, count in zip(devices, counts, strict=True)
     ]
+
+
+def _trust(
+    config: HiCacheConfig, params: CacheInitParams, witness: Witness | None, stores: bool = True
+) -> Trust:
+    adapter_of = params.adapter_of or whole_key
+    return Trust(config.hicache_storage_identity, adapter_of, witness, stores)
+
+
+def _witness(
+    params: CacheInitParams, controller: TransferController, hosts: Sequence[HostPool]
+) -> Witness | None:
+    """What the engine has computed to be compared, as the host pools have it. Before anything is in these."""
+    computed = params.witness
+    if computed is None:
+        return None
+    pages: list[list[bytes | None]] = [[] for _ in hosts]
+    for of_name in computed.pages:
+        for pair, device_page in enumerate(of_name):
+            if device_page is None:
+                pages[pair].append(None)
+                continue
+            backbone, others = _one_copy(pair, device_page)
+            ticket = controller.write(*backbone, others)
+            if not controller.wait([ticket], WITNESS_S) or any(r.error for r in controller.poll()):
+                raise ConfigError(f"a page of the device was not copied to the host in {WITNESS_S:g} s")
+            pages[pair].append(b"".join(hosts[pair].page_views(0)))
+    return Witness(computed.keys, tuple(map(tuple, pages)))
+
+
+def _one_copy(pair: int, device_page: int) -> tuple[tuple[Pages, Pages], list[Copy]]:
+    """A device page to host page 0 of its pair of pools."""
+    one = np.array([device_page], np.int32), np.zeros(1, np.int32)
+    return (one, []) if pair == BACKBONE_PAIR else ((NO_PAGES, NO_PAGES), [Copy(*one, pair)])
 
 
 def _attach(cache: HiRadixCache, config: HiCacheConfig) -> None:
@@ -173,19 +230,31 @@ def _tier(
 
 
 class NamedStorage:
-    """Opens storage by name for the model's pages.
+    """Opens storage by name for the model's pages; it serves what `trust` says the same weights computed.
 
     label: part of the pages' names from the next time on, where the weights are not the model's files' any
     more; "" where they are.
     """
 
-    def __init__(self, stored: Sequence[ComponentPages]) -> None:
-        self.label = ""
+    def __init__(self, stored: Sequence[ComponentPages], trust: Trust) -> None:
+        self._label = ""
+        self.trust = trust
         self._stored = stored
 
+    @property
+    def label(self) -> str:
+        return self._label
+
+    @label.setter
+    def label(self, label: str) -> None:
+        self._label = label
+        self.trust.remembered.clear()  # of other weights, or of the first ones before others came
+
     def __call__(self, name: str, extra: ExtraConfig) -> Stores:
-        pages = [self._labelled(pages) for pages in self._stored]
-        return open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
+        pages, keys = [self._labelled(pages) for pages in self._stored], extra.backend
+        trust = replace(self.trust, identity=extra.storage_identity or self.trust.identity)
+        stores = open_stores(name, keys, pages, required=bool(extra.hicache_storage_required))
+        return trusted_stores(stores, pages, trust_of(name, keys, trust))
 
     def _labelled(self, pages: ComponentPages) -> ComponentPages:
         if not self.label:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hiradix.memory import CacheShape, HostPool, MLAShape
+from hiradix.memory.compare import PageComparer
 from hiradix.storage import ComponentPages, PageFingerprint
 
 STATE_NAME = "state"  # what storage calls records of recurrent state
@@ -121,17 +122,25 @@ def page_fingerprint(
 
 
 def stored_pages(
-    model: ModelIdentity, pool: HostPool, layout: str, component: str = "", page_size: int | None = None
+    model: ModelIdentity,
+    pool: HostPool,
+    layout: str,
+    component: str = "",
+    page_size: int | None = None,
+    layers: Sequence[int] | None = None,
 ) -> ComponentPages:
     """What storage is told of a host pool's pages, as `page_fingerprint`.
 
     Pages that all tensor parallel ranks have alike are no rank's. page_size: tokens of the pages that name
-    what the pool has, where that is a record.
+    what the pool has, where that is a record. layers: the model's number of each of the pool's.
     """
     if is_replicated(pool):
         model = replace(model, tp_rank=0, tp_size=1)
     mark = page_fingerprint(model, pool.shape, page_size or pool.page_size, layout, component)
-    return ComponentPages(mark, pool.page_bytes, pool.page_bytes * pool.num_pages, _elements(pool.shape))
+    compare = PageComparer(pool.shape, pool.layout.name, pool.page_size, layers)
+    return ComponentPages(
+        mark, pool.page_bytes, pool.page_bytes * pool.num_pages, _elements(pool.shape), compare
+    )
 
 
 def _elements(shape: CacheShape) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -74,6 +74,17 @@ class StatefulRequestLike(RequestLike, Protocol):
         """The record of the state behind its first `num_tokens` tokens, the caller's from here on."""
 
 
+@dataclass(frozen=True)
+class ComputedPages:
+    """Device pages that an engine has computed to be compared with stored ones, by their names in storage.
+
+    pages: for each name, the page of each pool, the backbone's first; None where there is none.
+    """
+
+    keys: tuple[str, ...]
+    pages: tuple[tuple[int | None, ...], ...]
+
+
 @dataclass
 class CacheInitParams:
     """How a prefix cache sits in an engine.
@@ -83,6 +94,8 @@ class CacheInitParams:
     state_records: device records of recurrent state, for `StateRadixCache`.
     agree: with several ranks, the elementwise minimum of a vector over all of them, else None. ranks_on_host:
     processes with a host pool each that share this machine's memory; 0: the model's ranks.
+    witness: pages that the engine has computed, for storage to tell by what the weights do. adapter_of: what
+    tells adapters apart in an extra key; None: all of it.
     """
 
     disable: bool
@@ -97,6 +110,8 @@ class CacheInitParams:
     state_records: PageSource | None = None
     agree: Agree | None = None
     ranks_on_host: int = 0
+    witness: ComputedPages | None = None
+    adapter_of: Callable[[str | None], str] | None = None
 
 
 class MatchPrefixParams(NamedTuple):

@@ -219,6 +219,12 @@ _CACHE: tuple[Flag, ...] = (
         PREFETCH_POLICIES,
     ),
     Flag(
+        "--hicache-storage-identity",
+        "Pages in storage go by this label; whether the same weights computed them is not looked at.",
+        str,
+        metavar="LABEL",
+    ),
+    Flag(
         "--hicache-no-regret",
         "Do not load or fetch what is predicted to take longer than computing it again.",
         str,

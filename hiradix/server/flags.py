@@ -208,6 +208,7 @@ def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, t
         hicache_host_memory_mode=args.hicache_host_memory_mode,
         hicache_storage_backend=args.hicache_storage_backend,
         hicache_storage_prefetch_policy=args.hicache_storage_prefetch_policy,
+        hicache_storage_identity=args.hicache_storage_identity,
         hicache_no_regret=args.hicache_no_regret == "on",
         hicache_storage_backend_extra_config=_storage_config(args),
         radix_eviction_policy=args.radix_eviction_policy,

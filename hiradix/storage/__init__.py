@@ -11,6 +11,15 @@ from hiradix.storage.breaker import BreakerLimits, BreakerState
 from hiradix.storage.build import guard_limits, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.generations import (
+    Generations,
+    Trust,
+    Witness,
+    no_adapters,
+    trust_of,
+    trusted_stores,
+    whole_key,
+)
 from hiradix.storage.guard import GuardedStorage, GuardLimits
 from hiradix.storage.joining import JoiningStorage, StoragePart, WhenJoined
 from hiradix.storage.meters import Histogram, MissReason, Op
@@ -27,6 +36,7 @@ __all__ = [
     "BreakerLimits",
     "BreakerState",
     "ComponentPages",
+    "Generations",
     "GuardLimits",
     "GuardedStorage",
     "Histogram",
@@ -40,13 +50,19 @@ __all__ = [
     "StoragePart",
     "Stores",
     "Traits",
+    "Trust",
     "WhenJoined",
+    "Witness",
     "check_key",
     "create_storage_backend",
     "guard_limits",
     "load_storage_backend",
+    "no_adapters",
     "open_storage",
     "open_stores",
     "register_storage_backend",
     "storage_backend_names",
+    "trust_of",
+    "trusted_stores",
+    "whole_key",
 ]

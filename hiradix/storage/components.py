@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.breaker import BreakerState
@@ -27,19 +27,23 @@ from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
 from hiradix.storage.options import flag, parse_size
-from hiradix.storage.protocol import StorageBackend, StorageContext
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
 from hiradix.storage.wrap import coded
 
+if TYPE_CHECKING:
+    from hiradix.storage.generations import Difference
+
 
 class Stores(Protocol):
-    """Storage as a cache's owner has it. `parts`: a guard per component of the cache, the backbone's first.
+    """Storage as a cache's owner has it. `parts`: exists, get and put of each component of the cache, the
+    backbone's first: its guard, or what `Generations` makes of that.
 
     A `GuardedStorage` is one, of one component.
     """
 
     @property
-    def parts(self) -> tuple[StoragePart, ...]: ...
+    def parts(self) -> Sequence[Any]: ...
 
     @property
     def is_joined(self) -> bool: ...
@@ -62,16 +66,34 @@ class Stores(Protocol):
 
 
 @dataclass(frozen=True)
+class _Bytes:
+    """How two pages compare byte by byte."""
+
+    is_same: bool
+
+    def __str__(self) -> str:
+        return "their bytes"
+
+
+def exactly(one: Page, other: Page, _: bool) -> Difference:
+    """Pages are the same where their bytes are."""
+    return _Bytes(b"".join(one) == b"".join(other))
+
+
+@dataclass(frozen=True)
 class ComponentPages:
     """Pages of one component. weight: what share of a cap they get, such as the bytes of their host pool.
 
     fingerprint: with `component` set for all but the backbone. elements: as a `StorageContext` has it.
+    compare: how much a page that was computed here differs from a stored one, and whether rounding explains
+    it; by default bytes must be equal. Told whether storage has rounded both.
     """
 
     fingerprint: PageFingerprint
     page_bytes: int
     weight: int = 1
     elements: str = ""
+    compare: Callable[[Page, Page, bool], Difference] = exactly
 
 
 def open_stores(

@@ -18,7 +18,7 @@ class Use:
 
     after: the page of the chain in front of them, where that is known. is_chain: whether it is one; pages
     that a tool moves are in no order. names: of all its calls so far. inside: what a guard makes of them for
-    its backend.
+    its backend. extra_key: of the pages' namespace, None for none.
     """
 
     after: str = ""
@@ -26,6 +26,7 @@ class Use:
     began_ns: int | None = None
     names: list[str] = field(default_factory=list)
     inside: dict[Hashable, Use] = field(default_factory=dict)
+    extra_key: str | None = None
 
 
 @dataclass(slots=True)
@@ -97,8 +98,13 @@ def as_piece(piece: Piece) -> Iterator[None]:
 @contextmanager
 def as_use(use: Use) -> Iterator[None]:
     """This thread's calls are a part of that use meanwhile."""
-    _under_way.use = use
+    before, _under_way.use = _under_way.use, use
     try:
         yield
     finally:
-        _under_way.use = None
+        _under_way.use = before
+
+
+def current_use() -> Use | None:
+    """What this thread has said its calls are a part of."""
+    return _under_way.use

@@ -156,6 +156,11 @@ def _decoded(codes: torch.Tensor) -> torch.Tensor:
     return values.copy_(halves.view(torch.float16)).mul_(256.0)
 
 
+def rounded(page: bytes, elements: str) -> memoryview:
+    """What such a page is when it comes back from storage."""
+    return decode(memoryview(encode([memoryview(page)], elements)), elements, len(page))
+
+
 class QuantisedStorage(CodingWrapper):
     """Pages are coded on their way in. elements: the one type that pages are made of. Thread-safe.
 

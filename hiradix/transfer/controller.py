@@ -179,18 +179,23 @@ class TransferController:
         return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails), known))
 
     def read(
-        self, hashes: Sequence[bytes], host_pages: PageIds, chain: Chain = None, others: Iterable[Tail] = ()
+        self,
+        hashes: Sequence[bytes],
+        host_pages: PageIds,
+        chain: Chain = None,
+        others: Iterable[Tail] = (),
+        extra_key: str | None = None,
     ) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
 
         Each component's pages, `others` those of further ones, are for the last of `hashes`, all of which one
-        of them wants. They come one component after the other and count on.
+        of them wants. They come one component after the other and count on. extra_key: of their namespace.
         """
         tails = as_tails(host_pages, others)
         longest = max(len(tail.pages) for tail in tails)
         if len(hashes) != longest:
             raise Misuse(f"{len(hashes)} hashes for {longest} pages")
-        return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain))
+        return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain, extra_key))
 
     def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
@@ -200,7 +205,7 @@ class TransferController:
         tails = as_tails(host_pages, others)
         if max(len(t.pages) for t in tails) > len(rows):
             raise Misuse(f"{tails} for {len(rows)} rows")
-        if self.backs_up:
+        if self.backs_up or self._storage_jobs.wants_computed:
             return self._submit(JobKind.STORE, self._size(tails), Store(rows, tails))
         return self._desk.take_for_granted(JobKind.STORE, self._size(tails)[0], self.epoch)
 

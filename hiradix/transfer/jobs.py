@@ -110,11 +110,15 @@ Chain = tuple[bytes, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """Bring the pages named by `hashes`, or the last of them, into `tails`. chain: the sequence's hashes."""
+    """Bring the pages named by `hashes`, or the last of them, into `tails`. chain: the sequence's hashes.
+
+    extra_key: of the pages' namespace.
+    """
 
     hashes: tuple[bytes, ...]
     tails: Tails
     chain: Chain = None
+    extra_key: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,6 +62,11 @@ class StorageRunner:
         """Whether the storage attached asks for the chain before a call's pages."""
         return any(getattr(part, "wants_prefix_keys", False) for part in self.parts)
 
+    @property
+    def wants_computed(self) -> bool:
+        """Whether pages are to be put although another rank stores them: storage compares them."""
+        return any(getattr(part, "wants_computed", False) for part in self.parts)
+
     # -- jobs -----------------------------------------------------------------------------
 
     def query(self, task: Task) -> Iterator[None]:
@@ -92,7 +97,8 @@ class StorageRunner:
         assert isinstance(read, Read)
         for tail in read.tails:
             hashes = read.hashes[len(read.hashes) - len(tail.pages) :]
-            storage, use = self._part(tail.pair), Use(_front(read.chain, hashes))
+            storage = self._part(tail.pair)
+            use = Use(_front(read.chain, hashes), extra_key=read.extra_key)
             for start in range(0, len(hashes), self._batch_pages):
                 task.check()
                 batch = _names(hashes[start : start + self._batch_pages])
@@ -114,7 +120,7 @@ class StorageRunner:
         yield
         for tail in store.tails:
             first = len(keys) - len(tail.pages)
-            use = Use(_key_before(task, store.rows, first))
+            use = Use(_key_before(task, store.rows, first), extra_key=store.rows.extra_key)
             for start in range(0, len(tail.pages), self._batch_pages):
                 task.check()
                 batch = keys[first + start : first + start + self._batch_pages]
@@ -166,7 +172,8 @@ class StorageRunner:
         first = len(query.rows) - query.num_pages
         keys = _names(task.hashes[first + batch.start : first + batch.stop])
         storage, before = self._part(pair), self._keys_before(task, query.rows, first + batch.start)
-        answer = storage.exists(keys) if before is None else storage.exists(keys, before)
+        with as_use(Use(extra_key=query.rows.extra_key)):
+            answer = storage.exists(keys) if before is None else storage.exists(keys, before)
         return checked_count(answer, len(keys))
 
     # -- inside -----------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class PageRows:
     extras: per page a digest or None; None if no page has one.
     start: pages before the first row.
     tenant: whose pages these are, as `Namespace.tenant` names him; "" for nobody's in particular.
+    extra_key: of the pages' namespace.
     """
 
     prior: bytes
@@ -58,6 +59,7 @@ class PageRows:
     is_bigram: bool = False
     start: int = 0
     tenant: str = ""
+    extra_key: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -68,7 +68,8 @@ def page_rows(node: Node, start: int, page_size: int) -> PageRows:
     first, prior = _known_prior(node, start)
     rows = _shape(_path_tokens(node, first, page_size), node.end - first, page_size, node.space)
     space, extras = node.space, _path_extras(node, first)
-    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, space.tenant)
+    whose = space.tenant, space.extra_key
+    return PageRows(prior or space.seed, rows, extras, space.is_bigram, first, *whose)
 
 
 def key_rows(key: RadixKey, node: Node, span: tuple[int, int], page_size: int) -> PageRows:
@@ -85,7 +86,10 @@ def rows_behind(key: RadixKey, prior: bytes, span: tuple[int, int], page_size: i
     start, end = span
     tokens = key.tokens[start * page_size : end * page_size + key.space.lookahead]
     rows = _shape(tokens, end - start, page_size, key.space)
-    return PageRows(prior, rows, key.extras_of(start, end), key.is_bigram, start, key.space.tenant)
+    space = key.space
+    return PageRows(
+        prior, rows, key.extras_of(start, end), key.is_bigram, start, space.tenant, space.extra_key
+    )
 
 
 def set_hashes(node: Node, start: int, digests: Sequence[bytes]) -> None:

@@ -14,6 +14,7 @@ from tests.e2e.load import ask_all, prompts, three_tiers
 from tests.e2e.warm import WarmServer
 
 REQUESTS = prompts(4, 1600, seed=77)
+BY_NAME = {"hicache_storage_identity": "tiny"}  # or the canary, which is damaged too, would see it
 
 
 def damage(storage: Path) -> int:
@@ -28,7 +29,7 @@ def damage(storage: Path) -> int:
 
 def life(model: Path, storage: Path, checked: bool) -> list[Answer]:
     """What a server with this storage directory answers."""
-    extra = json.dumps({"prefetch_threshold": 16, "deadline_s": 60, "checksum": checked})
+    extra = json.dumps({"prefetch_threshold": 16, "deadline_s": 60, "checksum": checked, **BY_NAME})
     arguments = three_tiers(model, storage, "--hicache-storage-backend-extra-config", extra)
     with WarmServer(arguments, storage.with_suffix(".log")) as server:
         return ask_all(server.url, REQUESTS)

@@ -103,8 +103,14 @@ def test_storage_hit_after_flush_and_in_a_new_process_image(make: Make, tmp_path
     assert bench.cache.total_size() == 0
     req = bench.start(prompt(33))
     assert req.host_tokens == 32 and bench.cache.pop_prefetch_loaded_tokens(req.rid) == 32
-    again = make(**storage(tmp_path)).start(prompt(33))
-    assert again.host_tokens == 32
+    again = make(**storage(tmp_path))
+    req = again.start(prompt(33))
+    assert req.host_tokens == 0, "it has computed nothing yet that could be compared"
+    again.finish(req)
+    again.settle()
+    again.cache.reset()
+    assert again.start(prompt(33)).host_tokens == 32
+    assert again.cache.stats().storage["canary_adopted"] == 1
 
 
 def test_insert_and_evict_as_upstream_counts_them(make: Make) -> None:
@@ -324,6 +330,8 @@ def test_bigram_keys_reach_storage_from_any_node_with_or_without_the_request(
         bench.finish(bench.start(tokens[:10]))
         bench.settle()
         assert cache.attach_storage_backend("file", extra_of(tmp_path))[0]
+        bench.finish(bench.start(tokens[:10]))  # what it has computed is put, and compared
+        bench.settle()
     node = cache.match_prefix(MatchPrefixParams(RadixKey(tokens))).last_host_node
     assert node.end == (2 if anchored else 0)
     assert cache.prefetch_from_storage("r", node, tokens[node.end * 4 :])

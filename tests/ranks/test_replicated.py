@@ -27,13 +27,15 @@ LATENT = MLAShape(2, 8, 4, torch.float32)
 HEADS = KVShape(2, 1, 8, 8, torch.float32)
 
 
-def build(shape: MLAShape | KVShape, rank: int, folder: Path) -> HiRadixCache:
+def build(
+    shape: MLAShape | KVShape, rank: int, folder: Path, identity: str | None = "same"
+) -> HiRadixCache:
     keys = {"prefetch_threshold": PAGE_SIZE, "file_storage_path": str(folder), "deadline_s": 60}
     config = HiCacheConfig(
         page_size=PAGE_SIZE, enable_hierarchical_cache=True, hicache_no_regret=False, hicache_ratio=2.0,
         hicache_storage_backend="file",
         hicache_storage_backend_extra_config=parse_extra_config(json.dumps(keys)),
-        hicache_storage_prefetch_policy="wait_complete",
+        hicache_storage_prefetch_policy="wait_complete", hicache_storage_identity=identity,
     )  # fmt: skip
     pool = DevicePool(shape, 16, PAGE_SIZE)
     slots = SlotAllocator(16 * PAGE_SIZE, PAGE_SIZE, "cpu", pool)
@@ -73,3 +75,21 @@ def test_who_stores_and_who_finds_it(
     second = build(shape, reader, tmp_path)
     assert fetched_tokens(second) == tokens
     second.close()
+
+
+def test_a_rank_that_stores_nothing_compares_what_it_computes(tmp_path: Path) -> None:
+    """What rank 0 of the same weights stored is served to it then, and nothing of other weights."""
+    first = build(LATENT, 0, tmp_path, None)
+    compute(first)
+    first.close()
+    found = []
+    for value in (0.0, 1.0):
+        reader = build(LATENT, 1, tmp_path, None)
+        for layer in reader.token_to_kv_pool_allocator.get_kvcache().array("latent"):
+            layer.fill_(value)
+        found.append(fetched_tokens(reader))
+        compute(reader)
+        reader.reset()
+        found.append(fetched_tokens(reader))
+        reader.close()
+    assert found == [0, len(TOKENS), 0, 0]

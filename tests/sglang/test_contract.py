@@ -207,13 +207,17 @@ def test_a_prefetch_continues_what_is_cached(tmp_path: Path) -> None:
     rig.check()
 
 
+BY_NAMES = {"hicache_storage_identity": "rig"}
+"""What pages are called is all that tells them apart: nothing is compared (test_canary.py)."""
+
+
 def test_what_an_adapter_stored_is_another_ones_when_it_is_trained_further(tmp_path: Path) -> None:
     """SGLang's id of an adapter given at the start is made of name and path: the same after a restart."""
     lora = "0f" * 16
 
     def stored(weights: str, **space: str) -> int:
         """Tokens that an SGLang started with these weights finds in storage; it stores what it has not."""
-        rig = Rig(tmp_path, adapters={lora: weights})
+        rig = Rig(tmp_path, adapters={lora: weights}, **BY_NAMES)
         handle = rig.prefetch(rig.request(PROMPT + [1], **space))
         rig.settle()
         assert rig.cache.check_prefetch_progress(handle)
@@ -231,7 +235,7 @@ def test_what_an_adapter_stored_is_another_ones_when_it_is_trained_further(tmp_p
 
 def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
     """Changed in place, as SGLang does it; it flushes then. As they were again, and at the next start."""
-    rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
+    rig, model = Rig(tmp_path, **BY_NAMES), torch.nn.Linear(8, 8)
     extra = parse_extra_config(stored_in(tmp_path))
     rig.cache.watch(Weights(model), extra)
     found = []
@@ -254,15 +258,15 @@ def test_what_other_weights_stored_is_found_by_nobody(tmp_path: Path) -> None:
         rig.cache.reset()
         asked(rig, first)
     rig.cache.release_host_resources()
-    asked(Rig(tmp_path), 1)
-    asked(Rig(tmp_path), 3)
+    asked(Rig(tmp_path, **BY_NAMES), 1)
+    asked(Rig(tmp_path, **BY_NAMES), 3)
     whole = len(PROMPT) + PAGE
     assert found == [0, whole, 0, whole, 0, whole, 0, whole, 0]
 
 
 def test_what_is_computed_after_an_update_without_a_flush_is_found_by_nobody(tmp_path: Path) -> None:
     """It was stored as the first weights', and found when they were back; prompts cached before it too."""
-    rig, model = Rig(tmp_path), torch.nn.Linear(8, 8)
+    rig, model = Rig(tmp_path, **BY_NAMES), torch.nn.Linear(8, 8)
     extra = parse_extra_config(stored_in(tmp_path))
     rig.cache.watch(Weights(model), extra)
 
@@ -305,7 +309,7 @@ def test_what_is_computed_after_an_update_without_a_flush_is_found_by_nobody(tmp
     assert [in_storage(rig, first) for first in (1, 4)] == [whole, 0]
     rig.check()
     rig.cache.release_host_resources()
-    assert in_storage(Rig(tmp_path), 2) == 0
+    assert in_storage(Rig(tmp_path, **BY_NAMES), 2) == 0
 
 
 def test_a_storage_that_cannot_be_opened_for_other_weights_stays_away(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
         "hicache_storage_backend_extra_config": {
             "file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": 32, **PATIENT,
         },
-        "drain_timeout_s": 60.0,
+        "drain_timeout_s": 60.0, "hicache_storage_identity": "tiny",
     }  # fmt: skip
     prompts = [conversation(seed, 300) for seed in range(3)]
     plain = start(None)

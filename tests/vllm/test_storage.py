@@ -25,11 +25,15 @@ from tests.vllm.test_host import conversation, shared_prefixes
 Start = Callable[..., Player]
 PROMPTS = [conversation(50 + seed, 300) for seed in range(4)]
 PATIENT = {"deadline_s": 60.0}  # a call of storage that a busy disk holds for two seconds is a miss
+BY_NAMES = "names"
 PAGES = sum((len(prompt) - 1) // 32 for prompt in PROMPTS)
 
 
 def with_storage(name: str, policy: str = "wait_complete", **keys: Any) -> dict[str, Any]:
-    """Extra config with a store that a reset, by which the tests empty the host, leaves as it is."""
+    """Extra config with a store that a reset, by which the tests empty the host, leaves as it is.
+
+    What it has goes by names alone: `test_what_storage_has_is_compared_before_it_is_served` is of the rest.
+    """
     return {
         "hicache_size": 0.1,
         "hicache_storage_backend": name,
@@ -38,6 +42,7 @@ def with_storage(name: str, policy: str = "wait_complete", **keys: Any) -> dict[
         "served_model_name": "tiny",
         "drain_timeout_s": 60.0,
         "storage_after_reset": "same",
+        "hicache_storage_identity": BY_NAMES,
     }
 
 
@@ -105,6 +110,28 @@ def test_the_same_weights_run_otherwise_have_pages_of_their_own(
     assert_same(expected, got)
     other.stop()
     assert cached(start(store, hf_overrides=slow).generate(prompts)) == 3 * 192
+
+
+def test_what_storage_has_is_compared_before_it_is_served(start: Start, tmp_path: Path) -> None:
+    """Two models that say they are the same: as with a hub name whose branch has moved."""
+    keys = {"disk_storage_path": str(tmp_path / "disk"), "max_size": "64MiB"}
+    extra = with_storage("disk", **keys) | {"hicache_storage_identity": None}
+    prompts = [conversation(seed, 200) for seed in range(3)]
+    expected = []
+    for factor in (1.0, 2.0, 1.0):
+        ours = start(extra, enable_prefix_caching=True)
+        ours.ask("train", factor=factor, is_paused=True)
+        answers = ours.generate(prompts)
+        assert cached(answers) == 0, "nothing was computed yet that could be compared"
+        until(ours, lambda state: state["idle"])
+        assert ours.ask("reset")
+        again = ours.generate(prompts)
+        assert cached(again) == 3 * 192
+        assert_same(answers, again)
+        expected.append(answers)
+        ours.stop()
+    assert not judge(expected[0], expected[1]).holds
+    assert_same(expected[0], expected[2])
 
 
 def test_other_weights_find_nothing_of_the_first_in_any_tier(start: Start, tmp_path: Path) -> None:
@@ -249,6 +276,7 @@ def reference_engine(
 ) -> tuple[list[int], list[list[int]]]:
     """Cached tokens and answers of our own engine over the same store, empty pools."""
     keys = {"file_storage_path": str(folder / "pages"), "prefetch_threshold": 32} | PATIENT
+    keys |= {"hicache_storage_identity": BY_NAMES}
     cache = HiCacheConfig(
         page_size=page_size, enable_hierarchical_cache=True, hicache_size=0.1,
         hicache_storage_backend="file", hicache_storage_prefetch_policy="wait_complete",

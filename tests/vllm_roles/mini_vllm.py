@@ -30,6 +30,8 @@ from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
+from hiradix.prefix_cache import ModelIdentity, stored_pages
+from hiradix.storage import Generations, Trust
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits
 from hiradix.tree import FULL, Component
 
@@ -137,7 +139,7 @@ class FakeStorage:
         self.fault = ""
         self.parts = tuple(FakePart(self, "" if c == 0 else f"@{c}") for c in range(num_components))
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = 0.0) -> None:
         """Nothing to let go of."""
 
 
@@ -156,7 +158,14 @@ class FakePart:
         lacking = (i for i, key in enumerate(keys) if self._name(key) not in self._whole.pages)
         return next(lacking, len(keys))
 
-    def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:
+    wants_prefix_keys = wants_tenant = False
+
+    def register(self, memory: memoryview) -> bool:
+        return False
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], prefix_keys: object = None
+    ) -> list[bool]:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
             data = self._whole.pages.get(self._name(key))
@@ -168,7 +177,18 @@ class FakePart:
             ok.append(True)
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Sequence[memoryview]]) -> list[bool]:
+    def delete(self, keys: Sequence[str]) -> bool:
+        for key in keys:
+            self._whole.pages.pop(self._name(key), None)
+        return True
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Sequence[memoryview]],
+        prefix_keys: object = None,
+        tenant: str = "",
+    ) -> list[bool]:
         if self._whole.fault == "put":
             return [False] * len(keys)
         for key, views in zip(keys, pages, strict=True):
@@ -180,7 +200,8 @@ class FakePart:
 class World:
     """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages.
 
-    prefix_cache: whether vLLM has one of its own; only without a window.
+    compares: whether what storage has is compared before it is served. prefix_cache: whether vLLM has one of
+    its own; only without a window.
     """
 
     num_blocks: int = 24
@@ -198,6 +219,7 @@ class World:
     seed: int = 0
     policy: str = "lru"
     tables: str = ""
+    compares: bool = False
 
 
 class Rank:
@@ -224,6 +246,10 @@ class Rank:
             self.driver, self.driver.now, TransferLimits(batch_pages=world.batch_pages, num_load_slots=64)
         )
         self.storage = FakeStorage({} if store is None else store, groups)
+        hosts = [pair.host for pair in pairs]
+        model = ModelIdentity("mini")
+        self.stored = [stored_pages(model, host, "", f"{n or ''}") for n, host in enumerate(hosts)]
+        self.compares = world.compares
         self.role = WorkerRole(pairs, range(groups), self._open, runtime)
         self.switching: list[Work] = []  # goes on with `follow`
         self.role.switch.spawn = self.switching.append
@@ -232,7 +258,7 @@ class Rank:
 
     def _open(self, name: str, keys: Mapping[str, Any], label: str) -> Any:
         self.storage = FakeStorage(self.storage.pages, len(self.storage.parts), label)
-        return self.storage
+        return Generations(self.storage, self.stored, Trust()) if self.compares else self.storage
 
     def follow(self) -> None:
         """What the worker was told of its storage goes on a step."""

@@ -17,6 +17,7 @@ from hiradix.adapters.vllm import index, loads, saves, scheduler, stores, worker
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import BlockTable
+from hiradix.memory.compare import Apart
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
 PREFIXES = 3
@@ -43,11 +44,16 @@ def drawn_world(rng: random.Random) -> World:
 
 
 class Life:
-    """One seed's moves on one engine, and on a second one over the same store."""
+    """One seed's moves on one engine, and on a second one over the same store.
 
-    def __init__(self, seed: int) -> None:
+    compares: whether storage compares before it serves; the second one's weights are others then, every other
+    time.
+    """
+
+    def __init__(self, seed: int, compares: bool = False) -> None:
         self.rng = rng = random.Random(seed)
-        self.world = drawn_world(rng)
+        self.world = replace(drawn_world(rng), compares=compares)
+        self.other_weights = 1000 if compares and seed % 2 else 0
         has_store = rng.random() < 0.6
         self.store: list[dict[str, bytes]] | None = (
             [{} for _ in range(self.world.num_workers)] if has_store else None
@@ -114,7 +120,8 @@ class Life:
             self.store is not None
         ):  # another process with the same store, and the weights of the first one's start
             self.vllm = MiniVLLM(self.world, self.store)
-            for _ in range(num_moves // 4):
+            self.vllm.weights = self.other_weights
+            for _ in range(num_moves * 2 if self.world.compares else num_moves // 4):
                 getattr(self, self.rng.choice(["add", "step", "work"]))()
             self.end()
 
@@ -132,6 +139,23 @@ class Life:
 @given(st.integers(0, 1 << 30))
 def test_nothing_wrong_is_read_and_everything_is_given_back(seed: int) -> None:
     Life(seed).play(90)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1 << 30))
+def test_nothing_wrong_is_read_of_a_store_that_models_of_one_name_share(seed: int) -> None:
+    Life(seed, compares=True).play(90)
+
+
+def other_weights_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Apart, "is_same", True)
+
+
+def test_a_comparison_that_finds_nothing_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_weights_are_the_same(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(1, 400, 2):
+            Life(seed, compares=True).play(90)
 
 
 def no_fences(monkeypatch: pytest.MonkeyPatch) -> None:

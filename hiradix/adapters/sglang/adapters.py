@@ -20,19 +20,29 @@ _MARK = "@"
 
 @dataclass(frozen=True)
 class Adapters:
-    """Digests of the weights of adapters whose ids say nothing of them, by id."""
+    """Digests of the weights of adapters whose ids say nothing of them, by id. ids: of all given at start."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
+    ids: frozenset[str] = frozenset()
 
     @staticmethod
     def given(references: Iterable[Any] | None) -> Adapters:
         """Those of `--lora-paths` that are folders; SGLang's records. Reads some of each one's weights."""
-        known = {}
+        known, ids = {}, set()
         for one in references or ():
+            ids.add(str(getattr(one, "lora_id", "")))
             path = str(getattr(one, "lora_path", ""))
             if path and Path(path).is_dir():
                 known[one.lora_id] = weights_digest(path, "adapter_config.json")
-        return Adapters(known)
+        return Adapters(known, frozenset(ids - {""}))
+
+    def of(self, extra_key: str | None) -> str:
+        """The adapter that computes the pages of an extra key: what tells it from others, "" for none.
+
+        Ids of adapters that were not given at start are nobody else's: the pages of each have a name anyway.
+        """
+        key = self.plain(extra_key) or ""
+        return key[-_ID_LENGTH:] if key[-_ID_LENGTH:] in self.ids else ""
 
     def named(self, extra_key: str | None) -> str | None:
         """The extra key with the weights of the adapter it ends in, if that is one of these."""

@@ -111,7 +111,10 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     params = context.params
     device = torch.device(params.token_to_kv_pool_allocator.device)
     streams = streams_for(device, context.tp_worker)
-    inner = _inner(context, flags, None if streams is None else Runtime(streams=streams))
+    # What stays on the device has no name: no adapter's weights are read for one.
+    given = getattr(flags, "lora_paths", None) if context.enable_hierarchical_cache else None
+    adapters = Adapters.given(given)
+    inner = _inner(context, flags, adapters, None if streams is None else Runtime(streams=streams))
     controller = None
     if isinstance(inner, HiRadixCache):
         controller = ControllerView(inner.layer_done_counter, streams)
@@ -128,7 +131,6 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     from hiradix.adapters.sglang.updates import watch_updates
 
     watch_updates()
-    adapters = Adapters.given(getattr(flags, "lora_paths", None))
     cache = HiRadixHostCache(params, inner, controller, adapters)
     cache.watch(_weights_of(context, flags), _extra_config(flags))
     return cache
@@ -161,17 +163,18 @@ def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
     tp_worker.register_hicache_layer_transfer_counter(gate)
 
 
-def _inner(context: Any, flags: Any, runtime: Runtime | None) -> RadixCache:
+def _inner(context: Any, flags: Any, adapters: Adapters, runtime: Runtime | None) -> RadixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     # What stays on the device has no name: no weights are read for one.
     model = _identity(context, flags) if config.enable_hierarchical_cache else ModelIdentity("")
     if context.is_hybrid_swa:
-        own = own_params(params, HybridPort)
+        own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of)
         return build_hybrid_cache(config, own, hybrid_pools(kvcache), model, runtime)
     pool = device_pool(kvcache, params.page_size)
-    return build_prefix_cache(config, own_params(params), pool, model, runtime)
+    own = dataclasses.replace(own_params(params), adapter_of=adapters.of)
+    return build_prefix_cache(config, own, pool, model, runtime)
 
 
 def device_pool(kvcache: Any, page_size: int) -> DevicePool:

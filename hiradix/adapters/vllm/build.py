@@ -25,8 +25,9 @@ from hiradix.adapters.vllm.switch import OpenStorage
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
+from hiradix.memory.compare import BEHIND_OTHERS
 from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
-from hiradix.storage import Stores, open_stores
+from hiradix.storage import Stores, Trust, open_stores, trust_of, trusted_stores
 from hiradix.transfer import PoolPair
 
 _OF_NO_KV = ("_name_or_path", "transformers_version")  # in a model's config
@@ -109,7 +110,9 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
         hosts.append(host)
         pairs.append(PoolPair(device, host, transport, group_layers(order, part.layers, caches)))
     names = _stored_as(plan, [pair.model_layers for pair in pairs])
-    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names))
+    stage = BEHIND_OTHERS if plan.model.pp_rank else 0
+    layers = [[stage + layer for layer in pair.model_layers] for pair in pairs]
+    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names, layers))
     if config.hicache_storage_backend is not None:
         try:
             role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.opening)
@@ -134,16 +137,30 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
     ]
 
 
-def _storage_opener(plan: WorkerPlan, hosts: Sequence[HostPool], names: Sequence[str]) -> OpenStorage:
-    """Opens a store for the pages of all components, as the host pools have them."""
+def _storage_opener(
+    plan: WorkerPlan, hosts: Sequence[HostPool], names: Sequence[str], layers: Sequence[Sequence[int]]
+) -> OpenStorage:
+    """Opens a store for the pages of all components, as the host pools have them. layers: of the model."""
     layout = plan.settings.cache.hicache_mem_layout
     if plan.interior is Interior.OWN:
         layout += "+kernel"  # pages that only the same kernel understands
 
+    remembered: dict[Any, Any] = {}
+    labels = [""]
+
     def open_it(name: str, keys: Mapping[str, Any], label: str) -> Stores:
+        if label != labels[0]:
+            labels[0] = label
+            remembered.clear()
         model = run_with(plan.model, {"label": label})
-        pages = [stored_pages(model, host, layout, own) for host, own in zip(hosts, names, strict=True)]
+        pages = [
+            stored_pages(model, host, layout, own, layers=numbers)
+            for host, own, numbers in zip(hosts, names, layers, strict=True)
+        ]
         extra = ExtraConfig.from_mapping(keys)
-        return open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
+        identity = extra.storage_identity or plan.settings.cache.hicache_storage_identity
+        trust = trust_of(name, extra.backend, Trust(identity, remembered=remembered))
+        stores = open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
+        return trusted_stores(stores, pages, trust)
 
     return open_it

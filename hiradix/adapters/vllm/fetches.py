@@ -181,7 +181,8 @@ class FetchBook:
         if not targets:
             return None
         last = fetch.end - fetch.first_hash
-        return Read(ticket, fetch.hashes[last - max(len(pages) for _, pages in targets) : last], targets)
+        hashes = fetch.hashes[last - max(len(pages) for _, pages in targets) : last]
+        return Read(ticket, hashes, targets, fetch.key.extra_key)
 
     def arrived(self, outcome: Outcome) -> Pages:
         """The first `num_pages` of a read are on the host of every worker. The backbone's that the tree took.

@@ -67,11 +67,13 @@ class Read:
     """The pages named `hashes` from storage to host pages.
 
     host: per KV cache group, pages for the last ones of `hashes`; the backbone's first, if it is among them.
+    extra_key: of the pages' namespace.
     """
 
     ticket: Ticket
     hashes: tuple[bytes, ...]
     host: tuple[tuple[int, Pages], ...]
+    extra_key: str | None = None
 
 
 @dataclass(frozen=True)

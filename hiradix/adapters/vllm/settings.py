@@ -27,8 +27,8 @@ OWN_KEYS = (
 CONFIG_KEYS = (
     "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
     "hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend",
-    "hicache_storage_prefetch_policy", "hicache_storage_backend_extra_config", "radix_eviction_policy",
-    "radix_eviction_policy_config", "served_model_name",
+    "hicache_storage_prefetch_policy", "hicache_storage_identity", "hicache_storage_backend_extra_config",
+    "radix_eviction_policy", "radix_eviction_policy_config", "served_model_name",
 )  # fmt: skip
 TEXTS = {"served_model_name": None, "admin_api_key": None, "radix_eviction_policy": "lru"}  # and what is none
 WRITE_BACK = (

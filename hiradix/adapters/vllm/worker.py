@@ -179,7 +179,8 @@ class WorkerRole:
                 self._jobs[self._controller.query(query.rows, query.num_pages, trails)] = query
             for read in orders.reads:
                 backbone, others = self._tails(read.host)
-                self._jobs[self._controller.read(read.hashes, backbone, others=others)] = read
+                job = self._controller.read(read.hashes, backbone, others=others, extra_key=read.extra_key)
+                self._jobs[job] = read
             if orders.cancels:
                 self._cancel(set(orders.cancels))
 

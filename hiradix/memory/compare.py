@@ -1,0 +1,153 @@
+"""How far apart two pages of one shape are: whether the same weights computed both.
+
+Two builds of the same kernels, other thread counts, chunk sizes and batches give the same page but for
+rounding; other weights, ropes, scales, quantisations or adapters do not. Pages are compared layer by layer,
+by the relative error |a - b| / |b| of a layer's numbers (L2):
+
+- A layer may differ by so much as rounding makes it (`tolerance`). Of 16 bit numbers that grows with the
+  layer, as each rounds what the one before has rounded.
+- It does not jump: where the layers before agree, one that does not was computed by other weights.
+- In the model's first layer the error has no direction: a scale, or an epsilon, is all direction (`bias`).
+
+benchmarks/bench_canary.py measures what builds differ by, and what other models do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hiradix.memory.layout import Extent, layers_view, make_layout
+from hiradix.memory.shape import CacheShape
+
+Views = Sequence[memoryview]
+"""A page as its buffers, in order."""
+
+FIRST_LAYER: dict[torch.dtype, float] = {
+    torch.float64: 1e-7,
+    torch.float32: 1e-4,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+"""Most that the first layer's relative error may be, by the type of the numbers."""
+EIGHT_BITS = 2.2e-2
+"""The same for types of one byte, and for pages that storage keeps as such (lossy compression)."""
+GROWTH_LAYERS, MOST_GROWTH = 1.5, 10.0
+"""Of numbers of 16 bits and less: so many more layers add as much error as the first makes, up to so many
+times that."""
+MOST_EIGHT_BITS = 0.09
+MOST_JUMP = 4.0
+"""A layer's error is at most so many times that of the layers before, or what the layers in between make."""
+BIAS_SHARE = 8
+"""The share of the first layer's tolerance that its numbers may be longer or shorter by, all together."""
+BEHIND_OTHERS = 1 << 20
+"""The number of a layer of which nobody knows how many are before it."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What two pages differ in most. error: of that layer, as a share of its size; most: what it may be."""
+
+    array: str
+    layer: int
+    error: float
+    most: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether rounding explains it."""
+        return self.error <= self.most
+
+    @property
+    def share(self) -> float:
+        """The error as a share of what it may be."""
+        return self.error / self.most
+
+    def __str__(self) -> str:
+        where = f"the {self.array} of layer {self.layer}"
+        return f"{where} by {self.error:.2g}, where rounding makes {self.most:.2g}"
+
+
+def tolerance(dtype: torch.dtype, layer: int) -> float:
+    """Most that model layer `layer` of numbers of that type may differ between builds."""
+    first = FIRST_LAYER.get(dtype, EIGHT_BITS)
+    if dtype.itemsize > 2:
+        return first
+    grown = first * min(MOST_GROWTH, 1 + layer / GROWTH_LAYERS)
+    return grown if dtype in FIRST_LAYER else min(MOST_EIGHT_BITS, grown)
+
+
+class PageComparer:
+    """Compares pages of a host pool of `shape` and `layout`; any thread.
+
+    layers: the model's number of each layer; None: they are all the model's.
+    """
+
+    def __init__(
+        self, shape: CacheShape, layout: str, page_size: int, layers: Sequence[int] | None = None
+    ) -> None:
+        self._layout = make_layout(layout, shape, 1, page_size)
+        self._extents = [Extent.of(spec, shape, 1, page_size) for spec in shape.arrays]
+        self._layers = tuple(range(shape.num_layers) if layers is None else layers)
+        # A state that is kept in 32 bits has been computed from what is rounded as its neighbour is.
+        self._dtype = max((spec.dtype for spec in shape.arrays), key=lambda dtype: tolerance(dtype, 0))
+
+    def __call__(self, own: Views, stored: Views, is_rounded: bool = False) -> Apart:
+        """Where they differ most, measured by what may be. is_rounded: storage has coded both with loss."""
+        return max(self.all(own, stored, is_rounded), key=lambda apart: apart.share)
+
+    def all(self, own: Views, stored: Views, is_rounded: bool = False) -> list[Apart]:
+        """Each layer of each array, in the order of layers, and the bias of the first."""
+        dtype = torch.uint8 if is_rounded else self._dtype
+        buffers, arrays = (self._buffer(own), self._buffer(stored)), []
+        for plane, extent in zip(self._layout.planes, self._extents, strict=True):
+            one, other = (_numbers(layers_view(buffer, plane, extent)) for buffer in buffers)
+            arrays.append((plane.spec.name, _relative(one, other), _bias(one[0], other[0]), one.shape[1]))
+        found, before, known = [], 0.0, None
+        for at, layer in enumerate(self._layers):
+            most = tolerance(dtype, layer)
+            if known is not None:
+                most = min(most, max(MOST_JUMP * before, tolerance(dtype, layer - known)))
+            found += [Apart(name, layer, errors[at], most) for name, errors, _, _ in arrays]
+            before, known = max(before, *(errors[at] for _, errors, _, _ in arrays)), layer
+        if self._layers[0] == 0 and not is_rounded and dtype in FIRST_LAYER:
+            for name, _, bias, count in arrays:
+                share = max(1 / BIAS_SHARE, 2 / math.sqrt(count))
+                found.append(Apart(f"scale of the {name}", 0, bias, FIRST_LAYER[dtype] * share))
+        return found
+
+    def _buffer(self, page: Views) -> torch.Tensor:
+        """The page in a pool of its own."""
+        buffer = torch.zeros(self._layout.num_bytes, dtype=torch.uint8)
+        data, at = torch.frombuffer(bytearray().join(page), dtype=torch.uint8), 0
+        for piece in self._layout.pieces:
+            buffer[piece.offset : piece.offset + piece.num_bytes] = data[at : at + piece.num_bytes]
+            at += piece.num_bytes
+        return buffer
+
+
+def _numbers(values: torch.Tensor) -> torch.Tensor:
+    """float64 [layers, numbers]; bytes are taken for float8 codes, which they are in engines' fp8 caches."""
+    plain = values.contiguous()
+    if plain.dtype is torch.uint8:
+        plain = plain.view(torch.float8_e4m3fn)
+    return plain.to(torch.float64).flatten(1)
+
+
+def _relative(one: torch.Tensor, other: torch.Tensor) -> list[float]:
+    """|a - b| / |b| of each row; a number that is none in one of both is as far away as can be."""
+    is_odd = ~(torch.isfinite(one) & torch.isfinite(other))
+    differs = (is_odd & ~((one == other) | (one.isnan() & other.isnan()))).any(1)
+    one, other = (torch.where(is_odd, 0.0, values) for values in (one, other))
+    apart, size = (one - other).norm(dim=1), torch.maximum(one.norm(dim=1), other.norm(dim=1))
+    errors = torch.where(size > 0, apart / size.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    return [math.inf if bad else float(error) for bad, error in zip(differs.tolist(), errors.tolist())]
+
+
+def _bias(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How much longer or shorter a row is than the other in the other's direction, as a share of it."""
+    size = float(other @ other)
+    return abs(float((one - other) @ other)) / size if 0 < size < math.inf else 0.0

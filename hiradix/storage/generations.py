@@ -1,0 +1,640 @@
+"""Whose pages a store has: told by what the weights do, not by what is said of them.
+
+Two models may claim one identity: names say little of weights. So a store holds *generations* of a
+fingerprint: each is what one set of weights computed, under a random label that is part of every page's name
+there. Which labels there are is said by records under reserved names, at most `NUM_SLOTS` at a time. A page
+of a generation is served only after a page that this engine has computed by itself was compared with the same
+page there, and was the same but for rounding (`ComponentPages.compare`):
+
+    adopted   they are the same: it is read, and what is computed here is put there too
+    rejected  they are not: a warning says so, and this process never uses it
+    unknown   nothing could be compared yet: what it has counts as a miss
+
+What is computed while nothing is adopted goes into a generation of this process's own, which others adopt or
+reject likewise. An engine that can be asked computes fixed pages for it, before it serves (`Witness`). Of one
+that cannot, the first page that storage would serve is computed once more by its request, and compared when
+it is put.
+
+A record, or a generation's pages, may be evicted like any page: what is behind it is a miss then, never
+wrong. The label is the digest of the record's bytes, so that there is nothing to parse. Adapters have
+generations of their own: their pages tell nothing of the model's, nor these of theirs.
+
+All of it runs on the transfer workers, where pages are read and put, not on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from hiradix.storage import quantise
+from hiradix.storage.breaker import BreakerState
+from hiradix.storage.components import ComponentPages, Stores
+from hiradix.storage.guard import GuardedStorage
+from hiradix.storage.joining import WhenJoined
+from hiradix.storage.pieces import Use, as_use, current_use
+from hiradix.storage.protocol import Page, StorageBackend, chain_before
+from hiradix.storage.wrap import WrapConfig
+
+logger = logging.getLogger(__name__)
+
+NUM_SLOTS = 8
+"""Records a store has at a time for one fingerprint and adapter."""
+MAX_SCOPES = 4096
+"""Adapters whose generations a process knows; the one that was used longest ago is forgotten."""
+LOOK_AGAIN_PUTS = 64
+"""Records are read again with each so many puts: whether others have come, and whether ours is there."""
+COMPARED_PUTS = 64
+"""Puts that are compared with further generations, after one has been adopted or an own one been made."""
+MOST_REMEMBERED = 8
+"""Stores of several identities that a process remembers; of more none."""
+MOST_REJECTED = 1024
+"""Of more generations that were rejected, those without a record are forgotten."""
+MAX_RECORD_BYTES = 4096
+"""A record is mostly zeros: one that is longer than this when compressed is none."""
+
+_BITS = 256
+_NUMBER_ONE = {"bfloat16": b"\x80\x3f", "float16": b"\x00\x3c", "float32": b"\x00\x00\x80\x3f"}
+_NO_LABEL = bytes(32)
+
+
+class Difference(Protocol):
+    """What two pages differ in; as text, in what most."""
+
+    @property
+    def is_same(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Witness:
+    """Pages that the engine has computed to be compared, by name; of each component one page for each name.
+
+    None: that component has none under that name.
+    """
+
+    keys: tuple[str, ...]
+    pages: tuple[tuple[bytes | None, ...], ...]
+
+    def of(self, component: int) -> Iterator[tuple[str, bytes]]:
+        """The names and pages of a component."""
+        for key, page in zip(self.keys, self.pages[component], strict=True):
+            if page is not None:
+                yield key, page
+
+
+def whole_key(extra_key: str | None) -> str:
+    """Each extra key is an adapter of its own."""
+    return extra_key or ""
+
+
+def no_adapters(_: str | None) -> str:
+    """Extra keys separate clients, whose pages the same weights compute."""
+    return ""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which generations an engine's pages belong to.
+
+    identity: a label given by whoever knows: nothing is compared, and pages are under this label alone.
+    adapter_of: what tells adapters apart in an extra key. witness: of an engine that can be asked. stores:
+    False where another rank puts the same pages, and this one compares only. shared_names: pages keep the
+    names they have for other software too, which puts them there unasked: these are compared as well.
+    rounds: storage codes pages with loss; what was computed here is coded likewise to be compared.
+    remembered: what stores that were open before have shown, as long as the weights stay; whoever changes
+    them forgets it.
+    """
+
+    identity: str | None = None
+    adapter_of: Callable[[str | None], str] = whole_key
+    witness: Witness | None = None
+    stores: bool = True
+    shared_names: bool = False
+    rounds: bool = False
+    remembered: dict[Hashable, OrderedDict[str, _Scope]] = field(default_factory=dict, compare=False)
+
+
+class Generations:
+    """A model's stores, which serve pages of trusted generations only. Owns them; thread-safe.
+
+    `parts` take what `GuardedStorage` takes. components: what the stores were opened for, in their order.
+    """
+
+    def __init__(self, stores: Stores, components: Sequence[ComponentPages], trust: Trust) -> None:
+        self._stores = stores
+        self._trust = trust
+        self._name = components[0].fingerprint.model_id
+        self._guards = tuple(stores.parts)
+        self._components = tuple(components)
+        key = components[0].fingerprint.digest(), trust.identity, trust.shared_names, trust.rounds
+        if key not in trust.remembered and len(trust.remembered) >= MOST_REMEMBERED:
+            trust.remembered.clear()
+        self._scopes = trust.remembered.setdefault(key, OrderedDict())
+        for scope in self._scopes.values():
+            scope.is_due = True
+        self._lock = threading.Lock()
+        self._figures = {"lookups_unverified": 0, "pages_compared": 0, "generations_rejected": 0}
+        self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self._guards))
+        if not stores.is_joined:
+            stores.when_joined(lambda _: self._look_again())
+
+    # -- as `Stores` ----------------------------------------------------------------------
+
+    @property
+    def is_joined(self) -> bool:
+        return self._stores.is_joined
+
+    def when_joined(self, call: WhenJoined) -> None:
+        self._stores.when_joined(call)
+
+    @property
+    def backend(self) -> StorageBackend:
+        return self._stores.backend
+
+    @property
+    def state(self) -> BreakerState:
+        return self._stores.state
+
+    def clear(self) -> bool:
+        """Forget all pages of all generations; this engine's go on under the labels they had."""
+        ok = self._stores.clear()
+        self._look_again()
+        return ok
+
+    def ping(self) -> bool:
+        return self._stores.ping()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        self._stores.close(timeout_s)
+
+    def stats(self) -> Mapping[str, float]:
+        """The stores' figures and, as `canary_*`, of how many adapters (the model itself is one) the pages
+        are of an adopted generation, of an own one only, or not verified yet."""
+        adopted = own = 0
+        scopes = self._known_scopes()
+        for scope in scopes:
+            adopted += bool(scope.adopted)
+            own += not scope.adopted and scope.own is not None
+        states = {"adopted": adopted, "own": own, "unverified": len(scopes) - adopted - own}
+        figures = {**states, **self._figures}
+        return {**self._stores.stats(), **{f"canary_{name}": float(value) for name, value in figures.items()}}
+
+    # -- whose pages these are --------------------------------------------------------------
+
+    def prove(self) -> None:
+        """Compare the witness's pages with each generation's: adopt those that are the same, or make one of
+        our own. Without a witness nothing is done. Takes as long as the store does."""
+        scope = self.scope_of(None)
+        if self._trust.witness is not None and self._trust.identity is None:
+            with scope.lock:
+                self._prove(scope, self._trust.witness)
+
+    def scope_of(self, extra_key: str | None) -> _Scope:
+        """The generations of the adapter that an extra key names."""
+        name = self._trust.adapter_of(extra_key)
+        with self._lock:
+            scope = self._scopes.get(name)
+            if scope is None:
+                scope = self._scopes[name] = _Scope(name, len(self._guards), self._given_label())
+                if len(self._scopes) > MAX_SCOPES:
+                    self._scopes.popitem(last=False)
+            self._scopes.move_to_end(name)
+            return scope
+
+    def readable(self, scope: _Scope, component: int) -> tuple[bytes, ...]:
+        """The labels under which pages may be read now."""
+        if not scope.trusted[component]:
+            self._retry(scope)
+        found = scope.trusted[component]
+        if not found:
+            self._figures["lookups_unverified"] += 1
+        return found
+
+    def writable(
+        self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]
+    ) -> bytes | None:
+        """The label under which pages that were computed here are to be put, which are compared first with
+        what generations have that are not known yet; None: under none."""
+        if self._trust.identity is not None:
+            return scope.trusted[component][0]
+        with scope.lock:
+            scope.num_puts += 1
+            if scope.is_due or scope.num_puts % LOOK_AGAIN_PUTS == 0:
+                self._look(scope)
+            if not scope.trusted[component] or scope.num_puts <= COMPARED_PUTS:
+                self._compare(scope, component, keys, pages)
+            if not self._trust.stores:
+                return None
+            if not scope.trusted[component]:
+                self._begin(scope)
+            trusted = scope.trusted[component]
+            return trusted[0] if trusted else None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing is compared for want of trust: of an engine whose ranks do not all store."""
+        return all(all(scope.trusted) for scope in self._known_scopes()) and bool(self._scopes)
+
+    @property
+    def stores(self) -> bool:
+        return self._trust.stores
+
+    # -- inside: with the scope's lock held -------------------------------------------------
+
+    def _known_scopes(self) -> list[_Scope]:
+        with self._lock:
+            return list(self._scopes.values())
+
+    def _look_again(self) -> None:
+        """Have the records read again by the next put of each adapter, or lookup where there is a witness."""
+        for scope in self._known_scopes():
+            scope.is_due, scope.num_unserved = True, 0
+
+    def _given_label(self) -> bytes | None:
+        identity = self._trust.identity
+        if identity is None:
+            return None
+        return hashlib.sha256(b"hiradix-storage-identity\0" + identity.encode()).digest()
+
+    def _retry(self, scope: _Scope) -> None:
+        """The witness was compared before the store could be asked, or before another rank had put its pages:
+        again, with lookups ever further apart."""
+        scope.num_unserved += 1
+        number = scope.num_unserved
+        is_its_turn = number <= 16 or not number & (number - 1)
+        if self._trust.witness is None or not is_its_turn or not scope.lock.acquire(blocking=False):
+            return
+        try:
+            self._prove(scope, self._trust.witness)
+        finally:
+            scope.lock.release()
+
+    def _prove(self, scope: _Scope, witness: Witness) -> None:
+        self._look(scope)
+        for component in range(len(self._guards)):
+            for label in scope.unknown(component):
+                self._compare_one(scope, component, label, list(witness.of(component)), needs_all=True)
+        if not all(scope.trusted) and self._trust.stores:
+            self._begin(scope)
+
+    def _look(self, scope: _Scope) -> None:
+        """Read the records; what is ours and has gone is put again."""
+        scope.is_due = not self._stores.is_joined
+        found: dict[bytes, bytes] = {}
+        if self._trust.shared_names:
+            found[_NO_LABEL] = b""
+        used = set()
+        for slot in range(NUM_SLOTS):
+            record = self._read_record(scope, slot)
+            if record is not None:
+                used.add(slot)
+                found.setdefault(hashlib.sha256(record).digest(), zlib.compress(record, 1))
+        scope.saw(found, used)
+        mine = scope.put_label
+        if mine is not None and mine not in found and self._trust.stores and mine in scope.records:
+            self._put_record(scope, zlib.decompress(scope.records[mine]), mine)
+
+    def _compare(self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]) -> None:
+        """Compare the first and the last of pages computed here with those that unknown generations have."""
+        guard = self._guards[component]
+        for label in scope.unknown(component):
+            count = guard.exists(renamed(keys, label))
+            which = sorted({0, count - 1}) if count else []
+            mine = [(keys[at], b"".join(pages[at])) for at in which]
+            self._compare_one(scope, component, label, mine)
+
+    def _compare_one(
+        self,
+        scope: _Scope,
+        component: int,
+        label: bytes,
+        mine: Sequence[tuple[str, bytes]],
+        needs_all: bool = False,
+    ) -> None:
+        """Adopt or reject a generation by what it has of `mine`; neither where it has nothing of it.
+
+        needs_all: or not all of it.
+        """
+        of, num_same = self._components[component], 0
+        for key, page in mine:
+            theirs = bytearray(len(page))
+            if not self._guards[component].get(renamed([key], label), [[memoryview(theirs)]])[0]:
+                continue
+            self._figures["pages_compared"] += 1
+            own = quantise.rounded(page, of.elements) if self._trust.rounds else memoryview(page)
+            apart = of.compare([own], [memoryview(theirs)], self._trust.rounds)
+            if not apart.is_same:
+                self._reject(scope, label, component, apart)
+                return
+            num_same += 1
+        if num_same == len(mine) if needs_all else num_same:
+            scope.adopt(component, label)
+            logger.info("storage: pages of generation %s of %s are used", label.hex()[:8], self._name)
+
+    def _reject(self, scope: _Scope, label: bytes, component: int, apart: Difference) -> None:
+        scope.reject(label)
+        self._figures["generations_rejected"] += 1
+        of = self._components[component].fingerprint.component or "attention"
+        logger.warning(
+            "storage holds pages under the name of %s%s that other weights have computed: %s pages of "
+            "generation %s differ in %s; they are not used, and what is computed here is stored apart",
+            self._name,
+            f" (adapter {scope.name!r})" if scope.name else "",
+            of,
+            label.hex()[:8],
+            apart,
+        )  # fmt: skip
+
+    def _begin(self, scope: _Scope) -> None:
+        """Have a generation of our own, if its record can be written."""
+        if scope.is_due:  # what others have could not be looked at
+            return
+        if self._trust.shared_names and _NO_LABEL not in scope.rejected:
+            scope.begin(_NO_LABEL, b"")
+            return
+        if scope.own is None:
+            record = _new_record(self._components[0])
+            if self._trust.rounds:
+                record = bytes(quantise.rounded(record, self._components[0].elements))
+            label = self._put_record(scope, record)
+            if label is None:
+                return
+            scope.begin(label, zlib.compress(record, 1))
+        else:
+            scope.begin(scope.own, scope.records.get(scope.own, b""))
+
+    def _put_witness(self, label: bytes) -> None:
+        witness = self._trust.witness
+        if witness is None:
+            return
+        for component, guard in enumerate(self._guards):
+            for key, page in witness.of(component):
+                with as_use(Use(is_chain=False)):
+                    guard.put(renamed([key], label), [[memoryview(page)]])
+
+    def _put_record(self, scope: _Scope, record: bytes, known: bytes | None = None) -> bytes | None:
+        """Put a record where there is room: its label, or None where it could not be.
+
+        known: the label, of a record that was there before. Where several write at once, one is there and
+        the others, who find that out, go on to the next slot.
+        """
+        label = known or self._label_of(record)
+        self._put_witness(label)  # before others can find it
+        free = [slot for slot in range(NUM_SLOTS) if slot not in scope.used_slots]
+        if not free:  # the oldest cannot be told: any
+            free = [int.from_bytes(os.urandom(2), "big") % NUM_SLOTS]
+            self._guards[0].delete([record_key(scope.name, free[0])])
+        for slot in free:
+            key = record_key(scope.name, slot)
+            with as_use(Use(is_chain=False)):
+                ok = self._guards[0].put([key], [[memoryview(record)]])[0]
+            if not ok:
+                return None
+            back = self._read_record(scope, slot)
+            if back is None:
+                return None
+            scope.used_slots.add(slot)
+            if hashlib.sha256(back).digest() == label:
+                return label
+        return None
+
+    def _label_of(self, record: bytes) -> bytes:
+        return hashlib.sha256(record).digest()
+
+    def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
+        """The bytes of a slot's record; None where there is none."""
+        page = bytearray(self._components[0].page_bytes)
+        with as_use(Use(is_chain=False)):
+            if not self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])[0]:
+                return None
+        return bytes(page) if len(zlib.compress(page, 1)) <= MAX_RECORD_BYTES else None
+
+
+@dataclass(eq=False)
+class _Scope:
+    """What is known of the generations of one adapter, or of the model without any.
+
+    trusted: per component the labels to read, those that are put to first. records: of each label that was
+    seen, compressed. is_due: the records are to be looked at. lock: of all but reading `trusted`.
+    """
+
+    name: str
+    num_components: int
+    given: bytes | None = None
+    trusted: list[tuple[bytes, ...]] = field(default_factory=list)
+    own: bytes | None = None
+    rejected: set[bytes] = field(default_factory=set)
+    adopted: set[bytes] = field(default_factory=set)
+    records: dict[bytes, bytes] = field(default_factory=dict)
+    used_slots: set[int] = field(default_factory=set)
+    is_due: bool = True
+    num_puts: int = 0
+    num_unserved: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.trusted = [() if self.given is None else (self.given,)] * self.num_components
+
+    @property
+    def put_label(self) -> bytes | None:
+        """Where the backbone's pages go."""
+        return self.trusted[0][0] if self.trusted[0] else None
+
+    def unknown(self, component: int) -> list[bytes]:
+        """Labels that are neither trusted nor rejected."""
+        return [
+            label
+            for label in self.records
+            if label not in self.trusted[component] and label not in self.rejected
+        ]
+
+    def saw(self, found: Mapping[bytes, bytes], used_slots: set[int]) -> None:
+        """These records are there, in the order of their slots. What has gone is kept if it is trusted."""
+        self.used_slots = used_slots
+        kept = {label: record for label, record in self.records.items() if self._is_trusted(label)}
+        self.records = {**found, **{label: record for label, record in kept.items() if label not in found}}
+        if len(self.rejected) > MOST_REJECTED:
+            self.rejected &= set(found)
+        self._order()
+
+    def _is_trusted(self, label: bytes) -> bool:
+        return any(label in labels for labels in self.trusted)
+
+    def _order(self) -> None:
+        """Generations of the first slots come first, so that all engines come to put to the same."""
+        places = {label: place for place, label in enumerate(self.records)}
+        for component, labels in enumerate(self.trusted):
+            self.trusted[component] = tuple(sorted(labels, key=lambda label: places.get(label, len(places))))
+
+    def adopt(self, component: int, label: bytes) -> None:
+        self.adopted.add(label)
+        self.trusted[component] = (*self.trusted[component], label)
+        self._order()
+
+    def reject(self, label: bytes) -> None:
+        self.rejected.add(label)
+        self.adopted.discard(label)
+        self.trusted = [tuple(one for one in labels if one != label) for labels in self.trusted]
+
+    def begin(self, label: bytes, record: bytes) -> None:
+        """A generation of our own: what is there under its label was computed here."""
+        self.own = label
+        self.records.setdefault(label, record)
+        self.trusted = [labels if label in labels else (*labels, label) for labels in self.trusted]
+        self._order()
+
+
+class _Part:
+    """One component's store, by the names that trusted generations give its pages."""
+
+    def __init__(self, whole: Generations, component: int, guard: GuardedStorage) -> None:
+        self._whole = whole
+        self._component = component
+        self._guard = guard
+
+    @property
+    def backend(self) -> StorageBackend:
+        return self._guard.backend
+
+    @property
+    def wants_prefix_keys(self) -> bool:
+        return self._guard.wants_prefix_keys
+
+    @property
+    def wants_tenant(self) -> bool:
+        return self._guard.wants_tenant
+
+    @property
+    def wants_computed(self) -> bool:
+        """Whether pages that another rank puts are to be put here as well, to be compared."""
+        return not self._whole.stores and not self._whole.is_settled
+
+    def register(self, memory: memoryview) -> bool:
+        return self._guard.register(memory)
+
+    def stats(self) -> Mapping[str, float]:
+        return self._guard.stats()
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        """How many leading keys trusted generations have."""
+        labels = self._labels()
+        found = before = 0
+        while labels:
+            for label in labels:
+                if found < len(keys):
+                    in_front = renamed([*prefix_keys, *keys[:found]], label) if prefix_keys or found else ()
+                    found += self._guard.exists(renamed(keys[found:], label), in_front)
+            if found in (before, len(keys)) or len(labels) == 1:
+                break
+            before = found
+        return found
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        """As the guard's, out of the first generation that has a page."""
+        ok, use = [False] * len(keys), current_use()
+        for label in self._labels():
+            which = [at for at, done in enumerate(ok) if not done]
+            if not which:
+                break
+            chain = chain_before(keys, which, prefix_keys)
+            with as_use(_renamed_use(use, label)):
+                answers = self._guard.get(
+                    renamed([keys[at] for at in which], label),
+                    [into[at] for at in which],
+                    None if chain is None else renamed(chain, label),
+                )
+            for at, done in zip(which, answers, strict=True):
+                ok[at] = done
+        return ok
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        """As the guard's, into the generation that pages computed here belong to."""
+        use, whole = current_use(), self._whole
+        scope = whole.scope_of(None if use is None else use.extra_key)
+        label = whole.writable(scope, self._component, keys, pages)
+        if label is None:
+            return [not whole.stores] * len(keys)
+        chain = None if prefix_keys is None else renamed(prefix_keys, label)
+        with as_use(_renamed_use(use, label)):
+            return self._guard.put(renamed(keys, label), pages, chain, tenant)
+
+    def _labels(self) -> tuple[bytes, ...]:
+        use = current_use()
+        scope = self._whole.scope_of(None if use is None else use.extra_key)
+        return self._whole.readable(scope, self._component)
+
+
+def record_key(adapter: str, slot: int) -> str:
+    """The reserved name of a record."""
+    return hashlib.sha256(f"hiradix-generation-1\0{slot}\0{adapter}".encode()).hexdigest()
+
+
+def renamed(keys: Sequence[str], label: bytes) -> list[str]:
+    """Pages' names in the generation of that label: each key's digits with the label's added (xor).
+
+    Names that are no page hashes get the label in front. 30 us for 128.
+    """
+    if label == _NO_LABEL:
+        return list(keys)
+    count, size = len(keys), len(label)
+    try:
+        digits = bytes.fromhex("".join(keys))
+    except ValueError:
+        digits = b""
+    if len(digits) != count * size or list(map(len, keys)).count(2 * size) != count:
+        return [renamed([key], label)[0] if count > 1 else f"{label.hex()[:32]}-{key}" for key in keys]
+    number = int.from_bytes(digits, "big") ^ int.from_bytes(label * count, "big")
+    text = number.to_bytes(len(digits), "big").hex()
+    return [text[at : at + 2 * size] for at in range(0, len(text), 2 * size)]
+
+
+def _renamed_use(use: Use | None, label: bytes) -> Use:
+    """The same use as the store knows it: further calls of it go on where this one ended."""
+    if use is None:
+        return Use()
+    after = renamed([use.after], label)[0] if use.after else ""
+    return use.inside.setdefault(label, Use(after, use.is_chain, extra_key=use.extra_key))
+
+
+def _new_record(backbone: ComponentPages) -> bytes:
+    """A page with random numbers in front: zeros and ones, which lossy stores keep as they are."""
+    length, one = backbone.page_bytes, _NUMBER_ONE.get(backbone.elements, b"")
+    if not one or length < _BITS * len(one):
+        return os.urandom(min(32, length)) + bytes(max(0, length - 32))
+    bits = int.from_bytes(os.urandom(_BITS // 8), "big")
+    zero = bytes(len(one))
+    head = b"".join(one if bits >> at & 1 else zero for at in range(_BITS))
+    return head + bytes(length - len(head))
+
+
+def trusted_stores(stores: Stores, components: Sequence[ComponentPages], trust: Trust) -> Generations:
+    """`stores`, serving what may be trusted. Compares the witness, where there is one; closes them if it
+    cannot."""
+    try:
+        found = Generations(stores, components, trust)
+        found.prove()
+    except BaseException:
+        stores.close()
+        raise
+    return found
+
+
+def trust_of(name: str, keys: Mapping[str, Any], trust: Trust) -> Trust:
+    """`trust` as a backend with these keys allows: files that SGLang writes too have its names."""
+    shared = name == "file" and keys.get("naming") == "sglang"
+    return replace(trust, shared_names=shared, rounds=WrapConfig.from_mapping(keys).quantise != "none")

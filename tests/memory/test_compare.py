@@ -1,0 +1,126 @@
+"""Pages of one model by several builds are the same; those of other models are not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hiradix.memory import KVShape, StateShape
+from hiradix.memory.compare import FIRST_LAYER, PageComparer, tolerance
+from hiradix.memory.layout import LAYOUTS
+
+SHAPE = KVShape(4, 2, 16, 16, torch.bfloat16)
+SIZE = 8
+LAYERS, TOKENS = SHAPE.num_layers, SIZE
+
+
+def numbers(seed: int = 0) -> torch.Tensor:
+    """K and V [2, L, S, H, D]."""
+    return torch.randn(2, LAYERS, TOKENS, 2, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def page(
+    values: torch.Tensor, dtype: torch.dtype = torch.bfloat16, layout: str = "page_first_direct"
+) -> list:
+    """As the pieces of a host pool's page."""
+    order = {"page_first": (0, 2, 1, 3, 4), "page_head": (0, 3, 2, 1, 4)}.get(layout, (0, 1, 2, 3, 4))
+    data = bytes(values.permute(order).to(dtype).contiguous().view(torch.uint8).numpy().data)
+    num_pieces = {"page_blob": 1, "layer_first": 2 * LAYERS}.get(layout, 2)
+    step = len(data) // num_pieces
+    return [memoryview(data[at : at + step]) for at in range(0, len(data), step)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layer_of_each_array_is_found_in_every_layout(layout: str) -> None:
+    compare, plain = PageComparer(SHAPE, layout, SIZE), numbers()
+    assert compare(page(plain, layout=layout), page(plain, layout=layout)).share == 0.0
+    for array, name in enumerate("kv"):
+        for layer in range(LAYERS):
+            other = plain.clone()
+            other[array, layer] = numbers(1)[array, layer]
+            found = compare(page(other, layout=layout), page(plain, layout=layout))
+            assert (found.array.removeprefix("scale of the "), found.layer, found.is_same) == (
+                name,
+                layer,
+                False,
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rounding_passes_and_more_does_not(dtype: torch.dtype) -> None:
+    compare = PageComparer(KVShape(LAYERS, 2, 16, 16, dtype), "page_first", SIZE)
+    plain, noise = numbers(), numbers(1)
+    for times, is_same in ((0.3, True), (3.0, False)):
+        other = plain + noise * FIRST_LAYER[dtype] * times
+        found = compare(page(other, dtype, "page_first"), page(plain, dtype, "page_first"))
+        assert found.is_same == is_same, found
+
+
+def test_a_scale_that_rounding_would_hide_is_seen() -> None:
+    compare, plain = PageComparer(SHAPE, "page_first_direct", SIZE), numbers()
+    found = compare(page(plain * 1.005), page(plain))
+    assert found.array.startswith("scale of the") and not found.is_same
+    noise = numbers(1) * 0.005
+    assert compare(page(plain + noise), page(plain)).is_same, "as large, and of no direction"
+
+
+def test_a_layer_may_not_jump_where_those_before_agree() -> None:
+    compare, plain = PageComparer(SHAPE, "page_first_direct", SIZE), numbers()
+    noise = numbers(1) * 0.7 * tolerance(torch.bfloat16, 3)
+    last, all_layers = plain.clone(), plain.clone()
+    last[:, 3] += noise[:, 3]
+    for layer in range(LAYERS):
+        all_layers[:, layer] += (
+            noise[:, layer] * tolerance(torch.bfloat16, layer) / tolerance(torch.bfloat16, 3)
+        )
+    assert not compare(page(last), page(plain)).is_same
+    assert compare(page(all_layers), page(plain)).is_same
+
+
+def test_layers_behind_others_may_differ_by_what_those_make() -> None:
+    far = PageComparer(SHAPE, "page_first_direct", SIZE, [5, 11, 17, 23])
+    near, plain = PageComparer(SHAPE, "page_first_direct", SIZE), numbers()
+    other = page(plain + numbers(1) * 0.03)
+    assert far(other, page(plain)).is_same and not near(other, page(plain)).is_same
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_number_that_is_none_is_like_itself_only(value: float) -> None:
+    compare, plain, odd = PageComparer(SHAPE, "page_first_direct", SIZE), numbers(), numbers()
+    odd[1, 2, 3, 0, 5] = value
+    assert compare(page(odd), page(odd)).is_same
+    assert compare(page(odd), page(plain)).error == math.inf
+    assert compare(page(plain), page(odd)).error == math.inf
+
+
+def test_nothing_is_like_nothing_only() -> None:
+    compare, plain = PageComparer(SHAPE, "page_first_direct", SIZE), numbers()
+    zeros = page(torch.zeros_like(plain))
+    assert compare(zeros, zeros).is_same
+    assert not compare(zeros, page(plain)).is_same and not compare(page(plain), zeros).is_same
+
+
+def test_bytes_are_taken_for_float8() -> None:
+    compare, plain = (
+        PageComparer(KVShape(LAYERS, 2, 16, 16, torch.uint8), "page_first_direct", SIZE),
+        numbers(),
+    )
+    as_codes = [
+        page(values, torch.float8_e4m3fn) for values in (plain, plain + numbers(1) * 1e-3, numbers(2))
+    ]
+    assert compare(as_codes[1], as_codes[0]).is_same and not compare(as_codes[2], as_codes[0]).is_same
+
+
+def test_a_state_in_32_bits_is_compared_as_what_it_was_computed_from() -> None:
+    shape = StateShape(2, 8, 4, 2, 8, 4, torch.bfloat16, torch.float32)
+    compare = PageComparer(shape, "page_first", 1, [0, 2])
+    tail, state = torch.randn(2, 1, 32), torch.randn(2, 2, 32)
+
+    def record(factor: float) -> list[memoryview]:
+        parts = tail.to(torch.bfloat16), state + torch.randn(2, 2, 32) * factor
+        return [memoryview(bytes(part.contiguous().view(torch.uint8).numpy().data)) for part in parts]
+
+    assert compare(record(2e-3), record(0.0)).is_same
+    assert not compare(record(0.1), record(0.0)).is_same
