@@ -21,19 +21,32 @@ from hiradix.server.metrics import RequestMetrics
 from hiradix.server.openai import OpenAI
 from hiradix.server.schema import ApiError
 from hiradix.server.service import Service, Snapshot
+from hiradix.storage.attach_rules import AttachRules, default_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the application needs beside the engine. `extra_config_text`: the flag's text, to show."""
+    """What the application needs beside the engine. `extra_config_text`: the flag's text, to show.
+
+    attach: what may be attached over HTTP beside that of the start.
+    """
 
     model_name: str
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
     keys: Keys = field(default_factory=Keys)
     metric_labels: dict[str, str] = field(default_factory=dict)
     extra_config_text: str | None = field(default=None, repr=False)
+    attach: AttachRules = field(default_factory=AttachRules)
+
+    @property
+    def attach_rules(self) -> AttachRules:
+        """`attach`, and what was attached at start."""
+        start = default_of(
+            self.cache.hicache_storage_backend, self.cache.hicache_storage_backend_extra_config
+        )
+        return dataclasses.replace(self.attach, prepared={**start, **self.attach.prepared})
 
 
 class Information:
@@ -128,7 +141,7 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)
-    admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text))
+    admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text), settings.attach_rules)
     app.include_router(OpenAI(service, settings.model_name, metrics).router)
     app.include_router(admin.router)
     app.include_router(Information(service, settings, admin, metrics).router)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from hiradix.server.audit import RefusedKeys
+
 NO_ADMIN_KEY = (
     "This endpoint requires admin API key, but this server was started without one (admin-api-key). "
     "Restart with --admin-api-key to enable."
@@ -68,6 +70,10 @@ class AuthMiddleware:
         self._app = app
         self._keys = keys
 
+        self._refused = RefusedKeys()
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = check(self._keys, scope) if scope["type"] == "http" else None
+        if refusal is not None:
+            self._refused.tell(scope, "a wrong key, or none" if refusal.status_code == 401 else "off")
         await (refusal or self._app)(scope, receive, send)

@@ -14,7 +14,7 @@ Section = Literal["Server", "Other upstream flags"]
 
 @dataclass(frozen=True)
 class Flag:
-    """One command-line flag. `kind` None is a switch.
+    """One command-line flag. `kind` None is a switch; one that `repeats` is a list.
 
     `accepted` takes the flag and `note` says why nothing changes; `refused` stops the start with `note` as
     the reason. `default_text` is what the table shows where the default is computed.
@@ -30,6 +30,7 @@ class Flag:
     required: bool = False
     default_text: str = ""
     metavar: str = ""
+    repeats: bool = False
 
     @property
     def dest(self) -> str:
@@ -72,6 +73,22 @@ _SERVER: tuple[Flag, ...] = (
         "Bearer key for the admin endpoints; without it runtime attach, detach and clearing storage are off.",
         str,
         metavar="KEY",
+    ),
+    Flag(
+        "--attachable",
+        "Prepared configuration that PUT /hicache/storage-backend attaches by its NAME: a JSON object, or "
+        "@path to a .json, .toml or .yaml file, with `backend` and that backend's keys. May be repeated.",
+        str,
+        metavar="NAME=JSON|@FILE",
+        repeats=True,
+    ),
+    Flag(
+        "--attach-allow",
+        "What else may be attached over HTTP: backend=NAME[,path=FOLDER][,host=HOST[:PORT]][,file=FILE]"
+        "[,url=s3://BUCKET/PREFIX]; see docs/http-api.md. May be repeated.",
+        str,
+        metavar="RULE",
+        repeats=True,
     ),
     Flag("--log-level", "Verbosity of the log.", str, "info", ("debug", "info", "warning", "error")),
     Flag(
@@ -309,6 +326,7 @@ def _row(flag: Flag) -> str:
     names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
     kind = {None: "switch", int: "integer", float: "number", str: "text"}[flag.kind]  # type: ignore[index]
     values = ", ".join(f"`{choice}`" for choice in flag.choices) or kind
+    values += ", repeated" if flag.repeats else ""
     default = flag.default_text or ("required" if flag.required else "off" if flag.kind is None else "none")
     if flag.default is not None:
         default = f"`{flag.default}`"

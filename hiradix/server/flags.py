@@ -27,6 +27,7 @@ from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
 from hiradix.server.flag_table import FLAGS, Flag
 from hiradix.storage import guard_limits, load_storage_backend
+from hiradix.storage.attach_rules import ATTACHABLE, AttachRules, parse_prepared, parse_rule
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
@@ -58,6 +59,7 @@ class ServeConfig:
     rank_timeout_s: float = RANK_TIMEOUT_S
     record_trace: Path | None = None
     kv_events: KVEventsConfig = KVEventsConfig()
+    attach: AttachRules = field(default_factory=AttachRules)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,6 +92,17 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
         parser.add_argument(*names, action="store_true", dest=flag.dest, help=note)
         return
     shown = flag.default_text or ("" if flag.default is None else str(flag.default))
+    if flag.repeats:
+        parser.add_argument(
+            *names,
+            dest=flag.dest,
+            type=flag.kind,
+            action="append",
+            default=[],
+            metavar=flag.metavar,
+            help=note,
+        )
+        return
     parser.add_argument(
         *names,
         dest=flag.dest,
@@ -146,7 +159,20 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         tp_size=args.tp_size,
         rank_timeout_s=args.dist_timeout,
         kv_events=parse_kv_events_config(args.kv_events_config),
+        attach=_attach_rules(args),
     )
+
+
+def _attach_rules(args: argparse.Namespace) -> AttachRules:
+    prepared = {}
+    for text in args.attachable:
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            raise ConfigError(f"{ATTACHABLE} {name:.64}: expected NAME=JSON or NAME=@FILE")
+        if name in prepared:
+            raise ConfigError(f"{ATTACHABLE} {name}: is given twice")
+        prepared[name] = parse_prepared(ATTACHABLE, name, value)
+    return AttachRules(prepared, tuple(map(parse_rule, args.attach_allow)))
 
 
 def _key(flag: str, value: str | None) -> str | None:

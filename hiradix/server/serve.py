@@ -223,6 +223,7 @@ async def _serve(service: EngineService, config: ServeConfig, listener: socket.s
 def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     import uvicorn
 
+    from hiradix.server import audit
     from hiradix.server.app import AppSettings, create_app
     from hiradix.server.auth import Keys
     from hiradix.server.connection import http_settings
@@ -241,8 +242,10 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
         keys=Keys(config.api_key, config.admin_api_key),
         metric_labels=dict(config.metric_labels),
         extra_config_text=config.extra_config_text,
+        attach=config.attach,
     )
     logging.getLogger("uvicorn.error").addFilter(Sparing())
+    audit.AUDIT.setLevel(logging.INFO)
     return Server(
         uvicorn.Config(
             create_app(service, settings),
