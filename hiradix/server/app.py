@@ -10,9 +10,11 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import hiradix
+from hiradix.browsers import Allowed
 from hiradix.config import HiCacheConfig, redact
 from hiradix.engine.api import EngineBusy, EngineStopped
 from hiradix.server.admin import Admin, StorageView
@@ -30,7 +32,8 @@ logger = logging.getLogger(__name__)
 class AppSettings:
     """What the application needs beside the engine. `extra_config_text`: the flag's text, to show.
 
-    attach: what may be attached over HTTP beside that of the start.
+    attach: what may be attached over HTTP beside that of the start. pages: whose web pages may ask, and by
+    which names of this server.
     """
 
     model_name: str
@@ -39,6 +42,7 @@ class AppSettings:
     metric_labels: dict[str, str] = field(default_factory=dict)
     extra_config_text: str | None = field(default=None, repr=False)
     attach: AttachRules = field(default_factory=AttachRules)
+    pages: Allowed = Allowed()
 
     @property
     def attach_rules(self) -> AttachRules:
@@ -149,5 +153,12 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     for unavailable in (TimeoutError, EngineBusy, EngineStopped):
         app.add_exception_handler(unavailable, _no_engine)
-    app.add_middleware(AuthMiddleware, keys=settings.keys)
+    app.add_middleware(AuthMiddleware, keys=settings.keys, pages=settings.pages)
+    if settings.pages.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(settings.pages.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
     return app

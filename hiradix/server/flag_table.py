@@ -92,11 +92,31 @@ _SERVER: tuple[Flag, ...] = (
     ),
     Flag("--log-level", "Verbosity of the log.", str, "info", ("debug", "info", "warning", "error")),
     Flag(
-        "--shutdown-timeout",
-        "Seconds after SIGTERM or SIGINT in which running requests may finish; "
-        "backups then get as long again.",
+        "--keep-alive-timeout",
+        "Seconds that a connection without a request is kept after an answer.",
         float,
-        10.0,
+        75.0,
+        metavar="SECONDS",
+    ),
+    Flag(
+        "--allowed-hosts",
+        "Names, with commas between, by which requests without a key may call it, beside loopback ones. "
+        "On a loopback address no others are taken, else any unless this is given; * is any.",
+        str,
+        metavar="NAMES",
+    ),
+    Flag(
+        "--allowed-origins",
+        "Origins, with commas between, of web pages that may send requests: http://HOST:PORT.",
+        str,
+        metavar="ORIGINS",
+    ),
+    Flag(
+        "--shutdown-timeout",
+        "Seconds from SIGTERM or SIGINT to the end of the process: running requests may finish in the first "
+        "half, backups have what is left.",
+        float,
+        9.0,
         metavar="SECONDS",
     ),
     Flag(

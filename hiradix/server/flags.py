@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hiradix.browsers import Allowed, allowed
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
     MAX_PORT,
@@ -31,6 +32,7 @@ from hiradix.storage.attach_rules import ATTACHABLE, AttachRules, parse_prepared
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
+MAX_KEEP_ALIVE_S = 86400.0
 MAX_DIST_TIMEOUT_S = 86400.0
 OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason", "figure"})
 """By which metrics tell their values apart: a label of that name for all of them would be lost or refused."""
@@ -49,7 +51,9 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     log_level: str = "info"
-    shutdown_timeout_s: float = 10.0
+    shutdown_timeout_s: float = 9.0
+    keep_alive_s: float = 75.0
+    pages: Allowed = Allowed()
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
     extra_config_text: str | None = field(default=None, repr=False)
@@ -132,6 +136,7 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
     args = make_parser().parse_args(list(arguments))
     require_int("--port", args.port, 0, MAX_PORT)
     require_number("--shutdown-timeout", args.shutdown_timeout, maximum=MAX_SHUTDOWN_TIMEOUT_S)
+    require_number("--keep-alive-timeout", args.keep_alive_timeout, 1, MAX_KEEP_ALIVE_S)
     require_int("--tp-size", args.tp_size, 1)
     if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
         raise ConfigError(
@@ -150,6 +155,8 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         port=args.port,
         log_level=args.log_level,
         shutdown_timeout_s=args.shutdown_timeout,
+        keep_alive_s=args.keep_alive_timeout,
+        pages=allowed(args.host, args.allowed_hosts, args.allowed_origins),
         record_trace=None if args.record_trace is None else Path(args.record_trace).expanduser(),
         api_key=_key("--api-key", args.api_key),
         admin_api_key=_key("--admin-api-key", args.admin_api_key),

@@ -41,7 +41,7 @@ def test_refused_keys_are_few_lines_without_the_key(caplog: pytest.LogCaptureFix
     http = client(api_key="user", admin_key="admin")
     with caplog.at_level(logging.INFO, "hiradix.audit"):
         for number in range(50):
-            http.put(f"{STORAGE}?x=\r\n", json=ATTACH, headers=bearer(f"guess-{number}"))
+            http.put(f"{STORAGE}?x=%0d%0a", json=ATTACH, headers=bearer(f"guess-{number}"))
         http.get("/health")
     (line,) = [record.getMessage() for record in caplog.records if record.name == "hiradix.audit"]
     assert line == f"PUT {STORAGE} by testclient:50000 refused: a wrong key, or none"

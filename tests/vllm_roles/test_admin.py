@@ -121,6 +121,27 @@ def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
         AdminServer(server.port, AdminCalls(lambda *what: None, dict))
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 202),
+        ({"Host": "localhost:1"}, 202),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_without_a_key_no_web_page_may_ask(headers: dict[str, str], status: int, asked: Asked) -> None:
+    server = AdminServer(0, AdminCalls(lambda *what: asked.append(what), dict))
+    try:
+        asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        asking.request("DELETE", PATH, headers=headers)
+        assert asking.getresponse().status == status and bool(asked) is (status == 202)
+    finally:
+        server.close()
+
+
 def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:
     """Two orders at once would end in either order, and differently on each worker."""
     role = MiniVLLM(World(num_workers=2)).role

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
 from hiradix.errors import ConfigError
 from hiradix.storage.attach_rules import AttachRefused, AttachRules
@@ -33,6 +34,8 @@ from hiradix.storage.registry import load_storage_backend
 logger = logging.getLogger(__name__)
 AUDIT = logging.getLogger("hiradix.audit")
 REFUSED_EVERY_S = 10.0
+PAGES = allowed("127.0.0.1", None, None)
+"""Whose web pages may ask where there is no key: nobody's."""
 
 PATH = "/hicache/storage-backend"
 NAME, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
@@ -119,7 +122,17 @@ class _Handler(BaseHTTPRequestHandler):
                 self._log(f"{self.command} {PATH}", f"refused: a wrong key, or none{more}")
             self._answer(401, {"message": "the admin key is needed"})
             return False
-        return True
+        why = (
+            None
+            if self.server.calls.api_key is not None
+            else PAGES.refusal(self.command, self._raw_headers())
+        )
+        if why is not None:
+            self._answer(403, {"message": why})
+        return why is None
+
+    def _raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
 
     def _length(self) -> int:
         text = self.headers.get("Content-Length", "0")
