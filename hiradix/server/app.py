@@ -18,7 +18,7 @@ from hiradix.browsers import Allowed
 from hiradix.config import HiCacheConfig, redact
 from hiradix.engine.api import EngineBusy, EngineStopped
 from hiradix.server.admin import Admin, StorageView
-from hiradix.server.auth import AuthMiddleware, Keys
+from hiradix.server.auth import AuthMiddleware, KeyRing, Keys
 from hiradix.server.metrics import RequestMetrics
 from hiradix.server.openai import OpenAI
 from hiradix.server.schema import ApiError
@@ -33,7 +33,7 @@ class AppSettings:
     """What the application needs beside the engine. `extra_config_text`: the flag's text, to show.
 
     attach: what may be attached over HTTP beside that of the start. pages: whose web pages may ask, and by
-    which names of this server.
+    which names of this server. needs_salt: requests say whose cache they use.
     """
 
     model_name: str
@@ -43,6 +43,7 @@ class AppSettings:
     extra_config_text: str | None = field(default=None, repr=False)
     attach: AttachRules = field(default_factory=AttachRules)
     pages: Allowed = Allowed()
+    needs_salt: bool = False
 
     @property
     def attach_rules(self) -> AttachRules:
@@ -146,14 +147,15 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
     )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)
     admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text), settings.attach_rules)
-    app.include_router(OpenAI(service, settings.model_name, metrics).router)
+    app.include_router(OpenAI(service, settings.model_name, metrics, settings.needs_salt).router)
     app.include_router(admin.router)
     app.include_router(Information(service, settings, admin, metrics).router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     for unavailable in (TimeoutError, EngineBusy, EngineStopped):
         app.add_exception_handler(unavailable, _no_engine)
-    app.add_middleware(AuthMiddleware, keys=settings.keys, pages=settings.pages)
+    app.state.key_ring = KeyRing(settings.keys)
+    app.add_middleware(AuthMiddleware, ring=app.state.key_ring, pages=settings.pages)
     if settings.pages.origins:
         app.add_middleware(
             CORSMiddleware,

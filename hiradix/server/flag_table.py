@@ -74,6 +74,21 @@ _SERVER: tuple[Flag, ...] = (
         str,
         metavar="KEY",
     ),
+    Flag("--api-key-file", "File with the api key; or the variable HIRADIX_API_KEY.", str, metavar="FILE"),
+    Flag(
+        "--admin-api-key-file",
+        "File with the admin key; or the variable HIRADIX_ADMIN_API_KEY.",
+        str,
+        metavar="FILE",
+    ),
+    Flag(
+        "--api-keys",
+        "File of further keys, each with a tenant: lines of both, or a JSON object of tenants by key. Tenants "
+        "share no page; SIGHUP reads it again.",
+        str,
+        metavar="FILE",
+    ),
+    Flag("--require-cache-salt", "Requests without cache_salt are refused, but those of a tenant's key."),
     Flag(
         "--attachable",
         "Prepared configuration that PUT /hicache/storage-backend attaches by its NAME: a JSON object, or "

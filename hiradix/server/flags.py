@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from hiradix.errors import ConfigError
 from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
 from hiradix.server.flag_table import FLAGS, Flag
+from hiradix.server.key_files import choose_key, read_tenants
 from hiradix.storage import guard_limits, load_storage_backend
 from hiradix.storage.attach_rules import ATTACHABLE, AttachRules, parse_prepared, parse_rule
 
@@ -34,6 +36,7 @@ _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
 MAX_KEEP_ALIVE_S = 86400.0
 MAX_DIST_TIMEOUT_S = 86400.0
+API_KEYS = "--api-keys"
 OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason", "figure"})
 """By which metrics tell their values apart: a label of that name for all of them would be lost or refused."""
 
@@ -42,8 +45,9 @@ OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason",
 class ServeConfig:
     """Everything `hiradix serve` starts from. `notes` are the lines start-up prints (defaults and rewrites).
 
-    Keys are in no repr. `extra_config_text` is what the flag said, kept for the admin view. `tp_size` ranks
-    wait for each other for at most `rank_timeout_s`.
+    Keys are in no repr. tenants: by key, as the file at `api_keys_path` has them. `extra_config_text` is
+    what the flag said, kept for the admin view. `tp_size` ranks wait for each other for at most
+    `rank_timeout_s`.
     """
 
     engine: EngineConfig
@@ -56,6 +60,9 @@ class ServeConfig:
     pages: Allowed = Allowed()
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    tenants: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    api_keys_path: str | None = None
+    needs_salt: bool = False
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -144,7 +151,13 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
-    if args.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+    api_key, more = choose_key("--api-key", args.api_key, args.api_key_file, os.environ)
+    admin_key, and_more = choose_key(
+        "--admin-api-key", args.admin_api_key, args.admin_api_key_file, os.environ
+    )
+    tenants, of_file = tenants_of(args.api_keys, api_key, admin_key)
+    notes += more + and_more + of_file
+    if api_key is None and not tenants and args.host not in ("127.0.0.1", "localhost", "::1"):
         notes += (
             f"--host {args.host} without --api-key: anyone who can reach this address can use the server",
         )
@@ -158,8 +171,11 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         keep_alive_s=args.keep_alive_timeout,
         pages=allowed(args.host, args.allowed_hosts, args.allowed_origins),
         record_trace=None if args.record_trace is None else Path(args.record_trace).expanduser(),
-        api_key=_key("--api-key", args.api_key),
-        admin_api_key=_key("--admin-api-key", args.admin_api_key),
+        api_key=api_key,
+        admin_api_key=admin_key,
+        tenants=tenants,
+        api_keys_path=args.api_keys,
+        needs_salt=args.require_cache_salt,
         extra_config_text=args.hicache_storage_backend_extra_config,
         metric_labels=_metric_labels(args.extra_metric_labels),
         notes=notes,
@@ -182,10 +198,17 @@ def _attach_rules(args: argparse.Namespace) -> AttachRules:
     return AttachRules(prepared, tuple(map(parse_rule, args.attach_allow)))
 
 
-def _key(flag: str, value: str | None) -> str | None:
-    if value is not None and (not value or value != value.strip() or not value.isascii()):
-        raise ConfigError(f"{flag}: a key must be non-empty ASCII text without spaces around it")
-    return value
+def tenants_of(
+    path: str | None, api_key: str | None, admin_key: str | None
+) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Tenants by key of the file, if there is one, and notes. Raises ConfigError naming the flag."""
+    if path is None:
+        return {}, ()
+    found, notes = read_tenants(API_KEYS, path)
+    for flag, key in (("--api-key", api_key), ("--admin-api-key", admin_key)):
+        if key in found:
+            raise ConfigError(f"{API_KEYS} {path}: one of its keys is that of {flag}")
+    return found, notes
 
 
 def _metric_labels(text: str | None) -> dict[str, str]:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.engine.api import EngineConfig
 from hiradix.errors import CacheError, ConfigError
-from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
+from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args, tenants_of
 
 if TYPE_CHECKING:
     import uvicorn
@@ -253,6 +253,8 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    if config.api_keys_path is not None:
+        loop.add_signal_handler(signal.SIGHUP, _read_keys_again, server.config.app, config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     told = False
     while True:
@@ -265,6 +267,22 @@ async def _serve(
             print(start_line(service, config, listener), flush=True)
         if not service.healthy:
             server.should_exit = server.force_exit = True
+
+
+def _read_keys_again(app: Any, config: ServeConfig) -> None:
+    """Know the keys that the file of `--api-keys` has now; those there were where it has none that are
+    good."""
+    from hiradix.server.auth import Keys
+
+    try:
+        tenants, notes = tenants_of(config.api_keys_path, config.api_key, config.admin_api_key)
+    except ConfigError as error:
+        logger.error("the keys stay as they are: %s", error)
+        return
+    for note in notes:
+        logger.warning("%s", note)
+    app.state.key_ring.put_in(Keys(config.api_key, config.admin_api_key, tenants))
+    logger.warning("%s was read again: %d keys", config.api_keys_path, len(tenants))
 
 
 def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
@@ -286,11 +304,12 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     settings = AppSettings(
         model_name=config.model_name,
         cache=config.engine.cache,
-        keys=Keys(config.api_key, config.admin_api_key),
+        keys=Keys(config.api_key, config.admin_api_key, config.tenants),
         metric_labels=dict(config.metric_labels),
         extra_config_text=config.extra_config_text,
         attach=config.attach,
         pages=config.pages,
+        needs_salt=config.needs_salt,
     )
     logging.getLogger("uvicorn.error").addFilter(Sparing())
     audit.AUDIT.setLevel(logging.INFO)

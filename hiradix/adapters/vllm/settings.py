@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from hiradix.config import MAX_PORT, ExtraConfig, HiCacheConfig, require_choice,
 from hiradix.errors import ConfigError
 from hiradix.storage.attach_rules import AttachRules, default_of, parse_prepared, parse_rule
 
+ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
 LOAD_MODES = ("auto", "sync", "async")
 AFTER_RESET = ("apart", "same")
 OWN_KEYS = (
@@ -81,10 +83,18 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),
         require_number("drain_timeout_s", values.get("drain_timeout_s", 10.0)),
         port,
-        values.get("admin_api_key"),
+        _admin_key(values),
         require_choice("storage_after_reset", values.get("storage_after_reset", "apart"), AFTER_RESET),
         _attach_rules(values, cache),
     )
+
+
+def _admin_key(values: Mapping[str, Any]) -> str | None:
+    """That of the settings, else of the environment, where it is none of the command line."""
+    key: str | None = values.get("admin_api_key", os.environ.get(ADMIN_KEY_ENV))
+    if key is not None and not key.strip():
+        raise ConfigError(f"{ADMIN_KEY_ENV} is empty: unset it, or give a key")
+    return key
 
 
 def _attach_rules(values: Mapping[str, Any], cache: HiCacheConfig) -> AttachRules:
