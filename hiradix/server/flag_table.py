@@ -83,7 +83,7 @@ _SERVER: tuple[Flag, ...] = (
     ),
     Flag(
         "--api-keys",
-        "File of further keys, each with a tenant: lines of both, or a JSON object of tenants by key. Tenants "
+        "File of keys, each with a tenant: lines of both, or a JSON object of tenants by key. Tenants "
         "share no page; SIGHUP reads it again.",
         str,
         metavar="FILE",
