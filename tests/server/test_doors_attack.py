@@ -216,7 +216,10 @@ class Attacker:
         backend = self.random.choice(["redis", "valkey", "s3", "disk", "file"])
         own = {"redis": ["password", "sentinel_password", "username", "key_prefix"], "s3": ["session_token"]}
         name = self.random.choice([*own.get(backend, []), "max_size", "deadline_s", "compression", "ttl_s"])
-        value = self.random.choice([SECRET, CANARY, "'; DROP", 0, -1, "1 KiB", self.world.trap.port])
+        is_secret = name in ("password", "sentinel_password", "session_token")
+        value = self.random.choice(
+            [SECRET if is_secret else "loud", CANARY, "'; DROP", 0, -1, "1 KiB", self.world.trap.port]
+        )
         return {BACKEND: backend, EXTRA: json.dumps({**self.good(backend), name: value})}
 
     def backend(self) -> str:
@@ -295,7 +298,6 @@ class Attacker:
                 "\ud800",
                 "\0",
                 f"{CANARY}_module:Store",
-                SECRET,
             ]
         )
 
