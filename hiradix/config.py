@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 import sys
 import tomllib
@@ -132,7 +133,7 @@ class ExtraConfig:
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> ExtraConfig:
         """Splits `values` into our keys and the backend's; raises ConfigError naming the key."""
-        rest = dict(values)
+        rest = with_secrets_of_environment(values, os.environ)
 
         def name(key: str) -> str:
             return f"{EXTRA_CONFIG_FLAG}: {key}"
@@ -179,6 +180,31 @@ class ExtraConfig:
     def with_backend(self, **values: Any) -> ExtraConfig:
         """The same with `values` added to the backend's keys where those do not set them already."""
         return dataclasses.replace(self, backend=_frozen({**values, **self.backend}))
+
+
+SECRET_KEYS = ("password", "sentinel_password", "access_key_id", "secret_access_key", "session_token")
+_ENV_SUFFIX = "_env"
+
+
+def with_secrets_of_environment(values: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """`values` with those of SECRET_KEYS that are given as `<key>_env`, a variable's name, put in; in objects
+    inside, too. Raises ConfigError naming the key, where the variable is not there or the key itself is
+    given."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        secret = key.removesuffix(_ENV_SUFFIX)
+        if secret == key or secret not in SECRET_KEYS:
+            inside = isinstance(value, Mapping) and key in ("upper", "lower")
+            found[key] = with_secrets_of_environment(value, environment) if inside else value
+            continue
+        if values.get(secret):
+            raise ConfigError(f"{EXTRA_CONFIG_FLAG}: {secret} and {key} exclude each other")
+        if not isinstance(value, str) or not environment.get(value):
+            raise ConfigError(
+                f"{EXTRA_CONFIG_FLAG}: {key}: there is no variable {value!r:.80}, or it is empty"
+            )
+        found[secret] = environment[value]
+    return found
 
 
 def _load_yaml(text: str) -> Any:

@@ -13,8 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hiradix.config import HiCacheConfig, redact
+from hiradix.server import audit
 from hiradix.server.schema import ApiError, first_error, read_json
 from hiradix.server.service import NO_HOST_TIER, AttachRequest, Outcome, Service
+from hiradix.storage.attach_rules import DEFAULT, AttachRefused, AttachRules, Wanted, in_log, over_http
 
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting "
@@ -27,14 +29,27 @@ MAX_WAIT_S = 600.0
 
 
 class AttachBody(BaseModel):
-    """Body of PUT /hicache/storage-backend."""
+    """Body of PUT /hicache/storage-backend: a prepared configuration's `name`, or a backend with its
+    settings."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
-    hicache_storage_backend: str = Field(min_length=1)
+    name: str | None = Field(default=None, min_length=1)
+    hicache_storage_backend: str | None = Field(default=None, min_length=1)
     hicache_storage_backend_extra_config_json: str | None = None
     hicache_storage_prefetch_policy: str | None = None
     hicache_write_policy: str | None = None
+
+    def check(self) -> None:
+        """Raise ApiError unless it names one thing."""
+        if self.name is None:
+            if self.hicache_storage_backend is None:
+                field = "hicache_storage_backend"
+                raise ApiError(f"{field}: this or name is needed", param=field)
+        elif self.hicache_storage_backend or self.hicache_storage_backend_extra_config_json:
+            raise ApiError(
+                "name: stands for backend and settings, which are not given beside it", param="name"
+            )
 
 
 @dataclass(frozen=True)
@@ -103,9 +118,12 @@ def bad_body(error: ApiError) -> Response:
 class Admin:
     """The admin endpoints over one engine; one storage operation at a time."""
 
-    def __init__(self, service: Service, view: StorageView):
+    def __init__(self, service: Service, view: StorageView, rules: AttachRules):
         self._service = service
         self.view = view
+        self._rules = rules
+        # What is attached, to be attached again by a request that is to change its policies.
+        self._now = rules.named(DEFAULT) if DEFAULT in rules.prepared else None
         self._storage_lock = asyncio.Lock()
         self._flushing = False
         self.router = APIRouter()
@@ -130,6 +148,7 @@ class Admin:
             outcome = await self._service.flush(timeout_s or 0.0)
         finally:
             self._flushing = False
+        _log(request, "flush of device and host", outcome)
         if outcome.ok:
             return PlainTextResponse(FLUSHED)
         return PlainTextResponse(outcome.message or "Flush cache failed.\n", 400)
@@ -145,23 +164,44 @@ class Admin:
             return refused
         try:
             body = AttachBody.model_validate(await read_json(request))
+            body.check()
         except ApiError as error:
             return bad_body(error)
         except ValidationError as error:
             param, message = first_error(error)
             return bad_body(ApiError(message, param=param))
-        wanted = AttachRequest(
-            body.hicache_storage_backend,
-            body.hicache_storage_backend_extra_config_json,
-            body.hicache_storage_prefetch_policy,
-            body.hicache_write_policy,
-            wait_s,
-        )
         async with self._storage_lock:
+            try:
+                found = self._wanted(body)
+            except AttachRefused as error:
+                audit.act(request.scope, "attach of storage", f"refused: {audit.plain(error)}")
+                return bad_body(ApiError(str(error), param=error.param))
+            wanted = AttachRequest(
+                found.backend,
+                found.text,
+                body.hicache_storage_prefetch_policy,
+                body.hicache_write_policy,
+                wait_s,
+            )
             outcome = await self._service.attach(wanted)
+            named = f" ({found.name})" if found.name else ""
+            what = f"attach of storage {found.backend}{named}"
             if outcome.ok:
-                self.view = self.view.attached(wanted)
+                self.view, self._now = self.view.attached(wanted), found
+                _log(request, what, outcome)
+            else:
+                audit.act(request.scope, what, f"failed: {in_log(outcome.message, found.text)}")
+                outcome = Outcome(False, over_http(outcome.message))
         return _storage_answer("attach", outcome)
+
+    def _wanted(self, body: AttachBody) -> Wanted:
+        """What it asks for. Raises AttachRefused where that is not permitted."""
+        if body.name is not None:
+            return self._rules.named(body.name)
+        backend, text = body.hicache_storage_backend or "", body.hicache_storage_backend_extra_config_json
+        if not text and self._now is not None and backend == self.view.hicache_storage_backend:
+            return self._now
+        return self._rules.wanted(backend, text)
 
     async def detach(self, request: Request) -> Response:
         """DELETE /hicache/storage-backend?wait=S, as for PUT; nothing attached is a success."""
@@ -172,19 +212,21 @@ class Admin:
             outcome = await self._service.detach(wait_s)
             if outcome.ok:
                 self.view = self.view.detached()
+            _log(request, "detach of storage", outcome)
         return _storage_answer("detach", outcome)
 
-    async def clear(self) -> Response:
+    async def clear(self, request: Request) -> Response:
         """POST /hicache/storage-backend/clear."""
-        return await self._clear("")
+        return await self._clear(request, "")
 
-    async def clear_deprecated(self) -> Response:
+    async def clear_deprecated(self, request: Request) -> Response:
         """GET, POST /clear_hicache_storage_backend, the old name."""
-        return await self._clear(DEPRECATED)
+        return await self._clear(request, DEPRECATED)
 
-    async def _clear(self, prefix: str) -> Response:
+    async def _clear(self, request: Request, prefix: str) -> Response:
         async with self._storage_lock:
             outcome = await self._service.clear_storage()
+        _log(request, "clear of storage", outcome)
         if outcome.ok:
             return PlainTextResponse(prefix + CLEARED)
         if outcome.message == NO_HOST_TIER:  # upstream's answer; its clients look at the status
@@ -221,6 +263,11 @@ def _seconds(request: Request, name: str) -> tuple[float | None, Response | None
     if math.isfinite(seconds) and 0 <= seconds <= MAX_WAIT_S:
         return seconds, None
     return None, PlainTextResponse(f"{name} must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
+
+
+def _log(request: Request, what: str, outcome: Outcome) -> None:
+    told = in_log(outcome.message, None).strip()
+    audit.act(request.scope, what, "done" if outcome.ok else f"failed: {told}")
 
 
 def _storage_answer(verb: str, outcome: Outcome) -> Response:

@@ -10,30 +10,48 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import hiradix
+from hiradix.browsers import Allowed
 from hiradix.config import HiCacheConfig, redact
 from hiradix.engine.api import EngineBusy, EngineStopped
 from hiradix.server.admin import Admin, StorageView
-from hiradix.server.auth import AuthMiddleware, Keys
+from hiradix.server.auth import AuthMiddleware, KeyRing, Keys
 from hiradix.server.metrics import RequestMetrics
 from hiradix.server.openai import OpenAI
 from hiradix.server.schema import ApiError
 from hiradix.server.service import Service, Snapshot
+from hiradix.storage.attach_rules import AttachRules, default_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class AppSettings:
-    """What the application needs beside the engine. `extra_config_text`: the flag's text, to show."""
+    """What the application needs beside the engine. `extra_config_text`: the flag's text, to show.
+
+    attach: what may be attached over HTTP beside that of the start. pages: whose web pages may ask, and by
+    which names of this server. needs_salt: requests say whose cache they use.
+    """
 
     model_name: str
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
     keys: Keys = field(default_factory=Keys)
     metric_labels: dict[str, str] = field(default_factory=dict)
     extra_config_text: str | None = field(default=None, repr=False)
+    attach: AttachRules = field(default_factory=AttachRules)
+    pages: Allowed = Allowed()
+    needs_salt: bool = False
+
+    @property
+    def attach_rules(self) -> AttachRules:
+        """`attach`, and what was attached at start."""
+        start = default_of(
+            self.cache.hicache_storage_backend, self.cache.hicache_storage_backend_extra_config
+        )
+        return dataclasses.replace(self.attach, prepared={**start, **self.attach.prepared})
 
 
 class Information:
@@ -128,13 +146,21 @@ def create_app(service: Service, settings: AppSettings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics = RequestMetrics(settings.model_name, settings.metric_labels)
-    admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text))
-    app.include_router(OpenAI(service, settings.model_name, metrics).router)
+    admin = Admin(service, StorageView.of(settings.cache, settings.extra_config_text), settings.attach_rules)
+    app.include_router(OpenAI(service, settings.model_name, metrics, settings.needs_salt).router)
     app.include_router(admin.router)
     app.include_router(Information(service, settings, admin, metrics).router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     for unavailable in (TimeoutError, EngineBusy, EngineStopped):
         app.add_exception_handler(unavailable, _no_engine)
-    app.add_middleware(AuthMiddleware, keys=settings.keys)
+    app.state.key_ring = KeyRing(settings.keys)
+    app.add_middleware(AuthMiddleware, ring=app.state.key_ring, pages=settings.pages)
+    if settings.pages.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(settings.pages.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
     return app

@@ -34,6 +34,7 @@ SNAPSHOT_TIMEOUT_S = 10.0
 ADMIN_TIMEOUT_S = 60.0
 DETACH_TIMEOUT_S = 10.0  # without ?wait
 DETACH_POLL_S = 0.01
+DRAIN_SHARE = 0.6  # of the time for the end
 NOT_IDLE = "Flush cache failed.\n"
 NOT_CLEARED = "No storage backend is attached, or it failed to clear."
 WAITED_FOR_IDLE = "Timed out waiting for idle state."
@@ -189,19 +190,19 @@ class EngineService:
         return Outcome(done, "" if done else NOT_CLEARED)
 
     def close(self, timeout_s: float) -> bool:
-        """Let backups end within `timeout_s`, then stop the engine; False when something was cut off."""
+        """Let backups end, then stop the engine, both within `timeout_s`; False when something was cut
+        off."""
+        deadline_s = time.monotonic() + timeout_s
         if self._recorder is not None:
             self._recorder.close()
-        drained = True
+        drained, drain_s = True, max(deadline_s - time.monotonic(), 0.0) * DRAIN_SHARE
         try:
-            drained = self._thread.call(
-                lambda engine: engine.drain(timeout_s), 2 * timeout_s + ADMIN_TIMEOUT_S
-            )
-        except (CacheError, TimeoutError) as error:  # stopped already, or a rank is lost
-            logger.warning("no drain before the stop: %s", error)
+            drained = self._thread.call(lambda engine: engine.drain(drain_s), drain_s)
+        except (CacheError, TimeoutError) as error:  # stopped already, in a long step, or a rank is lost
+            logger.warning("no drain before the stop: %s", error or "the engine did not answer in time")
             drained = False
         try:
-            self._thread.close(timeout_s + ADMIN_TIMEOUT_S)
+            self._thread.close(max(deadline_s - time.monotonic(), 0.0))
         except TimeoutError as error:
             logger.warning("%s", error)
             drained = False

@@ -14,7 +14,7 @@ Section = Literal["Server", "Other upstream flags"]
 
 @dataclass(frozen=True)
 class Flag:
-    """One command-line flag. `kind` None is a switch.
+    """One command-line flag. `kind` None is a switch; one that `repeats` is a list.
 
     `accepted` takes the flag and `note` says why nothing changes; `refused` stops the start with `note` as
     the reason. `default_text` is what the table shows where the default is computed.
@@ -30,6 +30,7 @@ class Flag:
     required: bool = False
     default_text: str = ""
     metavar: str = ""
+    repeats: bool = False
 
     @property
     def dest(self) -> str:
@@ -73,13 +74,64 @@ _SERVER: tuple[Flag, ...] = (
         str,
         metavar="KEY",
     ),
+    Flag("--api-key-file", "File with the api key; or the variable HIRADIX_API_KEY.", str, metavar="FILE"),
+    Flag(
+        "--admin-api-key-file",
+        "File with the admin key; or the variable HIRADIX_ADMIN_API_KEY.",
+        str,
+        metavar="FILE",
+    ),
+    Flag(
+        "--api-keys",
+        "File of keys, each with a tenant: lines of both, or a JSON object of tenants by key. Tenants "
+        "share no page; SIGHUP reads it again.",
+        str,
+        metavar="FILE",
+    ),
+    Flag("--require-cache-salt", "Requests without cache_salt are refused, but those of a tenant's key."),
+    Flag(
+        "--attachable",
+        "Prepared configuration that PUT /hicache/storage-backend attaches by its NAME: a JSON object, or "
+        "@path to a .json, .toml or .yaml file, with `backend` and that backend's keys. May be repeated.",
+        str,
+        metavar="NAME=JSON|@FILE",
+        repeats=True,
+    ),
+    Flag(
+        "--attach-allow",
+        "What else may be attached over HTTP: backend=NAME[,path=FOLDER][,host=HOST[:PORT]][,file=FILE]"
+        "[,url=s3://BUCKET/PREFIX]; see docs/http-api.md. May be repeated.",
+        str,
+        metavar="RULE",
+        repeats=True,
+    ),
     Flag("--log-level", "Verbosity of the log.", str, "info", ("debug", "info", "warning", "error")),
     Flag(
-        "--shutdown-timeout",
-        "Seconds after SIGTERM or SIGINT in which running requests may finish; "
-        "backups then get as long again.",
+        "--keep-alive-timeout",
+        "Seconds that a connection without a request is kept after an answer.",
         float,
-        10.0,
+        75.0,
+        metavar="SECONDS",
+    ),
+    Flag(
+        "--allowed-hosts",
+        "Names, with commas between, by which requests without a key may call it, beside loopback ones. "
+        "On a loopback address no others are taken, else any unless this is given; * is any.",
+        str,
+        metavar="NAMES",
+    ),
+    Flag(
+        "--allowed-origins",
+        "Origins, with commas between, of web pages that may send requests: http://HOST:PORT.",
+        str,
+        metavar="ORIGINS",
+    ),
+    Flag(
+        "--shutdown-timeout",
+        "Seconds from SIGTERM or SIGINT to the end of the process: running requests may finish in the first "
+        "half, backups have what is left.",
+        float,
+        9.0,
         metavar="SECONDS",
     ),
     Flag(
@@ -320,6 +372,7 @@ def _row(flag: Flag) -> str:
     names = ", ".join(f"`{name}`" for name in (flag.name, *flag.aliases))
     kind = {None: "switch", int: "integer", float: "number", str: "text"}[flag.kind]  # type: ignore[index]
     values = ", ".join(f"`{choice}`" for choice in flag.choices) or kind
+    values += ", repeated" if flag.repeats else ""
     default = flag.default_text or ("required" if flag.required else "off" if flag.kind is None else "none")
     if flag.default is not None:
         default = f"`{flag.default}`"

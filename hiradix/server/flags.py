@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hiradix.browsers import Allowed, allowed
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
     EXTRA_CONFIG_FLAG,
@@ -29,11 +31,15 @@ from hiradix.errors import ConfigError
 from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
 from hiradix.server.flag_table import FLAGS, Flag
+from hiradix.server.key_files import choose_key, read_tenants
 from hiradix.storage import guard_limits, load_storage_backend
+from hiradix.storage.attach_rules import ATTACHABLE, AttachRules, parse_prepared, parse_rule
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
 MAX_SHUTDOWN_TIMEOUT_S = 3600.0
+MAX_KEEP_ALIVE_S = 86400.0
 MAX_DIST_TIMEOUT_S = 86400.0
+API_KEYS = "--api-keys"
 OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason", "figure"})
 """By which metrics tell their values apart: a label of that name for all of them would be lost or refused."""
 
@@ -42,8 +48,9 @@ OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason",
 class ServeConfig:
     """Everything `hiradix serve` starts from. `notes` are the lines start-up prints (defaults and rewrites).
 
-    Keys are in no repr. `extra_config_text` is what the flag said, kept for the admin view. `tp_size` ranks
-    wait for each other for at most `rank_timeout_s`.
+    Keys are in no repr. tenants: by key, as the file at `api_keys_path` has them. `extra_config_text` is
+    what the flag said, kept for the admin view. `tp_size` ranks wait for each other for at most
+    `rank_timeout_s`.
     """
 
     engine: EngineConfig
@@ -51,9 +58,14 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     log_level: str = "info"
-    shutdown_timeout_s: float = 10.0
+    shutdown_timeout_s: float = 9.0
+    keep_alive_s: float = 75.0
+    pages: Allowed = Allowed()
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    tenants: Mapping[str, str | None] = field(default_factory=dict, repr=False)
+    api_keys_path: str | None = None
+    needs_salt: bool = False
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -61,6 +73,7 @@ class ServeConfig:
     rank_timeout_s: float = RANK_TIMEOUT_S
     record_trace: Path | None = None
     kv_events: KVEventsConfig = KVEventsConfig()
+    attach: AttachRules = field(default_factory=AttachRules)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,6 +106,17 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
         parser.add_argument(*names, action="store_true", dest=flag.dest, help=note)
         return
     shown = flag.default_text or ("" if flag.default is None else str(flag.default))
+    if flag.repeats:
+        parser.add_argument(
+            *names,
+            dest=flag.dest,
+            type=flag.kind,
+            action="append",
+            default=[],
+            metavar=flag.metavar,
+            help=note,
+        )
+        return
     parser.add_argument(
         *names,
         dest=flag.dest,
@@ -122,6 +146,7 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
     args = make_parser().parse_args(list(arguments))
     require_int("--port", args.port, 0, MAX_PORT)
     require_number("--shutdown-timeout", args.shutdown_timeout, maximum=MAX_SHUTDOWN_TIMEOUT_S)
+    require_number("--keep-alive-timeout", args.keep_alive_timeout, 1, MAX_KEEP_ALIVE_S)
     require_int("--tp-size", args.tp_size, 1)
     if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
         raise ConfigError(
@@ -129,7 +154,13 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
-    if args.api_key is None and args.host not in ("127.0.0.1", "localhost", "::1"):
+    api_key, more = choose_key("--api-key", args.api_key, args.api_key_file, os.environ)
+    admin_key, and_more = choose_key(
+        "--admin-api-key", args.admin_api_key, args.admin_api_key_file, os.environ
+    )
+    tenants, of_file = tenants_of(args.api_keys, api_key, admin_key)
+    notes += more + and_more + of_file
+    if api_key is None and not tenants and args.host not in ("127.0.0.1", "localhost", "::1"):
         notes += (
             f"--host {args.host} without --api-key: anyone who can reach this address can use the server",
         )
@@ -140,22 +171,47 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         port=args.port,
         log_level=args.log_level,
         shutdown_timeout_s=args.shutdown_timeout,
+        keep_alive_s=args.keep_alive_timeout,
+        pages=allowed(args.host, args.allowed_hosts, args.allowed_origins),
         record_trace=None if args.record_trace is None else Path(args.record_trace).expanduser(),
-        api_key=_key("--api-key", args.api_key),
-        admin_api_key=_key("--admin-api-key", args.admin_api_key),
+        api_key=api_key,
+        admin_api_key=admin_key,
+        tenants=tenants,
+        api_keys_path=args.api_keys,
+        needs_salt=args.require_cache_salt,
         extra_config_text=args.hicache_storage_backend_extra_config,
         metric_labels=_metric_labels(args.extra_metric_labels),
         notes=notes,
         tp_size=args.tp_size,
         rank_timeout_s=args.dist_timeout,
         kv_events=parse_kv_events_config(args.kv_events_config),
+        attach=_attach_rules(args),
     )
 
 
-def _key(flag: str, value: str | None) -> str | None:
-    if value is not None and (not value or value != value.strip() or not value.isascii()):
-        raise ConfigError(f"{flag}: a key must be non-empty ASCII text without spaces around it")
-    return value
+def _attach_rules(args: argparse.Namespace) -> AttachRules:
+    prepared = {}
+    for text in args.attachable:
+        name, is_pair, value = text.partition("=")
+        if not is_pair:
+            raise ConfigError(f"{ATTACHABLE} {name:.64}: expected NAME=JSON or NAME=@FILE")
+        if name in prepared:
+            raise ConfigError(f"{ATTACHABLE} {name}: is given twice")
+        prepared[name] = parse_prepared(ATTACHABLE, name, value)
+    return AttachRules(prepared, tuple(map(parse_rule, args.attach_allow)))
+
+
+def tenants_of(
+    path: str | None, api_key: str | None, admin_key: str | None
+) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Tenants by key of the file, if there is one, and notes. Raises ConfigError naming the flag."""
+    if path is None:
+        return {}, ()
+    found, notes = read_tenants(API_KEYS, path)
+    for flag, key in (("--api-key", api_key), ("--admin-api-key", admin_key)):
+        if key in found:
+            raise ConfigError(f"{API_KEYS} {path}: one of its keys is that of {flag}")
+    return found, notes
 
 
 def _metric_labels(text: str | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from hiradix.engine.api import EngineBusy, Output, RequestError, SamplingParams
 from hiradix.errors import Misuse
+from hiradix.server.auth import caller_of
 from hiradix.server.generation import ClientGone, Run, api_error, merged
 from hiradix.server.intake import Intake
 from hiradix.server.metrics import RequestMetrics
@@ -38,6 +39,7 @@ from hiradix.server.schema import (
     CompletionBody,
     GenerationBody,
     MessageBody,
+    Owner,
     SessionBody,
     read_body,
 )
@@ -64,7 +66,8 @@ class _Job:
 class OpenAI:
     """The OpenAI endpoints over one engine and one model name."""
 
-    def __init__(self, service: Service, model_name: str, metrics: RequestMetrics):
+    def __init__(self, service: Service, model_name: str, metrics: RequestMetrics, needs_salt: bool = False):
+        self._needs_salt = needs_salt
         self._service = service
         self._model = model_name
         self._metrics = metrics
@@ -99,7 +102,7 @@ class OpenAI:
             prompt_ids = await self._prompt_ids(body.one_prompt(), self._service.context_length)
         params = self._params(body, body.max_tokens or DEFAULT_COMPLETION_TOKENS, body.logprobs)
         envelope = self._envelope("cmpl", body, body.logprobs is not None)
-        generation = Generation(envelope.id, prompt_ids, params, body.scope())
+        generation = Generation(envelope.id, prompt_ids, params, body.scope(self._owner(request)))
         renderer = CompletionRenderer(envelope)
         return _Job(generation, renderer, envelope, "prompt", bool(body.stream), body.include_usage)
 
@@ -117,7 +120,7 @@ class OpenAI:
             limit = max(1, self._service.context_length - len(prompt_ids))
         params = self._params(body, limit, num_logprobs)
         envelope = self._envelope("chatcmpl", body, num_logprobs is not None)
-        generation = Generation(envelope.id, prompt_ids, params, body.scope())
+        generation = Generation(envelope.id, prompt_ids, params, body.scope(self._owner(request)))
         renderer = ChatRenderer(envelope)
         return _Job(generation, renderer, envelope, "messages", bool(body.stream), body.include_usage)
 
@@ -133,7 +136,8 @@ class OpenAI:
         with self._intake.body() as share:
             body = await read_body(request, SessionBody, share)
             self._check_model(body.model)
-            scope = body.scope(hint)
+            owner = self._owner(request)
+            scope = body.scope(hint, owner)
             if body.messages is not None:
                 prompt_ids = await self._chat_ids(body.messages, None)
             else:
@@ -143,7 +147,15 @@ class OpenAI:
         prompt_ids = prompt_ids[: self._service.context_length]  # what is behind was never served
         if not all(0 <= token < 1 << 31 for token in prompt_ids):
             raise ApiError("prompt: token ids must be in [0, 2**31)", param="prompt")
-        return {"object": hint, "cached_tokens": await self._service.hint(prompt_ids, scope)}
+        num_cached = await self._service.hint(prompt_ids, scope)
+        # Without a salt it would tell anyone what others have asked: this costs no run of the model.
+        may_know = body.cache_salt or owner.tenant is not None or caller_of(request.scope).is_admin
+        return {"object": hint, "cached_tokens": num_cached} if may_know else {"object": hint}
+
+    def _owner(self, request: Request) -> Owner:
+        """Whose request it is."""
+        caller = caller_of(request.scope)
+        return Owner(caller.tenant, self._needs_salt and not caller.is_admin)
 
     def _model_card(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -84,6 +86,16 @@ def _whole_characters(text: str) -> str:
 
 
 _Name = Annotated[str, Field(max_length=256), AfterValidator(_whole_characters)]
+TENANT_SALT = "tenant:"
+"""How the salts of tenants begin, who are known by their keys: no client may name one."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Whose a request is. tenant: as its key says. needs_salt: one that says nothing of it is refused."""
+
+    tenant: str | None = None
+    needs_salt: bool = False
 
 
 class _Addressed(_Strict):
@@ -92,6 +104,19 @@ class _Addressed(_Strict):
     model: str | None = None
     cache_salt: _Name | None = None
     extra_key: _Name | None = None
+
+    def namespace(self, owner: Owner) -> tuple[str | None, str | None]:
+        """extra_key and cache_salt for the engine. A tenant's requests have his salt, and a salt of their
+        own is a part of extra_key then: quotas are by tenant. Raises ApiError."""
+        salt = self.cache_salt
+        if salt is not None and salt.startswith(TENANT_SALT):
+            raise ApiError(f"cache_salt: must not begin with {TENANT_SALT!r}", param="cache_salt")
+        if owner.tenant is None:
+            if owner.needs_salt and not salt:
+                raise ApiError("cache_salt: this server asks for one of each request", param="cache_salt")
+            return self.extra_key, salt
+        extra_key = json.dumps([self.extra_key, salt]) if salt else self.extra_key
+        return extra_key, TENANT_SALT + owner.tenant
 
 
 class GenerationBody(_Addressed):
@@ -125,12 +150,12 @@ class GenerationBody(_Addressed):
             logprobs=logprobs,
         )
 
-    def scope(self) -> Scope:
+    def scope(self, owner: Owner = Owner()) -> Scope:
         """Whose cache the request may share."""
         if self.end_of_session and self.keep_alive:
             raise ApiError("end_of_session: excludes keep_alive", param="end_of_session")
         hint = "end_of_session" if self.end_of_session else "keep_alive" if self.keep_alive else None
-        return Scope(self.extra_key, self.cache_salt, self.priority, hint)
+        return Scope(*self.namespace(owner), self.priority, hint)
 
     @property
     def include_usage(self) -> bool:
@@ -189,11 +214,11 @@ class SessionBody(_Addressed):
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=10_000)] | None = None
     prompt: str | list[int] | None = None
 
-    def scope(self, hint: str) -> Scope:
+    def scope(self, hint: str, owner: Owner = Owner()) -> Scope:
         """Whose conversation it is, and what is said of it."""
         if (self.messages is None) == (self.prompt is None):
             raise ApiError("messages: send either messages or prompt", param="messages")
-        return Scope(self.extra_key, self.cache_salt, hint=hint)
+        return Scope(*self.namespace(owner), hint=hint)
 
 
 class ChatBody(GenerationBody):

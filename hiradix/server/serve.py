@@ -2,7 +2,8 @@
 
     parse flags -> take the port -> build the engine -> serve -> (signal) finish or abort -> drain -> close
 
-Exit status: 0 after SIGTERM or SIGINT, 2 with a line on stderr when it cannot start, 1 if the engine failed.
+Exit status: 0 after SIGTERM or SIGINT, also where something was cut off, 2 with a line on stderr when it
+cannot start, 1 if the engine failed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import re
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -22,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.engine.api import EngineConfig
 from hiradix.errors import CacheError, ConfigError
-from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
+from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args, tenants_of
 
 if TYPE_CHECKING:
     import uvicorn
@@ -34,10 +38,45 @@ logger = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 1.0
 UNSENT_TIMEOUT_S = 60.0  # a client that takes nothing for so long has left
-ABORT_GRACE_S = 5.0  # after the abort of what still runs, its answers may be sent for this long
-SECOND_GRACE_S = 1.0  # after a second signal they may say so for this long
+REQUESTS_SHARE = 0.5  # of the time from the signal to the end, in which running requests may finish
+ANSWERS_SHARE = 0.2  # of it, after their abort, in which their answers may be sent
+LEAST_CLOSE_S = 0.5  # for the engine to end, however late it is
+SECOND_GRACE_S = 0.5  # after a second signal aborted requests may say so for this long
+HARD_END_S = 0.5  # behind the time that is given: what hangs then ends with the process
 _FIELD = re.compile(r"(?P<name>[a-z_]+)=(?P<rest>.*)", re.DOTALL)
 _FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--random-seed"}
+
+
+class _Ending:
+    """When the process is to end, once it was told to; a thread sees to that, whatever hangs."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._deadline_s = math.inf
+        self._timer: threading.Timer | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left, infinite until a signal came."""
+        return self._deadline_s - time.monotonic()
+
+    def within(self, seconds: float) -> None:
+        """Let it end so soon, or sooner where that was asked for before."""
+        if seconds >= self.left_s:
+            return
+        self._deadline_s = time.monotonic() + seconds
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(seconds + HARD_END_S, self._end)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end(self) -> None:
+        logger.warning("the time for the end is over: what still runs is cut off")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(self.status)
 
 
 class _Stopped(BaseException):
@@ -172,23 +211,29 @@ def _check_device(name: str) -> None:
 
 
 def _run(service: EngineService, config: ServeConfig, listener: socket.socket) -> int:
+    ending = _Ending()
     try:
-        healthy = asyncio.run(_serve(service, config, listener))
+        healthy = asyncio.run(_serve(service, config, listener, ending))
     except _Stopped:
         healthy = True
+    ending.status = 0 if healthy else 1
+    ending.within(config.shutdown_timeout_s)  # where it was the engine that ended
     try:
         with _stop_on_signals():  # the loop took the handlers with it
-            if not service.close(config.shutdown_timeout_s):
+            if not service.close(max(ending.left_s, LEAST_CLOSE_S)):
                 logger.warning("the deadline passed before all transfers had ended")
     except _Stopped:
         logger.warning("stopped by a second signal before all transfers had ended")
+        ending.within(0.0)
     if healthy:
         return 0
     print("hiradix serve: error: the engine failed, see the log", file=sys.stderr)
     return 1
 
 
-async def _serve(service: EngineService, config: ServeConfig, listener: socket.socket) -> bool:
+async def _serve(
+    service: EngineService, config: ServeConfig, listener: socket.socket, ending: _Ending
+) -> bool:
     """Serve until a signal or the engine's end; True when it was a signal."""
     server = _make_server(service, config)
     loop = asyncio.get_running_loop()
@@ -200,12 +245,16 @@ async def _serve(service: EngineService, config: ServeConfig, listener: socket.s
         if server.should_exit:
             service.abort_all()
             loop.call_later(SECOND_GRACE_S, leave)
+            ending.within(SECOND_GRACE_S + LEAST_CLOSE_S)
         else:
             server.should_exit = True
-            loop.call_later(config.shutdown_timeout_s, service.abort_all)
+            ending.within(config.shutdown_timeout_s)
+            loop.call_later(config.shutdown_timeout_s * REQUESTS_SHARE, service.abort_all)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    if config.api_keys_path is not None:
+        loop.add_signal_handler(signal.SIGHUP, _read_keys_again, server.config.app, config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     told = False
     while True:
@@ -220,9 +269,26 @@ async def _serve(service: EngineService, config: ServeConfig, listener: socket.s
             server.should_exit = server.force_exit = True
 
 
+def _read_keys_again(app: Any, config: ServeConfig) -> None:
+    """Know the keys that the file of `--api-keys` has now; those there were where it has none that are
+    good."""
+    from hiradix.server.auth import Keys
+
+    try:
+        tenants, notes = tenants_of(config.api_keys_path, config.api_key, config.admin_api_key)
+    except ConfigError as error:
+        logger.error("the keys stay as they are: %s", error)
+        return
+    for note in notes:
+        logger.warning("%s", note)
+    app.state.key_ring.put_in(Keys(config.api_key, config.admin_api_key, tenants))
+    logger.warning("%s was read again: %d keys", config.api_keys_path, len(tenants))
+
+
 def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     import uvicorn
 
+    from hiradix.server import audit
     from hiradix.server.app import AppSettings, create_app
     from hiradix.server.auth import Keys
     from hiradix.server.connection import http_settings
@@ -238,18 +304,25 @@ def _make_server(service: EngineService, config: ServeConfig) -> uvicorn.Server:
     settings = AppSettings(
         model_name=config.model_name,
         cache=config.engine.cache,
-        keys=Keys(config.api_key, config.admin_api_key),
+        keys=Keys(config.api_key, config.admin_api_key, config.tenants),
         metric_labels=dict(config.metric_labels),
         extra_config_text=config.extra_config_text,
+        attach=config.attach,
+        pages=config.pages,
+        needs_salt=config.needs_salt,
     )
     logging.getLogger("uvicorn.error").addFilter(Sparing())
+    audit.AUDIT.setLevel(logging.INFO)
+    graceful: dict[str, Any] = {  # whole seconds to uvicorn's types, not to its clock
+        "timeout_graceful_shutdown": config.shutdown_timeout_s * (REQUESTS_SHARE + ANSWERS_SHARE)
+    }
     return Server(
         uvicorn.Config(
             create_app(service, settings),
             log_level="warning" if config.log_level == "info" else config.log_level,
             access_log=config.log_level == "debug",
-            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout_s + ABORT_GRACE_S),
-            **http_settings(),
+            **http_settings(config.keep_alive_s),
+            **graceful,
         )
     )
 

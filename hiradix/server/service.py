@@ -29,7 +29,7 @@ class AttachRequest:
     """
 
     backend: str
-    extra_config_text: str | None = None
+    extra_config_text: str | None = field(default=None, repr=False)
     prefetch_policy: str | None = None
     write_policy: str | None = None
     wait_s: float | None = None

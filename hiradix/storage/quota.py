@@ -34,7 +34,7 @@ SHOWN_TENANTS = 16
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 _ROUNDS = 4  # of making room; more than one only where other processes take it
-_KINDS = ("salt:", "key:")
+_KINDS = ("salt:", "key:", "tenant:")
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,10 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
     found = {}
     for tenant, size in values.items():
         if tenant and not tenant.startswith(_KINDS):
-            kinds = '"salt:" and the cache_salt, "key:" and the extra_key, or ""'
+            kinds = '"tenant:" and a tenant, "salt:" and the cache_salt, "key:" and the extra_key, or ""'
             raise ConfigError(f"{flag('quotas')}: {tenant!r} names no tenant; expected {kinds}")
-        found[tenant] = parse_size(f"quotas {tenant!r}", size)
+        named = f"salt:{tenant}" if tenant.startswith("tenant:") else tenant  # his salt begins so
+        found[named] = parse_size(f"quotas {tenant!r}", size)
     return found
 
 

@@ -71,6 +71,7 @@ def test_storage_is_swapped_under_load(
         *("--enable-hierarchical-cache", "--page-size", str(PAGE_SIZE), "--max-total-tokens", "1024"),
         *("--hicache-ratio", "0.8", "--admin-api-key", "admin", "--check-invariants"),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--attach-allow", f"backend=file,path={tmp_path}"),
     )
     with ServerProcess(arguments, log) as server:
         load = Load(server.url)

@@ -11,6 +11,7 @@ from tests.project.repo import Module, imports, modules
 
 FLOORS = {
     "errors": -1,
+    "browsers": 0,
     "config": 0,
     "os_memory": 0,
     "tree": 1,
@@ -38,6 +39,7 @@ HEAVY = {"torch", "triton", "transformers"}
 # Modules that must import without torch and triton, and those that must not even have them installed.
 TORCH_FREE_FLOORS = {
     "errors",
+    "browsers",
     "config",
     "os_memory",
     "tree",

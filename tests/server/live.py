@@ -16,12 +16,10 @@ DEADLINE_S = 60.0
 
 
 @asynccontextmanager
-async def running(app: FastAPI) -> AsyncIterator[str]:
+async def running(app: FastAPI, keep_alive_s: float = DEADLINE_S) -> AsyncIterator[str]:
     """The application's URL while it is served."""
     with bind("127.0.0.1", 0) as listener:
-        config = uvicorn.Config(
-            app, log_level="critical", timeout_keep_alive=int(DEADLINE_S), **http_settings()
-        )
+        config = uvicorn.Config(app, log_level="critical", **http_settings(keep_alive_s))
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve([listener]))
         try:

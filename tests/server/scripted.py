@@ -21,6 +21,7 @@ from hiradix.engine.api import (
 from hiradix.server.app import AppSettings, create_app
 from hiradix.server.auth import Keys
 from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot, TransferFigures
+from hiradix.storage.attach_rules import AttachRules
 
 MODEL = "tiny"
 INFO = EngineInfo(
@@ -130,8 +131,14 @@ class ScriptedService:
 
 
 def application(
-    service: ScriptedService, *, api_key: str | None = None, admin_key: str | None = None, **cache: object
+    service: ScriptedService,
+    *,
+    api_key: str | None = None,
+    admin_key: str | None = None,
+    attach: AttachRules | None = None,
+    **cache: object,
 ) -> FastAPI:
     """The HTTP application over `service`; `cache` are fields of the cache configuration."""
     config = HiCacheConfig(enable_hierarchical_cache=True, **cache)  # type: ignore[arg-type]
-    return create_app(service, AppSettings(MODEL, config, Keys(api_key, admin_key)))
+    settings = AppSettings(MODEL, config, Keys(api_key, admin_key), attach=attach or AttachRules())
+    return create_app(service, settings)

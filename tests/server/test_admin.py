@@ -11,16 +11,26 @@ from starlette.testclient import TestClient
 from hiradix.server.admin import CLEARED, DEPRECATED, FLUSH_BUSY, FLUSHED
 from hiradix.server.auth import NO_ADMIN_KEY
 from hiradix.server.service import NO_HOST_TIER, AttachRequest, Outcome
+from hiradix.storage.attach_rules import AttachRules, Prepared, parse_rule
 from tests.server.scripted import ScriptedService, application
 
 STORAGE = "/hicache/storage-backend"
 CLEAR = f"{STORAGE}/clear"
 CLEAR_OLD = "/clear_hicache_storage_backend"
-ATTACH = {"hicache_storage_backend": "file"}
+ATTACH = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_backend_extra_config_json": '{"file_storage_path": "/d"}',
+}
+
+
+ATTACHABLE = AttachRules(
+    {"cold": Prepared("s3", {"url": "s3://bucket", "secret_access_key": "k-secret"})},
+    (parse_rule("backend=file,path=/d"), parse_rule("backend=s3,host=host,url=s3://b")),
+)
 
 
 def client(service: ScriptedService | None = None, **settings: Any) -> TestClient:
-    return TestClient(application(service or ScriptedService(), **settings))
+    return TestClient(application(service or ScriptedService(), **{"attach": ATTACHABLE, **settings}))
 
 
 def bearer(key: str | None) -> dict[str, str]:
@@ -174,7 +184,8 @@ def test_attach_detach_and_the_view() -> None:
     ]
     shown = {k.removesuffix("_json"): v for k, v in body.items()}
     assert http.get(STORAGE).json() == shown
-    http.put(STORAGE, json={**ATTACH, "hicache_write_policy": "write_through"})
+    again = {"hicache_storage_backend": "file", "hicache_write_policy": "write_through"}
+    assert http.put(STORAGE, json=again).status_code == 200
     assert http.get(STORAGE).json() == {**shown, "hicache_write_policy": "write_through"}
     for _ in range(2):
         reply = http.delete(STORAGE)
@@ -236,14 +247,14 @@ def test_bad_attach_body(body: object, param: str) -> None:
 def test_view_and_server_info_show_no_secrets() -> None:
     service = ScriptedService()
     http = client(service, api_key="user-secret", admin_key="admin-secret")
-    extra = '{"endpoint": "s3://id:pw-secret@host", "aws_secret_access_key": "k-secret", "bucket": "b"}'
-    body = {**ATTACH, "hicache_storage_backend_extra_config_json": extra}
+    extra = '{"endpoint": "https://host", "secret_access_key": "k-secret", "url": "s3://b/bucket"}'
+    body = {"hicache_storage_backend": "s3", "hicache_storage_backend_extra_config_json": extra}
     assert http.put(STORAGE, json=body, headers=bearer("admin-secret")).status_code == 200
     shown = http.get(STORAGE, headers=bearer("admin-secret")).text
     info = http.get("/server_info", headers=bearer("user-secret")).text
     metrics = http.get("/metrics").text
     assert "bucket" in shown and "***" in shown
-    assert not any("secret" in text.replace("aws_secret_access_key", "") for text in (shown, info, metrics))
+    assert not any("secret" in text.replace("secret_access_key", "") for text in (shown, info, metrics))
 
 
 def test_clear() -> None:

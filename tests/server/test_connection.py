@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from hiradix.server import connection
+from hiradix.server import connection, schema
 from hiradix.server import serve as serve_module
 from hiradix.server.refusals import REFUSALS, WARN_EVERY_S, Sparing
 from tests.server.live import DEADLINE_S, running
@@ -22,9 +24,13 @@ BODY = json.dumps({"prompt": "a"}).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(BODY)
 
 
-def played(story: Callable[[str, int], Awaitable[None]], service: ScriptedService | None = None) -> None:
+def played(
+    story: Callable[[str, int], Awaitable[None]],
+    service: ScriptedService | None = None,
+    keep_alive_s: float = DEADLINE_S,
+) -> None:
     async def play() -> None:
-        async with running(application(service or ScriptedService())) as url:
+        async with running(application(service or ScriptedService()), keep_alive_s) as url:
             host, port = url.removeprefix("http://").split(":")
             await asyncio.wait_for(story(host, int(port)), DEADLINE_S)
 
@@ -239,6 +245,7 @@ def test_a_client_that_takes_nothing_has_left(num_pieces: int, monkeypatch: pyte
 def test_who_takes_an_answer_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline for the next head cut off what of the answer was not sent yet."""
     late_behind(monkeypatch, 0.05, has_asked)
+    monkeypatch.setattr(connection, "CLOSING_S", 0.05)
     service = ScriptedService([replace(piece(""), text="x" * 8_000_000), piece("", "stop")])
 
     async def story(host: str, port: int) -> None:
@@ -253,7 +260,7 @@ def test_who_takes_an_answer_slowly_gets_all_of_it(monkeypatch: pytest.MonkeyPat
             assert (await reader.read(-1)).count(b"x") >= 8_000_000
             writer.close()
 
-    played(story, service)
+    played(story, service, 0.05)
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"GET /he"], ids=["an empty line", "a request's beginning"])
@@ -292,3 +299,211 @@ def test_what_is_sent_too_early_is_not_read_without_end() -> None:
         writer.transport.abort()
 
     played(story, service)
+
+
+# -- the life of a kept connection --------------------------------------------------------
+
+PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes = PROBE) -> bytes:
+    """The head of the answer to one more request."""
+    writer.write(request)
+    return await reader.readuntil(b"\r\n\r\n")
+
+
+def test_an_answer_says_how_long_its_connection_is_kept() -> None:
+    async def story(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        assert b"\r\nkeep-alive: timeout=75\r\n" in await asked(reader, writer)
+        writer.close()
+
+    played(story, keep_alive_s=connection.KEEP_ALIVE_S)
+
+
+def test_an_idle_connection_is_kept_for_its_time_and_not_for_a_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with the time for heads, or five seconds after the answer, whatever was said."""
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "CLOSING_S", 0.1)
+    ended: list[float] = []
+    end = connection.Connection._end
+    monkeypatch.setattr(
+        connection.Connection, "_end", lambda own, waited_s: (ended.append(waited_s), end(own, waited_s))
+    )
+
+    async def story(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        await asked(reader, writer)
+        await asyncio.sleep(0.2)  # longer than a head may take
+        await asked(reader, writer)
+        assert await reader.read() == b""
+        writer.close()
+
+    played(story, keep_alive_s=1.0)
+    assert ended == [1.0, 0.1]
+
+
+def test_a_request_that_meets_the_close_is_answered_and_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CLOSING_S", DEADLINE_S)
+    closing, answer_last = asyncio.Event(), connection.Connection._is_kept
+    monkeypatch.setattr(connection.Connection, "_is_kept", lambda own: (closing.set(), answer_last(own))[1])
+
+    async def story(host: str, port: int) -> None:
+        for request, part in ((PROBE, b"200 OK"), (HEAD + BODY, b"Hello!")):
+            closing.clear()
+            reader, writer = await asyncio.open_connection(host, port)
+            assert b"connection: close" not in await asked(reader, writer)
+            await closing.wait()
+            writer.write(request[:9])
+            await asyncio.sleep(0.02)
+            writer.write(request[9:])
+            last = await reader.read()
+            assert b"connection: close" in last and part in last
+            writer.close()
+
+    played(story, keep_alive_s=0.05)
+
+
+def test_who_sends_again_and_again_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections whose pauses end around the keep-alive time; a client goes by `connection: close` alone."""
+    monkeypatch.setattr(connection, "CLOSING_S", DEADLINE_S)
+
+    async def ask_often(host: str, port: int, number: int) -> int:
+        reader, writer = await asyncio.open_connection(host, port)
+        num_answers = 0
+        for turn in range(20):
+            head = await asked(reader, writer)
+            num_answers += head.startswith(b"HTTP/1.1 200")
+            if b"connection: close" in head:
+                writer.close()
+                reader, writer = await asyncio.open_connection(host, port)
+            await asyncio.sleep(0.04 + 0.001 * ((number + turn) % 20))
+        writer.close()
+        return num_answers
+
+    async def story(host: str, port: int) -> None:
+        answers = await asyncio.gather(*(ask_often(host, port, number) for number in range(20)))
+        assert sum(answers) == 20 * 20
+
+    played(story, keep_alive_s=0.05)
+
+
+# -- heads that two readers may read differently --------------------------------------------
+
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+AMBIGUOUS = [
+    POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    POST + b"content-length: 5\r\ncontent-length: 5\r\n\r\nabcde",
+    POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+    POST + b"content-length: 5, 6\r\n\r\nabcde",
+    POST + b"content-length: +5\r\n\r\nabcde",
+    POST + b"content-length: 5_0\r\n\r\nabcde",
+    POST + b"content-length: -5\r\n\r\nabcde",
+    POST + b"content-length: 0x5\r\n\r\nabcde",
+    POST + b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    POST + b"transfer-encoding : chunked\r\n\r\n0\r\n\r\n",
+    POST + b"x-folded: a\r\n b\r\ncontent-length: 2\r\n\r\n{}",
+    POST + b"x-folded: a\r\n\tcontent-length: 2\r\n\r\n{}",
+    POST + b"content-length\r\n: 2\r\n\r\n{}",
+    POST + b"host: y\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.1\r\ncontent-length: 2\r\n\r\n{}",
+    b"POST /v1/completions HTTP/1.0\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    POST + b"x: a\x00b\r\ncontent-length: 2\r\n\r\n{}",
+    POST + b"x: a\rb\r\ncontent-length: 2\r\n\r\n{}",
+    CHUNKED + b"5 \x00\r\nabcde\r\n0\r\n\r\n",
+    CHUNKED + b"0x5\r\nabcde\r\n0\r\n\r\n",
+    CHUNKED + b"+5\r\nabcde\r\n0\r\n\r\n",
+    CHUNKED + b"-5\r\nabcde\r\n0\r\n\r\n",
+    CHUNKED + b"fffffffffffffffffffffffff\r\nabcde\r\n0\r\n\r\n",
+    CHUNKED + b"5\r\nabcdeX\r\n0\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("sent", AMBIGUOUS)
+def test_what_may_be_read_in_two_ways_ends_the_connection(sent: bytes) -> None:
+    """A second request behind it is answered to nobody: whose would it be?"""
+    service = ScriptedService()
+
+    async def story(host: str, port: int) -> None:
+        for before in (b"", PROBE):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(before + sent + PROBE)
+            answers = await reader.read()
+            if before:
+                assert answers.startswith(b"HTTP/1.1 200")
+                answers = answers[answers.index(b"HTTP/1.1", 9) :]
+            assert answers.startswith((b"HTTP/1.1 400", b"HTTP/1.1 501")) and answers.count(b"HTTP/1.1") == 1
+            writer.close()
+
+    played(story, service)
+    assert service.requests == []
+
+
+def test_plain_heads_are_read() -> None:
+    async def story(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+        for request in (HEAD + BODY, CHUNKED + chunks, POST.replace(b"\r", b"") + b"content-length: 2\n\n{}"):
+            head = await asked(reader, writer, request)
+            assert head.startswith((b"HTTP/1.1 200", b"HTTP/1.1 400")) and b"connection: close" not in head
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+        writer.close()
+
+    played(story)
+
+
+@pytest.mark.parametrize("num_bytes", [connection.MAX_HEAD_BYTES - 100, connection.MAX_HEAD_BYTES + 1])
+@pytest.mark.parametrize("ends", [True, False])
+def test_heads_have_a_longest(num_bytes: int, ends: bool) -> None:
+    head = b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "
+    head += b"a" * (num_bytes - len(head))
+
+    async def story(host: str, port: int) -> None:
+        reader, writer = await asyncio.open_connection(host, port)
+        is_over = num_bytes > connection.MAX_HEAD_BYTES
+        if not ends and not is_over:
+            writer.write(head)
+            await asyncio.sleep(0.02)
+            assert (await asked(reader, writer, b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        else:
+            told = await asked(reader, writer, head + (b"\r\n\r\n" if ends else b""))
+            assert told.startswith(b"HTTP/1.1 431" if is_over else b"HTTP/1.1 200")
+        writer.close()
+
+    played(story)
+
+
+def test_a_body_that_is_too_long_or_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(schema, "BODY_TIMEOUT_S", 0.1)
+
+    async def story(host: str, port: int) -> None:
+        for length, sent, status in ((1001, b" " * 1001, b"413"), (100, b"{", b"408")):
+            reader, writer = await asyncio.open_connection(host, port)
+            head = await asked(reader, writer, POST + b"content-length: %d\r\n\r\n" % length + sent)
+            assert head.startswith(b"HTTP/1.1 " + status)
+            writer.close()
+
+    played(story)
+
+
+def test_the_page_has_the_numbers() -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "http-api.md").read_text().split())
+    page = page[page.index("## Connections") : page.index("## Stopping")]
+    for number in (
+        f"within {connection.HEAD_TIMEOUT_S:g} s",
+        f"kept for {connection.KEEP_ALIVE_S:g} s",
+        f"{connection.CLOSING_S:g} s more",
+        f"{connection.MAX_HEAD_BYTES // 1024} KiB",
+        f"{schema.BODY_TIMEOUT_S:g} s",
+        f"{schema.MAX_BODY_BYTES >> 20} MiB",
+        f"{serve_module.UNSENT_TIMEOUT_S:g} s",
+        f"{connection.MAX_CONNECTIONS} connections",
+    ):
+        assert number in page, number

@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 from hiradix.engine.api import RequestError
 from hiradix.server.schema import MAX_NAME_CHARS, MAX_STOP_CHARS, NEUTRAL
+from hiradix.storage.attach_rules import AttachRules, Prepared
 from tests.server.scripted import ScriptedService, application
 
 USER = [{"role": "user", "content": "hi"}]
@@ -39,7 +40,8 @@ VALUES = (
 
 
 def client(service: ScriptedService) -> TestClient:
-    return TestClient(application(service, admin_key="admin"), raise_server_exceptions=False)
+    prepared = AttachRules({"default": Prepared("file", {})})
+    return TestClient(application(service, admin_key="admin", attach=prepared), raise_server_exceptions=False)
 
 
 def body_of(path: str, field: str, value: object) -> dict[str, Any]:

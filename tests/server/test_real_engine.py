@@ -59,7 +59,12 @@ def real_application(arguments: list[str]) -> Iterator[FastAPI]:
     config = parse_serve_args(arguments)
     service = build_service(config)
     settings = AppSettings(
-        config.model_name, config.engine.cache, Keys(None, config.admin_api_key), {}, config.extra_config_text
+        config.model_name,
+        config.engine.cache,
+        Keys(None, config.admin_api_key),
+        {},
+        config.extra_config_text,
+        config.attach,
     )
     try:
         yield create_app(service, settings)
@@ -174,7 +179,9 @@ def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
     """The sequence of upstream's runtime attach test."""
     extra = json.dumps({"file_storage_path": str(tmp_path / "pages"), **SLOW_DISK})
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
-    with serving(model) as http:
+    prepared = json.dumps({"backend": "disk", "disk_storage_path": str(tmp_path / "disk")})
+    allowed = ("--attach-allow", f"backend=file,path={tmp_path}", "--attachable", f"other={prepared}")
+    with serving(model, *allowed) as http:
 
         def put(**changes: Any) -> httpx.Response:
             flush(http)  # idle: attach and detach are refused while pages are on their way
@@ -184,7 +191,7 @@ def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
         assert http.get(STORAGE, headers=ADMIN).json()["hicache_storage_backend"] is None
         assert "Invalid hicache_write_policy" in put(hicache_write_policy="x").text
         unknown = put(hicache_storage_backend="nosuch")
-        assert unknown.status_code == 400 and "nosuch" in unknown.text
+        assert unknown.status_code == 400 and "hicache_storage_backend: not allowed" in unknown.text
         assert put(hicache_storage_backend_extra_config_json="{").status_code == 400
         attached = put()
         assert attached.text == (
@@ -192,7 +199,7 @@ def test_storage_attached_while_serving(model: Path, tmp_path: Path) -> None:
         )
         assert http.get(STORAGE, headers=ADMIN).json()["hicache_storage_backend_extra_config"] == extra
         assert "policies updated" in put().text
-        other = put(hicache_storage_backend="redis")
+        other = http.put(STORAGE, json={"name": "other"}, headers=ADMIN)
         assert other.status_code == 400 and "Cannot attach different backend" in other.text
         first = ask(http, PROMPT)
         flush(http)
@@ -235,11 +242,11 @@ def test_admin_operations_on_a_busy_engine_are_refused(model: Path, monkeypatch:
                 lines = reply.aiter_lines()
                 await anext(lines)
                 return [
-                    await http.put(STORAGE, json={"hicache_storage_backend": "file"}),
+                    await http.put(STORAGE, json={"name": "pages"}),
                     await http.post("/flush_cache"),
                 ]
 
-    with real_application(flags(model)) as app:
+    with real_application(flags(model, "--attachable", 'pages={"backend": "file"}')) as app:
         try:
             refused, flushed = asyncio.run(story(app))
         finally:
@@ -251,9 +258,10 @@ def test_admin_operations_on_a_busy_engine_are_refused(model: Path, monkeypatch:
 
 def test_without_a_host_tier_there_is_no_storage_to_administer(model: Path) -> None:
     plain = [*("--model-path", str(model), "--disable-radix-cache"), *("--admin-api-key", "admin")]
+    plain += ["--attachable", 'pages={"backend": "file"}']
     with real_application(plain) as app, TestClient(app) as http:
         for method in ("PUT", "DELETE"):
-            body = {"hicache_storage_backend": "file"} if method == "PUT" else None
+            body = {"name": "pages"} if method == "PUT" else None
             refused = http.request(method, STORAGE, json=body, headers=ADMIN)
             assert refused.status_code == 400
             assert refused.text.endswith("HiCache storage backend.\nHierarchical cache is not enabled.")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,9 @@ CHECKS = {
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
     "HIRADIX_CHECK": "1",
 }
+_FOLDER = tempfile.gettempdir()
 ON_CPU = {
+    "HIRADIX_ATTACH_ALLOW": f"backend=file,path={_FOLDER};backend=disk,path={_FOLDER}",
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

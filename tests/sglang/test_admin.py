@@ -38,7 +38,7 @@ def test_attach_and_detach_sequence(ours: Server, reference: Reference, tmp_path
     assert ours.admin("GET", PATH).json()["hicache_storage_backend_extra_config"] == extra
     code, text = put(ours, "file", extra)
     assert code == 200 and "already enabled with same backend; policies updated" in text
-    code, text = put(ours, "disk", keys(tmp_path))
+    code, text = put(ours, "disk", "{}")
     assert code == 400 and "Cannot attach different backend 'disk'. Detach first." in text
     prompt = tokens(LENGTH, "attach")
     first = ours.ask(prompt)
@@ -54,10 +54,12 @@ def test_attach_and_detach_sequence(ours: Server, reference: Reference, tmp_path
 
 def test_what_cannot_be_attached_says_why_and_changes_nothing(ours: Server, tmp_path: Path) -> None:
     for name, extra, reason in (
-        ("nowhere", None, "unknown storage backend"),
+        ("nowhere", None, "hicache_storage_backend: not allowed over HTTP"),
+        ("file", "@/etc/passwd", "@file is not allowed over HTTP"),
+        ("file", json.dumps({"file_storage_path": "/etc"}), "file_storage_path: not allowed over HTTP"),
         ("file", keys(tmp_path, no_such_key=1), "no_such_key"),
-        ("file", "{", "Failed to parse storage_backend_extra_config_json"),
-        ("dynamic", "{}", "backend_name"),
+        ("file", "{", "hicache_storage_backend_extra_config_json: not valid JSON"),
+        ("dynamic", "{}", "hicache_storage_backend: not allowed over HTTP"),
     ):
         told: list[tuple[int, str]] = []
 

@@ -215,7 +215,7 @@ def test_storage_comes_and_goes_while_it_serves(start: Start, plain: Player, tmp
     ours = start(
         {
             "hicache_size": 0.1, "admin_port": port, "hicache_storage_prefetch_policy": "wait_complete",
-            "storage_after_reset": "same",
+            "storage_after_reset": "same", "attach_allow": [f"backend=file,path={tmp_path}"],
         }
     )  # fmt: skip
     expected = plain.generate(prompts)

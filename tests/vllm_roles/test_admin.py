@@ -15,6 +15,7 @@ from hiradix.adapters.vllm.orders import Outcome, Stage
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.storage.attach_rules import AttachRules, Prepared, parse_rule
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
 
@@ -30,7 +31,9 @@ def asked() -> Asked:
 
 @pytest.fixture
 def server(asked: Asked) -> Iterator[AdminServer]:
-    calls = AdminCalls(lambda *what: asked.append(what), lambda: {"password": "x"}, KEY)
+    prepared = {"cold": Prepared("disk", {"disk_storage_path": "/c"}), "default": Prepared("file", {})}
+    rules = AttachRules(prepared, (parse_rule("backend=file,path=/tmp"),))
+    calls = AdminCalls(lambda *what: asked.append(what), lambda: {"password": "x"}, KEY, rules)
     server = AdminServer(0, calls)
     yield server
     server.close()
@@ -50,12 +53,14 @@ def test_put_and_delete_are_asked_and_shown(server: AdminServer, asked: Asked) -
     keys = json.dumps({"file_storage_path": "/tmp/x", "prefetch_threshold": 7})
     body = {BACKEND: "file", KEYS: keys, "hicache_storage_prefetch_policy": "wait_complete"}
     assert call(server, "PUT", body)[0] == 202
-    assert call(server, "PUT", {BACKEND: "disk"})[0] == 202
+    assert call(server, "PUT", {"name": "cold"})[0] == 202
+    assert call(server, "PUT", {BACKEND: "file"})[0] == 202  # that of the start
     assert call(server, "DELETE")[0] == 202
     extra = ExtraConfig(prefetch_threshold=7, backend={"file_storage_path": "/tmp/x"})
     assert asked == [
         ("file", extra, "wait_complete"),
-        ("disk", ExtraConfig(), None),
+        ("disk", ExtraConfig(backend={"disk_storage_path": "/c"}), None),
+        ("file", ExtraConfig(), None),
         (None, ExtraConfig(), None),
     ]
     assert call(server, "GET") == (200, {"password": "***"})
@@ -65,10 +70,22 @@ def test_put_and_delete_are_asked_and_shown(server: AdminServer, asked: Asked) -
     ("body", "words"),
     [
         ({}, BACKEND),
-        ({BACKEND: "no such"}, "unknown storage backend"),
+        ({BACKEND: "no such"}, "not allowed over HTTP"),
+        ({BACKEND: "disk", KEYS: "{}"}, "not allowed over HTTP"),
+        ({BACKEND: "file", KEYS: "@/etc/passwd"}, "@file is not allowed over HTTP"),
+        (
+            {BACKEND: "file", KEYS: '{"file_storage_path": "/etc"}'},
+            "file_storage_path: not allowed over HTTP",
+        ),
+        ({BACKEND: "dynamic", KEYS: '{"module_path": "os"}'}, "not allowed over HTTP"),
+        ({"name": "warm"}, "there are: cold, default"),
+        ({"name": "cold", KEYS: "{}"}, "name: stands for"),
         ({BACKEND: "file", KEYS: 3}, "must be text"),
         ({BACKEND: "file", KEYS: "[" * 5000}, "not valid"),
-        ({BACKEND: "file", KEYS: '{"prefetch_threshold": -1}'}, "prefetch_threshold"),
+        (
+            {BACKEND: "file", KEYS: '{"file_storage_path": "/tmp/x", "prefetch_threshold": -1}'},
+            "prefetch_threshold",
+        ),
         ({BACKEND: "file", "hicache_storage_prefetch_policy": "never"}, "hicache_storage_prefetch_policy"),
         ({BACKEND: "file", "hicache_write_policy": "write_back"}, "hicache_write_policy"),
         ({BACKEND: "file", "hicache_storage_backend_extra_config": {}}, "extra_config: not known"),
@@ -102,6 +119,27 @@ def test_keys_and_paths_are_checked(server: AdminServer, asked: Asked) -> None:
     assert not asked
     with pytest.raises(ConfigError, match="admin_port"):
         AdminServer(server.port, AdminCalls(lambda *what: None, dict))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 202),
+        ({"Host": "localhost:1"}, 202),
+        ({"Host": "evil.example"}, 403),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+    ],
+)
+def test_without_a_key_no_web_page_may_ask(headers: dict[str, str], status: int, asked: Asked) -> None:
+    server = AdminServer(0, AdminCalls(lambda *what: asked.append(what), dict))
+    try:
+        asking = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        asking.request("DELETE", PATH, headers=headers)
+        assert asking.getresponse().status == status and bool(asked) is (status == 202)
+    finally:
+        server.close()
 
 
 def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hiradix.prefix_cache import (
     run_with,
     weights_digest,
 )
+from hiradix.storage.attach_rules import rules_from
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 
@@ -133,6 +135,7 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     watch_updates()
     cache = HiRadixHostCache(params, inner, controller, adapters)
     cache.watch(_weights_of(context, flags), _extra_config(flags))
+    cache.attach_rules = rules_from(os.environ, flags.hicache_storage_backend, _extra_config(flags))
     return cache
 
 

@@ -22,11 +22,13 @@ from hiradix.errors import CacheError, Misuse
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
 from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
+from hiradix.storage.attach_rules import AttachRefused, AttachRules, in_log, over_http
 from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
 from hiradix.tree.key import as_tokens
 
 logger = logging.getLogger(__name__)
+audit_log = logging.getLogger("hiradix.audit")
 
 
 class HiRadixHostCache(HiRadixPrefixCache):
@@ -57,6 +59,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._prefetcher = inner.cache.prefetcher
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
+        self.attach_rules = AttachRules()
         self._to_reopen: str | None = None  # for pages of other weights, when its calls have ended
         self.show_storage()
 
@@ -242,30 +245,57 @@ class HiRadixHostCache(HiRadixPrefixCache):
         hicache_storage_prefetch_policy: str | None = None,
         hicache_write_policy: str | None = None,
     ) -> tuple[bool, str]:
-        """Attach a backend by name, ours or one of SGLang's; (ok, message) in SGLang's words."""
-        before = self.inner.storage
-        answer = self.inner.attach_storage_backend(
-            storage_backend,
-            storage_backend_extra_config_json,
-            served_model_name,
-            hicache_storage_prefetch_policy,
-            hicache_write_policy,
-        )
-        if self.inner.storage is not before:
-            self._extra = parse_extra_config(storage_backend_extra_config_json)
+        """Attach what `attach_rules` permits; (ok, message) in SGLang's words.
+
+        It is what SGLang's HTTP endpoint calls, and its message the answer: it has nothing of files or
+        servers.
+        """
+        policies = hicache_storage_prefetch_policy, hicache_write_policy
+        name = self.attach_rules.backend_of(storage_backend)
+        answer = self.inner.plan_attach(name, *policies)
+        if answer is None:
+            answer = self._attach_permitted(storage_backend, storage_backend_extra_config_json, policies)
         self.show_storage()
         return answer
+
+    def _attach_permitted(
+        self, name: str, text: str | None, policies: tuple[str | None, str | None]
+    ) -> tuple[bool, str]:
+        """Attach on all ranks or none: one that may not, or cannot, tells the others."""
+        wanted, opened, failure = None, None, ""
+        try:
+            wanted = self.attach_rules.wanted(name, text)
+            opened = self.inner.open_storage(wanted.backend, wanted.text)
+        except AttachRefused as refused:
+            failure = str(refused)
+            audit_log.warning("attach of storage refused: %s", in_log(failure, None))
+        except Exception as error:  # whatever it is, SGLang would answer its text
+            failure = over_http(str(error))
+            audit_log.warning("attach of storage %s failed: %s", name, in_log(str(error), text))
+        if opened is None or wanted is None:
+            self.inner.attach_opened(None)
+            return False, failure
+        done, message = self.inner.attach_opened(opened, *policies)
+        if done:
+            self._extra = parse_extra_config(wanted.text)
+            audit_log.warning("attach of storage %s: done", wanted.backend)
+            return done, message
+        audit_log.warning("attach of storage %s failed: %s", wanted.backend, in_log(message, wanted.text))
+        return done, over_http(message)
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Detach and close the backend; idempotent."""
         self._to_reopen = None
         answer = self.inner.detach_storage_backend()
+        audit_log.warning("detach of storage: %s", "done" if answer[0] else in_log(answer[1], None))
         self.show_storage()
         return answer
 
     def clear_storage_backend(self) -> bool:
         """Delete this model's pages from storage. False when there is none or it failed."""
-        return self.inner.clear_storage_backend()
+        done = self.inner.clear_storage_backend()
+        audit_log.warning("clear of storage: %s", "done" if done else "failed")
+        return done
 
     def storage_name(self) -> str | None:
         return self.inner.storage_name

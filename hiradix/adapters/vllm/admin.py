@@ -4,10 +4,13 @@
     PUT     the same                    attach: {"hicache_storage_backend": NAME,
                                                  "hicache_storage_backend_extra_config_json": TEXT,
                                                  "hicache_storage_prefetch_policy": NAME}
+                                        or, of a prepared configuration, {"name": NAME}
     DELETE  the same                    detach
 
 vLLM has no place for endpoints of a connector, so this is a listener of its own in the scheduler's process,
 on loopback, if `admin_port` is set. What is asked is taken up with vLLM's next step: the answer is 202.
+What may be attached is what `attachable` and `attach_allow` say, and what was attached at start, as
+`default`.
 """
 
 from __future__ import annotations
@@ -16,20 +19,27 @@ import hmac
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
 from hiradix.errors import ConfigError
+from hiradix.storage.attach_rules import AttachRefused, AttachRules
 from hiradix.storage.registry import load_storage_backend
 
 logger = logging.getLogger(__name__)
+AUDIT = logging.getLogger("hiradix.audit")
+REFUSED_EVERY_S = 10.0
+PAGES = allowed("127.0.0.1", None, None)
+"""Whose web pages may ask where there is no key: nobody's."""
 
 PATH = "/hicache/storage-backend"
 NAME, KEYS = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
-POLICY = "hicache_storage_prefetch_policy"
+POLICY, PREPARED = "hicache_storage_prefetch_policy", "name"
 MAX_BODY_BYTES = 1 << 20
 
 
@@ -38,17 +48,38 @@ class AdminCalls:
     """What the endpoint does: both may be called on any thread.
 
     ask: attach the named backend with its keys, prefetching by the named policy or as before; detach where
-    the name is None. show: for GET.
+    the name is None. show: for GET. rules: what may be attached.
     """
 
     ask: Callable[[str | None, ExtraConfig, str | None], None]
     show: Callable[[], Mapping[str, Any]]
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    rules: AttachRules = field(default_factory=AttachRules)
+
+
+class _Sparing:
+    """Which refused keys are told: one in REFUSED_EVERY_S. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last_s, self._num_held = -REFUSED_EVERY_S, 0
+
+    def count(self) -> int | None:
+        """How many were not told since the last one that was; None where this one is not to be told,
+        either."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._last_s < REFUSED_EVERY_S:
+                self._num_held += 1
+                return None
+            self._last_s, held, self._num_held = now_s, self._num_held, 0
+            return held
 
 
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
     calls: AdminCalls
+    refused: _Sparing
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -63,16 +94,19 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may():
             return
         try:
-            asked = _parsed(self.rfile.read(self._length()))
+            asked = _parsed(self.rfile.read(self._length()), self.server.calls.rules)
         except ConfigError as error:
+            self._log("attach of storage", f"refused: {error}")
             self._answer(400, {"message": str(error)})
             return
         self.server.calls.ask(*asked)
+        self._log(f"attach of storage {asked[0]}", "asked")
         self._answer(202, {"message": f"{asked[0]} is attached with the next step"})
 
     def do_DELETE(self) -> None:
         if self._may():
             self.server.calls.ask(None, ExtraConfig(), None)
+            self._log("detach of storage", "asked")
             self._answer(202, {"message": "storage is detached with the next step"})
 
     def _may(self) -> bool:
@@ -83,9 +117,22 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.calls.api_key is not None and not hmac.compare_digest(
             given, f"Bearer {self.server.calls.api_key}".encode()
         ):
+            if (num_held := self.server.refused.count()) is not None:
+                more = f" (and {num_held} more)" if num_held else ""
+                self._log(f"{self.command} {PATH}", f"refused: a wrong key, or none{more}")
             self._answer(401, {"message": "the admin key is needed"})
             return False
-        return True
+        why = (
+            None
+            if self.server.calls.api_key is not None
+            else PAGES.refusal(self.command, self._raw_headers())
+        )
+        if why is not None:
+            self._answer(403, {"message": why})
+        return why is None
+
+    def _raw_headers(self) -> list[tuple[bytes, bytes]]:
+        return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers.items()]
 
     def _length(self) -> int:
         text = self.headers.get("Content-Length", "0")
@@ -99,6 +146,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
+    def _log(self, what: str, outcome: str) -> None:
+        shown = "".join(letter if letter.isprintable() else "?" for letter in outcome[:500])
+        AUDIT.warning("%s by %s:%d: %s", what, *self.client_address[:2], shown)
+
     def log_message(self, format: str, *args: Any) -> None:
         logger.debug(format, *args)
 
@@ -111,7 +162,7 @@ class AdminServer:
             self._server = _Listener(("127.0.0.1", port), _Handler)
         except OSError as error:
             raise ConfigError(f"admin_port {port}: {error}") from error
-        self._server.calls = calls
+        self._server.calls, self._server.refused = calls, _Sparing()
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="hiradix-vllm-admin", daemon=True).start()
         logger.info("hiradix: admin endpoint on 127.0.0.1:%d", self.port)
@@ -121,22 +172,34 @@ class AdminServer:
         self._server.server_close()
 
 
-def _parsed(body: bytes) -> tuple[str, ExtraConfig, str | None]:
-    """The backend's name, its configuration and a prefetch policy. Raises ConfigError naming the field."""
+def _parsed(body: bytes, rules: AttachRules) -> tuple[str, ExtraConfig, str | None]:
+    """The backend's name, its configuration and a prefetch policy. Raises ConfigError naming the field, with
+    nothing in its text that the body or the command line did not say."""
     try:
         values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is no JSON: {error}") from error
-    name = values.get(NAME) if isinstance(values, dict) else None
-    if not isinstance(name, str) or not name:
+    except (ValueError, RecursionError):
+        raise ConfigError("the body is no JSON") from None
+    if not isinstance(values, dict):
         raise ConfigError(f"{NAME}: the name of a storage backend is needed")
-    load_storage_backend(name)
     for key in values:
-        if key not in (NAME, KEYS, POLICY):
-            raise ConfigError(f"{key}: not known here; known: {NAME}, {KEYS}, {POLICY}")
-    text, policy = values.get(KEYS), values.get(POLICY)
+        if key not in (NAME, KEYS, POLICY, PREPARED):
+            raise ConfigError(f"{key:.64}: not known here; known: {NAME}, {KEYS}, {POLICY}, {PREPARED}")
+    name, text, policy = values.get(NAME), values.get(KEYS), values.get(POLICY)
     if text is not None and not isinstance(text, str):
         raise ConfigError(f"{KEYS} must be text")
     if policy is not None:
         require_choice(POLICY, policy, PREFETCH_POLICIES)
-    return name, parse_extra_config(text), policy
+    if PREPARED in values:
+        if name is not None or text is not None:
+            raise ConfigError(f"{PREPARED}: stands for {NAME} and {KEYS}, which are not given beside it")
+        wanted = rules.named(values[PREPARED])
+    elif isinstance(name, str) and name:
+        wanted = rules.wanted(name, text)
+    else:
+        raise ConfigError(f"{NAME}: the name of a storage backend is needed")
+    try:
+        load_storage_backend(wanted.backend)
+    except ConfigError as error:
+        logger.warning("hiradix: %s", error)
+        raise AttachRefused(NAME, "its library cannot be imported; the log says more") from error
+    return wanted.backend, parse_extra_config(wanted.text), policy

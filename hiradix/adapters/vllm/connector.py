@@ -103,7 +103,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
             port = settings.admin_port_of(vllm_config.parallel_config.data_parallel_index)
             if port is not None:
-                self.admin = AdminServer(port, AdminCalls(self._ask, self._shown, settings.admin_api_key))
+                self.admin = AdminServer(
+                    port, AdminCalls(self._ask, self._shown, settings.admin_api_key, settings.attach_rules)
+                )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hiradix.config import (
@@ -18,11 +19,14 @@ from hiradix.config import (
     require_number,
 )
 from hiradix.errors import ConfigError
+from hiradix.storage.attach_rules import AttachRules, default_of, parse_prepared, parse_rule
 
+ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
 LOAD_MODES = ("auto", "sync", "async")
 AFTER_RESET = ("apart", "same")
 OWN_KEYS = (
     REQUIRED_KEY, "load_mode", "drain_timeout_s", "admin_port", "admin_api_key", "storage_after_reset",
+    "attachable", "attach_allow",
 )  # fmt: skip
 CONFIG_KEYS = (
     "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
@@ -43,14 +47,16 @@ class Settings:
     drain_timeout_s: how long a shutdown waits for what is on its way to storage. admin_port: of the admin
     endpoint (see `admin`) of the first data parallel rank; None for none, 0 for a free port.
     storage_after_reset: whether pages are stored under other names when vLLM has reset the connector.
+    attach_rules: what the endpoint may attach.
     """
 
     cache: HiCacheConfig
     load_mode: str = "auto"
     drain_timeout_s: float = 10.0
     admin_port: int | None = None
-    admin_api_key: str | None = None
+    admin_api_key: str | None = field(default=None, repr=False)
     storage_after_reset: str = "apart"
+    attach_rules: AttachRules = field(default_factory=AttachRules)
 
     def admin_port_of(self, dp_rank: int) -> int | None:
         """The port of a data parallel rank's endpoint: its own, as ranks of a host cannot share one."""
@@ -88,9 +94,29 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),
         require_number("drain_timeout_s", values.get("drain_timeout_s", 10.0)),
         port,
-        values.get("admin_api_key"),
+        _admin_key(values),
         require_choice("storage_after_reset", values.get("storage_after_reset", "apart"), AFTER_RESET),
+        _attach_rules(values, cache),
     )
+
+
+def _admin_key(values: Mapping[str, Any]) -> str | None:
+    """That of the settings, else of the environment, where it is none of the command line."""
+    key: str | None = values.get("admin_api_key", os.environ.get(ADMIN_KEY_ENV))
+    if key is not None and not key.strip():
+        raise ConfigError(f"{ADMIN_KEY_ENV} is empty: unset it, or give a key")
+    return key
+
+
+def _attach_rules(values: Mapping[str, Any], cache: HiCacheConfig) -> AttachRules:
+    prepared, rules = values.get("attachable", {}), values.get("attach_allow", [])
+    if not isinstance(prepared, Mapping) or not all(isinstance(name, str) for name in prepared):
+        raise ConfigError("attachable must be an object of configurations by name")
+    if not isinstance(rules, list | tuple) or not all(isinstance(rule, str) for rule in rules):
+        raise ConfigError("attach_allow must be a list of texts such as backend=disk,path=/data/kv")
+    start = default_of(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config)
+    given = {name: parse_prepared("attachable", name, value) for name, value in prepared.items()}
+    return AttachRules({**start, **given}, tuple(parse_rule(rule, "attach_allow") for rule in rules))
 
 
 def _check_texts(values: Mapping[str, Any]) -> None:

@@ -1,0 +1,102 @@
+"""Where keys come from: the command line, a file, or the environment; and the file of keys by tenant."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from hiradix.errors import ConfigError
+
+MAX_FILE_BYTES = 1 << 20
+MAX_KEYS = 10_000
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
+
+
+def checked_key(where: str, value: str) -> str:
+    """`value` where it can be a bearer key; ConfigError that does not show it."""
+    if not value or value != value.strip() or not value.isascii() or not value.isprintable():
+        raise ConfigError(f"{where}: a key must be non-empty printable ASCII text without spaces around it")
+    return value
+
+
+def choose_key(
+    flag: str, given: str | None, path: str | None, environment: Mapping[str, str]
+) -> tuple[str | None, tuple[str, ...]]:
+    """The key of `flag`, `flag`-file or the environment, in this order, and notes for the start.
+
+    Raises ConfigError where flag and file are both given, or one of them is no key. A variable that is
+    empty is an
+    error: a server without a key is not what was meant.
+    """
+    name = "HIRADIX_" + flag.removeprefix("--").replace("-", "_").upper()
+    if given is not None and path is not None:
+        raise ConfigError(f"{flag} and {flag}-file exclude each other: give one")
+    chosen = flag if given is not None else f"{flag}-file" if path is not None else None
+    notes = (f"{chosen} is given: {name} is not used",) if chosen is not None and name in environment else ()
+    if given is not None:
+        return checked_key(flag, given), notes
+    if path is not None:
+        text, more = read_secret_file(f"{flag}-file", path)
+        return checked_key(f"{flag}-file {path}", text.strip()), notes + more
+    if name not in environment:
+        return None, ()
+    return checked_key(name, environment[name].strip()), ()
+
+
+def read_secret_file(flag: str, path: str) -> tuple[str, tuple[str, ...]]:
+    """A file's text, and a note where others than its owner may read it. Raises ConfigError naming the
+    flag."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            mode = stat.S_IMODE(Path(file.name).stat().st_mode)
+            data = file.read(MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a text file"
+        raise ConfigError(f"{flag} {path}: {reason}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{flag} {path}: has more than {MAX_FILE_BYTES} bytes")
+    others = mode & 0o077
+    return text, ((f"{flag} {path}: others may read or write it (mode {mode:o})",) if others else ())
+
+
+def read_tenants(flag: str, path: str) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Tenants by key, and notes. None: a key whose requests belong to no tenant.
+
+    A JSON object of names by key (null for none), or lines of a key and a name (or a key alone) with space
+    between; `#` begins a comment. Raises ConfigError that shows no key.
+    """
+    text, notes = read_secret_file(flag, path)
+    where = f"{flag} {path}"
+    found: dict[str, str | None] = {}
+    for place, key, tenant in _pairs(where, text):
+        checked_key(f"{where}: {place}", key)
+        if tenant is not None and (not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None):
+            raise ConfigError(f"{where}: {place}: a tenant is 1 to 64 of A-Z a-z 0-9 . _ -")
+        if key in found:
+            raise ConfigError(f"{where}: {place}: the key is there twice")
+        found[key] = tenant
+    if not found or len(found) > MAX_KEYS:
+        raise ConfigError(f"{where}: has {len(found)} keys, expected 1 to {MAX_KEYS}")
+    return found, notes
+
+
+def _pairs(where: str, text: str) -> list[tuple[str, str, object]]:
+    """Where each key is, the key and its tenant."""
+    if text.lstrip().startswith("{"):
+        try:
+            pairs = json.loads(text, object_pairs_hook=list)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"{where}: begins as JSON, and is none") from None
+        return [(f"entry {number}", key, tenant) for number, (key, tenant) in enumerate(pairs, 1)]
+    found: list[tuple[str, str, object]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split() if not line.lstrip().startswith("#") else []
+        if len(words) > 2:
+            raise ConfigError(f"{where}: line {number}: expected a key and a tenant")
+        if words:
+            found.append((f"line {number}", words[0], words[1] if len(words) == 2 else None))
+    return found

@@ -1,0 +1,359 @@
+"""Keys from files and the environment, tenants by key, salts that are asked for, and hints that tell
+nobody's secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from hiradix.config import HiCacheConfig, parse_extra_config
+from hiradix.engine.api import Scope
+from hiradix.errors import ConfigError
+from hiradix.server.app import AppSettings, create_app
+from hiradix.server.auth import KeyRing, Keys
+from hiradix.server.flags import ServeConfig, parse_serve_args
+from hiradix.storage.options import Options
+from hiradix.storage.quota import QuotaConfig
+from hiradix.tree.key import Namespace
+from tests.e2e.tiny_model import write_tiny_model
+from tests.server.scripted import MODEL, ScriptedService
+from tests.server.test_real_engine import PROMPT, cached, flags, real_application
+from tests.server.test_serve import DEADLINE_S, server
+
+TENANTS = {"key-a": "alice", "key-a2": "alice", "key-b": "bob", "key-n": None}
+HINTS = ("/v1/end_of_session", "/v1/keep_alive")
+
+
+def client(service: ScriptedService, keys: Keys | None = None, needs_salt: bool = False) -> TestClient:
+    settings = AppSettings(
+        MODEL, HiCacheConfig(enable_hierarchical_cache=True), keys or Keys(), needs_salt=needs_salt
+    )
+    return TestClient(create_app(service, settings))
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def scope_of(key: str, **fields: Any) -> Scope:
+    service = ScriptedService()
+    http = client(service, Keys("user", "admin", TENANTS))
+    assert (
+        http.post("/v1/completions", json={"prompt": "a", **fields}, headers=bearer(key)).status_code == 200
+    )
+    return service.requests[0].scope
+
+
+# -- tenants ----------------------------------------------------------------------------
+
+
+def test_a_tenant_has_a_namespace_of_his_own() -> None:
+    spaces: dict[tuple[str | None, str | None], str] = {}
+    for key in ("user", "key-n", "key-a", "key-b"):
+        for fields in (
+            {},
+            {"cache_salt": "s"},
+            {"extra_key": "e"},
+            {"cache_salt": "s", "extra_key": "e"},
+            {"cache_salt": "alice"},
+            {"extra_key": "s"},
+        ):
+            scope = scope_of(key, **fields)
+            owner = TENANTS.get(key) or ""
+            assert spaces.setdefault((scope.extra_key, scope.cache_salt), owner) == owner
+            if owner:
+                assert Namespace(scope.extra_key, scope.cache_salt).tenant == f"salt:tenant:{owner}"
+    assert len(spaces) == 6 + 6 + 6
+    assert scope_of("key-a", cache_salt="s") == scope_of("key-a2", cache_salt="s")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", *HINTS])
+@pytest.mark.parametrize("key", ["user", "key-b", "key-n"])
+def test_no_client_names_anothers_salt(path: str, key: str) -> None:
+    service = ScriptedService()
+    http = client(service, Keys("user", "admin", TENANTS))
+    body = {"prompt": "a", "cache_salt": "tenant:alice"}
+    reply = http.post(path, json=body, headers=bearer(key))
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "cache_salt"
+    assert not service.requests and not service.calls
+
+
+def test_tenants_share_no_page(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    (tmp_path / "keys").write_text("key-a alice\nkey-a2 alice # the next one\n\nkey-b bob\n")
+    arguments = flags(model, "--api-keys", str(tmp_path / "keys"))
+    config = parse_serve_args(arguments)
+    with real_application(arguments) as app:
+        app.state.key_ring.put_in(Keys(None, "admin", config.tenants))
+        http = TestClient(app)
+
+        def hit(key: str, **fields: Any) -> int:
+            body = {"prompt": PROMPT, "max_tokens": 2, **fields}
+            reply = http.post("/v1/completions", json=body, headers=bearer(key))
+            assert reply.status_code == 200, reply.text
+            return sum(cached(reply.json()).values())
+
+        assert [hit("key-a"), hit("key-a") > 0, hit("key-a2") > 0, hit("key-b"), hit("key-b") > 0] == [
+            0, True, True, 0, True
+        ]  # fmt: skip
+        assert [
+            hit("key-a", cache_salt="x"),
+            hit("key-b", cache_salt="x"),
+            hit("key-a2", cache_salt="x") > 0,
+        ] == [0, 0, True]
+        told = http.post("/v1/keep_alive", json={"prompt": PROMPT}, headers=bearer("key-b")).json()
+        assert "cached_tokens" in told, "of his own"
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 401
+
+
+def test_quotas_are_by_tenant() -> None:
+    values = {"quotas": {"tenant:alice": "1KiB"}, "quota_path": "/x", "quota": 5}
+    config = QuotaConfig.from_options(Options(values))
+    scope = scope_of("key-a", cache_salt="any of many")
+    assert config.limit(Namespace(scope.extra_key, scope.cache_salt).tenant, 1) == 1024
+    assert config.limit(Namespace(None, "tenant:bob").tenant, 1) == 5
+
+
+def test_a_tenants_key_administers_nothing() -> None:
+    service = ScriptedService()
+    http = client(service, Keys(None, None, TENANTS))
+    assert http.post("/flush_cache", headers=bearer("key-a")).status_code == 400
+    assert http.get("/hicache/storage-backend", headers=bearer("key-a")).status_code == 400
+    assert http.get("/hicache/storage-backend").status_code == 401
+    http = client(service, Keys("user", "admin", TENANTS))
+    for path in ("/flush_cache", "/hicache/storage-backend/clear"):
+        for key in ("key-a", "user"):
+            assert http.post(path, headers=bearer(key)).status_code == 401
+    assert service.calls == []
+
+
+def test_keys_are_kept_as_digests() -> None:
+    keys = Keys("user", "admin", TENANTS)
+    ring = KeyRing(keys)
+    assert not any(key in repr(keys) for key in ("user", "admin", "key-a"))
+    for good in (b"Bearer key-b", b"bearer  key-b "):
+        found = ring.caller(good)
+        assert found is not None and found.tenant == "bob"
+    for bad in (b"", b"Bearer", b"Bearer key-", b"Basic key-b", b"key-b", "Bearer k\u00e9y".encode()):
+        assert ring.caller(bad) is None and not ring.is_admin(bad)
+    assert ring.caller(b"Bearer admin") is None and ring.is_admin(b"Bearer admin")
+
+
+# -- salts and hints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", *HINTS])
+def test_a_salt_may_be_asked_for(path: str) -> None:
+    service = ScriptedService()
+    http = client(service, Keys(None, None, {}), needs_salt=True)
+    body: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    )
+    for salt in ({}, {"cache_salt": None}, {"cache_salt": ""}, {"extra_key": "x"}):
+        reply = http.post(path, json=body | salt)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "cache_salt"
+    assert http.post(path, json=body | {"cache_salt": "s"}).status_code == 200
+    http = client(service, Keys(None, None, TENANTS), needs_salt=True)
+    assert http.post(path, json=body, headers=bearer("key-a")).status_code == 200
+    assert http.post(path, json=body, headers=bearer("key-n")).status_code == 400
+
+
+@pytest.mark.parametrize("path", HINTS)
+@pytest.mark.parametrize(
+    ("key", "salt", "may_know"),
+    [
+        ("", None, False),
+        ("", "", False),
+        ("", "s", True),
+        ("admin", None, True),
+        ("wrong", None, False),
+        ("user", None, False),
+        ("user", "s", True),
+        ("key-a", None, True),
+        ("key-n", None, False),
+        ("key-n", "s", True),
+    ],
+)
+def test_hints_tell_counts_to_those_whose_they_are(
+    path: str, key: str, salt: str | None, may_know: bool
+) -> None:
+    service = ScriptedService()
+    needs_keys = key in ("user", "key-a", "key-n")
+    http = client(service, Keys("user", "admin", TENANTS) if needs_keys else Keys(None, "admin"))
+    body = {"prompt": "abc", **({} if salt is None else {"cache_salt": salt})}
+    reply = http.post(path, json=body, headers=bearer(key) if key else {})
+    assert reply.status_code == 200 and len(service.calls) == 1
+    assert reply.json() == {"object": path[4:], **({"cached_tokens": 3} if may_know else {})}
+
+
+def test_the_admin_key_opens_hints_beside_the_api_key() -> None:
+    service = ScriptedService()
+    http = client(service, Keys("user", "admin"))
+    assert http.post(HINTS[0], json={"prompt": "abc"}, headers=bearer("admin")).json()["cached_tokens"] == 3
+    assert http.post(HINTS[0], json={"prompt": "abc"}, headers=bearer("x")).status_code == 401
+    assert http.post("/v1/completions", json={"prompt": "abc"}, headers=bearer("admin")).status_code == 401
+
+
+# -- where keys come from -----------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("HIRADIX_API_KEY", "HIRADIX_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def parse(*arguments: str) -> ServeConfig:
+        return parse_serve_args(["--model-path", str(tmp_path), *arguments])
+
+    return parse
+
+
+def secret(path: Path, text: str, mode: int = 0o600) -> str:
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+KINDS = [
+    ("--api-key", "HIRADIX_API_KEY", "api_key"),
+    ("--admin-api-key", "HIRADIX_ADMIN_API_KEY", "admin_api_key"),
+]
+
+
+@pytest.mark.parametrize(("flag", "variable", "field"), KINDS)
+def test_which_key_counts(
+    flag: str, variable: str, field: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = secret(tmp_path / "key", "of-file\n")
+    assert getattr(start(), field) is None
+    assert getattr(start(f"{flag}-file", path), field) == "of-file"
+    assert getattr(start(flag, "k-arg"), field) == "k-arg"
+    monkeypatch.setenv(variable, "of-env\n")
+    assert getattr(start(), field) == "of-env"
+    for arguments, key in (((flag, "k-arg"), "k-arg"), ((f"{flag}-file", path), "of-file")):
+        config = start(*arguments)
+        assert getattr(config, field) == key and any(variable in note for note in config.notes)
+        assert "of-env" not in repr(config) and key not in repr(config) + "".join(config.notes)
+    with pytest.raises(ConfigError, match=f"{flag} and {flag}-file exclude each other"):
+        start(flag, "k-arg", f"{flag}-file", path)
+    monkeypatch.setenv(variable, "")
+    with pytest.raises(ConfigError, match=variable):
+        start()
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two\nlines", "sch\u00f6n", "a\x00b"])
+def test_a_file_without_a_key_is_refused_and_not_shown(text: str, start: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        start("--api-key-file", secret(tmp_path / "key", text))
+    assert "--api-key-file" in str(caught.value) and "two" not in str(caught.value)
+    with pytest.raises(ConfigError, match="--admin-api-key-file"):
+        start("--admin-api-key-file", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("flag", ["--api-key-file", "--api-keys"])
+def test_a_file_that_others_may_read_is_told(flag: str, start: Any, tmp_path: Path) -> None:
+    assert start(flag, secret(tmp_path / "key", "key")).notes == ()
+    (note,) = start(flag, secret(tmp_path / "key", "key", 0o644)).notes
+    assert flag in note and "644" in note
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# keys\nkey-a alice\n\nkey-b  bob # of b\nkey-n\n",
+        '{"key-a": "alice", "key-b": "bob", "key-n": null}',
+    ],
+)
+def test_keys_by_tenant(text: str, start: Any, tmp_path: Path) -> None:
+    config = start("--api-keys", secret(tmp_path / "keys", text))
+    assert config.tenants == {"key-a": "alice", "key-b": "bob", "key-n": None}
+    assert "key-a" not in repr(config)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# none",
+        "{",
+        "{}",
+        '{"k-secret": 3}',
+        '{"k-secret": "a b"}',
+        '{"k-secret": "a", "k-secret": "b"}',
+        "k-secret a b",
+        "k-secret a\nk-secret b",
+        "k-secret a/b",
+        "k-secr\u00e9t a",
+        "user alice",
+        "admin",
+        "[1]",
+    ],
+)
+def test_a_bad_file_of_keys_is_refused_and_not_shown(text: str, start: Any, tmp_path: Path) -> None:
+    path = secret(tmp_path / "keys", text)
+    if text == "[1]":
+        assert start("--api-keys", path).tenants == {"[1]": None}
+        return
+    with pytest.raises(ConfigError) as caught:
+        start("--api-keys", path, "--api-key", "user", "--admin-api-key", "admin")
+    assert str(caught.value).startswith("--api-keys ") and "k-secret" not in str(caught.value)
+
+
+def test_the_file_is_read_again_on_sighup(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "keys"
+    secret(path, "key-a alice")
+    with server(str(tmp_path), "answer", "--api-keys", str(path)) as running:
+        running.wait_ready()
+        import httpx
+
+        def status(key: str) -> int:
+            url, body = f"{running.url}/v1/completions", {"prompt": "a"}
+            return httpx.post(
+                url, json=body, headers=bearer(key), timeout=DEADLINE_S, trust_env=False
+            ).status_code
+
+        def said(words: str) -> None:
+            assert running.process.stderr is not None
+            assert any(words in line for line in iter(running.process.stderr.readline, ""))
+
+        assert (status("key-a"), status("key-b")) == (200, 401)
+        path.write_text("key-b bob")
+        running.process.send_signal(signal.SIGHUP)
+        said("was read again: 1 keys")
+        assert (status("key-a"), status("key-b"), status("user-secret")) == (401, 200, 200)
+        path.write_text("")
+        running.process.send_signal(signal.SIGHUP)
+        said("stay as they are")
+        assert status("key-b") == 200
+        running.end(signal.SIGTERM)
+
+
+# -- passwords of storage -----------------------------------------------------------------
+
+
+def test_passwords_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE_PASSWORD", "hunter2")
+    text = json.dumps(
+        {"password_env": "CACHE_PASSWORD", "lower": {"secret_access_key_env": "CACHE_PASSWORD"}}
+    )
+    found = parse_extra_config(text).backend
+    assert found == {"password": "hunter2", "lower": {"secret_access_key": "hunter2"}}
+    for bad in (
+        {"password_env": "NO_SUCH_VARIABLE"},
+        {"password_env": ""},
+        {"password_env": 3},
+        {"password_env": "CACHE_PASSWORD", "password": "x"},
+        {"upper": {"password_env": "NO_SUCH_VARIABLE"}},
+    ):
+        with pytest.raises(ConfigError, match="password_env"):
+            parse_extra_config(json.dumps(bad))
+    assert parse_extra_config('{"url_env": "CACHE_PASSWORD"}').backend == {"url_env": "CACHE_PASSWORD"}
+    assert "CACHE_PASSWORD" in os.environ
