@@ -86,6 +86,7 @@ class S3Backend(StorageBackend):
         sizes = self._sizes(keys)
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use(keys, pages, ok)
+        self._forget([key for key, size in zip(keys, sizes) if size is None])  # others may delete, too
         todo = self._reserve([index for index, there in enumerate(ok) if not there], keys, pages)
         answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
