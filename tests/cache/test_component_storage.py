@@ -17,8 +17,10 @@ from hiradix.tree import FULL, Component, RadixKey, Tier
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
 from tests.cache.component_world import DEVICE, HOST, Setup
 from tests.cache.test_components import NUM_CHUNKS, lives, serve, shrinking_lives
+from tests.seeds import is_enough, seeded
 
 
+@seeded
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_random_lives_are_exact_and_bring_what_can_be_had(chunk: int) -> None:
     hits = ends = beside = prefetched = 0
@@ -26,7 +28,7 @@ def test_random_lives_are_exact_and_bring_what_can_be_had(chunk: int) -> None:
         assert isinstance(world, StoredWorld)
         hits, ends = hits + world.num_hits, ends + world.num_ends
         prefetched, beside = prefetched + world.cache.counters.prefetched, beside + world.num_beside
-    assert min(hits, ends, prefetched) > 20 and beside, (hits, ends, prefetched, beside)
+    assert is_enough(min(hits, ends, prefetched) > 20 and beside > 0), (hits, ends, prefetched, beside)
 
 
 test_lives_that_shrink = shrinking_lives(StoredPlayer)

@@ -49,7 +49,7 @@ class TestChains(ChainContract):
 
 
 class S3States(StoreStates):
-    """Two fingerprints in one bucket, each with a cap of its own and one process; objects vanish meanwhile."""
+    """Two fingerprints in one bucket, each with a cap of its own and one process; objects vanish."""
 
     SPACES = {"ours": "ours", "theirs": "theirs"}
 
