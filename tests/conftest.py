@@ -28,6 +28,7 @@ settings.register_profile(
 settings.load_profile("shared-machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+
 def draw_no_constants_of_ours() -> None:
     """Keep hypothesis from taking numbers and texts from the source of modules that happen to be loaded.
 
