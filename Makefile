@@ -1,6 +1,9 @@
 # make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
 # make test          ruff, mypy --strict and the tests, but for the lanes below
 # make lint          ruff and mypy alone
+# make explore       the random tests with fresh seeds, suite by suite, for MINUTES=10; SEED=... plays a run's turns again,
+#                    ONLY="file disk" some suites; prints what it finds as a test to paste. All other lanes play the
+#                    same examples on every run
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
@@ -43,6 +46,8 @@ PIP_FLAGS ?= -q --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Sets of texts are in the same order on every run, too.
+export PYTHONHASHSEED ?= 0
 
 INSTALLED := $(VENV)/.installed
 ifdef PY
@@ -53,7 +58,7 @@ READY := $(INSTALLED)
 endif
 
 .PHONY: help .venv demo lint compiled clean \
-	test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
+	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
 	bench-serve
 help:
@@ -85,6 +90,10 @@ LANES := tests/kernels tests/faults tests/simulation tests/differential tests/st
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
+MINUTES ?= 10
+explore: $(READY)
+	$(PY) -m tests.explore --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(addprefix --only ,$(ONLY))
+
 test-kernels: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels $(PYTEST_FLAGS)
 
@@ -94,7 +103,7 @@ test-gpu: $(READY)
 
 # Of tests/ranks what goes on for longer here than in `make test`. Tests are handed out one by one, long ones first.
 test-faults: $(READY)
-	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_BUDGET_S=$${HIRADIX_RANKS_BUDGET_S:-40} \
+	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-180} \
 	  $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/simulation tests/faults \
 	  tests/ranks/test_simulated.py tests/ranks/test_processes.py $(PYTEST_FLAGS)
 

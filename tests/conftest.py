@@ -1,29 +1,68 @@
-"""Settings for every test: hypothesis judges results, not speed, because the machine may be shared.
+"""Settings for every test: what is random is the same on every run, and judged by results, not speed.
 
+Hypothesis draws the same examples each time and remembers none; `HIRADIX_SEED` (`make explore`) draws others.
 Here and not beside the tree's tests: only this file is loaded where the workers' reports come together.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 from collections import Counter
 from itertools import zip_longest
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.seeds import EXPLORING, FIRST
+
 settings.register_profile(
     "shared-machine",
     deadline=None,
     print_blob=True,
+    derandomize=not EXPLORING,
+    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("shared-machine")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def draw_no_constants_of_ours() -> None:
+    """Keep hypothesis from taking numbers and texts from the source of modules that happen to be loaded.
+
+    Examples would depend on which tests ran before in the same process.
+    """
+    try:
+        from hypothesis.internal.conjecture import providers
+    except ImportError:
+        return  # a version that does not do this
+    if hasattr(providers, "_get_local_constants"):
+        nothing = providers.Constants()
+        providers._get_local_constants = lambda: nothing
+
+
+if not EXPLORING:
+    draw_no_constants_of_ours()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "long(seconds): about what it takes; begun early, the longest first")
+    config.addinivalue_line("markers", "seeded: plays lives whose seeds `tests.seeds` gives")
+    if EXPLORING and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(FIRST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What draws without a seed of its own draws the same, whichever tests ran before."""
+    random.seed(FIRST)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(FIRST)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(FIRST)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -94,6 +94,7 @@ class S3Backend(StorageBackend):
         sizes = self._sizes(keys)
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
         self._use(keys, pages, ok)
+        self._forget([key for key, size in zip(keys, sizes) if size is None])  # others may delete, too
         missing = [index for index, there in enumerate(ok) if not there]
         todo = self._reserve(missing, keys, pages)
         answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])

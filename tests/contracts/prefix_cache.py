@@ -23,6 +23,7 @@ import torch
 from hiradix.prefix_cache import EvictParams, InsertParams, LockReceipt, MatchPrefixParams, RadixKey
 from hiradix.tree import Node
 from tests.prefix_cache.bench_engine import Bench, Request, closed_after, prompt
+from tests.seeds import is_enough, seeded, seeds
 
 Make = Callable[..., Bench]
 EVERYTHING = EvictParams(10_000, 10_000)
@@ -321,7 +322,8 @@ class PrefixCacheContract(_Contract):
         b.finish(req)
 
     @pytest.mark.parametrize("page_size", [1, 4])
-    @pytest.mark.parametrize("seed", [0, 1])
+    @seeded
+    @pytest.mark.parametrize("seed", seeds(2))
     def test_random_serving_is_exact_and_loses_no_slot(self, bench: Make, page_size: int, seed: int) -> None:
         b = bench(page_size)
         rng = random.Random(seed)
@@ -333,7 +335,7 @@ class PrefixCacheContract(_Contract):
             return b.start(base + tail, share=rng.random() < 0.8, **space)
 
         hits = sum(b.live(rng, 150, begin))
-        assert b.cache.protected_size() == 0 and hits > 50
+        assert b.cache.protected_size() == 0 and is_enough(hits > 50)
         b.cache.evict(EVERYTHING)
         assert tokens_of(b.cache.total_size()) == 0
 

@@ -9,6 +9,7 @@ import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, open_storage
 from hiradix.storage.disk import DiskBackend
+from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -77,6 +78,18 @@ class TestVerifyOff(
 
 class TestFsync(DiskStore, StorageContract, PersistentContract):
     mode = {"fsync": True}
+
+
+class TestChains(DiskStore, ChainContract):
+    mode = MODES["threads, buffered"]
+
+
+class TestGuardedChains(DiskStore, ChainContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        keys = {"deadline_s": 30.0, "staging_size": 2 * PAGE_BYTES} | config
+        return open_storage("disk", context(place, fingerprint, PAGE_BYTES, **keys))
 
 
 class TestGuarded(

@@ -18,6 +18,7 @@ from hiradix.storage.disk import DiskBackend
 from hiradix.storage.disk.record import RECORD_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, keys_of
 from tests.disk.places import log_file, open_disk, segment_files
+from tests.seeds import is_enough, seeded, seeds
 
 NUM_FAULTS = int(os.environ.get("HIRADIX_FAULTS", "100000"))
 PAGE_BYTES, NUM_PAGES, SECTOR = 8192, 512, 512
@@ -132,7 +133,8 @@ def wrong(lab: Lab, served: dict[str, bytes]) -> list[str]:
     return [key for key, data in served.items() if data != lab.good[key]]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@seeded
+@pytest.mark.parametrize("seed", seeds(2))
 @pytest.mark.parametrize("verify", ["recovered", "always"])
 def test_no_damaged_page_is_served(
     tmp_path: Path, verify: str, seed: int, record_property: Callable[[str, object], None]
@@ -151,7 +153,7 @@ def test_no_damaged_page_is_served(
         is_cut = "truncation" in faults.values()  # the segment is short, so it is dropped as a whole
         assert len(served) == (0 if is_cut else NUM_PAGES - len(faults))
         done.update(faults.values())
-    assert set(done) == set(PAGE_FAULTS) and min(done.values()) > NUM_FAULTS // 200
+    assert is_enough(set(done) == set(PAGE_FAULTS) and min(done.values()) > NUM_FAULTS // 200)
     record_property("told", f"{done.total()} faults, none served: {dict(done)}")
 
 

@@ -37,6 +37,7 @@ from hiradix.storage.disk.segments import Segment
 from hiradix.storage.disk.uring import OPERATION, READ, Ring
 from tests.contracts.storage import HOSTILE_KEYS, hits, key_of, keys_of, put
 from tests.disk.places import open_disk
+from tests.seeds import seeded, seeds
 
 PAGE = 4096
 
@@ -67,7 +68,8 @@ def records(count: int, seed: int) -> list[Record]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeded
+@pytest.mark.parametrize("seed", seeds(20))
 def test_records_come_back_from_their_own_place_in_their_own_log(seed: int) -> None:
     made = records(20, seed)
     raw = pack(made, 7 * seed, 100)

@@ -20,6 +20,7 @@ from tests.engine.checkpoints import VOCAB, Reference
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Answer, assert_empty, collect
 from tests.identity import Identity
+from tests.seeds import seeded, seeds
 
 NUM_LIVES = int(os.environ.get("HIRADIX_LIVES", "3"))
 NUM_EVENTS = 120
@@ -83,7 +84,8 @@ class Life:
         self.settle()
 
 
-@pytest.mark.parametrize("seed", range(NUM_LIVES))
+@seeded
+@pytest.mark.parametrize("seed", seeds(NUM_LIVES))
 def test_life(seed: int, llama: Reference, make_engine: MakeEngine, tmp_path: Path) -> None:
     rng = random.Random(seed)
     cache = HiCacheConfig(

@@ -27,6 +27,7 @@ from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, stored_in, with_s
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Answer, assert_no_state_out, collect, drain, records, serve, storm, tokens
 from tests.engine.test_tiers import GREEDY, served_from, settle
+from tests.seeds import seeded, seeds
 
 FAMILIES = ["lfm2", "qwen3-next"]
 
@@ -274,8 +275,9 @@ def test_a_load_that_fails_advances_no_state(
     assert_no_state_out(engine)
 
 
+@seeded
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_storm_of_requests_loses_no_state(
     seed: int, family: str, reference: Callable[[str], Reference], make_recurrent: MakeEngine
 ) -> None:

@@ -18,6 +18,7 @@ from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, stored_in
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import assert_empty, drain, serve, storm, tokens
 from tests.engine.test_tiers import GREEDY, converse, served_from, settle
+from tests.seeds import seeded, seeds
 
 WINDOW = 1  # the component
 
@@ -136,7 +137,8 @@ def test_what_does_not_fit_is_named(gemma: Reference, llama: Reference) -> None:
         Engine(EngineConfig(str(gemma.path), swa_full_tokens_ratio=0.9, cache=stored, max_total_tokens=2048))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeded
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_storm_of_requests_loses_no_page(seed: int, gemma: Reference, make_hybrid: MakeEngine) -> None:
     """Shared beginnings, short and long answers, aborts at any step, both pools short: all pages counted."""
     rng = random.Random(seed)

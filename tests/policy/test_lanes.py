@@ -30,6 +30,7 @@ from hiradix.replay.stage import Tiers
 from hiradix.replay.trace import Trace
 from hiradix.tree import OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.node import Node, Residency
+from tests.seeds import seeded, seeds
 from tests.simulation import world
 from tests.simulation.run import play
 
@@ -231,7 +232,8 @@ def test_all_that_may_leave_is_to_be_found(
     assert Watched.num_asked > 100
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeded
+@pytest.mark.parametrize("seed", seeds(3))
 def test_all_that_may_leave_is_to_be_found_in_lives_with_failures(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

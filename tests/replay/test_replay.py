@@ -30,6 +30,7 @@ from hiradix.replay.report import plot, row
 from hiradix.replay.stage import Tiers
 from hiradix.replay.timing import Machine
 from hiradix.replay.trace import Call, Namer, Trace
+from tests.seeds import seeded, seeds
 
 TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "conversation_trace.jsonl.xz"
 
@@ -190,14 +191,16 @@ def best_possible(trace: Trace, capacity: int) -> int:
     return max(best.values()) * trace.block_tokens
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeded
+@pytest.mark.parametrize("seed", seeds(12))
 def test_belady_is_what_a_search_over_all_choices_finds(seed: int) -> None:
     trace = random_trace(seed, 9)
     assert int(belady(trace, 3).sum()) == best_possible(trace, 3)
 
 
+@seeded
 @pytest.mark.parametrize("policy", ["lru", "2q", "ghd", "lfu", *MODELS])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_nobody_beats_belady_and_nobody_serves_what_was_never_sent(policy: str, seed: int) -> None:
     trace = random_trace(seed, 120)
     source = Cell(Source("unused"), policy, Tiers(20))

@@ -9,23 +9,25 @@ import pytest
 
 from hiradix.policy import no_regret
 from hiradix.policy.no_regret import Move, NoRegret
+from tests.seeds import is_enough, seeded, seeds
 from tests.simulation.clocked import play, totals
 
 SEEDS = 24
 
 
+@seeded
 @pytest.mark.long(16)
 def test_no_request_regrets_the_cache(record_property: Callable[[str, object], None]) -> None:
-    ledgers = [play(seed) for seed in range(SEEDS)]
+    ledgers = [play(seed) for seed in seeds(SEEDS)]
     found = totals(ledgers)
     record_property("told", f"promise 7: {found}")
-    assert found["load taken"] > 1000 and found["load refused"] > 1000, found
-    assert found["fetch taken"] > 500 and found["fetch refused"] > 1000, found
-    assert found["strict"] > 0.9 * found["requests"], found
+    assert is_enough(found["load taken"] > 1000 and found["load refused"] > 1000), found
+    assert is_enough(found["fetch taken"] > 500 and found["fetch refused"] > 1000), found
+    assert is_enough(found["strict"] > 0.9 * found["requests"]), found
     for ledger in ledgers:
         assert ledger.probes_s <= 0.02 * ledger.recomputed_s, ledger
     gains = [ledger.taken_s / ledger.recomputed_s for ledger in ledgers]
-    assert min(gains) < 0.6 and max(gains) < 1.0, gains
+    assert is_enough(min(gains) < 0.6) and max(gains) < 1.0, gains
 
 
 def _all(self: NoRegret, move: Move, num_pages: int) -> bool:

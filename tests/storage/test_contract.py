@@ -12,6 +12,7 @@ from hiradix.storage import GuardedStorage, GuardLimits, PageFingerprint, Storag
 from hiradix.storage.file import FileBackend
 from hiradix.storage.page_dir import footprint
 from hiradix.storage.seal import SEAL_BYTES
+from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -52,6 +53,19 @@ class TestFile(
 ):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> FileBackend:
         return FileBackend(file_context(place, fingerprint, config))
+
+
+class TestFileChains(FileBounds, ChainContract):
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> FileBackend:
+        return FileBackend(file_context(place, fingerprint, config))
+
+
+class TestGuardedFileChains(FileBounds, ChainContract):
+    raises = False
+
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> GuardedStorage:
+        cut = {"staging_size": 2 * PAGE_BYTES}
+        return open_storage("file", file_context(place, fingerprint, PATIENT | cut | config))
 
 
 class TestGuardedFile(

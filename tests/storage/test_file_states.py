@@ -10,17 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
 from hiradix.storage.file import FileBackend
-from tests.contracts.storage import FINGERPRINT, OTHER, key_of
+from tests.contracts.storage import FINGERPRINT, OTHER
 from tests.storage.files import FILE_BYTES, bytes_in_ledger, bytes_on_disk, open_file, page_files
-from tests.storage.states import StoreStates, handles
-
-CAP_PAGES = 6
+from tests.storage.states import CAP_PAGES, StoreStates, handles
 
 
 class FileStates(StoreStates):
     """Three handles in one directory: two of one fingerprint, one of another."""
 
-    KEYS = [key_of(number) for number in range(9)]
     SPACES = {"ours": "ours", "also ours": "ours", "theirs": "theirs"}
 
     @initialize()
@@ -30,9 +27,6 @@ class FileStates(StoreStates):
     def _open(self, name: str) -> FileBackend:
         fingerprint = OTHER if name == "theirs" else FINGERPRINT
         return open_file(self.place, fingerprint, max_size=CAP_PAGES * FILE_BYTES)
-
-    def _check_put(self, ok: list[bool], there: list[bytes | None]) -> None:
-        assert all(ok), "everything fits, and what is evicted is not of this batch"
 
     @rule(name=handles)
     def clear(self, name: str) -> None:

@@ -32,6 +32,7 @@ from tests.contracts.storage import (
     keys_of,
     put,
 )
+from tests.seeds import seeded, seeds
 from tests.storage.doubles import (
     FakeClock,
     FaultyBackend,
@@ -382,7 +383,8 @@ def test_pages_of_another_fingerprint_in_the_same_store_are_misses() -> None:
     assert all(hits(ours.storage, keys_of(3)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeded
+@pytest.mark.parametrize("seed", seeds(4))
 def test_no_damage_to_stored_pages_goes_unseen(seed: int) -> None:
     world, rng = World(PATIENT), random.Random(seed)
     keys = keys_of(16)

@@ -51,6 +51,7 @@ from hiradix.storage.resp import Frame, RespStream, encode_around
 from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
+from tests.seeds import seeded, seeds
 from tests.storage.doubles import MemoryBackend
 from tests.storage.files import open_file
 
@@ -597,8 +598,9 @@ def test_a_short_value_goes_to_a_pages_beginning(length: int) -> None:
     assert memory == b"12345678"[:length] + b"." * (8 - length)
 
 
+@seeded
 @pytest.mark.parametrize("lands", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_pages_come_out_of_a_stream_in_whatever_pieces_it_has(
     monkeypatch: pytest.MonkeyPatch, seed: int, lands: bool
 ) -> None:

@@ -15,6 +15,7 @@ from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, ope
 from hiradix.storage.file import FileBackend
 from hiradix.storage.page_dir import footprint
 from hiradix.storage.sglang_files import FileByNaming, SglangFileBackend
+from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -51,6 +52,11 @@ class Bounds:
 
 
 class TestSglangFiles(Bounds, StorageContract, PersistentContract, SharedContract, BoundedContract):
+    def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
+        return SglangFileBackend(context(place, fingerprint, **config))
+
+
+class TestSglangFilesChains(Bounds, ChainContract):
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> Any:
         return SglangFileBackend(context(place, fingerprint, **config))
 

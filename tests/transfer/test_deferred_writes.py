@@ -11,6 +11,7 @@ import pytest
 from hiradix.transfer import TWO_WORKERS, FailReason, StepDriver, Ticket, TransferController, TransferLimits
 from hiradix.transfer import drivers as drivers_module
 from hiradix.transfer.drivers import IDLE_CHECK_S, ThreadDriver
+from tests.seeds import seeded, seeds
 from tests.transfer.doubles import NUM_LAYERS
 from tests.transfer.rig import DEADLINE_S, Blocker, Rig
 
@@ -82,7 +83,8 @@ def test_the_first_poll_leaves_it_to_the_load_that_may_follow() -> None:
     assert at.driver.step(), "the oldest counts"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeded
+@pytest.mark.parametrize("seed", seeds(20))
 def test_the_load_that_starts_it_has_its_first_layer_first(seed: int) -> None:
     at = Stepped(seed)
     at.controller.defer_write([1], [1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from hiradix.policy.no_regret import PROBE_SHARE, Move, NoRegret
+from tests.seeds import seeded, seeds
 
 
 def measured(computing: float, loading: float) -> NoRegret:
@@ -107,9 +108,10 @@ def test_a_fetch_must_be_worth_its_load_too() -> None:
     assert gate.takes(Move.LOAD, 10) and not gate.takes(Move.FETCH, 10)
 
 
+@seeded
 def test_promise_seven_on_virtual_time() -> None:
     """Whatever a tier does, all requests together take at most 2 % longer than computing everything again."""
-    for seed in range(40):
+    for seed in seeds(40):
         rng = random.Random(seed)
         gate, spent, recomputed = NoRegret(), 0.0, 0.0
         computing = 1000.0

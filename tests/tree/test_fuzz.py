@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 
 from hiradix.policy.eviction import eviction_policies
+from tests.seeds import seeded, seeds
 from tests.tree.world import Config, World
 
 NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "2000"))
@@ -57,18 +58,19 @@ def live(seed: int, check_every: int) -> None:
         raise
 
 
+@seeded
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_lives_agree_with_the_page_map(chunk: int, record_property) -> None:
-    seeds = range(chunk, NUM_RUNS, NUM_CHUNKS)
-    for seed in seeds:
+    lives = seeds(len(range(chunk, NUM_RUNS, NUM_CHUNKS)), chunk, NUM_CHUNKS)
+    for seed in lives:
         try:
             live(seed, check_every=5)
         except AssertionError:
             live(seed, check_every=1)
             raise
-    drawn = Counter(f"{name} {getattr(config_of(seed), name)}" for name in VALUES for seed in seeds)
-    record_property("tree_runs", len(seeds))
-    record_property("tree_moves", len(seeds) * NUM_MOVES)
+    drawn = Counter(f"{name} {getattr(config_of(seed), name)}" for name in VALUES for seed in lives)
+    record_property("tree_runs", len(lives))
+    record_property("tree_moves", len(lives) * NUM_MOVES)
     record_property("tree_drawn", dict(drawn))
 
 

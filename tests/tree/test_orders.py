@@ -11,6 +11,7 @@ import pytest
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import eviction_policies, make_order, register_eviction_policy
 from hiradix.tree import Component, LruOrder, Node, RadixKey, RadixTree, Tier
+from tests.seeds import seeded, seeds
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 THRESHOLD, ESTIMATE = 6, 2
@@ -81,9 +82,10 @@ class Player:
         del self.shadows[victim]
 
 
+@seeded
 @pytest.mark.parametrize("policy", KEYS)
 def test_evicts_what_a_search_of_all_leaves_would(policy: str) -> None:
-    for seed in range(40):
+    for seed in seeds(40):
         player = Player(policy, seed)
         for _ in range(60):
             player.turn() if player.rng.random() < 0.6 else player.evict()
@@ -92,9 +94,10 @@ def test_evicts_what_a_search_of_all_leaves_would(policy: str) -> None:
         player.tree.check([])
 
 
+@seeded
 @pytest.mark.parametrize("policy", KEYS)
 def test_coldest_foretells_a_long_eviction(policy: str) -> None:
-    for seed in range(20):
+    for seed in seeds(20):
         player = Player(policy, seed)
         for _ in range(25):
             player.turn()

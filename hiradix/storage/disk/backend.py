@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
@@ -147,7 +147,7 @@ class DiskBackend(StorageBackend):
             self._use([])
             there = self._store.shelf.pages
             todo = [name for name in dict.fromkeys(names) if name not in there]
-            writes = self._place(todo, given, frozenset(names))
+            writes = self._place(todo, given, {*names, *map(name_of, current_piece().before)})
         self._write(writes)
         with self._store.mutex:
             self._use(uses)
@@ -303,7 +303,7 @@ class DiskBackend(StorageBackend):
         checksum = CHECKSUMS.get(entry.algorithm)
         return checksum is not None and checksum(page) == entry.checksum
 
-    def _place(self, names: Sequence[Name], given: _Given, keep: frozenset[Name]) -> _Writes:
+    def _place(self, names: Sequence[Name], given: _Given, keep: Collection[Name]) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
         writes = []
         for name, place in zip(names, self._store.allocate(len(names), keep, _fronts(())[0])):

@@ -99,11 +99,12 @@ def link(pages: Mapping[Name, Linked], waiting: Waiting, label: Name, front: Nam
 def coldest(
     pages: OrderedDict[Name, Linked], waiting: Waiting, count: int, keep: Collection[Name], front: Name | None
 ) -> list[Name]:
-    """At most `count` labels, the coldest first: none of `keep`, nor `front` and what is in front of it."""
-    kept = set() if front is None else {front}
+    """At most `count` labels, the coldest first: none of `keep`, nor `front`, nor what is in front of any of
+    these in its chain."""
+    kept = {*keep} if front is None else {*keep, front}
     while True:
-        cold = list(islice(_in_order(pages, waiting, keep, kept), count))
-        due = waiting.coldest(pages, count, {*keep, *kept} if kept else keep)
+        cold = list(islice(_in_order(pages, waiting, kept), count))
+        due = waiting.coldest(pages, count, kept)
         found = list(heapq.merge(cold, due, key=lambda label: pages[label].used_ns))
         if _are_in_order(pages, waiting, found, kept):
             return found[:count]
@@ -148,10 +149,10 @@ def _look_behind(
 
 
 def _in_order(
-    pages: OrderedDict[Name, Linked], waiting: Waiting, keep: Collection[Name], kept: Collection[Name]
+    pages: OrderedDict[Name, Linked], waiting: Waiting, kept: Collection[Name]
 ) -> Iterator[Name]:
     for label, page in pages.items():
-        if label not in keep and label not in kept and not waiting.has(label, page):
+        if label not in kept and not waiting.has(label, page):
             yield label
 
 

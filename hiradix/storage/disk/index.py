@@ -183,8 +183,8 @@ class Index:
     def coldest(
         self, shelf: Shelf, count: int, keep: Collection[Name], front: Name | None = None
     ) -> list[Entry]:
-        """At most `count` of a shelf's coldest pages: none of `keep`'s labels, nor of `front` and what is in
-        front of it."""
+        """At most `count` of a shelf's coldest pages: none of `keep`'s labels, nor `front`, nor what is in
+        front of any of these."""
         pages = cast(OrderedDict[Name, Linked], shelf.pages)
         return [shelf.pages[label] for label in coldest(pages, shelf.waiting, count, keep, front)]
 

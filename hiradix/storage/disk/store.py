@@ -120,9 +120,10 @@ class Store:
     def allocate(self, count: int, keep: Collection[Name], front: Name | None = None) -> list[Place]:
         """Slots for `count` pages, fewer without room; nothing refers to them from here on. Locked.
 
-        keep: names that are not evicted for it; nor is `front`, and what is in front of that in its chain.
+        keep: names that are not evicted for it; nor is `front`, or what is in front of any of these in its
+        chain.
         """
-        while len(places := self.shelf.take_free(count)) < count and self._add_slots(keep):
+        while len(places := self.shelf.take_free(count)) < count and self._add_slots(keep, front):
             pass
         evicted: list[Entry] = []
         if len(places) < count:
@@ -229,11 +230,11 @@ class Store:
         index = self.index
         return OVERHEAD_BYTES + index.segment_bytes + SLOT_OVERHEAD_BYTES * index.num_slots
 
-    def _add_slots(self, keep: Collection[Name]) -> bool:
+    def _add_slots(self, keep: Collection[Name], front: Name | None) -> bool:
         """Add a segment, or exchange one of another slot size that is colder than our coldest page."""
         if self._grow():
             return True
-        coldest = self.index.coldest(self.shelf, 1, keep)
+        coldest = self.index.coldest(self.shelf, 1, keep, front)
         other = self._colder_segment(coldest[0].used_ns if coldest else None)
         if other is None:
             return False

@@ -1,0 +1,33 @@
+"""The seeds of tests that play random lives: the same on every run, others in `make explore`.
+
+A test that takes its seeds from here bears the mark `seeded`, by which the exploration finds it:
+
+    @seeded
+    def test_lives() -> None:
+        for seed in seeds(20):
+            play(seed)
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+SEED_VARIABLE = "HIRADIX_SEED"
+FIRST = int(os.environ.get(SEED_VARIABLE, "0"))
+"""0 in `make test` and the lanes."""
+EXPLORING = SEED_VARIABLE in os.environ
+
+seeded = pytest.mark.seeded
+
+
+def seeds(count: int, start: int = 0, step: int = 1) -> range:
+    """`count` seeds, `step` apart."""
+    first = FIRST + start
+    return range(first, first + count * step, step)
+
+
+def is_enough(condition: bool) -> bool:
+    """Whether a test played what it is there for: known of the seeds of `make test`, not asked of others."""
+    return condition or EXPLORING
