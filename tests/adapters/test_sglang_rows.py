@@ -1,4 +1,4 @@
-"""SGLang's rows as pages, read as on a CPU and as on a GPU; the faults planted in the adapter still fit."""
+"""SGLang's rows as pages, read as on a CPU and as on a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 from hiradix.adapters.sglang.ports import AllocatorPort, Rows
 from hiradix.tree.ids_numpy import FEW_PAGES
-from tests.planting import Fault, is_current
-from tests.sglang.planted import FAULTS
 
 SIZE = 4
 
@@ -113,8 +111,3 @@ def test_more_pages_than_are_read_one_by_one(make: Make) -> None:
 def test_freeing_from_inside_a_page_is_our_bug(make: Make) -> None:
     with pytest.raises(AssertionError):
         make(RowPool(), PageFree()).free(1, 9, 12)
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_planted_fault_is_up_to_date(fault: Fault) -> None:
-    assert is_current(fault) and fault.old != fault.new

@@ -3,8 +3,7 @@
     build/sglang-venv/bin/python -m tests.sglang.planted            all; prints the table of docs/sglang.md
     build/sglang-venv/bin/python -m tests.sglang.planted flush      those whose name contains the word
 
-Only the tests run that need no server; a few seconds each. On demand; `make test` checks that each fault
-still fits the code.
+Only the tests run that need no server; a few seconds each. On demand.
 """
 
 from __future__ import annotations
@@ -20,178 +19,213 @@ from pathlib import Path
 
 import pytest
 
-from tests.planting import Fault, Planting, refuse_stale, survey
+from tests.planting import Fault, Planting, survey
 
 TESTS = ("tests/sglang/test_contract.py", "tests/sglang/test_named_after_upstream.py")
 TIMEOUT_S = 300.0
-CACHE, TIERS, PORTS, FRONT, BUILD = (
-    f"adapters/sglang/{name}.py" for name in ("cache", "tiers", "ports", "front", "build")
-)
-KEY = "tree/key.py"
 
 FAULTS = [
     Fault(
         "abort: the lock is not given back",
-        CACHE,
-        "            self._tree.unlock(_receipt(lock))",
-        "            pass",
+        "HiRadixPrefixCache.unlock",
+        "self._tree.unlock(_receipt(_1))",
+        "pass",
     ),
     Fault(
         "abort: the request is still counted as running",
-        CACHE,
-        "        self.inner.forget_request(req)",
-        "        pass",
+        "HiRadixPrefixCache.on_release",
+        "self.inner.forget_request(_1)",
+        "pass",
     ),
     Fault(
         "abort: a prefetch goes on",
-        TIERS,
-        "        self.inner.release_aborted_request(handle)",
-        "        pass",
+        "HiRadixHostCache.release_aborted_request",
+        "self.inner.release_aborted_request(_1)",
+        "pass",
     ),
-    Fault("checkpoint: the lock of the chunk before stays", CACHE, "        self._tree.unlock(held)\n", ""),
+    Fault(
+        "checkpoint: the lock of the chunk before stays",
+        "HiRadixPrefixCache.checkpoint",
+        "self._tree.unlock(_1)",
+        "pass",
+    ),
     Fault(
         "checkpoint: the request keeps the handle of the chunk before",
-        CACHE,
-        "TreeLock(node, taken), node\n",
-        "TreeLock(node, taken), held.node\n",
+        "HiRadixPrefixCache.checkpoint",
+        "TreeLock(_1, _2), _1",
+        "TreeLock(_1, _2), _a1.last_node",
     ),
     Fault(
         "checkpoint: the row still names pages that were freed",
-        CACHE,
-        "if node.device.pages is not given:",
-        "if False:",
+        "HiRadixPrefixCache.checkpoint",
+        "_1.device.pages is not _2",
+        "False",
     ),
     Fault(
         "checkpoint: what the tree took is the request's to free",
-        CACHE,
-        "kv.cache_protected_len = node.end * size",
-        "kv.cache_protected_len = held.node.end * size",
+        "HiRadixPrefixCache.checkpoint",
+        "_1.cache_protected_len = _2.end * _3",
+        "pass",
     ),
-    Fault("checkpoint: uses are not counted", CACHE, "        self.inner.count_use(req)\n", ""),
+    Fault(
+        "checkpoint: uses are not counted",
+        "HiRadixPrefixCache.checkpoint",
+        "self.inner.count_use(_1)",
+        "pass",
+    ),
     Fault(
         "checkpoint: the extra key is left out",
-        CACHE,
-        "_space(req.extra_key,",
-        "_space(None,",
+        "HiRadixPrefixCache._request_key",
+        "_1.extra_key",
+        "None",
     ),
     Fault(
         "checkpoint: the last bigram's second token is left out",
-        CACHE,
-        "num_pages * self.page_size + self._lookahead if",
-        "num_pages * self.page_size if",
+        "HiRadixPrefixCache._request_key",
+        "_1 * self.page_size + self._lookahead",
+        "_1 * self.page_size",
     ),
-    Fault("match: the salt is left out", FRONT, "key.extra_key, salt,", "key.extra_key, None,"),
     Fault(
-        "match: the limit is not looked at", FRONT, "if key.limit is None else key.limit", "if True else 0"
+        "match: the salt is left out",
+        "Front._key",
+        "self._space(_1.extra_key, _2, _1.is_bigram or self.is_eagle)",
+        "self._space(_1.extra_key, None, _1.is_bigram or self.is_eagle)",
+    ),
+    Fault(
+        "match: the limit is not looked at",
+        "Front._key",
+        "len(_2) if _1.limit is None else _1.limit",
+        "len(_2) if True else 0",
     ),
     Fault(
         "load back: a host hit that was not loaded is counted",
-        TIERS,
-        "if not is_whole or self.inner.cache.load_back(match, quota) is None:",
-        "if self.inner.cache.load_back(match, quota) is None and not is_whole:",
+        "HiRadixHostCache.init_load_back",
+        "not _1 or self.inner.cache.load_back(_2, _3) is None",
+        "self.inner.cache.load_back(_2, _3) is None and (not _1)",
     ),
     Fault(
         "load back: a part of what was promised",
-        TIERS,
-        "is_whole = match.loadable_node.end == node.end",
-        "is_whole = True",
+        "HiRadixHostCache.init_load_back",
+        "_1.loadable_node.end == _2.end",
+        "True",
     ),
     Fault(
-        "load back: the quota is not looked at", TIERS, "load_back(match, quota)", "load_back(match, None)"
+        "load back: the quota is not looked at",
+        "HiRadixHostCache.init_load_back",
+        "self.inner.cache.load_back(_1, _2)",
+        "self.inner.cache.load_back(_1, None)",
     ),
     Fault(
         "match: the request's array stays held",
-        KEY,
-        "return self._tokens if self._array is None else as_tokens(self._array)[: self.num_tokens]",
-        "self._tokens = self._tokens if len(self._tokens) else as_tokens(self._array)[: self.num_tokens]\n"
-        "        return self._tokens",
+        "RadixKey.tokens",
+        "return self._tokens if self._array is None else as_tokens(self._array)[:self.num_tokens]",
+        (
+            "self._tokens = self._tokens if len(self._tokens) else "
+            "as_tokens(self._array)[:self.num_tokens]\nreturn self._tokens"
+        ),
     ),
     Fault(
         "checkpoint: the key is what was matched",
-        CACHE,
-        "if matched.resume(tokens, num_tokens, space):",
-        "if matched.resume(matched._array, num_tokens, space):",
+        "HiRadixPrefixCache._request_key",
+        "_1.resume(_2, _3, _4)",
+        "_1.resume(_1._array, _3, _4)",
     ),
-    Fault("load back: one without a batch never starts", TIERS, "self._has_unclaimed_load = True", "pass"),
+    Fault(
+        "load back: one without a batch never starts",
+        "HiRadixHostCache.init_load_back",
+        "self._has_unclaimed_load = True",
+        "pass",
+    ),
     Fault(
         "load back: layers are read without waiting",
-        BUILD,
-        "    params.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(gate)\n",
-        "",
+        "gate_reads",
+        "_1.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(_2)",
+        "pass",
     ),
     Fault(
         "load back: the forward is not told what it waits for",
-        TIERS,
-        "        return self.inner.ready_to_load_host_cache()",
-        "        self.inner.ready_to_load_host_cache()\n        return -1",
+        "HiRadixHostCache.ready_to_load_host_cache",
+        "return self.inner.ready_to_load_host_cache()",
+        "self.inner.ready_to_load_host_cache()\nreturn -1",
     ),
     Fault(
         "storage: an adapter's weights are left out of the name",
-        TIERS,
-        "RadixKey.first(tokens, len(tokens), self._space(extra_key, cache_salt or None, self.is_eagle))",
-        "RadixKey(tokens, extra_key, self.is_eagle, cache_salt=cache_salt or None)",
+        "HiRadixHostCache.prefetch_from_storage",
+        "_1 = self.adapters.named(_1)",
+        "pass",
     ),
     Fault(
         "storage: the extra key is left out of the name",
-        TIERS,
-        "len(tokens), self._space(extra_key, cache_salt",
-        "len(tokens), self._space(None, cache_salt",
+        "HiRadixHostCache.prefetch_from_storage",
+        "RadixKey(_1, _2, self.is_eagle, cache_salt=_3 or None)",
+        "RadixKey(_1, None, self.is_eagle, cache_salt=_3 or None)",
     ),
     Fault(
         "storage: the salt is left out of the name",
-        TIERS,
-        "self._space(extra_key, cache_salt or None, self",
-        "self._space(extra_key, None, self",
+        "HiRadixHostCache.prefetch_from_storage",
+        "RadixKey(_1, _2, self.is_eagle, cache_salt=_3 or None)",
+        "RadixKey(_1, _2, self.is_eagle, cache_salt=None)",
     ),
     Fault(
         "storage: names begin at what is asked for",
-        TIERS,
-        "np.concatenate([as_tokens(matched_prefix_tokens), as_tokens(new_input_tokens)])",
-        "as_tokens(new_input_tokens)",
+        "HiRadixHostCache.prefetch_from_storage",
+        "np.concatenate([as_tokens(_1), as_tokens(_2)])",
+        "as_tokens(_2)",
     ),
     Fault(
         "storage: a prefetch is told from its start",
-        TIERS,
-        "first * self.page_size if num_pages",
-        "0 if num_pages",
+        "HiRadixHostCache.pop_prefetch_loaded_span",
+        "_1 * self.page_size",
+        "0",
+        at=1,
     ),
     Fault(
         "free: evicted pages twice",
-        PORTS,
-        "            self._free_ids(self._numbers.of(pages))\n",
-        "            self._free_ids(self._numbers.of(pages))\n" * 2,
+        "AllocatorPort.free_pages",
+        "self._free_ids(self._numbers.of(_1))",
+        "self._free_ids(self._numbers.of(_1))\nself._free_ids(self._numbers.of(_1))",
     ),
     Fault(
         "free: a page that is begun stays",
-        PORTS,
-        "        if 0 < end - start <= size:\n",
-        "        end -= end % size\n        if 0 < end - start <= size:\n",
+        "Rows.free",
+        "assert _1 % _2 == 0, f'position {_1} is inside a page of {_2}'",
+        "assert _1 % _2 == 0, f'position {_1} is inside a page of {_2}'\n_a3 -= _a3 % _2",
     ),
-    Fault("free: parts of a row are taken for one", CACHE, "if len(ranges) > 1 or", "if"),
+    Fault(
+        "free: parts of a row are taken for one",
+        "HiRadixPrefixCache.free_kv_row",
+        "len(_1) > 1 or self._has_windows",
+        "self._has_windows",
+    ),
     Fault(
         "flush: the tiers forget what is under way",
-        FRONT,
-        "        self.inner.reset()",
-        "        self.inner.tree.clear()",
+        "Front.reset",
+        "self.inner.reset",
+        "self.inner.tree.clear",
     ),
-    Fault("priority does not reach the tree", CACHE, "req.priority or 0, start", "0, start"),
+    Fault(
+        "priority does not reach the tree",
+        "HiRadixPrefixCache.checkpoint",
+        "_1.priority or 0",
+        "0",
+    ),
     Fault(
         "touch: a waiting prefix is no hotter",
-        CACHE,
-        "            tree.unlock(tree.lock(tree.match(own).device_node, DEVICE))",
-        "            tree.match(own)",
+        "HiRadixPrefixCache.touch_prefix",
+        "_1.unlock(_1.lock(_1.match(_2).device_node, DEVICE))",
+        "_1.match(_2)",
     ),
     Fault(
         "windows: what a load back brings of them is not told",
-        CACHE,
-        "if num_host and self._has_windows else 0",
-        "if False else 0",
+        "HiRadixPrefixCache.match_prefix",
+        "_1 and self._has_windows",
+        "False",
     ),
     Fault(
         "windows: a lock is given back without its receipt",
-        CACHE,
-        "dec_lock_ref(held or node)",
-        "dec_lock_ref(node)",
+        "HiRadixPrefixCache.dec_lock_ref",
+        "self.inner.dec_lock_ref(_1 or _2)",
+        "self.inner.dec_lock_ref(_2)",
     ),
 ]
 
@@ -234,7 +268,6 @@ def killer(copy: Path) -> str | None:
 
 
 def main(words: list[str]) -> int:
-    refuse_stale(FAULTS)
     importlib.import_module("tests.sglang.rig")
     chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
     return survey(("fault", "seen by"), [Planting((fault.name,), fault, killer) for fault in chosen])
