@@ -172,8 +172,8 @@ class ExtraConfig:
 
     @property
     def opening(self) -> Mapping[str, Any]:
-        """What the opener of the backend is told, as `from_mapping` takes it: the backend's keys, whether it is
-        required, and whose pages they are."""
+        """What the opener of the backend is told, as `from_mapping` takes it: the backend's keys, whether the
+        backend is required, and whose pages they are."""
         own = {REQUIRED_KEY: self.hicache_storage_required, IDENTITY_KEY: self.storage_identity}
         return _frozen({**self.backend, **{key: value for key, value in own.items() if value is not None}})
 
