@@ -570,7 +570,7 @@ FAULTS = [
     ),
     Fault(
         "parts: what was opened stays open",
-        "open_stores",
+        "_open_all",
         "for _1 in reversed(_2):\n    _1.close()",
         "pass",
     ),

@@ -150,21 +150,21 @@ FAULTS = [
     ),
     Fault(
         "storage: an adapter's weights are left out of the name",
-        "HiRadixHostCache.prefetch_from_storage",
-        "_1 = self.adapters.named(_1)",
-        "pass",
+        "Front.named",
+        "self.adapters.named(_1) if isinstance(_1, str) else _1",
+        "_1",
     ),
     Fault(
         "storage: the extra key is left out of the name",
         "HiRadixHostCache.prefetch_from_storage",
-        "RadixKey(_1, _2, self.is_eagle, cache_salt=_3 or None)",
-        "RadixKey(_1, None, self.is_eagle, cache_salt=_3 or None)",
+        "self._space(_1, _2 or None, self.is_eagle)",
+        "self._space(None, _2 or None, self.is_eagle)",
     ),
     Fault(
         "storage: the salt is left out of the name",
         "HiRadixHostCache.prefetch_from_storage",
-        "RadixKey(_1, _2, self.is_eagle, cache_salt=_3 or None)",
-        "RadixKey(_1, _2, self.is_eagle, cache_salt=None)",
+        "self._space(_1, _2 or None, self.is_eagle)",
+        "self._space(_1, None, self.is_eagle)",
     ),
     Fault(
         "storage: names begin at what is asked for",
@@ -188,8 +188,8 @@ FAULTS = [
     Fault(
         "free: a page that is begun stays",
         "Rows.free",
-        "assert _1 % _2 == 0, f'position {_1} is inside a page of {_2}'",
-        "assert _1 % _2 == 0, f'position {_1} is inside a page of {_2}'\n_a3 -= _a3 % _2",
+        "-(-_1 // _2)",
+        "_1 // _2",
     ),
     Fault(
         "free: parts of a row are taken for one",
