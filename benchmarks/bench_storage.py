@@ -221,7 +221,7 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
     def verified() -> list[Row]:
         """And, in the same minute, the same of a store that was opened anew as well and does not verify."""
         alone, rows = bench.without_peers(), []
-        for case, verify in (("opened anew", "recovered"), ("every page verified", "always")):
+        for case, verify in (("not verified", "off"), ("every page verified", "always")):
             alone.open(verify=verify)
             alone.put()
             rows += alone.rows(f"get cold, {case}", alone.rates(cold, alone.num_pages))
@@ -267,7 +267,7 @@ backend = DiskBackend(context)
 store = backend._store
 with store.locked(), store.mutex:
     places = store.allocate(count, ())
-    store.publish([PageRecord(rng.randbytes(32).hex(), place, 4096, 1) for place in places])
+    store.publish([PageRecord(rng.randbytes(32).hex(), None, place, 4096, 1) for place in places])
 backend.close()
 begin, cpu = time.perf_counter(), time.process_time()
 backend = DiskBackend(context)

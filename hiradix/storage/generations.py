@@ -142,8 +142,7 @@ class Generations:
         self._lock = threading.Lock()
         self._figures = {"lookups_unverified": 0, "pages_compared": 0, "generations_rejected": 0}
         self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self._guards))
-        if not stores.is_joined:
-            stores.when_joined(lambda _: self._look_again())
+        stores.when_joined(lambda _: self._look_again())  # also for each half of a tier that joins later
 
     # -- as `Stores` ----------------------------------------------------------------------
 
@@ -253,9 +252,11 @@ class Generations:
             return list(self._scopes.values())
 
     def _look_again(self) -> None:
-        """Have the records read again by the next put of each adapter, or lookup where there is a witness."""
+        """Have the records read again by the next put of each adapter, or lookup where there is a witness, and
+        ours put again: a store that has joined may lack it."""
         for scope in self._known_scopes():
-            scope.is_due, scope.num_unserved = True, 0
+            scope.is_due = scope.must_put = True
+            scope.num_unserved = 0
 
     def _given_label(self) -> bytes | None:
         identity = self._trust.identity
@@ -290,16 +291,25 @@ class Generations:
         found: dict[bytes, bytes] = {}
         if self._trust.shared_names:
             found[_NO_LABEL] = b""
-        used = set()
+        slots: dict[bytes, int] = {}
         for slot in range(NUM_SLOTS):
             record = self._read_record(scope, slot)
             if record is not None:
-                used.add(slot)
-                found.setdefault(hashlib.sha256(record).digest(), zlib.compress(record, 1))
-        scope.saw(found, used)
+                label = hashlib.sha256(record).digest()
+                slots[label] = slot
+                found.setdefault(label, zlib.compress(record, 1))
+        scope.saw(found, set(slots.values()))
         mine = scope.put_label
-        if mine is not None and mine not in found and self._trust.stores and mine in scope.records:
+        if mine is None or not self._trust.stores or not scope.records.get(mine):
+            return
+        if mine not in found:
             self._put_record(scope, zlib.decompress(scope.records[mine]), mine)
+        elif scope.must_put:
+            self._put_witness(mine)
+            with as_use(Use(is_chain=False)):
+                record = zlib.decompress(scope.records[mine])
+                self._guards[0].put([record_key(scope.name, slots[mine])], [[memoryview(record)]])
+        scope.must_put = not self._stores.is_joined
 
     def _compare(self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]) -> None:
         """Compare the first and the last of pages computed here with those that unknown generations have."""
@@ -422,7 +432,8 @@ class _Scope:
     """What is known of the generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
-    seen, compressed. is_due: the records are to be looked at. lock: of all but reading `trusted`.
+    seen, compressed. is_due: the records are to be looked at; must_put: and ours is to be put again. lock: of
+    all but reading `trusted`.
     """
 
     name: str
@@ -435,6 +446,7 @@ class _Scope:
     records: dict[bytes, bytes] = field(default_factory=dict)
     used_slots: set[int] = field(default_factory=set)
     is_due: bool = True
+    must_put: bool = False
     num_puts: int = 0
     num_unserved: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -217,16 +217,15 @@ def test_a_server_starts_in_an_outage_and_hits_after_it(
         assert cached(ask(http, other))["storage"] == whole
     text = json.dumps({"prefetch_threshold": PAGE, **far})
     chosen = ("--hicache-storage-backend", "redis", "--hicache-storage-backend-extra-config", text)
-    with serving(model, *chosen) as http:
+    nobody = {**far, "backend": "redis", "url": f"redis://127.0.0.1:{free_port()}"}
+    later = {**nobody, "hicache_storage_required": False}
+    prepared = ("--attachable", f"now={json.dumps(nobody)}", "--attachable", f"later={json.dumps(later)}")
+    with serving(model, *chosen, *prepared) as http:
         assert cached(ask(http, other))["storage"] == whole, "it was in redis"
         assert http.delete(STORAGE + "?wait=60", headers=ADMIN).status_code == 200
-        nobody = {**far, "url": f"redis://127.0.0.1:{free_port()}"}
-        settings = "hicache_storage_backend_extra_config_json"
-        body = {"hicache_storage_backend": "redis", settings: json.dumps(nobody)}
-        refused = http.put(STORAGE + "?wait=60", headers=ADMIN, json=body)
-        assert refused.status_code == 400 and "cannot use the redis server" in refused.text
-        body[settings] = json.dumps({**nobody, "hicache_storage_required": False})
-        assert http.put(STORAGE + "?wait=60", headers=ADMIN, json=body).status_code == 200
+        refused = http.put(STORAGE + "?wait=60", headers=ADMIN, json={"name": "now"})
+        assert refused.status_code == 400, refused.text
+        assert http.put(STORAGE + "?wait=60", headers=ADMIN, json={"name": "later"}).status_code == 200
         assert figures(http)["joined"] == 0
 
 

@@ -106,14 +106,15 @@ def test_demo_on(
 @pytest.mark.timeout(300)
 def test_backends_swapped_while_serving(model: Path, servers: dict[str, Server], tmp_path: Path) -> None:
     """Attach, store, hit, detach, one after the other, in one process; then each finds its pages again."""
-    with serving(model) as http:
+    prepared = []
+    for name in BACKENDS:
+        keys = keys_of_backend(name, servers, tmp_path) | {"prefetch_threshold": PAGE, "deadline_s": 20.0}
+        prepared += ["--attachable", f"my-{name}={json.dumps({'backend': name, **keys})}"]
+    with serving(model, *prepared) as http:
 
         def attach(name: str) -> None:
             flush(http)
-            keys = keys_of_backend(name, servers, tmp_path) | {"prefetch_threshold": PAGE, "deadline_s": 20.0}
-            text = json.dumps(keys)
-            body = {"hicache_storage_backend": name, "hicache_storage_backend_extra_config_json": text}
-            reply = http.put(STORAGE, json=body, headers=ADMIN)
+            reply = http.put(STORAGE, json={"name": f"my-{name}"}, headers=ADMIN)
             assert reply.status_code == 200, f"{name}: {reply.text}"
 
         def detach() -> None:

@@ -15,7 +15,7 @@ from hiradix.storage.disk.record import RECORD_BYTES
 from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag
 
 PATH_KEY = "disk_storage_path"
-VERIFY = ("recovered", "always", "off")
+VERIFY = ("always", "recovered", "off")
 ENGINES = ("auto", "io_uring", "threads")
 MAX_PAGE_BYTES = 1 << 30
 MAX_SEGMENT_BYTES, MIN_SEGMENTS = 1 << 30, 16
@@ -46,15 +46,15 @@ class DiskConfig:
     """Where pages go, how much room they may take, and how they are read.
 
     max_bytes: cap on everything below `path`, of all models and processes together. min_free_bytes: what
-    must stay free on the file system. verify: when a page's checksum is computed on reading; `recovered`:
-    once for each page this process did not write itself. engine, direct: "auto" and None choose what works.
+    must stay free on the file system. verify: when a page's checksum is computed on reading; `always`,
+    or `recovered`: once for each page this process did not write itself. engine, direct: "auto" and None choose what works.
     """
 
     path: Path
     max_bytes: int = 32 << 30
     min_free_bytes: int = 1 << 30
     max_segment_bytes: int = MAX_SEGMENT_BYTES
-    verify: str = "recovered"
+    verify: str = "always"
     engine: str = "auto"
     direct: bool | None = None
     direct_writes: bool = False
