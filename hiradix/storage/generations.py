@@ -252,8 +252,8 @@ class Generations:
             return list(self._scopes.values())
 
     def _look_again(self) -> None:
-        """Have the records read again by the next put of each adapter, or lookup where there is a witness, and
-        ours put again: a store that has joined may lack it."""
+        """Have the records read again by the next put of each adapter, or lookup where there is a witness,
+        and ours put again: a store that has joined may lack it."""
         for scope in self._known_scopes():
             scope.is_due = scope.must_put = True
             scope.num_unserved = 0

@@ -46,8 +46,9 @@ class DiskConfig:
     """Where pages go, how much room they may take, and how they are read.
 
     max_bytes: cap on everything below `path`, of all models and processes together. min_free_bytes: what
-    must stay free on the file system. verify: when a page's checksum is computed on reading; `always`,
-    or `recovered`: once for each page this process did not write itself. engine, direct: "auto" and None choose what works.
+    must stay free on the file system. verify: when a page's checksum is computed on reading; `always`, or
+    `recovered`: once for each page this process did not write itself. engine, direct: "auto" and None choose
+    what works.
     """
 
     path: Path
