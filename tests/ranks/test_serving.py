@@ -58,7 +58,8 @@ def test_two_ranks_serve_administer_and_end_together(model: Path, tmp_path: Path
     keys = {"file_storage_path": str(tmp_path / "pages"), "prefetch_threshold": PAGE, "deadline_s": 60}
     extra = json.dumps(keys)
     body = {"hicache_storage_backend": "file", "hicache_storage_backend_extra_config_json": extra}
-    server = ServerProcess(flags(model, "--tp-size", "2"), tmp_path / "server.log")
+    allowed = ("--attach-allow", f"backend=file,path={tmp_path}")
+    server = ServerProcess(flags(model, "--tp-size", "2", *allowed), tmp_path / "server.log")
     with server, httpx.Client(base_url=server.url, trust_env=False, timeout=DEADLINE_S) as http:
         assert http.put(STORAGE, json=body, headers=ADMIN).status_code == 200
         assert tokens(ask(http, PROMPT)) == expected

@@ -35,8 +35,12 @@ CHECKS = {
     "HIRADIX_CHECK": "1",
 }
 _FOLDER = tempfile.gettempdir()
+SHARED_FILES = "files-of-sglang"  # a prepared store: what may not be asked for over HTTP
 ON_CPU = {
     "HIRADIX_ATTACH_ALLOW": f"backend=file,path={_FOLDER};backend=disk,path={_FOLDER}",
+    "HIRADIX_ATTACHABLE": json.dumps(
+        {SHARED_FILES: {"backend": "file", "naming": "sglang", "file_storage_path": f"{_FOLDER}/shared"}}
+    ),
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
