@@ -17,6 +17,7 @@ from hiradix.engine.model import PagedModel
 from hiradix.engine.packing import Work
 from hiradix.engine.pools import EnginePools
 from hiradix.engine.states import StateUse
+from hiradix.errors import Misuse
 from hiradix.memory import HybridSlotAllocator
 from hiradix.prefix_cache import ComputedPages
 
@@ -63,15 +64,18 @@ class _Taken:
         if isinstance(allocator, HybridSlotAllocator):
             slots = allocator.alloc_full(num_tokens)
             is_open = slots is not None and allocator.open_windows(slots.to(torch.int64))
-            assert is_open, f"no window pages for {num_pages} pages of fresh pools"
+            if not is_open:
+                raise Misuse(f"no window pages for {num_pages} pages of fresh pools")
         else:
             slots = allocator.alloc(num_tokens)
-        assert slots is not None, f"no {num_pages} pages in fresh pools"
+        if slots is None:
+            raise Misuse(f"no {num_pages} pages in fresh pools")
         self.slots: torch.Tensor = slots
         self.records: list[int] = []
         if pools.states is not None:
             found = pools.states.alloc(2)
-            assert found is not None, "no two records in fresh pools"
+            if found is None:
+                raise Misuse("no two records in fresh pools")
             self.records = [int(record) for record in found]
 
     def free(self) -> None:

@@ -53,6 +53,8 @@ COMMON_KEYS = {
     "staging_size": Setting(Kind.VALUE, _GIB),
     "breaker_failures": _VALUE,
     "breaker_retry_s": _VALUE,
+    "join_retry_s": _VALUE,
+    "join_timeout_s": _VALUE,
     "admin_timeout_s": _VALUE,
     "checksum": _WEAKER,
     "retries": _VALUE,

@@ -149,8 +149,9 @@ def default_of(backend: str | None, extra: ExtraConfig) -> dict[str, Prepared]:
     """What was attached at start, under its name; nothing where nothing was."""
     if backend is None:
         return {}
-    own = {key: value for key, value in vars(extra).items() if key != "backend"}
-    return {DEFAULT: Prepared(backend, MappingProxyType({**own, **extra.backend}))}
+    told = ("backend", "hicache_storage_required", "storage_identity")  # `opening` has these
+    own = {key: value for key, value in vars(extra).items() if key not in told}
+    return {DEFAULT: Prepared(backend, MappingProxyType({**own, **extra.opening}))}
 
 
 def rules_from(environment: Mapping[str, str], backend: str | None, extra: ExtraConfig) -> AttachRules:

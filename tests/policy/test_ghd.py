@@ -336,7 +336,8 @@ def test_a_check_changes_nothing_of_who_leaves() -> None:
         for number in range(900):
             first = int(rng.paretovariate(0.7)) % 300 * 1000
             tokens = np.arange(first, first + 6 + 3 * rng.randrange(3))
-            key, pages = RadixKey(tokens), np.arange(len(tokens), dtype=np.int32)
+            key = RadixKey(tokens)
+            pages = np.arange(20 * number, 20 * number + len(tokens), dtype=np.int32)
             lock = tree.lock(tree.root, DEVICE)
             done = tree.insert(key, DEVICE, [pages], lock)
             tree.unlock(lock)

@@ -253,6 +253,7 @@ class TwoTiers:
         self.learner = GhdLearner(1, 512)
         self.tree = RadixTree(1, order=self.order_of)
         self.talks: list[list[int]] = [[]]
+        self.num_pages = 0  # given so far: each has a number of its own
 
     def order_of(self, context: OrderContext) -> LaneOrder:
         order = LaneOrder(context, self.learner, self.learner.tables)
@@ -264,7 +265,8 @@ class TwoTiers:
         talk = self.rng.choice(self.talks)
         tokens = talk[: self.rng.choice([0, 2, 99])] + [self.rng.randint(0, 2) for _ in range(3)]
         self.talks.append(tokens)
-        key, pages = RadixKey(tokens), np.arange(len(tokens), dtype=np.int32)
+        key, pages = RadixKey(tokens), np.arange(len(tokens), dtype=np.int32) + self.num_pages
+        self.num_pages += len(tokens)
         done = self.tree.insert(key, DEVICE, [pages])
         self.learner.finished(self.tree, done.lock.node, key, Finished(512 * len(tokens), 100))
         if self.rng.random() < 0.5:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -87,5 +88,9 @@ def test_what_is_no_bytes_or_number(given_args: tuple[Any, ...]) -> None:
 
 def test_another_process_has_other_names() -> None:
     code = "from hiradix.policy.names import name_of; print(name_of(b'', b'12345678', 0, 8).hex())"
-    told = {subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120) for _ in range(2)}
+    env = {**os.environ, "PYTHONHASHSEED": "random"}
+    told = {
+        subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120, env=env)
+        for _ in range(2)
+    }
     assert len(told) == 2

@@ -1,5 +1,5 @@
 """Keys from files and the environment, tenants by key, salts that are asked for, and hints that tell
-nobody's secrets."""
+nobody's keys."""
 
 from __future__ import annotations
 

@@ -35,12 +35,8 @@ CHECKS = {
     "HIRADIX_CHECK": "1",
 }
 _FOLDER = tempfile.gettempdir()
-SHARED_FILES = "files-of-sglang"  # a prepared store: what may not be asked for over HTTP
 ON_CPU = {
     "HIRADIX_ATTACH_ALLOW": f"backend=file,path={_FOLDER};backend=disk,path={_FOLDER}",
-    "HIRADIX_ATTACHABLE": json.dumps(
-        {SHARED_FILES: {"backend": "file", "naming": "sglang", "file_storage_path": f"{_FOLDER}/shared"}}
-    ),
     "SGLANG_USE_CPU_ENGINE": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -91,7 +87,9 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         model = ("--model-path", str(self.model), "--served-model-name", "tiny", "--port", str(self.port))
         command = [str(python()), "-m", "sglang.launch_server", *model, *ALWAYS, *self.flags]
-        environment = os.environ | ON_CPU | CHECKS | self.environment
+        self._prepare({})
+        own = {"HIRADIX_ATTACHABLE": f"@{self._prepared}"}
+        environment = os.environ | ON_CPU | CHECKS | own | self.environment
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -212,13 +210,24 @@ class Server:
         reply = self.admin("POST", "/flush_cache?timeout=120")
         assert reply.status_code == 200, reply.text
 
+    @property
+    def _prepared(self) -> Path:
+        return self.folder / "attachable.json"
+
+    def _prepare(self, stores: dict[str, Any]) -> None:
+        """Write the file of stores that may be attached by name."""
+        self._prepared.write_text(json.dumps(stores))
+
+    def ask_to_attach(self, backend: str, extra: str | None = None, **fields: Any) -> httpx.Response:
+        """Prepare a store as the server's operator does, and ask for it over HTTP."""
+        self._prepare({"prepared": {"backend": backend, **PATIENT, **json.loads(extra or "{}")}})
+        return self.admin("PUT", "/hicache/storage-backend", hicache_storage_backend="prepared", **fields)
+
     def attach(self, backend: str, extra: str | None = None, **fields: Any) -> None:
         """Attach a storage backend, as soon as nothing is under way."""
 
         def attached() -> bool:
-            keys = json.dumps(PATIENT | json.loads(extra or "{}"))
-            body = {"hicache_storage_backend": backend, "hicache_storage_backend_extra_config_json": keys}
-            reply = self.admin("PUT", "/hicache/storage-backend", **body | fields)
+            reply = self.ask_to_attach(backend, extra, **fields)
             assert reply.status_code == 200 or "not idle" in reply.text, reply.text
             return reply.status_code == 200
 

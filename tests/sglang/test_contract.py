@@ -10,6 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 
 from hiradix.adapters.sglang.weights import Weights
 from hiradix.config import parse_extra_config
+from hiradix.storage.attach_rules import AttachRules, parse_rule
 from hiradix.tree import Tier
 from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig, stored_in
 from tests.sglang.test_named_after_upstream import PROMPT, STEM, in_storage, on_host
@@ -381,6 +382,7 @@ def test_storage_that_is_attached_after_a_change_is_of_these_weights(tmp_path: P
     with torch.no_grad():
         model.weight.mul_(2.0)
     rig.cache.reset()
+    rig.cache.read_attach_rules = lambda: AttachRules({}, (parse_rule(f"backend=file,path={tmp_path}", ""),))
     assert rig.cache.attach_storage_backend("file", extra)[0]
     handle = rig.prefetch(rig.request(PROMPT + [1]))
     rig.settle()

@@ -11,7 +11,7 @@ import pytest
 from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.models import write_latent_model, write_window_model
 from tests.sglang.prompts import families, prompts, tokens
-from tests.sglang.server import SHARED_FILES, Server, assert_right_at_once
+from tests.sglang.server import Server, assert_right_at_once
 
 FLAGS = (*HIRADIX, *HOST, "--max-running-requests", "4")
 
@@ -91,8 +91,9 @@ def test_full_and_window_pages_come_back_from_storage(windows: Server, backend: 
     windows.detach()
 
 
-def test_storage_that_holds_full_attention_only_is_refused(windows: Server) -> None:
-    reply = windows.admin("PUT", "/hicache/storage-backend", hicache_storage_backend=SHARED_FILES)
+def test_storage_that_holds_full_attention_only_is_refused(windows: Server, tmp_path: Path) -> None:
+    keys = json.dumps({"file_storage_path": str(tmp_path), "naming": "sglang"})
+    reply = windows.ask_to_attach("file", keys)
     assert reply.status_code == 400 and "naming" in reply.text
     assert "full attention only" in windows.log()
 

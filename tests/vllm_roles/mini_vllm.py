@@ -139,6 +139,11 @@ class FakeStorage:
         self.fault = ""
         self.parts = tuple(FakePart(self, "" if c == 0 else f"@{c}") for c in range(num_components))
 
+    is_joined = True
+
+    def when_joined(self, call: Callable[[Any], None]) -> None:
+        """It is there from the start."""
+
     def close(self, timeout_s: float = 0.0) -> None:
         """Nothing to let go of."""
 

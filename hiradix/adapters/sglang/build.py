@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     watch_updates()
     cache = HiRadixHostCache(params, inner, controller, adapters)
     cache.watch(_weights_of(context, flags), _extra_config(flags))
-    cache.attach_rules = rules_from(os.environ, flags.hicache_storage_backend, _extra_config(flags))
+    extra = _extra_config(flags)
+    cache.read_attach_rules = partial(rules_from, os.environ, flags.hicache_storage_backend, extra)
+    cache.attach_rules = cache.read_attach_rules()
     return cache
 
 

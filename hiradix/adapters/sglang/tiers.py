@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig, parse_extra_config
-from hiradix.errors import CacheError, Misuse
+from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
 from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
@@ -60,6 +60,7 @@ class HiRadixHostCache(HiRadixPrefixCache):
         self._weights = UNSEEN
         self._extra = ExtraConfig()  # of the storage that is attached
         self.attach_rules = AttachRules()
+        self.read_attach_rules: Callable[[], AttachRules] = AttachRules
         self._to_reopen: str | None = None  # for pages of other weights, when its calls have ended
         self.show_storage()
 
@@ -251,12 +252,20 @@ class HiRadixHostCache(HiRadixPrefixCache):
         servers.
         """
         policies = hicache_storage_prefetch_policy, hicache_write_policy
+        self._renew_attach_rules()
         name = self.attach_rules.backend_of(storage_backend)
         answer = self.inner.plan_attach(name, *policies)
         if answer is None:
             answer = self._attach_permitted(storage_backend, storage_backend_extra_config_json, policies)
         self.show_storage()
         return answer
+
+    def _renew_attach_rules(self) -> None:
+        """Read the rules again: their file may name stores prepared since. Bad ones change nothing."""
+        try:
+            self.attach_rules = self.read_attach_rules()
+        except ConfigError as error:
+            audit_log.warning("rules of attach are as before: %s", error)
 
     def _attach_permitted(
         self, name: str, text: str | None, policies: tuple[str | None, str | None]
