@@ -43,6 +43,7 @@ CACHE_KEYS = {
     "prefetch_timeout_base": _VALUE,
     "prefetch_timeout_per_ki_token": _VALUE,
     "hicache_storage_pass_prefix_keys": _VALUE,
+    "hicache_storage_required": _VALUE,
 }
 """Keys of the cache itself, at the outermost level only."""
 
