@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
+class SettingKind(enum.Enum):
     """What a setting can do."""
 
     VALUE = "value"  # a number, a switch, a choice: touches nothing outside of the store
@@ -28,15 +28,16 @@ class Kind(enum.Enum):
 class Setting:
     """most: the largest number; closed: values that are refused."""
 
-    kind: Kind
+    kind: SettingKind
     most: float | None = None
     closed: tuple[object, ...] = ()
 
 
-_VALUE, _SECRET, _CLOSED = Setting(Kind.VALUE), Setting(Kind.SECRET), Setting(Kind.CLOSED)
-_FOLDER, _FILE, _ADDRESS = Setting(Kind.FOLDER), Setting(Kind.FILE), Setting(Kind.ADDRESS)
+_VALUE, _SECRET = Setting(SettingKind.VALUE), Setting(SettingKind.SECRET)
+_FOLDER, _FILE = Setting(SettingKind.FOLDER), Setting(SettingKind.FILE)
+_ADDRESS, _CLOSED = Setting(SettingKind.ADDRESS), Setting(SettingKind.CLOSED)
 _GIB = float(1 << 30)
-_WEAKER = Setting(Kind.VALUE, closed=(False,))
+_WEAKER = Setting(SettingKind.VALUE, closed=(False,))
 
 CACHE_KEYS = {
     "prefetch_threshold": _VALUE,
@@ -50,8 +51,8 @@ CACHE_KEYS = {
 COMMON_KEYS = {
     "deadline_s": _VALUE,
     "bytes_per_s": _VALUE,
-    "num_workers": Setting(Kind.VALUE, 256),
-    "staging_size": Setting(Kind.VALUE, _GIB),
+    "num_workers": Setting(SettingKind.VALUE, 256),
+    "staging_size": Setting(SettingKind.VALUE, _GIB),
     "breaker_failures": _VALUE,
     "breaker_retry_s": _VALUE,
     "join_retry_s": _VALUE,
@@ -63,10 +64,10 @@ COMMON_KEYS = {
     "negative_ttl_s": _VALUE,
     "compression": _VALUE,
     "compression_level": _VALUE,
-    "quantise": Setting(Kind.VALUE, closed=("fp8",)),
+    "quantise": Setting(SettingKind.VALUE, closed=("fp8",)),
     "encryption_key_file": _FILE,
     "quota": _VALUE,
-    "quotas": Setting(Kind.SIZES),
+    "quotas": Setting(SettingKind.SIZES),
     "quota_path": _FOLDER,
 }
 
@@ -86,12 +87,12 @@ _DISK = {
     "max_size": _VALUE,
     "min_free_space": _VALUE,
     "segment_size": _VALUE,
-    "verify": Setting(Kind.VALUE, closed=("off",)),
+    "verify": Setting(SettingKind.VALUE, closed=("recovered", "off")),
     "io_engine": _VALUE,
     "direct_io": _VALUE,
     "direct_writes": _VALUE,
     "use_page_cache": _VALUE,
-    "io_threads": Setting(Kind.VALUE, 256),
+    "io_threads": Setting(SettingKind.VALUE, 256),
     "touch_interval_s": _VALUE,
     "lock_timeout_s": _VALUE,
     "fsync": _VALUE,
@@ -126,16 +127,16 @@ _S3 = {
     "max_size": _VALUE,
     "timeout_s": _VALUE,
     "connect_timeout_s": _VALUE,
-    "request_retries": Setting(Kind.VALUE, 100),
+    "request_retries": Setting(SettingKind.VALUE, 100),
     "retry_timeout_s": _VALUE,
-    "num_connections": Setting(Kind.VALUE, 256),
+    "num_connections": Setting(SettingKind.VALUE, 256),
 }
 _MOONCAKE = {
     "master_server_address": _ADDRESS,
     "metadata_server": _ADDRESS,
     "local_hostname": _ADDRESS,
-    "global_segment_size": Setting(Kind.VALUE, 64 * _GIB),
-    "buffer_size": Setting(Kind.VALUE, _GIB),
+    "global_segment_size": Setting(SettingKind.VALUE, 64 * _GIB),
+    "buffer_size": Setting(SettingKind.VALUE, _GIB),
     "protocol": _VALUE,
     "device_name": _CLOSED,
     "tenant_id": _VALUE,
@@ -149,7 +150,7 @@ _MOONCAKE = {
 _NIXL = {
     "plugin": _VALUE,
     "plugin_options": _CLOSED,
-    "buffer_size": Setting(Kind.VALUE, _GIB),
+    "buffer_size": Setting(SettingKind.VALUE, _GIB),
     "zero_copy": _VALUE,
 }
 
@@ -162,7 +163,7 @@ SETTINGS: Mapping[str, Mapping[str, Setting]] = {
     "s3": _S3,
     "mooncake": _MOONCAKE,
     "nixl": _NIXL | _FILES | _S3,
-    "tier": {"upper": Setting(Kind.STORE), "lower": Setting(Kind.STORE), "promote": _VALUE},
+    "tier": {"upper": Setting(SettingKind.STORE), "lower": Setting(SettingKind.STORE), "promote": _VALUE},
 }
 """Backends that rules can permit. Others run code of others, or with settings that nobody here knows."""
 

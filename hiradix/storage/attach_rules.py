@@ -24,7 +24,14 @@ from typing import Any
 
 from hiradix.config import EXTRA_CONFIG_FLAG, MAX_PORT, ExtraConfig, load_mapping, redact
 from hiradix.errors import ConfigError
-from hiradix.storage.attach_keys import CLOSED_BACKENDS, KNOWN_KEYS, SETTINGS, Kind, Setting, settings_of
+from hiradix.storage.attach_keys import (
+    CLOSED_BACKENDS,
+    KNOWN_KEYS,
+    SETTINGS,
+    Setting,
+    SettingKind,
+    settings_of,
+)
 from hiradix.storage.options import parse_size
 from hiradix.storage.registry import load_storage_backend, storage_backend_names
 
@@ -230,7 +237,7 @@ class AttachRules:
         known, found = settings_of(rule.backend, is_outermost=not before), dict[str, Any]()
         for key, value in keys.items():
             setting, shown = known.get(key), before + _shown(key)
-            if setting is None or setting.kind is Kind.CLOSED:
+            if setting is None or setting.kind is SettingKind.CLOSED:
                 raise AttachRefused(shown, NOT_ALLOWED)
             if value is None:
                 continue  # as if it were not there
@@ -239,13 +246,13 @@ class AttachRules:
         return found
 
     def _one(self, rule: Rule, setting: Setting, shown: str, value: Any, depth: int) -> Any:
-        if setting.kind is Kind.STORE:
+        if setting.kind is SettingKind.STORE:
             if not isinstance(value, dict) or not isinstance(value.get("backend"), str):
                 raise AttachRefused(shown, 'must be an object with "backend"')
             rest = {key: item for key, item in value.items() if key != "backend"}
             inside = self._checked(f"{shown}.backend", value["backend"], rest, f"{shown}.", depth + 1)
             return {"backend": value["backend"], **inside}
-        if setting.kind is Kind.SIZES:
+        if setting.kind is SettingKind.SIZES:
             if not isinstance(value, dict) or not all(isinstance(size, int | str) for size in value.values()):
                 raise AttachRefused(shown, "must be an object of sizes")
             return value
@@ -253,14 +260,14 @@ class AttachRules:
             raise AttachRefused(shown, "must be text, a number or a bool")
         if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
             raise AttachRefused(shown, "is too long, or no printable text")
-        if setting.kind is Kind.VALUE:
+        if setting.kind is SettingKind.VALUE:
             _check_value(setting, shown, value)
             return value
         if not isinstance(value, str):
             raise AttachRefused(shown, "must be text")
-        if setting.kind is Kind.FOLDER:
+        if setting.kind is SettingKind.FOLDER:
             return _within(shown, value, rule.folders)
-        if setting.kind is Kind.FILE:
+        if setting.kind is SettingKind.FILE:
             return _within(shown, value, rule.files)
         return value
 

@@ -32,7 +32,7 @@ from hiradix.storage.registry import FLAG
 from hiradix.storage.wrap import coded
 
 if TYPE_CHECKING:
-    from hiradix.storage.generations import Difference
+    from hiradix.storage.generations import PageDifference
 
 
 class Stores(Protocol):
@@ -75,7 +75,7 @@ class _Bytes:
         return "their bytes"
 
 
-def exactly(one: Page, other: Page, _: bool) -> Difference:
+def exactly(one: Page, other: Page, _: bool) -> PageDifference:
     """Pages are the same where their bytes are."""
     return _Bytes(b"".join(one) == b"".join(other))
 
@@ -93,7 +93,7 @@ class ComponentPages:
     page_bytes: int
     weight: int = 1
     elements: str = ""
-    compare: Callable[[Page, Page, bool], Difference] = exactly
+    compare: Callable[[Page, Page, bool], PageDifference] = exactly
 
 
 def open_stores(

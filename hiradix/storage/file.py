@@ -29,7 +29,7 @@ from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Trait
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep, Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
-from hiradix.storage.states import States
+from hiradix.storage.states import StoreStates
 from hiradix.storage.under_way import UnderWay
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
@@ -81,7 +81,7 @@ class FileBackend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._puts = UnderWay()
-        self._states = States("file")
+        self._states = StoreStates("file")
         self._closed = False
         ledger: Ledger | None = None
         try:

@@ -65,7 +65,7 @@ _NUMBER_ONE = {"bfloat16": b"\x80\x3f", "float16": b"\x00\x3c", "float32": b"\x0
 _NO_LABEL = bytes(32)
 
 
-class Difference(Protocol):
+class PageDifference(Protocol):
     """What two pages differ in; as text, in what most."""
 
     @property
@@ -348,7 +348,7 @@ class Generations:
             scope.adopt(component, label)
             logger.info("storage: pages of generation %s of %s are used", label.hex()[:8], self._name)
 
-    def _reject(self, scope: _Scope, label: bytes, component: int, apart: Difference) -> None:
+    def _reject(self, scope: _Scope, label: bytes, component: int, apart: PageDifference) -> None:
         scope.reject(label)
         self._figures["generations_rejected"] += 1
         of = self._components[component].fingerprint.component or "attention"

@@ -35,7 +35,7 @@ from hiradix.storage.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 from hiradix.storage.registered import LaidOut, RegisteredMemory, Span
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
-from hiradix.storage.states import States
+from hiradix.storage.states import StoreStates
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class MooncakeBackend(StorageBackend):
         self._changed = threading.Condition()
         self._num_calls = self._num_shut = 0
         self._closed = self._joining = False
-        self._states = States("mooncake")
+        self._states = StoreStates("mooncake")
         self._how = ReplicateConfig()
         self._how.replica_num = config.replica_num
         self._store: Any = _joined(config)  # None: shut down, and the library must not be called

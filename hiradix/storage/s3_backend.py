@@ -34,7 +34,7 @@ from hiradix.storage.protocol import (
     page_bytes,
 )
 from hiradix.storage.s3_config import S3Config, is_away, told
-from hiradix.storage.states import States
+from hiradix.storage.states import StoreStates
 
 T = TypeVar("T")
 _SLACK_SHARE = 64
@@ -59,7 +59,7 @@ class S3Backend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._ragged = context.ragged
         self._has_folder = False
-        self._states = States("s3")
+        self._states = StoreStates("s3")
         self._closed = False
         try:
             self._open()

@@ -30,7 +30,7 @@ from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.room import Keep
-from hiradix.storage.states import States
+from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SglangFileBackend(StorageBackend):
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
         self._counts: Counter[str] = Counter()
-        self._states = States("file")
+        self._states = StoreStates("file")
         self._closed = False
         try:
             self.config.path.mkdir(parents=True, exist_ok=True)

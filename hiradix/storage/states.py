@@ -1,4 +1,4 @@
-"""States that last, such as being full: each is said once in the log when it begins and when it ends."""
+"""StoreStates that last, such as being full: each is said once in the log when it begins and when it ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ QUIET_S = 60.0
 change with every call."""
 
 
-class States:
-    """States of one store by name. Thread-safe. Next to free while there is none."""
+class StoreStates:
+    """StoreStates of one store by name. Thread-safe. Next to free while there is none."""
 
     def __init__(self, store: str, clock: Callable[[], float] = time.monotonic):
         self._store, self._clock = store, clock

@@ -75,7 +75,7 @@ def test_a_step_wakes_one_thread(make_engine: MakeEngine) -> None:
             driver.num_wakes = 0
             for output in engine.step():
                 talks[int(output.rid.split()[1])] += output.token_ids
-            if turn > 1:  # both threads are there, and asleep, from then on
+            if turn:  # in the first nothing is loaded: its last step starts the writes of two steps
                 wakes.append(driver.num_wakes)
             while driver.step():
                 pass

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import StorageContext, StoragePart, open_storage
-from hiradix.storage.states import QUIET_S, States
+from hiradix.storage.states import QUIET_S, StoreStates
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 
 BACKENDS: dict[str, dict[str, Any]] = {
@@ -95,7 +95,7 @@ def test_full_is_told_once_and_counted(name: str, tmp_path: Path, caplog: pytest
 
 def test_a_state_is_over_when_it_was_not_met_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    states = States("x", lambda: now[0])
+    states = StoreStates("x", lambda: now[0])
     for _ in range(3):
         states.enter("full", "no room")
         states.leave("full")

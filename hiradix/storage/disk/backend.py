@@ -29,7 +29,7 @@ from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
-from hiradix.storage.states import States
+from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM
 
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
@@ -55,7 +55,7 @@ class DiskBackend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._closed = False
-        self._states = States("disk")
+        self._states = StoreStates("disk")
         started = time.perf_counter()
         store: Store | None = None
         try:
