@@ -119,7 +119,8 @@ test-scale: $(READY)
 # Two workers a core: half of the time Mooncake's library waits a second for itself wherever a store is closed.
 test-storage: $(READY)
 	$(PY) -m tests.storage_servers.install
-	$(PY) -m pytest -q -n $$((2 * $(JOBS))) --dist worksteal --timeout 600 tests/disk tests/storage_servers $(PYTEST_FLAGS)
+	$(PY) -m pytest -q -n $$((2 * $(JOBS))) --dist worksteal --timeout 600 tests/disk tests/storage_servers \
+	  tests/server/test_doors_attack.py $(PYTEST_FLAGS)
 
 # SGLang runs in an environment of its own, with its own pins.
 test-sglang: $(READY)

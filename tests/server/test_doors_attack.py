@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, STORAGE, flags, real_application
 
 CANARY = "kanarienvogel"
+HAS_REDIS = find_spec("redis") is not None  # redis and valkey cannot be attached without their client
 SECONDS = float(os.environ.get("HIRADIX_ATTACK_SECONDS", "0"))
 NUM_BODIES = 400
 BACKEND, EXTRA = "hicache_storage_backend", "hicache_storage_backend_extra_config_json"
@@ -435,7 +437,8 @@ def test_no_trap_is_touched_and_nothing_leaks(
             if time.monotonic() >= until_s:
                 break
             seed += 1
-        assert world.allowed.num_came > came, "none of them came as far as a server that is permitted"
+        if HAS_REDIS:
+            assert world.allowed.num_came > came, "none of them came as far as a server that is permitted"
         for body in good_bodies(world):
             assert ask(http, world, body) == 200, body
         world.check("what is permitted")
@@ -451,7 +454,8 @@ def good_bodies(world: World) -> list[dict[str, Any]]:
         ("disk", maker.good("disk")), ("file", maker.good("file")), ("redis", maker.good("redis")),
         ("valkey", maker.good("valkey")), ("tier", {"upper": near, "lower": far}),
     ):  # fmt: skip
-        bodies.append({BACKEND: backend, EXTRA: json.dumps(keys)})
+        if HAS_REDIS or backend in ("disk", "file"):
+            bodies.append({BACKEND: backend, EXTRA: json.dumps(keys)})
     return bodies
 
 
@@ -462,6 +466,7 @@ def test_without_rules_the_same_bodies_are_refused(model: Path, world: World) ->
         assert attack(http, world, 7, 100) == 0
 
 
+@pytest.mark.skipif(not HAS_REDIS, reason="the redis extra; `make test-storage` has it")
 def test_the_traps_see_what_rules_permit(model: Path, world: World) -> None:
     """A control: with rules that permit them, hostile bodies do what they are meant to."""
     rules = ["--attach-allow", f"backend=redis,host=127.0.0.1:{world.trap.port},file={world.traps}/passwd",
