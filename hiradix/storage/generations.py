@@ -16,7 +16,8 @@ that cannot, the first page that storage would serve is computed once more by it
 it is put.
 
 A record, or a generation's pages, may be evicted like any page: what is behind it is a miss then, never
-wrong. The label is the digest of the record's bytes, so that there is nothing to parse. Adapters have
+wrong. A record is a page with random numbers in front
+and zeros behind them; the label is their digest, so that there is nothing to parse. Adapters have
 generations of their own: their pages tell nothing of the model's, nor these of theirs.
 
 All of it runs on the transfer workers, where pages are read and put, not on the scheduler's thread.
@@ -28,7 +29,6 @@ import hashlib
 import logging
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,8 +57,6 @@ MOST_REMEMBERED = 8
 """Stores of several identities that a process remembers; of more none."""
 MOST_REJECTED = 1024
 """Of more generations that were rejected, those without a record are forgotten."""
-MAX_RECORD_BYTES = 4096
-"""A record is mostly zeros: one that is longer than this when compressed is none."""
 
 _BITS = 256
 _NUMBER_ONE = {"bfloat16": b"\x80\x3f", "float16": b"\x00\x3c", "float32": b"\x00\x00\x80\x3f"}
@@ -295,20 +293,20 @@ class Generations:
         for slot in range(NUM_SLOTS):
             record = self._read_record(scope, slot)
             if record is not None:
-                label = hashlib.sha256(record).digest()
+                label = _label_of(record)
                 slots[label] = slot
-                found.setdefault(label, zlib.compress(record, 1))
+                found.setdefault(label, record)
         scope.saw(found, set(slots.values()))
         mine = scope.put_label
         if mine is None or not self._trust.stores or not scope.records.get(mine):
             return
         if mine not in found:
-            self._put_record(scope, zlib.decompress(scope.records[mine]), mine)
+            self._put_record(scope, scope.records[mine], mine)
         elif scope.must_put:
             self._put_witness(mine)
             with as_use(Use(is_chain=False)):
-                record = zlib.decompress(scope.records[mine])
-                self._guards[0].put([record_key(scope.name, slots[mine])], [[memoryview(record)]])
+                page = self._record_page(scope.records[mine])
+                self._guards[0].put([record_key(scope.name, slots[mine])], [[page]])
         scope.must_put = not self._stores.is_joined
 
     def _compare(self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]) -> None:
@@ -372,11 +370,12 @@ class Generations:
         if scope.own is None:
             record = _new_record(self._components[0])
             if self._trust.rounds:
-                record = bytes(quantise.rounded(record, self._components[0].elements))
+                page = quantise.rounded(bytes(self._record_page(record)), self._components[0].elements)
+                record = bytes(page[: len(record)])
             label = self._put_record(scope, record)
             if label is None:
                 return
-            scope.begin(label, zlib.compress(record, 1))
+            scope.begin(label, record)
         else:
             scope.begin(scope.own, scope.records.get(scope.own, b""))
 
@@ -395,7 +394,7 @@ class Generations:
         known: the label, of a record that was there before. Where several write at once, one is there and
         the others, who find that out, go on to the next slot.
         """
-        label = known or self._label_of(record)
+        label, page = known or _label_of(record), self._record_page(record)
         self._put_witness(label)  # before others can find it
         free = [slot for slot in range(NUM_SLOTS) if slot not in scope.used_slots]
         if not free:  # the oldest cannot be told: any
@@ -404,27 +403,30 @@ class Generations:
         for slot in free:
             key = record_key(scope.name, slot)
             with as_use(Use(is_chain=False)):
-                ok = self._guards[0].put([key], [[memoryview(record)]])[0]
+                ok = self._guards[0].put([key], [[page]])[0]
             if not ok:
                 return None
             back = self._read_record(scope, slot)
-            if back is None:
-                return None
+            if back is None:  # something else has the name, or it cannot be read just now
+                continue
             scope.used_slots.add(slot)
-            if hashlib.sha256(back).digest() == label:
+            if _label_of(back) == label:
                 return label
         return None
 
-    def _label_of(self, record: bytes) -> bytes:
-        return hashlib.sha256(record).digest()
+    def _record_page(self, record: bytes) -> memoryview:
+        """The page that says a record: its numbers, and zeros."""
+        page = bytearray(self._components[0].page_bytes)
+        page[: len(record)] = record
+        return memoryview(page)
 
     def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
-        """The bytes of a slot's record; None where there is none."""
-        page = bytearray(self._components[0].page_bytes)
+        """The numbers of a slot's record; None where there is none."""
+        page, length = bytearray(self._components[0].page_bytes), _record_bytes(self._components[0])
         with as_use(Use(is_chain=False)):
             if not self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])[0]:
                 return None
-        return bytes(page) if len(zlib.compress(page, 1)) <= MAX_RECORD_BYTES else None
+        return bytes(page[:length]) if page.count(0, length) == len(page) - length else None
 
 
 @dataclass(eq=False)
@@ -432,7 +434,7 @@ class _Scope:
     """What is known of the generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
-    seen, compressed. is_due: the records are to be looked at; must_put: and ours is to be put again. lock: of
+    seen. is_due: the records are to be looked at; must_put: and ours is to be put again. lock: of
     all but reading `trusted`.
     """
 
@@ -623,15 +625,24 @@ def _renamed_use(use: Use | None, label: bytes) -> Use:
     return use.inside.setdefault(label, Use(after, use.is_chain, extra_key=use.extra_key))
 
 
-def _new_record(backbone: ComponentPages) -> bytes:
-    """A page with random numbers in front: zeros and ones, which lossy stores keep as they are."""
+def _label_of(record: bytes) -> bytes:
+    return hashlib.sha256(record).digest()
+
+
+def _record_bytes(backbone: ComponentPages) -> int:
+    """How many bytes in front of a page are a record's numbers."""
     length, one = backbone.page_bytes, _NUMBER_ONE.get(backbone.elements, b"")
-    if not one or length < _BITS * len(one):
-        return os.urandom(min(32, length)) + bytes(max(0, length - 32))
+    return _BITS * len(one) if one and length >= _BITS * len(one) else min(32, length)
+
+
+def _new_record(backbone: ComponentPages) -> bytes:
+    """Random numbers: zeros and ones, which lossy stores keep as they are."""
+    length, one = _record_bytes(backbone), _NUMBER_ONE.get(backbone.elements, b"")
+    if length != _BITS * len(one):
+        return os.urandom(length)
     bits = int.from_bytes(os.urandom(_BITS // 8), "big")
     zero = bytes(len(one))
-    head = b"".join(one if bits >> at & 1 else zero for at in range(_BITS))
-    return head + bytes(length - len(head))
+    return b"".join(one if bits >> at & 1 else zero for at in range(_BITS))
 
 
 def trusted_stores(stores: Stores, components: Sequence[ComponentPages], trust: Trust) -> Generations:

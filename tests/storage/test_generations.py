@@ -87,7 +87,7 @@ class Deployments:
 
     def open(self, weights: str, num_components: int = 1, **trust: Any) -> Engine:
         keys = {f"{self.backend}_storage_path": str(self.folder), "deadline_s": 60, "min_free_space": 0}
-        keys |= {"max_size": "16MiB"}
+        keys |= {"max_size": "256MiB" if PAGE > 1 << 20 else "16MiB"}
         pages = COMPONENTS[:num_components]
         asked = trust_of(self.backend, keys, Trust(**trust))
         stores = trusted_stores(open_stores(self.backend, keys, pages), pages, asked)
@@ -125,6 +125,22 @@ def test_the_same_weights_find_their_pages_after_a_restart(deployments: Deployme
     again = deployments.asked("a")
     assert again.found() == 8 and again.reads_own()
     assert state(again) == {"adopted": 1, "own": 0, "unverified": 0}
+
+
+@pytest.mark.parametrize("num_bytes", [1, 40, 1000, 1 << 16, 3 << 20])
+@pytest.mark.parametrize("elements", ["", "float32", "bfloat16"])
+def test_pages_of_any_size_are_found_after_a_restart(
+    deployments: Deployments, monkeypatch: pytest.MonkeyPatch, num_bytes: int, elements: str
+) -> None:
+    size = num_bytes * 4 if elements else num_bytes
+    monkeypatch.setitem(globals(), "PAGE", size)
+    pages = ComponentPages(PageFingerprint("model"), size, elements=elements)
+    monkeypatch.setitem(globals(), "COMPONENTS", [pages])
+    keys = KEYS[:1]
+    assert deployments.asked("a").put(keys) == [True]
+    deployments.restart()
+    again = deployments.asked("a")
+    assert again.found(keys) == 1 and state(again) == {"adopted": 1, "own": 0, "unverified": 0}
 
 
 def test_other_weights_under_the_same_name_find_nothing_and_say_so(
