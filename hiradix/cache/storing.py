@@ -19,7 +19,7 @@ from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
 from hiradix.errors import Misuse
 from hiradix.transfer import JobKind, Result, Tail, TransferController
 from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
-from hiradix.tree.view import extended
+from hiradix.tree.tree import extended
 
 OFFER_AGAIN_USES: Final = 64  # a node used that often is offered to storage again, which may have lost it
 

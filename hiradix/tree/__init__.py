@@ -13,13 +13,17 @@ from hiradix.tree.node import (
     UNBOUNDED,
     Component,
     DeadLeaf,
+    Freed,
     Grain,
+    Insertion,
+    Lock,
+    Match,
     Node,
     Pages,
+    Segment,
     Tier,
 )
 from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
-from hiradix.tree.records import Freed, Insertion, Lock, Match, Segment
 from hiradix.tree.tree import RadixTree
 
 IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, faster (see setup.py)

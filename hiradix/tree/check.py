@@ -1,29 +1,34 @@
-"""`RadixTree.check`: every numbered invariant of `hiradix.tree.tree`, asserted by number. O(tree)."""
+"""A tree as a whole: every invariant of `hiradix.tree.tree` asserted by its number, and the tree as text.
+
+O(tree).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hiradix.errors import Misuse
 from hiradix.tree.hashing import DIGEST_BYTES, PageRows, hash_pages
-from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Node, Residency, Tier
+from hiradix.tree.locks import held
+from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Component, Lock, Node, Residency, Tier, row_at
 from hiradix.tree.order import LruOrder
-from hiradix.tree.pins import held
-from hiradix.tree.records import Lock
-from hiradix.tree.runs import row_at
-from hiradix.tree.store import Store
-from hiradix.tree.view import TreeView
+from hiradix.tree.residency import Residencies
+
+if TYPE_CHECKING:
+    from hiradix.tree.tree import RadixTree
+
+MAX_TOKENS_SHOWN = 6
 
 
-def check_tree(tree: TreeView, store: Store, locks: Iterable[Lock] | None) -> None:
+def check_tree(tree: RadixTree, residencies: Residencies, locks: Iterable[Lock] | None) -> None:
     """See the module's docstring. With `locks`, all outstanding ones, lock counts must be exact."""
     nodes = list(tree.nodes())
     listed = {
         id(entry): (c, t)
-        for c, tiers in enumerate(store.orders)
+        for c, tiers in enumerate(residencies.orders)
         for t, order in enumerate(tiers)
         for entry in order
     }
@@ -33,17 +38,17 @@ def check_tree(tree: TreeView, store: Store, locks: Iterable[Lock] | None) -> No
     for node in nodes:
         _check_run(node, tree)
         for tier in TIERS:
-            _check_residency(node, tier, store, listed)
-            _check_pins(node, tier, len(store.components), wanted)
+            _check_residency(node, tier, residencies, listed)
+            _check_pins(node, tier, len(residencies.components), wanted)
     if listed:
         raise Misuse(f"4: {len(listed)} entries in an order are of no node")
-    _check_counts(nodes, store)
-    _check_places(tree, store)
+    _check_counts(nodes, residencies)
+    _check_places(tree, residencies)
     for tier in TIERS:
-        _check_leaf_first(store, tier)
+        _check_leaf_first(residencies, tier)
 
 
-def _check_structure(node: Node, tree: TreeView) -> None:
+def _check_structure(node: Node, tree: RadixTree) -> None:
     """1, 2, 7, 8: what holds between a node and its children."""
     device = 0
     for row, child in node.children.items():
@@ -65,7 +70,7 @@ def _check_structure(node: Node, tree: TreeView) -> None:
         raise Misuse(f"7: {node} in the tree without a parent")
 
 
-def _check_run(node: Node, tree: TreeView) -> None:
+def _check_run(node: Node, tree: RadixTree) -> None:
     """7, 9: tokens, extras, digests and arrays of a node."""
     size, num_pages = tree.page_size, node.num_pages
     if len(node.tokens) != num_pages * size + node.space.lookahead:
@@ -82,7 +87,7 @@ def _check_run(node: Node, tree: TreeView) -> None:
         _check_hashes(node, known, tree)
 
 
-def _check_hashes(node: Node, known: int, tree: TreeView) -> None:
+def _check_hashes(node: Node, known: int, tree: RadixTree) -> None:
     """9: the first and the last known hash of a node go on from those before."""
     digests = [node.digests[i : i + DIGEST_BYTES] for i in range(0, len(node.digests), DIGEST_BYTES)]
     parent = node.parent
@@ -108,9 +113,11 @@ def _hash(node: Node, page: int, prior: bytes, page_size: int) -> bytes:
     return hash_pages(PageRows(prior, tokens[np.newaxis], extras, space.is_bigram))[0]
 
 
-def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tuple[int, int]]) -> None:
+def _check_residency(
+    node: Node, tier: Tier, residencies: Residencies, listed: dict[int, tuple[int, int]]
+) -> None:
     """3, 4, 7: each residency by itself."""
-    for c, component in enumerate(store.components):
+    for c, component in enumerate(residencies.components):
         entry = node.residency(c, tier)
         if entry.node is not node:
             raise Misuse(f"7: a residency of {node} belongs to {entry.node}")
@@ -133,7 +140,7 @@ def _check_residency(node: Node, tier: Tier, store: Store, listed: dict[int, tup
             raise Misuse(f"7: {node} keeps another array alive")
 
 
-def _expected_locks(tree: TreeView, locks: Iterable[Lock]) -> dict[int, int]:
+def _expected_locks(tree: RadixTree, locks: Iterable[Lock]) -> dict[int, int]:
     """Per residency, how many of `locks` end at it (backbone) or cover it (others)."""
     wanted: dict[int, int] = {}
     for lock in locks:
@@ -146,7 +153,7 @@ def _expected_locks(tree: TreeView, locks: Iterable[Lock]) -> dict[int, int]:
 
 
 def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, int] | None) -> None:
-    """6: lock_ref is made of what `pins` says."""
+    """6: lock_ref is made of what `locks` says."""
     for c in range(num_components):
         entry = node.residency(c, tier)
         reasons = int(held(node, c, tier))
@@ -168,9 +175,9 @@ def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, i
         raise Misuse(f"6: {node}")
 
 
-def _check_places(tree: TreeView, store: Store) -> None:
+def _check_places(tree: RadixTree, residencies: Residencies) -> None:
     """10: a page is in one place."""
-    for c in range(len(store.components)):
+    for c in range(len(residencies.components)):
         for tier in TIERS:
             pages = np.sort(tree.all_pages(tier, c))
             if len(pages) and pages[0] < 0:
@@ -180,25 +187,25 @@ def _check_places(tree: TreeView, store: Store) -> None:
                 raise Misuse(f"10: {tier.name} component {c} has pages twice: {twice[:16]}")
 
 
-def _check_counts(nodes: list[Node], store: Store) -> None:
+def _check_counts(nodes: list[Node], residencies: Residencies) -> None:
     """8: totals."""
-    for c in range(len(store.components)):
+    for c in range(len(residencies.components)):
         for tier in TIERS:
             entries = [node.residency(c, tier) for node in nodes]
             resident = sum(len(entry.pages) for entry in entries if entry.pages is not None)
             free = sum(
                 len(entry.pages) for entry in entries if entry.pages is not None and not entry.lock_ref
             )
-            if resident != store.num_resident[c][tier]:
-                raise Misuse(f"8: {resident} pages, counted {store.num_resident[c][tier]}")
-            listed = store.orders[c][tier].num_pages
+            if resident != residencies.num_resident[c][tier]:
+                raise Misuse(f"8: {resident} pages, counted {residencies.num_resident[c][tier]}")
+            listed = residencies.orders[c][tier].num_pages
             if free != listed:
                 raise Misuse(f"8: {free} evictable pages, the order counts {listed}")
 
 
-def _check_leaf_first(store: Store, tier: Tier) -> None:
+def _check_leaf_first(residencies: Residencies, tier: Tier) -> None:
     """5: the next victim is a leaf; in LRU order each ancestor is hotter."""
-    order = store.orders[BACKBONE][tier]
+    order = residencies.orders[BACKBONE][tier]
     victim: Residency | None = getattr(order, "peek", order.coldest)()
     if (victim is None) != (order.num_pages == 0):
         raise Misuse(f"5: {victim} next of {order.num_pages} evictable pages")
@@ -226,6 +233,35 @@ def is_leaf(node: Node, tier: int) -> bool:
 def _parent_entry(node: Node, tier: Tier) -> Residency | None:
     parent = node.parent
     return None if parent is None or parent.parent is None else parent.residency(BACKBONE, tier)
+
+
+def render_tree(root: Node, components: Sequence[Component]) -> str:
+    """One line per node, children indented: pages [start, end), first tokens, tiers, locks, hits; a
+    tombstone is a component that the node has in no tier."""
+    lines = ["root"]
+    stack = [(child, 1) for child in reversed(list(root.children.values()))]
+    while stack:
+        node, depth = stack.pop()
+        lines.append("  " * depth + _line(node, components))
+        stack += [(child, depth + 1) for child in reversed(list(node.children.values()))]
+    return "\n".join(lines)
+
+
+def _line(node: Node, components: Sequence[Component]) -> str:
+    tokens = " ".join(map(str, node.tokens[:MAX_TOKENS_SHOWN].tolist()))
+    more = " ..." if len(node.tokens) > MAX_TOKENS_SHOWN else ""
+    parts = [f"[{node.start}, {node.end})", f"<{tokens}{more}>"]
+    for c, component in enumerate(components):
+        tiers = [_place(node, c, tier) for tier in Tier if node.resident(tier, c)]
+        parts.append(f"{component.name}: {' + '.join(tiers) or 'tombstone'}")
+    if node.start == 0 and (node.space.extra_key or node.space.cache_salt):
+        parts.append(f"extra_key={node.space.extra_key} cache_salt={node.space.cache_salt}")
+    return "  ".join([*parts, f"hits {node.hit_count}"])
+
+
+def _place(node: Node, component: int, tier: Tier) -> str:
+    locks = node.residency(component, tier).lock_ref
+    return tier.name.lower() + (f" (locked {locks})" if locks else "")
 
 
 if NO_PAGES.base is not None:

@@ -19,36 +19,36 @@ import numpy as np
 from hiradix.tree import ids
 from hiradix.tree.hashing import DIGEST_BYTES
 from hiradix.tree.node import TIERS, Node
-from hiradix.tree.store import Store
+from hiradix.tree.residency import Residencies
 
 RATIO: Final = 2
 
 Split = Callable[[Node, int], Node]
 
 
-def merge_path(store: Store, node: Node) -> None:
+def merge_path(residencies: Residencies, node: Node) -> None:
     """Merge what can be on the path of `node`, deepest first. O(path) plus the pages moved."""
     group, num_pages = [node], node.num_pages
     while (parent := group[-1].parent) is not None and parent.parent is not None:
         small = parent.num_pages <= RATIO * num_pages
-        if small and _is_alike(parent, group[-1], store):
+        if small and _is_alike(parent, group[-1], residencies):
             group.append(parent)
             num_pages += parent.num_pages
             continue
         if len(group) > 1:
-            _merge(store, group)
+            _merge(residencies, group)
         group, num_pages = [parent], parent.num_pages
     if len(group) > 1:
-        _merge(store, group)
+        _merge(residencies, group)
 
 
-def _is_alike(parent: Node, child: Node, store: Store) -> bool:
+def _is_alike(parent: Node, child: Node, residencies: Residencies) -> bool:
     """Whether nothing tells the two apart: one child, unlocked, resident in the same places."""
     if len(parent.children) != 1 or parent.width != child.width or parent.stored != child.stored:
         return False
     if parent.note is not child.note:
         return False
-    for c, component in enumerate(store.components):
+    for c, component in enumerate(residencies.components):
         for tier in TIERS:
             up, low = parent.residency(c, tier), child.residency(c, tier)
             if up.lock_ref or low.lock_ref:
@@ -56,24 +56,24 @@ def _is_alike(parent: Node, child: Node, store: Store) -> bool:
             if component.per_page:
                 if (up.pages is None) != (low.pages is None):
                     return False
-                if c and store.is_spare(up, c, tier) != store.is_spare(low, c, tier):
+                if c and residencies.is_spare(up, c, tier) != residencies.is_spare(low, c, tier):
                     return False
             elif up.pages is not None:
                 return False  # a record at the parent's end would lose its place
     return True
 
 
-def _merge(store: Store, group: Sequence[Node]) -> None:
+def _merge(residencies: Residencies, group: Sequence[Node]) -> None:
     """Make one node of `group`, a path from the bottom up; the bottom one stays."""
     bottom, down = group[0], list(reversed(group))
     pushed = []
-    for c, component in enumerate(store.components):
+    for c, component in enumerate(residencies.components):
         for tier in TIERS:
             entries = [node.residency(c, tier) for node in down]
             own = entries[-1]
             if own.pages is None:
                 continue
-            store.orders[c][tier].remove([entry for entry in entries if entry.pages is not None])
+            residencies.orders[c][tier].remove([entry for entry in entries if entry.pages is not None])
             if component.per_page:
                 own.pages = np.concatenate([entry.pages for entry in entries if entry.pages is not None])
             pushed.append((c, tier, own))
@@ -83,9 +83,9 @@ def _merge(store: Store, group: Sequence[Node]) -> None:
     bottom.row, bottom.start, bottom.parent = down[0].row, down[0].start, above
     above.adopt_child(bottom)  # under the same row: takes the place of the topmost
     for node in down[:-1]:
-        _bury(node, bottom, len(store.components))
+        _bury(node, bottom, len(residencies.components))
     for c, tier, own in pushed:
-        store.push_taken([own], c, tier)
+        residencies.push_taken([own], c, tier)
 
 
 def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:

@@ -1,4 +1,7 @@
-"""Nodes of the tree and what they hold in each tier. Data only; the rules are in the other files."""
+"""Nodes of the tree, what they hold in each tier, and the records that cross the tree's boundary.
+
+Data only; the rules are in the other files. Page arrays may be views: never write into one.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hiradix.errors import Misuse
 from hiradix.tree import ids
-from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, unpacked
+from hiradix.tree.key import NARROW, PLAIN, Extras, Namespace, packed, unpacked
 
 Pages = npt.NDArray[np.int32]
 Ids = npt.NDArray[np.integer[Any]]  # page ids as a caller may have them
@@ -95,7 +98,7 @@ class Residency:
     """One node's pages of one component in one tier, and its place in that tier's eviction order.
 
     pages: page ids int32 [P], root side first (one record if not per page); None: a tombstone.
-    lock_ref: what keeps it out of the eviction order, see `hiradix.tree.pins`.
+    lock_ref: what keeps it out of the eviction order, see `hiradix.tree.locks`.
     hotter, colder, rank: the eviction order's.
     """
 
@@ -128,7 +131,7 @@ class Node:
         storage has its pages; boundary_stored: and what a boundary at its end needs of further components,
         which a split leaves with the end. note: the eviction policy's, of the last use; halves of a split
         share it.
-    chain: of whoever watches the tree (see `watch`); halves of a split share it.
+    chain: of whoever watches the tree (see `residency.Watch`); halves of a split share it.
     """
 
     __slots__ = (
@@ -211,3 +214,106 @@ class Node:
         else:
             del self.children[child.row]
         child.parent = None
+
+
+def row_at(node: Node, page: int, page_size: int) -> Hashable:
+    """What `RadixKey.row` gives for page `page` of `node`, counted from its start."""
+    if node.start + page <= 0:
+        raise Misuse("the first row of all names its namespace, which only a key knows")
+    first = page * page_size * node.width
+    row: Hashable = node.run[first : first + (page_size + node.space.lookahead) * node.width]
+    if node.width != NARROW:
+        tokens = unpacked(row, node.width)  # type: ignore[arg-type]
+        row = packed(tokens, 0, len(tokens))[0]
+    extra = node.extras[page] if node.extras is not None else None
+    return row if extra is None else (row, extra)
+
+
+def split_run(node: Node, upper: Node, page_size: int) -> None:
+    """Hand the run of `node` up to `upper.end` to `upper`; both get bytes of their own."""
+    at, run = upper.end - upper.start, node.run
+    cut = at * page_size * node.width
+    upper.row, node.row = node.row, row_at(node, at, page_size)
+    upper.run, node.run = run[: cut + node.space.lookahead * node.width], run[cut:]
+    upper.width = node.width
+    if node.extras is not None:
+        upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
+    upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]
+    node.start = upper.end
+
+
+def _some(extras: tuple[bytes | None, ...]) -> tuple[bytes | None, ...] | None:
+    return extras if any(extras) else None
+
+
+# -- records ----------------------------------------------------------------------------
+
+
+class Match(NamedTuple):
+    """Where a key's usable data ends. device_node is loadable_node or an ancestor of it.
+
+    device_node: the deepest boundary usable on the device as it is. loadable_node: the deepest usable
+    after a load back. `Node.end` is their length in pages. Both may be the root.
+    """
+
+    device_node: Node
+    loadable_node: Node
+
+
+class Lock:
+    """A receipt: component c is pinned on every node of `node`'s path that starts at floors[c] or later.
+
+    Give it back exactly once. Splits between lock and unlock do not matter: floors are depths. One that was
+    given back has none.
+    """
+
+    __slots__ = ("node", "tier", "floors")
+
+    def __init__(self, node: Node, tier: Tier, floors: tuple[int, ...]):
+        self.node = node
+        self.tier = tier
+        self.floors = floors
+
+    def __repr__(self) -> str:
+        return f"Lock({self.node}, {self.tier}, {self.floors})"
+
+
+class Segment(NamedTuple):
+    """One node's pages of a component that are to be copied: [start, end) in pages from the root.
+
+    pages: source page ids int32 (one record if the component is not per page).
+    """
+
+    node: Node
+    component: int
+    start: int
+    end: int
+    pages: Pages
+
+
+class Insertion:
+    """What an insert did.
+
+    lock: on the whole key, in the tier of the insert; the caller's to give back.
+    duplicates: per component, the page ids the tree did not take: the caller's to free.
+    """
+
+    __slots__ = ("duplicates", "lock")
+
+    def __init__(self, lock: Lock, duplicates: list[Pages]):
+        self.lock = lock
+        self.duplicates = duplicates
+
+
+class Freed:
+    """Page ids the tree gave up; the caller's to free in `tier`, exactly once, in the records' order."""
+
+    __slots__ = ("component", "pages", "tier")
+
+    def __init__(self, component: int, tier: Tier, pages: Pages):
+        self.component = component
+        self.tier = tier
+        self.pages = pages
+
+    def __repr__(self) -> str:
+        return f"Freed(component {self.component}, {self.tier.name}, {self.pages})"

@@ -11,7 +11,7 @@ Invariants, checked by `RadixTree.check` under these numbers:
   4. A residency is in its eviction order iff it has pages and lock_ref == 0.
   5. The next victim of a backbone order has no device descendants (device) or no children, unless it is
      on the device too (host); in LRU order because an ancestor is hotter than its descendants.
-  6. lock_ref is what `pins` says; a lock never loses the only copy of what it covers.
+  6. lock_ref is what `locks` says; a lock never loses the only copy of what it covers.
   7. Runs: a child starts where its parent ends, is found by its first row, differs from its siblings
      there, and holds exactly its pages' tokens and ids, in arrays of its own.
   8. num_pages of the orders, num_resident and num_device_children equal what a walk counts.
@@ -22,37 +22,48 @@ Invariants, checked by `RadixTree.check` under these numbers:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, Final, SupportsIndex
 
 import numpy as np
 
 from hiradix.errors import Misuse
-from hiradix.tree import ids, removal, rows
-from hiradix.tree.check import check_tree
+from hiradix.tree import ids
+from hiradix.tree.check import check_tree, render_tree
+from hiradix.tree.hashing import DIGEST_BYTES, PageRows
 from hiradix.tree.key import NARROW, RadixKey
-from hiradix.tree.merge import merge_path
+from hiradix.tree.locks import pins_of_split
+from hiradix.tree.merge import merge_path, revived
+from hiradix.tree.native import AtEnd
 from hiradix.tree.node import (
     BACKBONE,
     DEVICE,
     FULL,
+    HOST,
     NO_PAGES,
+    TIERS,
+    UNBOUNDED,
     Component,
     DeadLeaf,
+    Freed,
     Grain,
     Ids,
+    Insertion,
+    Lock,
+    Match,
     Node,
     Pages,
+    Residency,
     Rules,
+    Segment,
     Tier,
+    split_run,
 )
 from hiradix.tree.order import LruOrder, OrderFactory
-from hiradix.tree.pins import pins_of_split
-from hiradix.tree.records import Freed, Insertion, Lock, Match
-from hiradix.tree.runs import split_run, walk
-from hiradix.tree.view import TreeView
-from hiradix.tree.watch import Watch
+from hiradix.tree.page_hashes import known_prior, path_extras, path_tokens, windows
+from hiradix.tree.residency import Dropped, Residencies, Watch
+from hiradix.tree.walk import walk
 
 _INT32: Final = np.dtype(np.int32)
 _WHOLE_PATH: Final = (0,)
@@ -60,17 +71,30 @@ _GIVEN_BACK: Final[tuple[int, ...]] = ()
 _GRAIN: Final = Grain()
 
 
-class RadixTree(TreeView):
-    """See the module's docstring. components[0] is the backbone: full attention, every page its own data."""
+class RadixTree:
+    """See the module's docstring. components[0] is the backbone: full attention, every page its own data.
+
+    Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
+    method that takes a node looks up what has become of it (`current`).
+    """
 
     def __init__(
         self, page_size: SupportsIndex, components: Sequence[Component] = (FULL,), *,
         order: OrderFactory = LruOrder, grain: Grain = _GRAIN, dead_leaf: DeadLeaf = DeadLeaf.KEEP,
     ):  # fmt: skip
-        super().__init__(index(page_size), components, order, Rules(grain, dead_leaf))
-        self._created = 0
+        self.page_size = index(page_size)
+        if self.page_size <= 0:
+            raise Misuse(f"page_size is {page_size}")
+        if components[BACKBONE].reach != UNBOUNDED or not components[BACKBONE].per_page:
+            raise Misuse(f"the first component must be the backbone, every page its own data: {components}")
+        self.components = tuple(components)
+        self.order_factory = order
+        self._residencies = Residencies(components, self.page_size, order, Rules(grain, dead_leaf))
+        self._pins = self._residencies.pins
         self._is_plain = len(components) == 1
-        self._pins = self._store.pins
+        self._created = 0
+        self.root = self._make_root()
+        self._end = AtEnd(_let_go_of_tree, self.root)
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -84,6 +108,149 @@ class RadixTree(TreeView):
             assert device_node.parent is not None
             device_node = device_node.parent
         return Match(device_node, node)
+
+    # -- nodes and paths --------------------------------------------------------------------
+
+    def current(self, node: Node) -> Node | None:
+        """The node in the tree that ends where `node` does: itself, or cut out again if it was merged away.
+
+        None if it has left the tree. All methods that take a node go through this, so a node stays good
+        for as long as its pages are there.
+        """
+        if node.parent is not None or node is self.root:
+            return node
+        return revived(node, self._split)
+
+    def _in_tree(self, node: Node) -> Node:
+        at = self.current(node)
+        if at is None:
+            raise Misuse(f"{node} has left the tree")
+        return at
+
+    def path(self, node: Node, floor: int = 0) -> Iterator[Node]:
+        """Nodes from `node` up that start at page `floor` or later, deepest first, without the root.
+
+        A node that reaches over `floor` is split there first. A node that has left the tree has no path.
+        """
+        at = self.current(node)
+        while at is not None and at.parent is not None and at.end > floor:
+            if at.start < floor:
+                self._split(at, floor - at.start)
+            yield at
+            at = at.parent
+
+    def cut(self, node: Node, page: SupportsIndex) -> None:
+        """Have a node of the path of `node` begin at `page`."""
+        for _ in self.path(node, index(page)):
+            pass
+
+    def floor(self, node: Node, component: int) -> int:
+        """The page from which on `component` is needed for a boundary at `node`."""
+        kind = self.components[component]
+        if kind.reach == UNBOUNDED:
+            return 0
+        at = self._in_tree(node)
+        if not kind.per_page:
+            return at.start
+        if self._residencies.grain.by_need:
+            return max(0, at.end - kind.reach)
+        while at.start > 0 and node.end - at.start < kind.reach:
+            assert at.parent is not None
+            at = at.parent
+        return at.start
+
+    def boundaries(self, deepest: Node) -> Match:
+        """The deepest boundaries at or above `deepest` that are usable. O(path)."""
+        device_node = loadable_node = self.root
+        reaches = [component.reach for component in self.components]
+        device_run = [UNBOUNDED] * len(reaches)  # unbroken pages behind the cursor, per component
+        loadable_run = list(device_run)
+        for node in reversed(list(self.path(deepest))):
+            for c in range(len(reaches)):
+                on_device, on_host = node.resident(DEVICE, c), node.resident(HOST, c)
+                device_run[c] = extended(device_run[c], node, on_device)
+                loadable_run[c] = extended(loadable_run[c], node, on_device or on_host)
+            if all(run >= reach for run, reach in zip(device_run, reaches)):
+                device_node = node
+            if all(run >= reach for run, reach in zip(loadable_run, reaches)):
+                loadable_node = node
+        return Match(device_node, loadable_node)
+
+    def find(self, key: RadixKey) -> Node:
+        """The deepest node that lies on `key` whole, whatever it holds and wherever."""
+        return walk(self.root, key, len(key) // self.page_size, self.page_size)[0]
+
+    def pages(self, node: Node, tier: Tier, start: SupportsIndex = 0, component: int = BACKBONE) -> Pages:
+        """Page ids int32 [node.end - start] of the path from page `start` to the end of `node`.
+
+        All of them must be resident in `tier`. May be a view of the tree's own: do not write into it.
+        """
+        parts, first = [], index(start)
+        at: Node | None = self._in_tree(node)
+        while at is not None and at.end > first:
+            entry = at.residency(component, tier) if component else at.host if tier else at.device
+            pages = entry.pages
+            if pages is None:
+                raise Misuse(f"component {component} of {at} is not in {tier.name}")
+            parts.append(pages if at.start >= first else pages[first - at.start :])
+            at = at.parent
+        if len(parts) == 1:
+            return parts[0]
+        parts.reverse()
+        return ids.joined(parts)
+
+    def all_pages(self, tier: Tier, component: int = BACKBONE) -> Pages:
+        """Every page id of `component` in `tier`. O(tree)."""
+        entries = (n.residency(component, tier).pages for n in self.nodes())
+        return np.concatenate([NO_PAGES, *(pages for pages in entries if pages is not None)])
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def absent_from(self, node: Node, tier: Tier) -> int:
+        """The page from which on the path of `node` has no backbone in `tier`. O(what is absent)."""
+        at = self._in_tree(node)
+        while (at.host if tier else at.device).pages is None:
+            if at.parent is None:
+                raise Misuse("the root is everywhere")
+            at = at.parent
+        return at.end
+
+    def missing(self, node: Node, source: Tier, target: Tier) -> list[Segment]:
+        """What to copy from `source` so that `node` is usable in `target`; per component, root first.
+
+        Splits do not invalidate segments: give their pages to `adopt` by the node they end in.
+        """
+        segments: list[Segment] = []
+        for c in range(len(self.components)):
+            found = []
+            for n in self.path(node, self.floor(node, c)):
+                pages = n.residency(c, source).pages
+                if c == BACKBONE and target == DEVICE and n.resident(target):
+                    break  # and so are all above
+                if pages is not None and not n.resident(target, c):
+                    found.append(Segment(n, c, n.start, n.end, pages))
+            segments.extend(reversed(found))
+        return segments
+
+    # -- counts -----------------------------------------------------------------------------
+
+    def evictable_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages nothing locks. O(1)."""
+        return self._residencies.orders[component][tier].num_pages
+
+    def resident_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages in the tree. O(1)."""
+        return self._residencies.num_resident[component][tier]
+
+    def protected_pages(self, tier: Tier, component: int = BACKBONE) -> int:
+        """Pages something locks. O(1)."""
+        return self.resident_pages(tier, component) - self.evictable_pages(tier, component)
 
     # -- locking ----------------------------------------------------------------------------
 
@@ -119,8 +286,8 @@ class RadixTree(TreeView):
             for c in range(1, len(floors)):
                 for n in reversed(list(self.path(node, floors[c]))):
                     self._pins.unpin_other(n, c, tier)
-        if self._pins.unpin(node, tier) > self._store.grain.long_path:
-            merge_path(self._store, node)
+        if self._pins.unpin(node, tier) > self._residencies.grain.long_path:
+            merge_path(self._residencies, node)
 
     # -- writing ----------------------------------------------------------------------------
 
@@ -190,7 +357,7 @@ class RadixTree(TreeView):
             return NO_PAGES
         if node.parent is None:
             node = self._in_tree(node)
-        store, per_page = self._store, self.components[component].per_page
+        residencies, per_page = self._residencies, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
         if not (start >= 0 and (per_page or len(pages) == 1)):
             raise Misuse(f"{len(pages)} pages end at page {node.end}")
@@ -202,7 +369,7 @@ class RadixTree(TreeView):
                 if at.start < start:
                     self._split(at, start - at.start)  # `at` keeps the part that the pages cover
                 first, last = (at.start - start, at.end - start) if per_page else (0, 1)
-                if store.take(at, component, tier, _kept(pages, first, last)):
+                if residencies.take(at, component, tier, _kept(pages, first, last)):
                     taken.append(entry)
             elif entry.pages is not None:
                 lo = max(at.start, start)
@@ -215,7 +382,7 @@ class RadixTree(TreeView):
         if not grounded:
             raise Misuse(f"device pages from page {start} on, below {at}, which has none")
         if taken:
-            store.push_taken(taken, component, tier)
+            residencies.push_taken(taken, component, tier)
         if not refused:
             return NO_PAGES
         parts = [ids.copied(part) for part in refused]
@@ -230,26 +397,73 @@ class RadixTree(TreeView):
         was dropped: of a backbone, other components of the node too; of a device node without host copy,
         its host-only descendants too; leaves where no match can end any more (see `DeadLeaf`).
         """
-        return removal.evict(self._store, self._split, component, tier, index(num_pages))
+        residencies, out, missing = self._residencies, Dropped(), index(num_pages)
+        order, per_page = residencies.orders[component][tier], self.components[component].per_page
+        gone: Node | None = None
+        while missing > 0 and (victim := order.coldest()) is not None:
+            node = _node_of(victim)
+            if per_page and node.num_pages > residencies.grain.waste * missing:
+                node = self._cut_victim(node, component, missing)
+            missing -= node.num_pages if per_page else 1
+            parent = node.parent
+            residencies.drop(node, component, tier, out, gone is not None and gone.parent is node)
+            gone = node
+            if residencies.dead_leaf is not DeadLeaf.KEEP:
+                before = residencies.num_resident[component][tier]
+                residencies.drop_dead(node if node.parent is not None else parent, out)
+                missing -= before - residencies.num_resident[component][tier]
+        return out.freed()
 
     def coldest(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Node]:
         """The nodes that evicting `num_pages` would take, in that order, but for dead leaves along with them.
 
         Splits the last if it is too big.
         """
-        return removal.coldest(self._store, self._split, component, tier, index(num_pages))
+        wanted = index(num_pages)
+        nodes = [_node_of(entry) for entry in self._residencies.orders[component][tier].victims(wanted)]
+        if nodes and self.components[component].per_page:
+            missing = wanted - sum(node.num_pages for node in nodes[:-1])
+            nodes[-1] = self._cut_victim(nodes[-1], component, missing)
+        return nodes
+
+    def _cut_victim(self, node: Node, component: int, wanted: int) -> Node:
+        """The part of a victim to take: all of it, unless it has more than `Grain.waste` times the pages
+        `wanted`.
+
+        Halved until it has not, so that a big node that goes bit by bit costs O(1) per page. Of the backbone
+        the end goes first, of others the front.
+        """
+        keep_front = component == BACKBONE
+        while node.num_pages > self._residencies.grain.waste * wanted:
+            taken = max(wanted, node.num_pages // 2)
+            upper = self._split(node, node.num_pages - taken if keep_front else taken)
+            if not keep_front:
+                node = upper
+        return node
 
     def drop_other(self, node: Node, component: int, tier: Tier) -> list[Freed]:
         """Drop a further component's data of `node` alone, if nothing locks it; else nothing."""
-        return removal.drop_other(self._store, self._in_tree(node), component, tier)
+        at, out = self._in_tree(node), Dropped()
+        entry = at.residency(component, tier)
+        if entry.pages is not None and entry.lock_ref == 0:
+            self._residencies.drop(at, component, tier, out)
+        return out.freed()
 
     def demote(self, node: Node) -> list[Freed]:
         """Drop `node`'s device copy if it has a host copy, no device children and no lock; else nothing."""
-        return removal.demote(self._store, self._in_tree(node))
+        at, out = self._in_tree(node), Dropped()
+        is_free = at.parent is not None and at.device.pages is not None and at.device.lock_ref == 0
+        if is_free and at.host.pages is not None and at.num_device_children == 0:
+            self._residencies.drop(at, BACKBONE, DEVICE, out)
+            if self._residencies.dead_leaf is not DeadLeaf.KEEP:
+                self._residencies.drop_dead(at, out)
+        return out.freed()
 
     def drop(self, node: Node) -> list[Freed]:
         """Take `node` and its descendants out of the tree. Nothing there may be locked."""
-        return removal.drop(self._store, self._in_tree(node))
+        out = Dropped()
+        self._residencies.unlink(self._in_tree(node), out)
+        return out.freed()
 
     def drop_device(self, node: Node) -> list[Freed] | None:
         """Drop the device data of `node` and its descendants; None, and nothing, while any of it is locked.
@@ -257,48 +471,130 @@ class RadixTree(TreeView):
         Nodes with a host copy stay as host nodes, unless they are below one without.
         """
         at = self.current(node)
-        return [] if at is None else removal.drop_device(self._store, at)
+        if at is None or at.parent is None or at.device.pages is None:
+            return []
+        below = list(_device_subtree(at))
+        if any(n.device.lock_ref for n in below):
+            return None
+        out = Dropped()
+        for n in reversed(below):
+            self._residencies.drop(n, BACKBONE, DEVICE, out)
+        return out.freed()
 
     def clear(self) -> list[Freed]:
         """Drop everything, locked or not. Locks and nodes from before are void."""
-        freed = removal.clear(self._store, self.nodes())
+        out = Dropped()
+        for node in list(self.nodes()):
+            for c in range(len(self.components)):
+                for tier in TIERS:
+                    entry = node.residency(c, tier)
+                    if entry.pages is not None:
+                        out.add(c, tier, entry.pages)
+            node.let_go()
+        self._residencies.reset()
         self.root.let_go()
         self.root = self._end.root = self._make_root()
-        if self._store.watch is not None:
-            self._store.watch.cleared()
-        return freed
+        if self._residencies.watch is not None:
+            self._residencies.watch.cleared()
+        return out.freed()
 
-    # -- hashes -----------------------------------------------------------------------------
+    # -- page hashes ------------------------------------------------------------------------
+
+    def page_rows(self, node: Node, start: SupportsIndex) -> PageRows:
+        """Copied rows of the path's pages [s, node.end): s <= start, the last with a known prior."""
+        at = self._in_tree(node)
+        first, prior = known_prior(at, index(start))
+        space, tokens = at.space, path_tokens(at, first, self.page_size)
+        rows = windows(tokens, at.end - first, self.page_size, space)
+        whose = space.tenant, space.extra_key
+        return PageRows(prior or space.seed, rows, path_extras(at, first), space.is_bigram, first, *whose)
+
+    def rows(self, key: RadixKey, node: Node, start: int, end: int) -> PageRows:
+        """Copied rows of `key`'s pages [s, end); `node` is on its path and ends at or behind `start`.
+
+        s <= start is the last page whose prior is known from the path of `node`.
+        """
+        at = self._in_tree(node)
+        if not (start <= at.end or at.parent is None):
+            raise Misuse(f"pages from {start} on, known up to {at.end}")
+        first, prior = known_prior(at, start)
+        return self.rows_behind(key, prior or key.space.seed, first, end)
+
+    def rows_behind(self, key: RadixKey, prior: bytes, start: int, end: int) -> PageRows:
+        """Copied rows of `key`'s pages [start, end); `prior` is the digest of the page before them."""
+        size, space = self.page_size, key.space
+        tokens = key.tokens[start * size : end * size + space.lookahead]
+        rows, extras = windows(tokens, end - start, size, space), key.extras_of(start, end)
+        return PageRows(prior, rows, extras, space.is_bigram, start, space.tenant, space.extra_key)
 
     def set_hashes(self, node: Node, start: SupportsIndex, digests: Sequence[bytes]) -> None:
         """Note the hashes of the path's pages [start, node.end). Costs the nodes they span."""
-        rows.set_hashes(self._in_tree(node), index(start), digests)
+        at, first = self._in_tree(node), index(start)
+        if first + len(digests) != at.end:
+            raise Misuse(f"{len(digests)} hashes from page {first} to {at.end}")
+        while at.parent is not None and at.end > first:
+            known = len(at.digests) // DIGEST_BYTES
+            if at.start + known >= first:  # else a gap would be left
+                given = digests[at.start + known - first : at.end - first]
+                at.digests += b"".join(given)
+            at = at.parent
+
+    def hashes(self, node: Node) -> list[bytes] | None:
+        """The node's own page hashes, or None if they are not all known."""
+        at = self._in_tree(node)
+        if len(at.digests) < at.num_pages * DIGEST_BYTES:
+            return None
+        return [at.digests[i : i + DIGEST_BYTES] for i in range(0, len(at.digests), DIGEST_BYTES)]
+
+    def path_key(self, node: Node) -> RadixKey:
+        """The key that `node`'s path spells. A copy."""
+        at = self._in_tree(node)
+        space = at.space
+        return RadixKey(
+            path_tokens(at, 0, self.page_size),
+            space.extra_key,
+            space.is_bigram,
+            cache_salt=space.cache_salt,
+            page_extras=path_extras(at, 0),
+        )
 
     def forget_stored(self) -> None:
         """Reset every node's hints of what storage has. O(tree)."""
         for node in self.nodes():
             node.stored = node.boundary_stored = False
-        if self._store.watch is not None:
-            self._store.watch.storage_changed()
+        if self._residencies.watch is not None:
+            self._residencies.watch.storage_changed()
 
-    # -- watching ---------------------------------------------------------------------------
+    # -- watching and checking --------------------------------------------------------------
 
     @property
     def watch(self) -> Watch | None:
         """Who is told what enters and leaves the tiers; None costs nothing."""
-        return self._store.watch
+        return self._residencies.watch
 
     @watch.setter
     def watch(self, watch: Watch | None) -> None:
         if self.root.children:
             raise Misuse("a tree is watched from the beginning or not at all")
-        self._store.watch = watch
+        self._residencies.watch = watch
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
-        check_tree(self, self._store, locks)
+        check_tree(self, self._residencies, locks)
+
+    def render(self) -> str:
+        """The tree as text: a line per node with its pages, tiers, locks and hits."""
+        return render_tree(self.root, self.components)
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _make_root(self) -> Node:
+        root = Node(None, 0, 0, len(self.components) - 1)
+        root.untrack()
+        for tier in TIERS:
+            for c in range(len(self.components)):
+                root.residency(c, tier).pages = NO_PAGES
+        return root
 
     def _walk(self, node: Node, key: RadixKey) -> Node:
         """The deepest node below `node` that lies on `key`, cut to the part that does."""
@@ -362,7 +658,7 @@ class RadixTree(TreeView):
             raise Misuse(f"{node} cannot be split at page {at}")
         upper = Node(parent, node.start, node.start + at, len(self.components) - 1)
         upper.untrack()
-        self._store.split(node, upper, at)
+        self._residencies.split(node, upper, at)
         pins_of_split(node, upper, len(self.components))
         split_run(node, upper, self.page_size)
         upper.space, upper.note, upper.chain = node.space, node.note, node.chain
@@ -372,7 +668,7 @@ class RadixTree(TreeView):
         upper.adopt_child(node)
         parent.adopt_child(upper)
         node.parent = upper
-        self._store.link_split(node, upper)
+        self._residencies.link_split(node, upper)
         return upper
 
 
@@ -387,3 +683,32 @@ def _kept(pages: Ids, first: int, last: int) -> Pages:
     if type(under) is bytes and pages.dtype is _INT32 and (last - first) * NARROW == len(under):
         return pages  # type: ignore[return-value]
     return ids.copied(pages, first, last)
+
+
+def extended(run: int, node: Node, present: bool) -> int:
+    """A run of unbroken pages on the way down, counted up to UNBOUNDED, behind `node`, present or not."""
+    return min(run + node.num_pages, UNBOUNDED) if present else 0
+
+
+def _node_of(entry: Residency) -> Node:
+    if entry.node is None:
+        raise Misuse("an entry of no node is in an order")
+    return entry.node
+
+
+def _device_subtree(node: Node) -> Iterator[Node]:
+    """`node` and its descendants on the device, parents first."""
+    stack = [node]
+    while stack:
+        at = stack.pop()
+        yield at
+        stack.extend(child for child in at.children.values() if child.device.pages is not None)
+
+
+def _let_go_of_tree(root: Node) -> None:
+    """Break the cycles of a tree that nobody has any more, as no garbage collector sees them. O(tree)."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        node.let_go()

@@ -50,7 +50,7 @@ class LastWalks:
 
     def apply(self) -> None:
         """Have the tree evict in this order."""
-        order = self._tree._store.orders[WINDOW][Tier.DEVICE]
+        order = self._tree._residencies.orders[WINDOW][Tier.DEVICE]
         nodes = [node for node in self._tree.nodes() if len(_window(node))]
         entries = [(self._last[_window(node)[-1]], node.residency(WINDOW, Tier.DEVICE)) for node in nodes]
         for _, entry in sorted(entries, key=lambda pair: pair[0]):

@@ -37,7 +37,7 @@ from hiradix.prefix_cache.hiradix import prefetch_limits
 from hiradix.prefix_cache.records import WINDOW
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
-from hiradix.tree.runs import walk
+from hiradix.tree.walk import walk
 from tests.cache.world import SimulatedStorage
 from tests.differential.last_walks import LastWalks
 from tests.differential.moves import Player
@@ -107,7 +107,7 @@ class OurSide(Side):
             if setup.storage:
                 self.cache.attach("memory", ExtraConfig())
         if manner.as_inserted:
-            self.cache.tree._store.grain = AS_INSERTED  # the class has no parameter for it
+            self.cache.tree._residencies.grain = AS_INSERTED  # the class has no parameter for it
 
     def _host_tier(self, num_host: int, write_policy: str) -> HostTier:
         host_pool = HostPool(SHAPE, num_host, self.page_size, layout="layer_first")
@@ -186,7 +186,7 @@ class OurWindowSide(WindowSide, OurSide):
         self.cache = SWARadixCache(
             CacheInitParams(False, self.rows, self.allocator, self.page_size, sliding_window_size=self.window)
         )
-        store = self.cache.tree._store
+        store = self.cache.tree._residencies
         if manner.as_inserted:
             store.grain = AS_INSERTED
         store.dead_leaf = manner.dead_leaf
@@ -267,7 +267,7 @@ class OurWindowSide(WindowSide, OurSide):
     def _touch(self, nodes: Sequence[Node | None]) -> None:
         if not self.manner.touch_windows:
             return
-        order = self.cache.tree._store.orders[WINDOW][Tier.DEVICE]
+        order = self.cache.tree._residencies.orders[WINDOW][Tier.DEVICE]
         for node in nodes:
             entry = node.residency(WINDOW, Tier.DEVICE) if node is not None else None
             if entry is not None and entry.pages is not None and not entry.lock_ref:

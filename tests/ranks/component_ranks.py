@@ -99,7 +99,7 @@ class ComponentRank(ComponentWorld):
             + tuple(_held(n.residency(c, tier)) for c, tier in places)
             for n in tree.nodes()
         ]
-        orders = [standing(tree._store.orders[c][tier]) for c, tier in places]
+        orders = [standing(tree._residencies.orders[c][tier]) for c, tier in places]
         flights = [list(cache.flights.lane(kind)) for kind in JobKind]
         pools = (*cache.supply.device_pools, *cache.supply.host_pools)
         room = [pool.available for pool in pools]

@@ -386,7 +386,7 @@ class Rank:
             )
             for n in tree.nodes()
         ]  # fmt: skip
-        orders = [standing(tree._store.orders[0][tier]) for tier in Tier]
+        orders = [standing(tree._residencies.orders[0][tier]) for tier in Tier]
         flights = [list(cache.flights.lane(kind)) for kind in JobKind]
         assert cache.prefetcher is not None and cache.supply.host is not None
         prefetches = [

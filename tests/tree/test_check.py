@@ -53,32 +53,32 @@ def a_node_without_pages(g: Grown) -> None:
 
 def a_window_beside_nothing(g: Grown) -> None:
     backbone, window = g.nodes[2].host, g.nodes[2].residency(WINDOW, HOST)
-    g.tree._store.orders[0][HOST].remove([backbone])
+    g.tree._residencies.orders[0][HOST].remove([backbone])
     backbone.pages, window.pages = None, np.array([1, 2], np.int32)
-    g.tree._store.orders[WINDOW][HOST].push([window])
+    g.tree._residencies.orders[WINDOW][HOST].push([window])
 
 
 def evictable_and_in_no_order(g: Grown) -> None:
-    g.tree._store.orders[0][DEVICE].remove([g.nodes[2].device])
+    g.tree._residencies.orders[0][DEVICE].remove([g.nodes[2].device])
 
 
 def locked_and_in_the_order(g: Grown) -> None:
-    g.tree._store.orders[0][DEVICE].push([g.nodes[0].device])
+    g.tree._residencies.orders[0][DEVICE].push([g.nodes[0].device])
 
 
 def in_another_order(g: Grown) -> None:
-    g.tree._store.orders[0][DEVICE].remove([g.sibling.device])
-    g.tree._store.orders[0][HOST].push([g.sibling.device])
+    g.tree._residencies.orders[0][DEVICE].remove([g.sibling.device])
+    g.tree._residencies.orders[0][HOST].push([g.sibling.device])
 
 
 def of_no_node(g: Grown) -> None:
     stranger = Node(None, 0, 2, 1)
     stranger.device.pages = np.array([1, 2], np.int32)
-    g.tree._store.orders[0][DEVICE].push([stranger.device])
+    g.tree._residencies.orders[0][DEVICE].push([stranger.device])
 
 
 def a_parent_is_the_next_victim(g: Grown) -> None:
-    order = g.tree._store.orders[0][DEVICE]
+    order = g.tree._residencies.orders[0][DEVICE]
     for node in (g.nodes[2], g.sibling):
         order.remove([node.device])
         order.push([node.device])
@@ -91,7 +91,7 @@ def a_lock_that_nobody_has(g: Grown) -> None:
 def a_lock_too_few(g: Grown) -> None:
     g.tree.lock(g.nodes[2], DEVICE)
     g.nodes[1].device.lock_ref = 0
-    g.tree._store.orders[0][DEVICE].push([g.nodes[1].device])
+    g.tree._residencies.orders[0][DEVICE].push([g.nodes[1].device])
 
 
 def another_row(g: Grown) -> None:
@@ -123,11 +123,11 @@ def another_parent(g: Grown) -> None:
 
 
 def a_total(g: Grown) -> None:
-    g.tree._store.num_resident[0][DEVICE] += 1
+    g.tree._residencies.num_resident[0][DEVICE] += 1
 
 
 def a_total_of_windows(g: Grown) -> None:
-    g.tree._store.num_resident[WINDOW][DEVICE] -= 1
+    g.tree._residencies.num_resident[WINDOW][DEVICE] -= 1
 
 
 def device_children(g: Grown) -> None:

@@ -211,7 +211,7 @@ def test_a_heap_does_not_grow_with_use() -> None:
     tree.unlock(lock)
     for _ in range(5000):
         tree.unlock(tree.lock(lock.node, DEVICE))
-    assert len(tree._store.orders[0][DEVICE]._heap) < 200
+    assert len(tree._residencies.orders[0][DEVICE]._heap) < 200
     tree.check([])
 
 

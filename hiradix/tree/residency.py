@@ -1,15 +1,17 @@
 """What is resident where: the one place that gives pages to a node or takes them from it.
 
-Keeps in step what follows from that: the eviction orders, the counts, the holds (see `pins`) and the
+Keeps in step what follows from that: the eviction orders, the counts, the holds (see `locks`) and the
 existence of nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from hiradix.errors import Misuse
 from hiradix.tree import ids
+from hiradix.tree.locks import Pinning, held
 from hiradix.tree.node import (
     BACKBONE,
     DEVICE,
@@ -18,17 +20,37 @@ from hiradix.tree.node import (
     TIERS,
     Component,
     DeadLeaf,
+    Freed,
     Node,
     Pages,
     Residency,
     Rules,
     Tier,
 )
-from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory
-from hiradix.tree.pins import Pinning, held
-from hiradix.tree.records import Freed
-from hiradix.tree.spare import SpareFirst, is_needed
-from hiradix.tree.watch import Watch
+from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory, SpareFirst, is_needed
+
+
+class Watch(Protocol):
+    """Hears of the backbone's pages, as soon as the tree has them or has them no more. One thread, no errors.
+
+    Splits and merges move no page, so they are not told; `Node.chain` is the observer's own, and both halves
+    of a split have it.
+    """
+
+    def stored(self, node: Node, tier: int) -> None:
+        """`node` has its pages in `tier`."""
+
+    def removed(self, node: Node, tier: int) -> None:
+        """`node` has no pages in `tier` any more; what it has in the other tier is still there."""
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+
+    def backed_up(self, node: Node, start: int, end: int) -> None:
+        """Storage has pages [start, end) of the path of `node`."""
+
+    def storage_changed(self) -> None:
+        """Storage was attached, detached or cleared: what it was said to have, it may not have."""
 
 
 class Dropped:
@@ -55,8 +77,8 @@ class Dropped:
         return found
 
 
-class Store:
-    """Residencies of all nodes. num_resident[component][tier] counts pages."""
+class Residencies:
+    """The residencies of all nodes. num_resident[component][tier] counts pages."""
 
     def __init__(
         self, components: Sequence[Component], page_size: int, make_order: OrderFactory, rules: Rules
@@ -181,6 +203,26 @@ class Store:
                 self._moved_down(node)
         if node.device.pages is None and node.host.pages is None:
             self.unlink(node, out)
+
+    def drop_dead(self, node: Node | None, out: Dropped) -> None:
+        """Take `node` out of the tree, and then its parents, as long as they are unlocked leaves and dead."""
+        while node is not None and (parent := node.parent) is not None and not node.children:
+            entries = (node.device, node.host, *node.others)
+            if any(entry.lock_ref for entry in entries) or not self._is_dead(node):
+                return
+            self.unlink(node, out)
+            node = parent
+
+    def _is_dead(self, node: Node) -> bool:
+        """Whether `dead_leaf` says so of a leaf. O(reach)."""
+        for c in range(1, len(self.components)):
+            reach = self.components[c].reach if self.dead_leaf is DeadLeaf.UNUSABLE else 1
+            run, at = 0, node
+            while run < reach and at.parent is not None:
+                if not at.resident(DEVICE, c) and not at.resident(HOST, c):
+                    return True
+                run, at = run + at.num_pages, at.parent
+        return False
 
     def _moved_down(self, node: Node) -> None:
         """`node` is on the host only from now on. Its use on the device was a use: it and its ancestors,

@@ -1,4 +1,4 @@
-"""Pins: what keeps data out of the eviction orders, counted so that locking costs only what it changes.
+"""Locks: what keeps data out of the eviction orders, counted so that locking costs only what it changes.
 
     backbone   lock_ref = locks that end at the node + children with lock_ref > 0 + holds
     others     lock_ref = locks that cover the node + holds

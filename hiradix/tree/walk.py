@@ -1,4 +1,4 @@
-"""Token runs: the one walk along a key, and the cutting of runs.
+"""The walk along a key: how far a path of the tree has its tokens.
 
 Runs are packed bytes, so a page is named, looked up and compared without making an array; only a long run is
 compared as arrays, in place.
@@ -6,12 +6,10 @@ compared as arrays, in place.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Final
 
-from hiradix.errors import Misuse
 from hiradix.tree import ids
-from hiradix.tree.key import NARROW, PLAIN, RadixKey, packed, unpacked
+from hiradix.tree.key import NARROW, PLAIN, RadixKey
 from hiradix.tree.node import Node
 
 LONG_BYTES: Final = 32768  # from here on comparing arrays in place beats cutting the key's bytes out
@@ -80,33 +78,3 @@ def _matched_extras(child: Node, key: RadixKey, limit: int) -> int:
         if own != key.extra(child.start + page):
             return page
     return limit
-
-
-def row_at(node: Node, page: int, page_size: int) -> Hashable:
-    """What `RadixKey.row` gives for page `page` of `node`, counted from its start."""
-    if node.start + page <= 0:
-        raise Misuse("the first row of all names its namespace, which only a key knows")
-    first = page * page_size * node.width
-    row: Hashable = node.run[first : first + (page_size + node.space.lookahead) * node.width]
-    if node.width != NARROW:
-        tokens = unpacked(row, node.width)  # type: ignore[arg-type]
-        row = packed(tokens, 0, len(tokens))[0]
-    extra = node.extras[page] if node.extras is not None else None
-    return row if extra is None else (row, extra)
-
-
-def split_run(node: Node, upper: Node, page_size: int) -> None:
-    """Hand the run of `node` up to `upper.end` to `upper`; both get bytes of their own."""
-    at, run = upper.end - upper.start, node.run
-    cut = at * page_size * node.width
-    upper.row, node.row = node.row, row_at(node, at, page_size)
-    upper.run, node.run = run[: cut + node.space.lookahead * node.width], run[cut:]
-    upper.width = node.width
-    if node.extras is not None:
-        upper.extras, node.extras = _some(node.extras[:at]), _some(node.extras[at:])
-    upper.digests, node.digests = node.digests[: at * 32], node.digests[at * 32 :]
-    node.start = upper.end
-
-
-def _some(extras: tuple[bytes | None, ...]) -> tuple[bytes | None, ...] | None:
-    return extras if any(extras) else None
