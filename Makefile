@@ -90,9 +90,9 @@ lint: $(READY)
 	$(PY) -m mypy
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
-# Lanes of their own are left out here: the directory of each is named below.
+# Lanes of their own are left out here: where the tests of each are is named below.
 LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang \
-	tests/vllm tests/gpu
+	tests/vllm tests/gpu tests/ranks/test_simulated.py tests/ranks/test_processes.py
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -107,9 +107,9 @@ test-kernels: $(READY)
 test-gpu: $(READY)
 	$(PY) -m pytest -q -p no:cacheprovider tests/gpu $(PYTEST_FLAGS)
 
-# Of tests/ranks what goes on for longer here than in `make test`. Tests are handed out one by one, long ones first.
+# Of tests/ranks the simulation and the processes. Tests are handed out one by one, long ones first.
 test-faults: $(READY)
-	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-180} \
+	HIRADIX_CHECK=1 HIRADIX_RANKS_FULL=1 HIRADIX_RANKS_SEEDS=$${HIRADIX_RANKS_SEEDS:-90} \
 	  $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 tests/simulation tests/faults \
 	  tests/ranks/test_simulated.py tests/ranks/test_processes.py $(PYTEST_FLAGS)
 
