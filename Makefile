@@ -86,7 +86,7 @@ demo: $(READY)
 	@$(PY) -m hiradix.demo $(DEMO_FLAGS)
 
 lint: $(READY)
-	$(PY) -m ruff check hiradix triton_kernels benchmarks tests build_backend.py setup.py
+	$(PY) -m ruff check hiradix triton_kernels benchmarks examples tests build_backend.py setup.py
 	$(PY) -m mypy
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
