@@ -285,7 +285,7 @@ def _policy_config(params: Any) -> dict[str, Any]:
 
 def _names_are_hub() -> bool:
     """Whether SGLang takes the names of models for Hugging Face's."""
-    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true", "yes", "on")
+    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true")
 
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
