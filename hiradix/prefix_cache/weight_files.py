@@ -1,4 +1,4 @@
-"""The files that a model's or an adapter's weights are in, found as engines find them, and what is in them."""
+"""The files of a model's or an adapter's weights, found as engines find them, and what is in them."""
 
 from __future__ import annotations
 

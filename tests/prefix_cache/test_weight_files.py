@@ -156,6 +156,8 @@ def test_a_gguf_file_is_what_is_in_all_its_shards(tmp_path: Path) -> None:
     assert origin_of(str(files[0])) != first
 
 
-@pytest.mark.parametrize("path", ["s3://b/v1", "gs://b/v1", "instance://h:1/m", "org/a/b", "redis://h/m", "C:\\m"])
+@pytest.mark.parametrize(
+    "path", ["s3://b/v1", "gs://b/v1", "instance://h:1/m", "org/a/b", "redis://h/m", "C:\\m"]
+)
 def test_other_places_are_known_by_their_text(cache: Path, path: str) -> None:
     assert origin_of(path, "v1") == Origin(f"{path}@v1", False)

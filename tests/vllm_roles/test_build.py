@@ -19,6 +19,7 @@ from hiradix.storage import ComponentPages
 from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
 
 Asked = list[ComponentPages]
+MODEL = ModelIdentity("m")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def built(
     groups: list[tuple[Any, list[int]]],
     interior: Interior = Interior.TOKENS,
     labels: Sequence[str] = (),
-    model: ModelIdentity = ModelIdentity("m"),
+    model: ModelIdentity = MODEL,
 ) -> None:
     """A worker over `groups`, each a spec and its layers, with a store of files; closed again.
 
@@ -175,7 +176,9 @@ def snapshot(cache: Path, commit: str, weights: bytes, name: str = "models--org-
     return folder
 
 
-def test_a_name_of_the_hub_is_the_commit_that_vllm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_hub_is_the_commit_that_vllm_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM has resolved it to a commit, or offline to the snapshot's folder: one model, online or not."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     folder = snapshot(tmp_path, "c1", b"one")
@@ -220,13 +223,19 @@ def test_lengths_that_decide_a_rope_tell_models_apart_and_no_others(tmp_path: Pa
         config = SimpleNamespace(**text)
         return identity_of(Config("m", hf_text_config=config, max_model_len=max_model_len), "m")
 
-    for params in (longrope, longrope | {"rope_type": "su"}, {"full": longrope, "sliding": {"rope_type": "default"}}):
+    for params in (
+        longrope,
+        longrope | {"rope_type": "su"},
+        {"full": longrope, "sliding": {"rope_type": "default"}},
+    ):
         short, also, longer, longest = (
             named(length, rope_parameters=params, **trained) for length in (100, 4096, 4097, 131072)
         )
         assert short == also != longer == longest
     for params in ({"rope_type": "default"}, {"rope_type": "llama3"}, {"rope_type": "linear", "factor": 2.0}):
-        assert named(100, rope_parameters=params, **trained) == named(131072, rope_parameters=params, **trained)
+        assert named(100, rope_parameters=params, **trained) == named(
+            131072, rope_parameters=params, **trained
+        )
         assert named(100, rope_parameters=params, **trained) == named(100)
     yarn = {"rope_type": "yarn", "factor": 4.0}
     other = trained | {"max_position_embeddings": 65536}

@@ -80,12 +80,12 @@ NO_ADAPTERS = Adapters()
 
 
 def apart(extra_key: str) -> str:
-    """An extra key of a request without an adapter, which ends in no adapter's id. Tells all from each other."""
+    """The extra key of a request without an adapter, so that it ends in no adapter's id; each has its own."""
     return extra_key + _MARK if extra_key.endswith(_MARK) or _ID_LIKE.search(extra_key) else extra_key
 
 
 def keep_apart() -> None:
-    """Have this process's requests without an adapter keep out of adapters' namespaces. May be called again."""
+    """Have this process's requests without an adapter stay out of adapters' namespaces. Idempotent."""
     if _hooked:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -104,8 +104,11 @@ def _refuse_windows(context: Any) -> None:
 
 
 def _refuse_ropes(context: Any) -> None:
-    """SGLang's `longrope` takes the long factors for all of a batch when one position of it is beyond what the
-    short ones are for; Transformers' own ropes do so by the longest of a pass, dynamic ones too."""
+    """Raise ConfigError for a rope whose factors a batch decides.
+
+    SGLang's `longrope` takes the long ones for all of a batch when one position in it is beyond what the
+    short ones are for; Transformers' own ropes choose by the longest sequence of a pass, dynamic ones too.
+    """
     config, runner = _config_of(context), getattr(context.tp_worker, "model_runner", None)
     own = type(getattr(runner, "model", None)).__name__.startswith("Transformers")
     text, length = getattr(config, "hf_text_config", None), getattr(config, "context_len", None)

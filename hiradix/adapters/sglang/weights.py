@@ -1,7 +1,7 @@
-"""Whether a model's weights are still those it was started with, told by all bytes of them and of its buffers.
+"""Whether a model's weights are still those it was started with, told by all their bytes.
 
 SGLang changes weights in place, from disk, tensors or other processes, and only has a cache reset. Buffers
-count as well: what ropes rotate by, scales of quantised weights, running norms.
+count as weights: what ropes rotate by, scales of quantised weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Weights:
 
     @property
     def first(self) -> str:
-        """What tells the weights of the start from others, in other processes too; "" where none were read."""
+        """What tells the weights of the start from others, in all processes; "" where none were read."""
         return "" if self._model is None or self._may_be_away else self._first
 
     def changed(self) -> str | None:
@@ -100,7 +100,7 @@ class Weights:
 def _digest_of(model: Any) -> str:
     """32 hex digits of all bytes of a model's parameters and buffers, computed where they are.
 
-    On a GPU sums of words come back, 8 bytes for 256 KiB; a CPU's memory is hashed, at most 8 threads at once.
+    On a GPU sums of words come back, 8 bytes for 256 KiB; a CPU's memory is hashed, by 8 threads at most.
     """
     if model is None:
         return "0" * 32

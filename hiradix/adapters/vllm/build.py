@@ -137,7 +137,7 @@ def _rope(text: Any, max_model_len: int | None) -> dict[str, Any]:
 
 
 def _tunes_by_length(model: Any, text: Any) -> bool | None:
-    """Whether Llama 4's queries are scaled by position: with long contexts, unless something says otherwise."""
+    """Whether Llama 4's queries are scaled by position: with long contexts, unless told otherwise."""
     if not str(getattr(text, "model_type", "")).startswith("llama4"):
         return None
     given = dict(model.try_get_generation_config()) | dict(model.override_generation_config or {})
@@ -184,7 +184,9 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
     windows = [None, *(getattr(part.spec, "sliding_window", None) for part in parts[1:])]
     kinds = [component_name(window) for window in windows]
     is_cut = plan.model.pp_size > 1
-    numbers = [layer_numbers(part.layers) if is_cut else own for part, own in zip(parts, layers_of, strict=True)]
+    numbers = [
+        layer_numbers(part.layers) if is_cut else own for part, own in zip(parts, layers_of, strict=True)
+    ]
     return [
         kind if kinds.count(kind) == 1 and not is_cut else f"{kind or 'full'}-layers-{_listed(layers)}"
         for kind, layers in zip(kinds, numbers, strict=True)

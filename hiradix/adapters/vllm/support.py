@@ -68,8 +68,10 @@ def names_are_hub() -> bool:
 
 
 def refuse_ropes(model: Any) -> None:
-    """Raise ConfigError for ropes of Transformers' own, in models that vLLM has no code for, whose factors
-    depend on the longest sequence of a pass: no prefix has KV of its own. vLLM's own ropes have fixed ones."""
+    """Raise ConfigError for a rope whose factors a batch decides, so that no prefix has KV of its own.
+
+    Those of Transformers, for models that vLLM has no code for, do; vLLM's own have fixed ones.
+    """
     is_foreign = getattr(model, "using_transformers_backend", None)
     if is_foreign is None or not is_foreign():
         return
