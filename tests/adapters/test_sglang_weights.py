@@ -173,6 +173,25 @@ def test_buffers_count_as_well(is_kept: bool) -> None:
     assert weights.changed()
 
 
+def test_a_rope_that_is_rounded_to_the_models_type_is_the_same() -> None:
+    """SGLang does so when the first request comes; other angles are another rope in any type."""
+    model = Model()
+    model.register_buffer("cos_sin_cache", torch.randn(64, 16), persistent=False)
+    model.register_buffer("scale", torch.randn(64), persistent=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        weights = Weights(model, computes_in=dtype)
+        rope, scale = model.get_buffer("cos_sin_cache"), model.get_buffer("scale")
+        model.cos_sin_cache = rope.to(dtype)
+        assert weights.changed() is None
+        model.cos_sin_cache[3, 3] += 0.5
+        assert weights.changed()
+        model.cos_sin_cache = rope
+        assert weights.changed() == ""
+        model.scale = scale.to(dtype)
+        assert weights.changed()
+        model.scale = scale
+
+
 def test_tensors_in_each_others_places_are_other_weights() -> None:
     def label(first: str, second: str) -> str:
         model = torch.nn.Module()

@@ -177,6 +177,7 @@ def _weights_of(context: Any, flags: Any) -> Weights:
         bool(getattr(flags, "enable_memory_saver", False)),
         place,
         least_over(group) if place[1] > 1 else None,
+        getattr(_config_of(context), "dtype", None),
     )
 
 

@@ -34,7 +34,8 @@ class Weights:
     may_be_away: their memory may be given back while the engine sleeps, when reading it would end the
     process: then they are not read, and count as changed at each look. place: (rank, number of ranks).
     agree: with several ranks, the elementwise minimum over all of them; they look at the same time, and all
-    say the same of all their parts together.
+    say the same of all their parts together. computes_in: the model's type: buffers that are in no file are
+    read as rounded to it, as SGLang rounds a rope's when the first request comes.
     """
 
     def __init__(
@@ -43,8 +44,10 @@ class Weights:
         may_be_away: bool = False,
         place: tuple[int, int] = (0, 1),
         agree: Agree | None = None,
+        computes_in: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._computes_in = computes_in
         self._may_be_away = may_be_away
         self._place = place
         self._agree = agree
@@ -91,25 +94,26 @@ class Weights:
         if self._may_be_away:
             return uuid.uuid4().hex
         try:
-            return _digest_of(self._model)
+            return _digest_of(self._model, self._computes_in)
         except (RuntimeError, TypeError) as error:  # tensors that cannot be looked into
             logger.warning("weights cannot be read, and count as changed at each flush: %s", error)
             return uuid.uuid4().hex
 
 
-def _digest_of(model: Any) -> str:
+def _digest_of(model: Any, computes_in: torch.dtype | None = None) -> str:
     """32 hex digits of all bytes of a model's parameters and buffers, computed where they are.
 
     On a GPU sums of words come back, 8 bytes for 256 KiB; a CPU's memory is hashed, by 8 threads at most.
     """
     if model is None:
         return "0" * 32
-    digest, tables = hashlib.sha256(), _Tables()
+    digest, tables, derived = hashlib.sha256(), _Tables(), _derived(model)
     sums: dict[torch.device, list[torch.Tensor]] = {}
     hashes: list[Future[bytes]] = []
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         for name, weights in chain(model.named_parameters(), model.named_buffers()):
-            for plain in _plain(weights.detach()):
+            is_rounded = computes_in is not None and name in derived and weights.is_floating_point()
+            for plain in _plain(weights.detach().to(computes_in) if is_rounded else weights.detach()):
                 digest.update(f"{name} {plain.dtype} {tuple(plain.shape)} {plain.stride()}\n".encode())
                 for piece in _pieces(plain):
                     if piece.device.type == "cpu":
@@ -122,6 +126,15 @@ def _digest_of(model: Any) -> str:
     for place in sorted(sums, key=str):
         digest.update(torch.cat(sums[place]).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _derived(model: Any) -> set[str]:
+    """The buffers that are in no file, but computed of the config when the model is made."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
 
 
 def _hashed(piece: Any) -> bytes:
