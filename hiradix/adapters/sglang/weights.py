@@ -180,7 +180,7 @@ def _dense(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     for stride, size in sorted(axis for axis in axes if axis[0]):
         if stride != span:
             num_rows = PIECE_BYTES // (weights[0].numel() * weights.element_size()) or 1
-            yield from (part.contiguous().flatten() for part in weights.split(num_rows))
+            yield from (part.contiguous().flatten() for part in torch.split(weights, num_rows))
             return
         span *= size
     yield weights.as_strided((span,), (1,))
@@ -189,7 +189,7 @@ def _dense(weights: torch.Tensor) -> Iterator[torch.Tensor]:
 def _pieces(weights: torch.Tensor) -> Iterator[torch.Tensor]:
     """uint8 [at most PIECE_BYTES] each: all bytes of a tensor."""
     for numbers in _dense(weights):
-        yield from numbers.view(torch.uint8).split(PIECE_BYTES)
+        yield from torch.split(numbers.view(torch.uint8), PIECE_BYTES)
 
 
 def _sums(piece: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
