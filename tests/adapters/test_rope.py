@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from hiradix.adapters.rope import DYNAMIC, LONG, Rope, lengths_that_decide, ropes_of, unfixed
-from hiradix.adapters.vllm.support import refuse_ropes
+from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.errors import ConfigError
 
 HALF = [1.0] * 8

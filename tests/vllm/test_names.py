@@ -15,8 +15,8 @@ from vllm.config import CacheConfig, LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
 from hiradix.adapters.vllm.build import identity_of
+from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.requests import _adapter
-from hiradix.adapters.vllm.support import refuse_ropes
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
 from hiradix.tree import TokenLog

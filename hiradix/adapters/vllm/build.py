@@ -21,9 +21,9 @@ from hiradix.adapters.vllm.layout import (
     pool_of,
     shape_of,
 )
+from hiradix.adapters.vllm.names import names_are_hub
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
-from hiradix.adapters.vllm.support import names_are_hub
 from hiradix.adapters.vllm.switch import OpenStorage
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig

@@ -34,6 +34,7 @@ from hiradix.adapters.vllm.build import (
 from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
+from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.resets import ResetWatch
@@ -91,6 +92,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         # A load that failed is computed again; vLLM's own default would fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         refuse_options(vllm_config, kv_cache_config)
+        refuse_ropes(vllm_config.model_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._grouping: Grouping = grouping(specs)
         settings = parse_settings(

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from hiradix.adapters.vllm.names import names_are_hub
 from hiradix.adapters.vllm.orders import Ticket
-from hiradix.adapters.vllm.support import names_are_hub
 from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import origin_of

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from importlib import metadata
 from typing import Any
 
-from hiradix.adapters.rope import DYNAMIC, LONG, unfixed
 from hiradix.errors import ConfigError
 
 TESTED = "0.32.0"
@@ -53,31 +51,9 @@ def refuse_options(config: Any, kv_caches: Any) -> None:
     )
     if looks_ahead or not config.model_config.is_prefix_caching_supported:
         raise ConfigError("--model: no prefix of this one's prompts can be cached, not by vLLM either")
-    refuse_ropes(config.model_config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(config.parallel_config, name, 1) > 1:
             size = getattr(config.parallel_config, name)
             raise ConfigError(f"--{name.replace('_', '-')} {size}: not supported")
     if getattr(kv_caches, "has_mixed_precision_kv_cache", False):
         raise ConfigError("--kv-cache-dtype: layers with KV caches of different precisions are not supported")
-
-
-def names_are_hub() -> bool:
-    """Whether vLLM takes the names of models and adapters for Hugging Face's."""
-    return os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() not in ("1", "true")
-
-
-def refuse_ropes(model: Any) -> None:
-    """Raise ConfigError for a rope whose factors a batch decides, so that no prefix has KV of its own.
-
-    Those of Transformers, for models that vLLM has no code for, do; vLLM's own have fixed ones.
-    """
-    is_foreign = getattr(model, "using_transformers_backend", None)
-    if is_foreign is None or not is_foreign():
-        return
-    rope = unfixed(model.hf_text_config, model.max_model_len, (LONG, DYNAMIC))
-    if rope is not None:
-        raise ConfigError(
-            f"--model-impl transformers: its rope {rope.kind} is chosen by the longest sequence of a batch; "
-            f"--max-model-len {rope.trained} has all take the same"
-        )
