@@ -103,10 +103,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path) -> None:
-    """A seeded model of `family` in `folder`, in transformers' own format."""
+def write_checkpoint(family: str, folder: Path, **more: Any) -> None:
+    """A seeded model of `family` in `folder`, in transformers' own format. more: fields of its config."""
     kind, fields = FAMILIES[family]
-    model = seeded_model(kind, 7, **{**_SIZES, **fields})
+    model = seeded_model(kind, 7, **{**_SIZES, **fields, **more})
     with torch.no_grad():
         for name, values in model.named_parameters():
             if name.endswith("A_log"):

@@ -12,6 +12,8 @@ import transformers
 
 from hiradix.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
+from hiradix.prefix_cache import build
+from hiradix.storage import PageFingerprint
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.configs import TIERED
 from tests.engine.doubles import build_no_reuse
@@ -117,3 +119,21 @@ def recorded_host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
 
     monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
     return pools
+
+
+@pytest.fixture
+def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PageFingerprint, ...]]:
+    """Of the components of each store that is opened from here on, in order."""
+    return recorded_fingerprints(monkeypatch)
+
+
+def recorded_fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PageFingerprint, ...]]:
+    found: list[tuple[PageFingerprint, ...]] = []
+    real = build.trusted_stores
+
+    def recorded(stores: Any, components: Any, trust: Any) -> Any:
+        found.append(tuple(component.fingerprint for component in components))
+        return real(stores, components, trust)
+
+    monkeypatch.setattr(build, "trusted_stores", recorded)
+    return found
