@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 from hiradix.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
 from hiradix.prefix_cache import build
-from hiradix.storage import PageFingerprint
+from hiradix.storage import PageFingerprint, Trust
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.configs import TIERED
 from tests.engine.doubles import build_no_reuse
@@ -121,19 +122,29 @@ def recorded_host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
     return pools
 
 
-@pytest.fixture
-def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PageFingerprint, ...]]:
-    """Of the components of each store that is opened from here on, in order."""
-    return recorded_fingerprints(monkeypatch)
+@dataclass
+class Openings:
+    """Stores that were opened, in order: the fingerprints of each one's components, and what it trusts."""
+
+    fingerprints: list[tuple[PageFingerprint, ...]] = field(default_factory=list)
+    trusts: list[Trust] = field(default_factory=list)
 
 
-def recorded_fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PageFingerprint, ...]]:
-    found: list[tuple[PageFingerprint, ...]] = []
-    real = build.trusted_stores
+def recorded_openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
+    found, real = Openings(), build.trusted_stores
 
-    def recorded(stores: Any, components: Any, trust: Any) -> Any:
-        found.append(tuple(component.fingerprint for component in components))
+    def recorded(stores: Any, components: Any, trust: Trust) -> Any:
+        codec = "rounded" if trust.rounds else ""
+        marks = tuple(replace(component.fingerprint, codec=codec) for component in components)
+        found.fingerprints.append(marks)
+        found.trusts.append(trust)
         return real(stores, components, trust)
 
     monkeypatch.setattr(build, "trusted_stores", recorded)
     return found
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
+    """Of the stores that are opened from here on."""
+    return recorded_openings(monkeypatch)

@@ -14,16 +14,14 @@ from hiradix.engine import Engine, EngineConfig
 from hiradix.engine.rope import OF_LENGTHS, OF_POSITIONS
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import build_prefix_cache
-from hiradix.storage import PageFingerprint
 from tests.engine.checkpoints import Reference, prompts, write_checkpoint
 from tests.engine.configs import CONFIGS, with_storage
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import MakeEngine, Openings
 from tests.engine.driving import serve, tokens
 from tests.engine.test_tiers import GREEDY
 
 ORIGINAL = 64
 MakeModel = Callable[..., Path]
-Fingerprints = list[tuple[PageFingerprint, ...]]
 
 
 def rope(kind: str, num_pairs: int = 8) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def test_answers_do_not_depend_on_the_cache_or_on_what_runs_beside(
 
 @pytest.mark.parametrize("kind", OF_LENGTHS)
 def test_which_factors_there_are_belongs_to_the_identity(
-    kind: str, tmp_path: Path, make_model: MakeModel, make_engine: MakeEngine, fingerprints: Fingerprints
+    kind: str, tmp_path: Path, make_model: MakeModel, make_engine: MakeEngine, openings: Openings
 ) -> None:
     path = str(make_model(rope_parameters=rope(kind)))
     for length in (ORIGINAL, ORIGINAL + 1, None):
@@ -113,7 +111,7 @@ def test_which_factors_there_are_belongs_to_the_identity(
             build_cache=build_prefix_cache, max_total_tokens=256,
         )  # fmt: skip
         engine.close()
-    names = [own.digest() for [own] in fingerprints]
+    names = [own.digest() for [own] in openings.fingerprints]
     same = 1 if kind == "dynamic" else 2  # transformers' dynamic factors change beyond the context alone
     assert len(set(names)) == same and names[1] == names[2]
 
