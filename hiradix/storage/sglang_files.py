@@ -8,6 +8,7 @@ is believed. Use it only beside SGLang servers of the same model, layout and dty
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -29,6 +30,7 @@ from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.reach import is_unreachable
+from hiradix.storage.read_only import refusal, said_of
 from hiradix.storage.room import Keep
 from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
@@ -95,11 +97,16 @@ class SglangFileBackend(StorageBackend):
         self._counts: Counter[str] = Counter()
         self._states = StoreStates("file")
         self._closed = False
+        self._is_refused = False  # the last write was, as the file system cannot be written any more
         try:
+            self._read_only = refusal(self.config.path)
             self.config.path.mkdir(parents=True, exist_ok=True)
             with self._lock:
                 self._scan()
-                self._make_room(0, Keep())
+                if self._read_only is None:
+                    self._make_room(0, Keep())
+                else:
+                    self._states.enter("read_only", said_of(self.config.path, self._read_only))
         except OSError as error:
             kind = Unreachable if is_unreachable(error) else ConfigError
             raise kind(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
@@ -114,25 +121,38 @@ class SglangFileBackend(StorageBackend):
         self._check(keys)
         now_ns, piece = self._piece()
         numbered = enumerate(zip(keys, into, strict=True))
+        before = self._counts["read_damaged"]
         ok = [self._read(key, page, now_ns - index) for index, (key, page) in numbered]
         self._use(keys, into, ok, now_ns, piece)
-        return ok
+        bad = self._counts["read_damaged"] - before
+        return Answers(ok, MissReason.DAMAGED, bad) if bad else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        if not self.config.path.is_dir():
+        if self._read_only is None and not self.config.path.is_dir():
             self._make_anew()
         now_ns, piece = self._piece()
         keep = Keep({*keys, *piece.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
         self._use(keys, pages, ok, now_ns, piece)
+        if self._read_only is not None:
+            return ok if all(ok) else self._refuse(ok, self._read_only)
         with self._lock:
             self._index.follow(piece.fronts(keys)[0], now_ns)
         has_room = True
         for index, (key, page) in enumerate(zip(keys, pages)):
             if not ok[index] and has_room:
-                ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+                try:
+                    ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+                except OSError as error:
+                    if error.errno != errno.EROFS:
+                        raise
+                    self._use(keys, pages, ok, now_ns, piece)
+                    return self._refuse(ok, error)
         self._use(keys, pages, ok, now_ns, piece)
+        if self._is_refused:
+            self._is_refused = False
+            self._states.leave("read_only")
         if all(ok):
             self._states.leave("full")
             return ok
@@ -141,6 +161,7 @@ class SglangFileBackend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
+        self._check_writable()
         with self._lock:
             for key in keys:
                 self._index.drop(key)
@@ -149,6 +170,7 @@ class SglangFileBackend(StorageBackend):
     def clear(self) -> None:
         """The files of this suffix only; SGLang's own clear takes every file in the directory."""
         self._check(())
+        self._check_writable()
         with self._lock:
             self._scan()
             while (key := self._index.coldest()) is not None:
@@ -161,7 +183,11 @@ class SglangFileBackend(StorageBackend):
     def stats(self) -> Mapping[str, float]:
         with self._lock:
             known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
-            return known | {"max_bytes": self.config.max_bytes} | dict(self._counts)
+            return known | {
+                "max_bytes": self.config.max_bytes,
+                "read_only": float(self.read_only or self._is_refused),
+                **self._counts,
+            }
 
     # -- inside -------------------------------------------------------------------------
 
@@ -169,6 +195,23 @@ class SglangFileBackend(StorageBackend):
         if self._closed:
             raise StorageError("storage backend is closed")
         check_keys(keys)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the directory could not be written when it was opened: until it is opened anew."""
+        return self._read_only is not None
+
+    def _refuse(self, ok: Sequence[bool], why: OSError) -> list[bool]:
+        """The answer to a put in a directory that cannot be written."""
+        self._states.enter("read_only", said_of(self.config.path, why))
+        self._is_refused = True
+        with self._lock:
+            self._counts["put_read_only"] += ok.count(False)
+        return Answers(ok, MissReason.READ_ONLY)
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StorageError(f"{self.config.path} cannot be written")
 
     def _path(self, key: str) -> str:
         return os.path.join(self.config.path, key + self._tail)
@@ -207,13 +250,23 @@ class SglangFileBackend(StorageBackend):
             status = os.fstat(fd)
             whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
             if not whole or read_into(fd, page) != status.st_size:
-                self._counts["read_damaged"] += 1
+                self._states.enter("damaged", f"{self._path(key)} has another length than a page: a miss")
+                with self._lock:
+                    self._counts["read_damaged"] += 1
                 return False
-            if abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
-                os.utime(fd, ns=(now_ns, now_ns))
+            is_old = abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
+            if is_old and not self.read_only:
+                self._touch(fd, now_ns)
             return True
         finally:
             os.close(fd)
+
+    def _touch(self, fd: int, used_ns: int) -> None:
+        try:
+            os.utime(fd, ns=(used_ns, used_ns))
+        except OSError:  # another user's file can be read all the same; only its recency is lost
+            with self._lock:
+                self._counts["touch_errors"] += 1
 
     def _store(self, key: str, page: Page, used_ns: int, keep: Keep) -> bool:
         num_bytes = footprint(page_bytes(page))
@@ -234,6 +287,8 @@ class SglangFileBackend(StorageBackend):
                 if error.errno in NO_ROOM:
                     self._counts["put_no_room"] += 1
                     return False
+            if error.errno == errno.EROFS:
+                raise
             raise StorageError(f"cannot write to {self.config.path}: {error}") from error
         return True
 
@@ -272,7 +327,7 @@ class SglangFileBackend(StorageBackend):
                 if entry.name.endswith(self._tail) and stat.S_ISREG(status.st_mode):
                     key = entry.name.removesuffix(self._tail)
                     found[key] = Entry(footprint(status.st_size), status.st_mtime_ns)
-                elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns:
+                elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns and not self.read_only:
                     remove(entry.path)  # a writer died
         self._index.replace_all(found, self._time_ns())
         self._written = 0
