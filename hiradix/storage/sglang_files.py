@@ -1,12 +1,14 @@
 """`file` with `naming="sglang"`: the exact files of SGLang's file backend, for sharing a directory with it.
 
 `<directory>/<page hash><suffix>.bin` holds a page's bytes and nothing else; the suffix is the model's served
-name and the ranks. So neither layout, dtype, revision nor content can be checked: a file of the right length
-is believed. Use it only beside SGLang servers of the same model, layout and dtype.
+name and the ranks. So neither layout, dtype nor revision can be checked. What the bytes were is said of those
+of our making in an extended attribute, which SGLang does not see: a file that has one is checked, one of SGLang's
+of the right length is believed. Use it only beside SGLang servers of the same model, layout and dtype.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import logging
@@ -32,12 +34,15 @@ from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Trait
 from hiradix.storage.reach import is_unreachable
 from hiradix.storage.read_only import refusal, said_of
 from hiradix.storage.room import Keep
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
 from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 logger = logging.getLogger(__name__)
 
 NAMINGS = ("hiradix", "sglang")
+SEAL_ATTRIBUTE = "user.hiradix.seal"
+"""A file's seal, for any fingerprint: who shares these names shares the pages."""
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _OLD_TEMP_S = 600.0
 _SLACK_SHARE = 64
@@ -91,6 +96,8 @@ class SglangFileBackend(StorageBackend):
         if context.fingerprint.codec:
             raise ConfigError(f"{flag('quantise')}: SGLang's file names do not tell such pages from its own")
         self._time_ns = time_ns
+        checks = self.config.checksum
+        self._sealer = Sealer(bytes(16).hex(), DEFAULT_ALGORITHM if checks else NONE, checks)
         self._index = LruIndex()
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
@@ -250,9 +257,19 @@ class SglangFileBackend(StorageBackend):
             status = os.fstat(fd)
             whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
             if not whole or read_into(fd, page) != status.st_size:
-                self._states.enter("damaged", f"{self._path(key)} has another length than a page: a miss")
+                verdict = Verdict.DAMAGED
+            else:
+                verdict = self._verdict(fd, key, page)
+            if verdict is Verdict.UNKNOWN:
+                with self._lock:
+                    self._counts["unknown_checksum"] += 1
+                return False
+            if verdict is not Verdict.GOOD:
+                text = "is not what was stored there, which is a miss"
+                self._states.enter("damaged", f"{self._path(key)} {text}")
                 with self._lock:
                     self._counts["read_damaged"] += 1
+                self._remove_damaged(key, status)
                 return False
             is_old = abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
             if is_old and not self.read_only:
@@ -260,6 +277,24 @@ class SglangFileBackend(StorageBackend):
             return True
         finally:
             os.close(fd)
+
+    def _verdict(self, fd: int, key: str, page: Page) -> Verdict:
+        """Whether a page is what its seal says; a file without one is SGLang's, and believed."""
+        try:
+            seal = os.getxattr(fd, SEAL_ATTRIBUTE)
+        except OSError:
+            return Verdict.GOOD
+        return self._sealer.check(seal, key, page)
+
+    def _remove_damaged(self, key: str, status: os.stat_result) -> None:
+        """Make place for the page to be stored again, unless it was already."""
+        if self.read_only:
+            return
+        try:
+            if os.path.samestat(os.lstat(self._path(key)), status):
+                remove(self._path(key))
+        except OSError:
+            return
 
     def _touch(self, fd: int, used_ns: int) -> None:
         try:
@@ -278,7 +313,7 @@ class SglangFileBackend(StorageBackend):
             self._written += num_bytes
         temp = os.path.join(self.config.path, f".{uuid.uuid4().hex}.tmp")
         try:
-            self._write(temp, page, used_ns)
+            self._write(temp, key, page, used_ns)
             os.replace(temp, self._path(key))
         except OSError as error:
             remove(temp)
@@ -292,11 +327,14 @@ class SglangFileBackend(StorageBackend):
             raise StorageError(f"cannot write to {self.config.path}: {error}") from error
         return True
 
-    def _write(self, temp: str, page: Page, used_ns: int) -> None:
+    def _write(self, temp: str, key: str, page: Page, used_ns: int) -> None:
         fd = os.open(temp, _CREATE, 0o644)
         try:
             if write_from(fd, page) != page_bytes(page):
                 raise OSError("short write")
+            if self.config.checksum:
+                with contextlib.suppress(OSError):  # a file system without attributes keeps pages
+                    os.setxattr(fd, SEAL_ATTRIBUTE, self._sealer.seal(key, page))
             os.utime(fd, ns=(used_ns, used_ns))
             if self.config.fsync:
                 os.fsync(fd)
