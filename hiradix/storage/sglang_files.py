@@ -1,9 +1,9 @@
 """`file` with `naming="sglang"`: the exact files of SGLang's file backend, for sharing a directory with it.
 
 `<directory>/<page hash><suffix>.bin` holds a page's bytes and nothing else; the suffix is the model's served
-name and the ranks. So neither layout, dtype nor revision can be checked. What the bytes were is said of those
-of our making in an extended attribute, which SGLang does not see: a file that has one is checked, one of SGLang's
-of the right length is believed. Use it only beside SGLang servers of the same model, layout and dtype.
+name and the ranks. So neither layout, dtype nor revision can be checked. What the bytes were is said of files
+written here in an extended attribute, which SGLang does not see, and is checked; one of SGLang's own of the
+right length is believed. Use it only beside SGLang servers of the same model, layout and dtype.
 """
 
 from __future__ import annotations

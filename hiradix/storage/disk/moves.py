@@ -224,7 +224,7 @@ class Aside:
 
     def finish(self) -> None:
         """Return when all is done; raises what work raised, after that."""
-        faults = []
+        faults: list[BaseException] = []
         for future, work in reversed(self._begun):
             if future.cancel():
                 try:
