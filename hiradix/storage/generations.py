@@ -302,7 +302,7 @@ class Generations:
             return
         if mine not in found:
             self._put_record(scope, scope.records[mine], mine)
-        elif scope.must_put and not self._guards[0].is_read_only:
+        elif scope.must_put and not _takes_none(self._guards[0]):
             self._put_witness(mine)
             with as_use(Use(is_chain=False)):
                 page = self._record_page(scope.records[mine])
@@ -395,7 +395,7 @@ class Generations:
         known: the label, of a record that was there before. Where several write at once, one is there and
         the others, who find that out, go on to the next slot.
         """
-        if self._guards[0].is_read_only:
+        if _takes_none(self._guards[0]):
             return None
         label, page = known or _label_of(record), self._record_page(record)
         self._put_witness(label)  # before others can find it
@@ -584,7 +584,7 @@ class _Part:
         use, whole = current_use(), self._whole
         scope = whole.scope_of(None if use is None else use.extra_key)
         label = whole.writable(scope, self._component, keys, pages)
-        if label is None and whole.stores and self._guard.is_read_only:
+        if label is None and whole.stores and _takes_none(self._guard):
             return self._guard.refuse(len(keys))
         if label is None:
             return [not whole.stores] * len(keys)
@@ -628,6 +628,11 @@ def _renamed_use(use: Use | None, label: bytes) -> Use:
         return Use()
     after = renamed([use.after], label)[0] if use.after else ""
     return use.inside.setdefault(label, Use(after, use.is_chain, extra_key=use.extra_key))
+
+
+def _takes_none(guard: object) -> bool:
+    """Whether a store is read-only; not, where it does not say."""
+    return bool(getattr(guard, "is_read_only", False))
 
 
 def _label_of(record: bytes) -> bytes:
