@@ -16,7 +16,6 @@ recording that was cut off in it.
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.errors import ConfigError
+from hiradix.replay.packed import read_gzip, zstandard_for
 from hiradix.replay.trace import Call, Namer, Trace
 
 MAX_BYTES = 4 << 30
@@ -68,9 +68,11 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
 
 
 def _contents(path: Path) -> bytes:
-    opened: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    opened: dict[str, Callable[..., Any]] = {".xz": lzma.open}
     if path.suffix == ".zst":
         return _zstandard(path)
+    if path.suffix == ".gz":
+        return _gzip(path)
     try:
         with opened.get(path.suffix, open)(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
@@ -81,11 +83,21 @@ def _contents(path: Path) -> bytes:
     return data
 
 
-def _zstandard(path: Path) -> bytes:
+def _gzip(path: Path) -> bytes:
+    """What the file holds; of a recording that was cut off, what is there of it."""
     try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: .zst needs the package zstandard: pip install zstandard") from None
+        data, is_whole = read_gzip(path.read_bytes(), MAX_BYTES + 1)
+    except (OSError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not is_whole and not data.startswith(b'{"hiradix_trace"'):
+        raise ConfigError(f"{path}: cannot be read: it ends in the middle")
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
+    return data
+
+
+def _zstandard(path: Path) -> bytes:
+    zstandard = zstandard_for(str(path))
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(
             file, read_across_frames=True
