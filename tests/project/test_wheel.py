@@ -43,6 +43,12 @@ class Shelf:
         for key in keys:
             self.pages.pop(key, None)
 
+    def clear(self):
+        self.pages.clear()
+
+    def close(self):
+        pass
+
 
 class TestShelf(StorageContract):
     def open(self, place, fingerprint=FINGERPRINT, **config):
@@ -58,20 +64,17 @@ def test_a_backend_is_tried_from_a_wheel(tmp_path: Path) -> None:
     wheels.mkdir()
     environment = {**os.environ, "HIRADIX_COMPILE": "0", "PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     build = f"import build_backend; build_backend.build_wheel({str(wheels)!r})"
-    subprocess.run(
-        [sys.executable, "-c", build], cwd=source, env=environment, check=True, timeout=150, capture_output=True
-    )
+    asked = [sys.executable, "-c", build]
+    subprocess.run(asked, cwd=source, env=environment, check=True, timeout=150, capture_output=True)
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(installed)
-    for broken, wanted in (("", (8, 0)), (" + b'!'", None)):
+    for broken in ("", "[::-1]"):
         (tmp_path / "test_shelf.py").write_text(TOY.format(where=str(installed), broken=broken))
         asked = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", ASKED, "test_shelf.py"]
         ran = subprocess.run(
             asked, cwd=tmp_path, env={**environment, "PYTHONPATH": str(installed)},
             capture_output=True, text=True, timeout=150,
         )  # fmt: skip
-        if wanted is None:
-            assert ran.returncode == 1 and "failed" in ran.stdout, ran.stdout
-        else:
-            assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout + ran.stderr
+        assert ran.returncode == bool(broken), ran.stdout + ran.stderr
+        assert ("wrong bytes served" if broken else "9 passed") in ran.stdout, ran.stdout
