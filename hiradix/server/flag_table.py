@@ -137,7 +137,8 @@ _SERVER: tuple[Flag, ...] = (
     Flag(
         "--record-trace",
         "New file for the shape of the traffic, for `hiradix replay` and `hiradix size`: times, lengths and "
-        "salted hashes of blocks, no content; at most 256 MiB. Beside an earlier recording, numbered.",
+        "salted hashes of blocks, no content; at most 256 MiB of text, compressed as FILE.gz or FILE.zst. "
+        "Beside an earlier recording, numbered.",
         str,
         metavar="FILE",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,13 @@ from hiradix.adapters.sglang.adapters import Adapters, keep_apart
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
-from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
+from hiradix.config import (
+    ExtraConfig,
+    HiCacheConfig,
+    load_mapping,
+    parse_extra_config,
+    without_host_tier,
+)
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
     CacheInitParams,
@@ -31,6 +38,8 @@ from hiradix.prefix_cache import (
 from hiradix.storage.attach_rules import rules_from
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
+
+logger = logging.getLogger(__name__)
 
 # Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
 _KV_POOL, _LATENT_POOL, _WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
@@ -81,6 +90,8 @@ def _refuse_models(context: Any, flags: Any) -> None:
         _refuse_windows(context)
     _refuse_ropes(context)
     if not context.enable_hierarchical_cache:
+        for note in without_host_tier(_host_flags(context.server_args)):
+            logger.warning("hiradix: %s", note)
         return
     sharing = "its ranks share the tokens of a page"
     steps = "the stages are at different steps, and agree on transfers at none"
@@ -93,6 +104,16 @@ def _refuse_models(context: Any, flags: Any) -> None:
             raise refusal(f"{flag} {size} with --enable-hierarchical-cache", reason)
     if getattr(flags, "disaggregation_decode_enable_offload_kvcache", False):
         raise refusal("--disaggregation-decode-enable-offload-kvcache", "it needs SGLang's own host pool")
+
+
+def _host_flags(args: Any) -> list[str]:
+    """SGLang's flags of the host tier and below that are not as SGLang has them by itself."""
+    fields = dataclasses.fields(args) if dataclasses.is_dataclass(args) else ()
+    return [
+        f"--{field.name.replace('_', '-')}"
+        for field in fields
+        if field.name.startswith("hicache_") and getattr(args, field.name, field.default) != field.default
+    ]
 
 
 def _refuse_windows(context: Any) -> None:
@@ -271,7 +292,7 @@ def _config(context: Any, flags: Any) -> HiCacheConfig:
         "radix_eviction_policy_config": _policy_config(context.params),
     }
     if not context.enable_hierarchical_cache:
-        taken["hicache_storage_backend"] = None
+        taken = {name: value for name, value in taken.items() if not name.startswith("hicache_")}
     return HiCacheConfig(**taken)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from hiradix.adapters.vllm.names import names_are_hub
 from hiradix.adapters.vllm.orders import Ticket
-from hiradix.errors import BadNamespace, Misuse
+from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import origin_of
 from hiradix.prefix_cache.weight_files import hub_snapshot
@@ -88,7 +88,10 @@ class Tracked:
 
 
 def track(request: EngineRequest, page_size: int) -> Tracked | None:
-    """A record for a request, or None for one whose pages its tokens do not name, nor its adapter's files."""
+    """A record for a request, or None for one whose pages its tokens do not name, nor its adapter's files.
+
+    BadNamespace: its salt is no text.
+    """
     if request.prompt_embeds is not None or request.prompt_token_ids is None or request.resumable:
         return None
     try:
@@ -98,11 +101,7 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
             "request %s: its adapter cannot be read, nothing is cached: %s", request.request_id, error
         )
         return None
-    try:
-        log = TokenLog((), adapter, cache_salt=request.cache_salt)
-    except BadNamespace as error:
-        logger.warning("request %s: nothing is cached: %s", request.request_id, error)
-        return None
+    log = TokenLog((), adapter, cache_salt=request.cache_salt)
     return Tracked(request, log, _page_extras(request.mm_features, page_size))
 
 
