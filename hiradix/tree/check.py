@@ -185,6 +185,10 @@ def _check_places(tree: RadixTree, residencies: Residencies) -> None:
             twice = pages[1:][pages[1:] == pages[:-1]]
             if len(twice):
                 raise Misuse(f"10: {tier.name} component {c} has pages twice: {twice[:16]}")
+            known = residencies.places[c][tier].taken()
+            if not np.array_equal(known, pages):
+                wrong = np.setxor1d(known, pages)
+                raise Misuse(f"10: {tier.name} component {c}: places and nodes differ in {wrong[:16]}")
 
 
 def _check_counts(nodes: list[Node], residencies: Residencies) -> None:

@@ -48,6 +48,8 @@ def test_defaults_are_those_of_upstream_but_for_the_policy() -> None:
         ("hicache_storage_prefetch_policy", "never", "--hicache-storage-prefetch-policy"),
         ("hicache_storage_backend", "file", "needs --enable-hierarchical-cache"),
         ("hicache_storage_backend", " ", "--hicache-storage-backend"),
+        ("hicache_storage_backend_extra_config", {}, "-extra-config: expected an ExtraConfig"),
+        ("radix_eviction_policy_config", "x", "--radix-eviction-policy-config"),
     ],
 )
 def test_bad_value_names_the_flag(field: str, value: object, flag: str) -> None:
@@ -88,9 +90,12 @@ def test_normalisation(
     assert normalise(once) == (once, ())
 
 
-def test_nothing_is_rewritten_while_the_cache_is_off() -> None:
-    config = HiCacheConfig(hicache_io_backend="direct")
-    assert normalise(config) == (config, ())
+def test_what_is_set_for_a_host_tier_that_is_off_is_said_to_do_nothing() -> None:
+    assert normalise(HiCacheConfig()) == (HiCacheConfig(), ())
+    config = HiCacheConfig(hicache_io_backend="direct", hicache_ratio=2.0)
+    same, notes = normalise(config)
+    assert same == config
+    assert notes == ("--hicache-ratio, --hicache-io-backend: nothing without --enable-hierarchical-cache",)
 
 
 FORMS = {
