@@ -352,6 +352,9 @@ def run(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
         copy_overlap.report(args, clock.once, found)
         found["rows"] += [asdict(line) for line in beside_computing(found)]
         save(args, found)
+    lines = [common.Row(**row) for row in found["rows"]]
+    peers = dict.fromkeys(name for line in lines for name in line.peers)
+    print("\n" + common.table(lines, list(peers)).replace("hiradix", "  auto ", 1), flush=True)
     return list(found["faults"])
 
 
