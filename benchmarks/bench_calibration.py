@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def rows_of(case: str, calibration_s: list[float], found: list[Regret]) -> Iterator[Line]:
-    """Of one case: what a calibration takes, each copy beside the candidates, and what auto costs over them."""
+    """Of one case: what a calibration takes, each copy beside the candidates, what auto costs over them."""
     yield Line(case, "calibration", "ms", float(np.median(calibration_s)) * 1e3)
     for row in found:
         times = {name: seconds * 1e6 for name, seconds in row.seconds.items()}

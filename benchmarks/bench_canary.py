@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="three builds and two other models of four layers, bfloat16 alone")
+    parser.add_argument("--quick", action="store_true", help="few models of four layers, bfloat16 alone")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, default=Path("build/bench/canary.json"))
     args = parser.parse_args()

@@ -6,7 +6,8 @@
     ... again                of two equal runs, the share whose every decision was the same
     cost                     CPU time a request of the replay takes, tree, cache and policy together
 
-make bench-policy prints the table and writes build/bench/policy.json; --quick plays 100 requests of each trace.
+make bench-policy prints the table and writes build/bench/policy.json; --quick plays
+100 requests of each trace.
 """
 
 from __future__ import annotations

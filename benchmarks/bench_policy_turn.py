@@ -1,12 +1,12 @@
 """What does the eviction policy add to a turn of the tree benchmark?
 
-    python benchmarks/bench_policy_turn.py [--policy ghd] [--only TEXT,...] [--rounds 7] [--quick] [--out FILE]
+    python benchmarks/bench_policy_turn.py [--policy ghd] [--only TEXT,...] [--rounds 7] [--quick] ...
 
 The cases of `bench_tree.py` that serve turns, with `lru` and with the policy, a process each: they alternate
 every 50 turns, so that a machine whose speed changes is as fast for both. CPU time of the calling thread.
 `us/turn` are medians of the rounds; `times lru` is the median of the rounds' ratios, between the least and
-the largest. Rows with `(compiled)` run what `make compiled` built, if that is there; `(plain)` ones, Python. `request calls` are what
-a scheduler makes; `bare turns` are match, lock, insert and unlock alone.
+the largest. Rows with `(compiled)` run what `make compiled` built, if that is there; `(plain)` ones, Python.
+`request calls` are what a scheduler makes; `bare turns` are match, lock, insert and unlock alone.
 """
 
 from __future__ import annotations

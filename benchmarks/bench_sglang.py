@@ -19,8 +19,8 @@ while the others are stopped. Medians of the rounds.
 | scheduler CPU | milliseconds of the scheduler's thread per turn, the model included |
 | TTFT | milliseconds until the first token of a turn, median of a round's turns |
 
-`--compiled` takes the package that `make compiled` made: hiradix/tree compiled, the rest as it is. `--quick`: the
-host case, two turns, one round.
+`--compiled` takes the package that `make compiled` made: hiradix/tree compiled, the rest as it is.
+`--quick`: the host case, two turns, one round.
 
 Installs SGLang as `make test-sglang` does (build/sglang-venv). Writes build/bench/sglang.json.
 """

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,7 @@ class Bench:
     def put(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {name: [] for name in self.stores}
         for number in range(1 if self.rounds == 1 else max(3, self.rounds // 2)):
-            for name, seconds in self.peers_that(lambda store: self._put(store, number > 0)):
+            for name, seconds in self.peers_that(partial(self._put, is_full=number > 0)):
                 found[name].append(self.total_bytes / seconds / 1e9)
         self.all_that(lambda store: store.call("check"))
         return {name: values for name, values in found.items() if name in self.stores}
@@ -347,7 +348,7 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="32 MiB and one round, a store of 1,000 pages reopened")
+    parser.add_argument("--quick", action="store_true", help="32 MiB, one round, 1,000 pages reopened")
     parser.add_argument("--size", type=int, default=256, help="MiB in each store (256)")
     parser.add_argument("--rounds", type=int, default=7, help="7")
     parser.add_argument("--peers", default=",".join(PEERS))

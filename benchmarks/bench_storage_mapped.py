@@ -8,7 +8,8 @@ and 32 MiB at a time. mapped: a copy out of a mapping that is kept; nothing keep
 away while they are copied, which ends the process if they cannot be read again. The others say first that
 the page is there: MADV_POPULATE_READ and mlock on the kept mapping, a mapping for each page. process_vm_readv
 has the kernel copy out of the mapping, which fails where a page is not to be had. `written`: the file is in
-the page cache since it was written; `read ahead`: it was read into it. Writes build/bench/storage-mapped.json.
+the page cache since it was written; `read ahead`: it was read into it. Writes
+build/bench/storage-mapped.json.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bench_transfer_overhead
-from bench_policy_e2e import MODEL, write_model
 import numpy as np
 import torch
+from bench_policy_e2e import MODEL, write_model
 from common import Report, Row
 
 from hiradix.cache import HierarchicalCache, HostTier
@@ -175,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--quick", action="store_true", help="one round of each, two short prompts of a small model")
+    parser.add_argument("--quick", action="store_true", help="one round of each, a small model")
     parser.add_argument("--out", type=Path, default=Path("build/bench/transfer.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -6,9 +6,10 @@
 Prints one table: CPU time of the calling thread, the median of five rounds in which all take turns on the
 same prompts, one process each. `hiradix` is the drop-in class doing what the peer's row does; rows named
 `bare tree` are the tree below it, in page ids; rows with `(compiled, ...)` run what `make compiled` built, if
-that is there, rows with `(plain, ...)` Python; `lru` or `ghd` is the policy they evict by, the peers' is lru. A
-peer's figure in brackets says how many times ours it is. Keys are made anew from the prompt for each call,
-untimed, but for `append-only log`.
+that is there, rows with `(plain, ...)` Python; `lru` or `ghd` is the policy they evict by, the peers' is lru.
+A peer's figure in brackets says how many times ours it is. Keys are fresh: made anew from the prompt for each
+call, untimed, but for `append-only log`. `warm`: right after a call with the same prompt; `cold`: after other
+memory has gone through the processor's caches.
 --quick: some seconds of small cases. --full: also what takes a peer minutes. Writes build/bench/tree.json.
 """
 

@@ -239,7 +239,8 @@ def main() -> None:
         play = Switch(args.host_gb)
         for case in CASES:
             report.add(rows_of({case: measured(play, case, num_pairs)}))
-        report.optional("where the time goes", lambda: roles(play, 2 if args.quick else max(10, num_pairs // 3)))
+        num_requests = 2 if args.quick else max(10, num_pairs // 3)
+        report.optional("where the time goes", lambda: roles(play, num_requests))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def machine() -> dict[str, object]:
 
 
 def _form() -> str:
-    """"compiled" or "plain Python", by the file that holds the tree."""
+    """ "compiled" or "plain Python", by the file that holds the tree."""
     spec = find_spec("hiradix.tree.tree") if find_spec("hiradix") else None
     return "compiled" if spec is not None and str(spec.origin).endswith(".so") else "plain Python"
 

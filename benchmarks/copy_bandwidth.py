@@ -313,7 +313,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES)
     parser.add_argument("--budget-s", type=float, default=480.0, help="no new row is begun after so long")
     parser.add_argument("--part", choices=("all", "sweep", "beside"), default="all", help=PARTS)
-    parser.add_argument("--quick", action="store_true", help="one small shape, layout and page size, one repeat")
+    parser.add_argument("--quick", action="store_true", help="one small shape, one repeat")
     parser.add_argument("--out", type=Path, default=Path("build/bench/copy-bandwidth.json"))
     args = parser.parse_args()
     if args.quick:

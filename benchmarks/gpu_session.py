@@ -3,7 +3,7 @@
     python benchmarks/gpu_session.py                        # every piece, one after the other
     python benchmarks/gpu_session.py --piece correctness    # or one, where a command's time is limited
     python benchmarks/gpu_session.py --list                 # the commands, to run by hand
-    python benchmarks/gpu_session.py --quick                # their small forms without a GPU; tests are collected only
+    python benchmarks/gpu_session.py --quick                # small, without a GPU; tests are only collected
 
 Each step is a process of its own with a limit, so that a fault on the device ends that step alone. Results go
 to --out (benchmarks/results), raw numbers of a step as gpu_STEP.json, and what became of the steps, with the
@@ -152,7 +152,9 @@ def main() -> None:
         limits = {step.name: step.limit_s for step in PIECES[piece]}
         for step in PIECES[piece]:
             done.append(run(step, args))
-            rows = [Row(one.name, "step", "s", one.seconds, {"limit": float(limits[one.name])}) for one in done]
+            rows = [
+                Row(one.name, "step", "s", one.seconds, {"limit": float(limits[one.name])}) for one in done
+            ]
             about = machine() | {"device": args.device}
             found = {"machine": about, "rows": [*map(asdict, rows)], "steps": [asdict(one) for one in done]}
             write_raw(args.out / f"gpu_session_{piece}.json", found)

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-logprobs", type=int, default=5, help="0 for servers without log probabilities")
     parser.add_argument("--model", help="model name to ask for (default: the server's first)")
     parser.add_argument("--api-key", help="bearer key of all servers")
-    parser.add_argument("--quick", action="store_true", help="three conversations, 9 requests, in place of 38")
+    parser.add_argument("--quick", action="store_true", help="three conversations in place of thirteen")
     parser.add_argument("--table", action="store_true", help="print the rows as a table in place of JSON")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"result rows (default: {DEFAULT_OUT})")
     return parser
@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the measurements as JSON, write the result rows; 1: answers differ, 2: it could not run, or a server not."""
+    """Print the measurements, write the result rows; 1: answers differ, 2: a server could not be measured."""
     args = _parser().parse_args(arguments)
     try:
         _check(args)

@@ -1,4 +1,4 @@
-"""Each benchmark's quick form ends well, prints a table with every row it promises, and writes what others read.
+"""Each benchmark's quick form ends well, prints every row that it promises, and writes what others read.
 
 Nothing here depends on a time. What is not installed is skipped by name; with HIRADIX_BENCH_ALL=1, as in
 `make test-bench`, which installs it, that is a failure.
@@ -76,7 +76,10 @@ def assert_promises(form: Quick, rows: list[dict[str, Any]]) -> None:
         assert peers >= set(promise.peers), f"{promise.case!r} has {sorted(peers)}, promised {promise.peers}"
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.program not in SPECIAL], ids=lambda form: form.program)
+GENERAL = [form for form in FORMS if form.program not in SPECIAL]
+
+
+@pytest.mark.parametrize("form", GENERAL, ids=lambda form: form.program)
 def test_quick_form(form: Quick, tmp_path: Path) -> None:
     out = tmp_path / form.out
     done = run(form, out)

@@ -21,7 +21,9 @@ def programs() -> dict[str, str]:
     found = {}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in ast.parse(text).body):
+        if any(
+            isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in ast.parse(text).body
+        ):
             found[path.stem] = text
     return found
 
