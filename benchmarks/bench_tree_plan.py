@@ -74,6 +74,7 @@ def plan(quick: bool, full: bool, compiled: bool) -> list[Planned]:
     return [  # one process of ours at a time; the peers stand beside the first way of each case
         replace(case, rounds=1, ours=(how,), peers=() if number else case.peers)
         for case in cases
+        if case.options["page"] == 64
         for number, how in enumerate(case.ours)
     ]
 

@@ -163,12 +163,12 @@ FORMS = (
     Quick(
         "bench_tree",
         _cases(
-            *(f"multi-turn 20 x 8, page 1{how} (plain, lru)" for how in ("", ", request calls")),
+            *(f"multi-turn 20 x 8, page 64{how} (plain, lru)" for how in ("", ", request calls")),
             peers=TREE_PEERS,
         )
         + _cases("multi-turn 20 x 8, page 64 (plain, ghd)", "host-tier sliding 20 x 8, page 64 (plain, ghd)")
         + _cases("multi-turn 20 x 8, page 64, bare tree (plain, lru)", "conservation check")
-        + _cases("host-tier round robin 20 x 8, page 1 (plain, lru)", metric="p99 us", peers=TREE_PEERS)
+        + _cases("host-tier round robin 20 x 8, page 64 (plain, lru)", metric="p99 us", peers=TREE_PEERS)
         + _cases("turn-at 8192", metric="us/turn, warm", peers=TREE_PEERS + VLLM_TREES)
         + _cases("turn-at 8192", metric="us/turn, cold", peers=TREE_PEERS + VLLM_TREES)
         + _cases("match 8192 tokens, one node, page 64", metric="us, warm", peers=TREE_PEERS + VLLM_TREES)
