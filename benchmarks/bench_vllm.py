@@ -154,7 +154,7 @@ def started(variant: Variant, log: Path, args: argparse.Namespace) -> Player:
     longest = max(args.turns, 2) * args.turn_tokens + 2 * BLOCK_SIZE
     third = args.conversations * args.turns * args.turn_tokens // 3
     player = variant.kind(
-        smollm2_path(), variant.connector, log, dtype="bfloat16", max_model_len=longest, max_num_seqs=1,
+        smollm2_path(), variant.connector, log, dtype=args.dtype, max_model_len=longest, max_num_seqs=1,
         num_gpu_blocks_override=max(longest, third) // BLOCK_SIZE + 2, block_size=BLOCK_SIZE,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=variant.prefix,
@@ -173,10 +173,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three variants, one round of two conversations")
     parser.add_argument("--out", type=Path, default=Path("build/bench/vllm.json"))
     args = parser.parse_args()
+    args.dtype = "float32" if args.quick else "bfloat16"  # which not every processor computes in
     if args.quick:
         args.rounds, args.conversations, args.turns, args.turn_tokens, args.apart = 1, 2, 2, 64, 1
     with Report(args.out, PEERS, ours="hiradix") as report, ExitStack() as ends:
-        report.about |= {"rounds": args.rounds, "conversations": args.conversations, "turns": args.turns}
+        report.about |= {
+            "rounds": args.rounds,
+            "conversations": args.conversations,
+            "turns": args.turns,
+            "dtype": args.dtype,
+        }
         every = ready(report, ends, args)
         for number in range(0 if args.quick else -1, args.rounds):  # the first is to warm up
             play(every, number, args, report)
