@@ -192,7 +192,7 @@ def measure_speed(report: Report, options: argparse.Namespace, folder: Path) -> 
 def main() -> None:
     """Run the cases, print and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 MiB and three conversations")
+    parser.add_argument("--quick", action="store_true", help="8 MiB, one conversation")
     parser.add_argument("--only", default="speed,answers", help="speed or answers")
     parser.add_argument("--model-path", help="another model than SmolLM2-135M, as transformers loads it")
     parser.add_argument("--out", type=Path, default=FOLDER / "quantise.json")

@@ -91,7 +91,7 @@ def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
         ("s3 in memory", _memory_server(folder)),
     ):
         with server:
-            store = opened("s3", pages, timeout_s=60.0, **servers.s3_keys(server, "ours"))
+            store = opened("s3", pages, **servers.s3_keys(server, "ours"))
             (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, store, pages)
             bare_put, bare_get = obstore_way(store, pages)
             ways = {"hiradix": put, "boto3": their_put, "library": bare_put}
