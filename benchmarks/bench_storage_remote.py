@@ -151,8 +151,6 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     measure = partial(CASES[name], Path(folder), pages, rounds)
                     report.attempt(f"{name}, pages of {pages.size}", measure)
-    if not report.rows:
-        raise SystemExit("no server could be measured: see above")
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ class Report:
     """Rows as they come. The table is printed and the JSON written however the run ends, by an error too.
 
     peers: columns of the table. ours: the heading of our column. raw: beside the rows in the JSON.
+    Where a step failed (`attempt`) the program ends with code 1; without a peer (`leave_out`) it ends well.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Report:
     ) -> None:
         self.out, self.peers, self.rows = out, list(peers), list[Row]()
         self.about, self.left_out, self.raw = machine(), list[str](), dict[str, Any]()
-        self._ours, self._table, self._shown = ours, table, 0
+        self._ours, self._table, self._shown, self._has_failed = ours, table, 0, False
 
     def __enter__(self) -> Report:
         return self
@@ -151,6 +152,8 @@ class Report:
     ) -> None:
         self.show()
         self.write()
+        if self._has_failed and kind is None:
+            raise SystemExit(1)
 
     def add(self, rows: Iterable[Row]) -> None:
         """Keep these rows, in the file at once: a run that is killed leaves what it has."""
@@ -167,6 +170,7 @@ class Report:
         try:
             self.add(make())
         except Exception as error:
+            self._has_failed = True
             self.leave_out(f"{what}: {type(error).__name__}: {error}")
 
     def leave_out(self, what: str) -> None:

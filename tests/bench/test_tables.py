@@ -50,11 +50,12 @@ def test_rows_are_printed_before_what_is_optional(
         raise RuntimeError("no server")
 
     out = tmp_path / "rows.json"
-    with common.Report(out, []) as report:
+    with pytest.raises(SystemExit) as ended, common.Report(out, []) as report:
         report.add([common.Row("first", "time", "s", 1.0)])
         report.optional("second", fails)
         report.add([common.Row("third", "time", "s", 3.0)])
     captured = capsys.readouterr()
+    assert ended.value.code == 1, "a step of ours failed"
     assert "first" in printed[0] and "third" in captured.out and "first" not in captured.out
     assert captured.err == "left out: second: RuntimeError: no server\n"
     found = written(out)
