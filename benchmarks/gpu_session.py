@@ -26,6 +26,7 @@ from common import Row, machine, need_device, table, write_raw
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000
+PATIENCE = 4  # times the limits for quick forms, which run beside other work
 SMALL_SWEEP = ("--shape", "SmolLM2-fp32", "--layout", "page_first", "--page-size", "64", "--megabytes", "4")
 
 
@@ -99,8 +100,8 @@ def command_of(step: Step, args: argparse.Namespace) -> list[str]:
 
 
 def run(step: Step, args: argparse.Namespace) -> Done:
-    command = command_of(step, args)
-    print(f"\n== {step.name}, {step.limit_s} s at most: python {' '.join(command)}", flush=True)
+    command, limit_s = command_of(step, args), step.limit_s * (PATIENCE if args.quick else 1)
+    print(f"\n== {step.name}, {limit_s} s at most: python {' '.join(command)}", flush=True)
     environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
     environment["HIRADIX_GPU_TESTS_ON"] = args.device
     begin, code = time.monotonic(), None
@@ -108,11 +109,11 @@ def run(step: Step, args: argparse.Namespace) -> Done:
     with log.open("w", encoding="utf-8") as out:
         try:
             code = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=environment, timeout=step.limit_s,
+                [sys.executable, *command], cwd=ROOT, env=environment, timeout=limit_s,
                 stdout=out, stderr=subprocess.STDOUT, check=False,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            print(f"{step.name}: ended after {step.limit_s} s", flush=True)
+            print(f"{step.name}: ended after {limit_s} s", flush=True)
     tail = log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "")[-TAIL:]
     log.unlink()
     print(tail, flush=True)
