@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -368,10 +368,29 @@ class HiCacheConfig:
         return config
 
 
+def without_host_tier(given: Iterable[str]) -> tuple[str, ...]:
+    """What to say of flags of the host tier that are given while there is none; nothing if there are none."""
+    names = ", ".join(given)
+    return (f"{names}: nothing without --enable-hierarchical-cache",) if names else ()
+
+
+def of_device_alone(config: HiCacheConfig) -> HiCacheConfig:
+    """`config` with what is the host tier's and below as it is by itself."""
+    default = HiCacheConfig()
+    names = (field.name for field in dataclasses.fields(config) if field.name.startswith("hicache_"))
+    return dataclasses.replace(config, **{name: getattr(default, name) for name in names})
+
+
 def normalise(config: HiCacheConfig) -> tuple[HiCacheConfig, tuple[str, ...]]:
-    """`config` with layout and io backend made to agree as upstream does, and a sentence for each change."""
+    """`config` with layout and io backend made to agree as upstream does, and a sentence for each change.
+
+    Without the host tier, one that names what is set for it and does nothing.
+    """
     if not config.enable_hierarchical_cache:
-        return config, ()
+        bare = of_device_alone(config)
+        names = [field.name for field in dataclasses.fields(config)]
+        idle = [name for name in names if getattr(config, name) != getattr(bare, name)]
+        return config, without_host_tier(f"--{name.replace('_', '-')}" for name in idle)
     layout, io_backend = config.hicache_mem_layout, config.hicache_io_backend
     warnings: list[str] = []
     if layout == "page_first_direct" and io_backend == "kernel":

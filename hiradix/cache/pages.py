@@ -52,6 +52,11 @@ class CappedPages:
     def available(self) -> int:
         return self._inner.available - self._kept_back
 
+    @property
+    def end_page(self) -> int | None:
+        end: int | None = getattr(self._inner, "end_page", None)
+        return end
+
     def alloc(self, num_pages: int) -> Pages | None:
         return self._inner.alloc(num_pages) if num_pages <= self.available else None
 
@@ -99,7 +104,8 @@ class PageSupply:
     """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns.
 
     device, host: a source per component of the tree, or the only one's; no host source: no host tier. A
-        device source with a `pair` method is told what its pages lie beside.
+        device source with a `pair` method is told what its pages lie beside. From one with an `end_page` the
+        tree takes page ids below that alone.
     num_dropped: device pages that evictions freed since start, per component.
     """
 
@@ -110,6 +116,11 @@ class PageSupply:
         for pools in (self.device_pools, self.host_pools):
             if len(pools) not in (0, len(tree.components)):
                 raise Misuse(f"{len(pools)} pools for {tree.components}")
+        for tier, pools in ((DEVICE, self.device_pools), (HOST, self.host_pools)):
+            for component, pool in enumerate(pools):
+                end = getattr(pool, "end_page", None)
+                if end is not None:
+                    tree.limit_pages(component, tier, end)
         self.device = self.device_pools[BACKBONE]
         self.host = self.host_pools[BACKBONE] if self.host_pools else None
         self.counters = counters

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.engine.api import RequestError
+from hiradix.engine.time_limit import TimeLimit
 from hiradix.engine.token_bound import TokenBound
 from hiradix.errors import ConfigError, Misuse
 
@@ -14,6 +15,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _UNFINISHED = "\ufffd"
 MOST_PENDING = 32  # tokens of an answer that show nothing yet and are decoded again with each further one
 CHARACTER_TOKENS = 4  # at most, of one character: a byte each
+TEMPLATE_TIMEOUT_S = 5.0  # of a chat template, which is a program and takes a millisecond
 
 
 class Tokenizer:
@@ -30,6 +32,7 @@ class Tokenizer:
             raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
         is_fast = getattr(self._tokenizer, "is_fast", False)
         self._bound = TokenBound(self._tokenizer.backend_tokenizer.to_str()) if is_fast else None
+        self._template_limit = TimeLimit(TEMPLATE_TIMEOUT_S)
 
     @staticmethod
     def find(path: str) -> Tokenizer | None:
@@ -70,16 +73,20 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation with the assistant's turn opened; RequestError where it has none.
 
-        The same where the text is none, as in `encode`.
+        The same where the text is none, as in `encode`, and where the template fails or does not end in time.
         """
         if not self.has_chat_template:
             raise RequestError("the model has no chat template; use completions")
         from jinja2 import TemplateError
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            text = self._template_limit.run(
+                lambda: self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                )
             )
+        except TimeoutError as error:
+            raise RequestError(f"messages: the chat template ran for too long: {error}") from error
         except Exception as error:  # a template is a program: it may divide by zero or call itself for ever
             why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
             raise RequestError(f"messages: the chat template refused them: {why}") from error

@@ -46,6 +46,11 @@ class PageAllocator:
     def available(self) -> int:
         return self._num_free
 
+    @property
+    def end_page(self) -> int:
+        """One more than the largest page id."""
+        return self.first_page + self.num_pages
+
     def alloc(self, num_pages: SupportsIndex) -> Pages | None:
         """int32 [num_pages], the caller's own array; None, and nothing taken, if fewer are free."""
         count = index(num_pages)

@@ -119,12 +119,16 @@ class _Answer:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class SlotPages:
-    """A foreign slot allocator as a source of pages. Uses page calls where the allocator has them."""
+    """A foreign slot allocator as a source of pages. Uses page calls where the allocator has them.
+
+    end_page: one more than its largest page id, as its first page may be kept back; None if it has no size.
+    """
 
     def __init__(self, allocator: SlotAllocatorLike, page_size: int, num_pages: int):
         self._allocator = allocator
         self._page_size = page_size
         self.num_pages = num_pages
+        self.end_page = num_pages + 1 if hasattr(allocator, "size") else None
         self._alloc_pages: Callable[[int], Pages | None] | None = getattr(allocator, "alloc_pages", None)
         self._free_pages: Callable[[Pages], None] | None = getattr(allocator, "free_pages", None)
 

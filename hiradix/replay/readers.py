@@ -16,7 +16,6 @@ recording that was cut off in it.
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -31,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.errors import ConfigError
+from hiradix.replay.packed import read_gzip, zstandard_for
 from hiradix.replay.trace import Call, Namer, Trace
 
 MAX_BYTES = 4 << 30
@@ -68,9 +68,11 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
 
 
 def _contents(path: Path) -> bytes:
-    opened: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    opened: dict[str, Callable[..., Any]] = {".xz": lzma.open}
     if path.suffix == ".zst":
         return _zstandard(path)
+    if path.suffix == ".gz":
+        return _gzip(path)
     try:
         with opened.get(path.suffix, open)(path, "rb") as file:
             data: bytes = file.read(MAX_BYTES + 1)
@@ -81,11 +83,21 @@ def _contents(path: Path) -> bytes:
     return data
 
 
-def _zstandard(path: Path) -> bytes:
+def _gzip(path: Path) -> bytes:
+    """What the file holds; of a recording that was cut off, what is there of it."""
     try:
-        import zstandard
-    except ImportError:
-        raise ConfigError(f"{path}: .zst needs the package zstandard: pip install zstandard") from None
+        data, is_whole = read_gzip(path.read_bytes(), MAX_BYTES + 1)
+    except (OSError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    if not is_whole and not data.startswith(b'{"hiradix_trace"'):
+        raise ConfigError(f"{path}: cannot be read: it ends in the middle")
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_BYTES} bytes")
+    return data
+
+
+def _zstandard(path: Path) -> bytes:
+    zstandard = zstandard_for(str(path))
     try:
         with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(
             file, read_across_frames=True
@@ -155,14 +167,18 @@ def _field(record: Record, names: tuple[str, ...]) -> Any:
 
 
 def _count(record: Record, *names: str) -> int:
-    value = _field(record, names)
-    if value is None:
+    """The first of these fields that is there: a whole number, or a text of one. Errors name the field."""
+    name = next((name for name in names if record.get(name) not in (None, "")), None)
+    if name is None:
         raise KeyError(" or ".join(names))
-    if isinstance(value, bool):
-        raise ValueError(f"{names[0]} is no number: {value}")
-    count = int(value)
-    if not 0 <= count < 1 << 31:
-        raise ValueError(f"{names[0]} is {count}")
+    value = record[name]
+    is_number = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    try:
+        count = int(value) if is_number else -1
+    except (ValueError, OverflowError):  # no digits, or no finite number
+        count = -1
+    if not 0 <= count < 1 << 31 or (isinstance(value, float) and value != count):
+        raise ValueError(f"{name} is {str(value):.64}, no whole number in 0..{(1 << 31) - 1}")
     return count
 
 
@@ -171,16 +187,31 @@ def _answer(record: Record) -> int:
     return 1 if _field(record, _ANSWER) is None else max(1, _count(record, *_ANSWER))
 
 
-def _time(value: Any) -> float:
-    if value is None:
+def _time(record: Record, *names: str) -> float:
+    """Seconds, or what the file's unit is, of the first of these fields that is there; 0 where none is."""
+    name = next((name for name in names if record.get(name) not in (None, "")), None)
+    if name is None:
         return 0.0
+    value = record[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"{name} is no time: {str(value):.64}")
     try:
         seconds = float(value)
-    except ValueError:
-        return datetime.fromisoformat(str(value)[:26]).timestamp()
+    except (ValueError, OverflowError):
+        try:
+            return datetime.fromisoformat(str(value)[:26]).timestamp()
+        except (ValueError, OverflowError, OSError):
+            raise ValueError(f"{name} is no time: {str(value):.64}") from None
     if not math.isfinite(seconds):
-        raise ValueError(f"time is {seconds}")
+        raise ValueError(f"{name} is {seconds}")
     return seconds
+
+
+def _time_at(record: Record, name: str) -> float:
+    """As `_time`, of a field that must be there."""
+    if record.get(name) in (None, ""):
+        raise KeyError(name)
+    return _time(record, name)
 
 
 def _ids(record: Record, name: str) -> list[int]:
@@ -188,6 +219,13 @@ def _ids(record: Record, name: str) -> list[int]:
     if not isinstance(ids, list) or not all(type(x) is int and -(1 << 63) <= x < 1 << 64 for x in ids):
         raise ValueError(f"{name} is no list of whole numbers of 64 bits")
     return [x - (1 << 64) if x >= 1 << 63 else x for x in ids]  # the same 64 bits, signed
+
+
+def _delay(record: Record) -> float:
+    delay = _time(record, "delay")
+    if delay < 0:
+        raise ValueError(f"delay is {delay}")
+    return delay
 
 
 def _mooncake() -> Callable[[Record], Call]:
@@ -200,9 +238,9 @@ def _mooncake() -> Callable[[Record], Call]:
         blocks = np.array(_ids(record, "hash_ids")[: tokens // 512], np.int64)
         session = str(_field(record, _SESSION) or "")
         if record.get("timestamp") is not None:
-            time_s = _time(record["timestamp"]) / 1000
+            time_s = _time(record, "timestamp") / 1000
         elif record.get("delay") is not None:
-            time_s = last.get(session, 0.0) + _time(record["delay"]) / 1000
+            time_s = last.get(session, 0.0) + _delay(record) / 1000
         elif session and session not in last:
             time_s = 0.0  # a session's first request has neither
         else:
@@ -221,7 +259,7 @@ def _gathering(count: int) -> Callable[[Record], Call]:
         tokens, ids = _count(record, "input_length"), _ids(record, "hash_ids")
         whole = [tuple(ids[i : i + count]) for i in range(0, tokens // GATHERED * count, count)]
         blocks = namer.blocks([group for group in whole if len(group) == count])
-        return Call(_time(record["timestamp"]), tokens, _count(record, "output_length"), blocks)
+        return Call(_time_at(record, "timestamp"), tokens, _count(record, "output_length"), blocks)
 
     return read
 
@@ -238,7 +276,7 @@ def _recorded(size: int) -> Callable[[Record], Call]:
         blocks = namer.blocks(names)
         hint = record.get("hint")
         return Call(
-            _time(record["time_s"]),
+            _time_at(record, "time_s"),
             tokens,
             _count(record, "output_tokens"),
             blocks,
@@ -255,7 +293,7 @@ def _plain() -> Callable[[Record], Call]:
         tokens = _ids(record, "tokens" if "tokens" in record else "token_ids")
         size = PLAIN_BLOCK
         contents = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) // size * size, size)]
-        return Call(_time(_field(record, _TIME)), len(tokens), _answer(record), namer.blocks(list(contents)))
+        return Call(_time(record, *_TIME), len(tokens), _answer(record), namer.blocks(list(contents)))
 
     return read
 
@@ -270,6 +308,6 @@ def _sessions() -> Callable[[Record], Call]:
         session = _field(record, _SESSION)
         whose = ("alone", next(serial)) if session is None else ("session", str(session))
         blocks = namer.blocks([(whose, i) for i in range(tokens // SESSION_BLOCK)])
-        return Call(_time(_field(record, _TIME)), tokens, _answer(record), blocks)
+        return Call(_time(record, *_TIME), tokens, _answer(record), blocks)
 
     return read

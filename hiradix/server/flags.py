@@ -22,9 +22,11 @@ from hiradix.config import (
     HiCacheConfig,
     load_mapping,
     normalise,
+    of_device_alone,
     parse_extra_config,
     require_int,
     require_number,
+    without_host_tier,
 )
 from hiradix.engine.api import EngineConfig, most_of
 from hiradix.errors import ConfigError
@@ -154,6 +156,8 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         )
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
+    if not cache.enable_hierarchical_cache:
+        notes += without_host_tier(_host_flags(arguments))
     api_key, more = choose_key("--api-key", args.api_key, args.api_key_file, os.environ)
     admin_key, and_more = choose_key(
         "--admin-api-key", args.admin_api_key, args.admin_api_key_file, os.environ
@@ -274,8 +278,17 @@ def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, t
         served_model_name=name,
     )
     _check_names(config)
+    if not config.enable_hierarchical_cache:
+        return of_device_alone(config), notes  # `parse_serve_args` says what was given for nothing
     config, warnings = normalise(config)
     return config, notes + warnings
+
+
+def _host_flags(arguments: Sequence[str]) -> list[str]:
+    """The flags of the host tier and below among `arguments`."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    below = ("--hicache-", "--file-storage-path", "--disable-hicache-")
+    return [flag.name for flag in FLAGS if flag.name.startswith(below) and flag.name in given]
 
 
 def _check_names(config: HiCacheConfig) -> None:

@@ -12,6 +12,7 @@ from hiradix.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 10_000
+_COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
 
 
@@ -67,7 +68,8 @@ def read_tenants(flag: str, path: str) -> tuple[dict[str, str | None], tuple[str
     """Tenants by key, and notes. None: a key whose requests belong to no tenant.
 
     A JSON object of names by key (null for none), or lines of a key and a name (or a key alone) with space
-    between; `#` begins a comment. Raises ConfigError that shows no key.
+    between; `#` begins a comment at a line's start or behind space, else it is a key's. Raises ConfigError
+    that shows no key.
     """
     text, notes = read_secret_file(flag, path)
     where = f"{flag} {path}"
@@ -94,7 +96,7 @@ def _pairs(where: str, text: str) -> list[tuple[str, str, object]]:
         return [(f"entry {number}", key, tenant) for number, (key, tenant) in enumerate(pairs, 1)]
     found: list[tuple[str, str, object]] = []
     for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split() if not line.lstrip().startswith("#") else []
+        words = _COMMENT.sub("", line).split()
         if len(words) > 2:
             raise ConfigError(f"{where}: line {number}: expected a key and a tenant")
         if words:

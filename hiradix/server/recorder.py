@@ -24,6 +24,7 @@ import numpy as np
 
 from hiradix.engine.api import Scope
 from hiradix.errors import ConfigError
+from hiradix.replay.packed import PACKED, packer, unpacked_head
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ BLOCK_TOKENS = 64
 NAME_BYTES = 8
 MAX_BYTES = 256 << 20
 MAX_FILES = 1000
-COMPRESSED = (".gz", ".xz", ".zst", ".bz2", ".zip")
-"""What `hiradix replay` would unpack, or a person: a recording that may end at any moment is not packed."""
+COMPRESSED = (".xz", ".bz2", ".zip")
+"""What a recording cannot be: their compressors give no line away before many more have come."""
 MAX_WAITING = 256
 """Requests that wait to be written; further ones are left out."""
 
@@ -65,8 +66,11 @@ def _is_recording(path: Path) -> bool:
         if not path.is_file():
             return False
         with path.open("rb") as file:
-            return begin.startswith(file.read(len(begin)))
-    except OSError:
+            head = file.read(4096)
+        if path.suffix in PACKED:
+            head = unpacked_head(path.suffix, head)
+        return begin.startswith(head[: len(begin)])
+    except (OSError, ConfigError):
         return False
 
 
@@ -74,8 +78,9 @@ class TraceRecorder:
     """Appends to a new file, at most `max_bytes`; then it stops and says so. Threads may share it.
 
     Beside an earlier recording: `trace.1.jsonl` and so on beside `trace.jsonl`, so that a server may be
-    started again. Raises ConfigError when another file is there or none can be made,
-    and for the name of a compressed one: each line must be whole on the disk when it is written.
+    started again. What is named .gz or .zst is compressed, line by line: one that a killed server leaves is
+    read up to its last line. `max_bytes` counts the text. Raises ConfigError when another file is there or
+    none can be made, and for the names of other compressed ones.
     """
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic):
@@ -89,11 +94,14 @@ class TraceRecorder:
         self._is_closing = False
         self.num_lost = 0
         if path.suffix in COMPRESSED:
-            raise ConfigError(f"--record-trace {path}: is plain text: name it without {path.suffix}")
+            raise ConfigError(
+                f"--record-trace {path}: is text, .gz or .zst: name it without {path.suffix}"
+            )
+        self._pack = packer(f"--record-trace {path}", path.suffix)
         self._path, descriptor = _new_file(path)
         if self._path != path:
             logger.warning("--record-trace %s: has a recording, this one is in %s", path, self._path)
-        self._file = os.fdopen(descriptor, "w", encoding="ascii")
+        self._file = os.fdopen(descriptor, "wb")
         self._write({"hiradix_trace": 1, "block_tokens": BLOCK_TOKENS})
 
     def later(self, prompt_ids: Sequence[int], output_tokens: int, scope: Scope) -> None:
@@ -158,7 +166,7 @@ class TraceRecorder:
             return
         self._left -= len(text)
         try:
-            self._file.write(text)
+            self._file.write(self._pack(text.encode("ascii")))
             self._file.flush()
         except OSError as error:
             self._stop(str(error))

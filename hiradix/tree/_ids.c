@@ -113,21 +113,33 @@ static PyObject *copied(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return (PyObject *)found;
 }
 
-static PyObject *require(PyObject *self, PyObject *object)
+/* Set the marks of pages to `value` as far as none has it yet; the number of those. */
+static npy_intp turned(PyArrayObject *marks, PyArrayObject *pages, npy_bool value)
 {
-    PyArrayObject *pages = given(object);
-    if (pages == NULL) {
+    npy_intp end = LENGTH(marks), count = LENGTH(pages), i;
+    for (i = 0; i < count; i++) {
+        npy_int32 page = IDS(pages)[i];
+        if (page < 0 || page >= end || FLAGS(marks)[page] == value) {
+            break;
+        }
+        FLAGS(marks)[page] = value;
+    }
+    return i;
+}
+
+static PyObject *claim(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    PyArrayObject *marks, *pages;
+    if (!has_args("claim", nargs, 2) || (marks = own_array(args[0], NPY_BOOL, "marks")) == NULL
+        || (pages = given(args[1])) == NULL) {
         return NULL;
     }
-    npy_int32 bits = 0;
-    for (npy_intp i = 0; i < LENGTH(pages); i++) {
-        bits |= IDS(pages)[i];
+    npy_intp count = LENGTH(pages), done = turned(marks, pages, 1);
+    for (npy_intp i = 0; done != count && i < done; i++) {
+        FLAGS(marks)[IDS(pages)[i]] = 0;
     }
     Py_DECREF(pages);
-    if (bits < 0) {
-        return PyErr_Format(PyExc_AssertionError, "%R are no page ids", object);
-    }
-    Py_RETURN_NONE;
+    return PyBool_FromLong(done == count);
 }
 
 static PyObject *joined(PyObject *self, PyObject *parts)
@@ -199,20 +211,6 @@ static PyObject *take(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     return (PyObject *)found;
 }
 
-/* Unmark pages as far as each is marked; the number of those. */
-static npy_intp unmarked(PyArrayObject *marks, PyArrayObject *pages)
-{
-    npy_intp end = LENGTH(marks), count = LENGTH(pages), i;
-    for (i = 0; i < count; i++) {
-        npy_int32 page = IDS(pages)[i];
-        if (page < 0 || page >= end || !FLAGS(marks)[page]) {
-            break;
-        }
-        FLAGS(marks)[page] = 0;
-    }
-    return i;
-}
-
 static PyObject *give(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
     PyArrayObject *stack, *marks, *pages;
@@ -231,7 +229,7 @@ static PyObject *give(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
     }
     npy_intp count = LENGTH(pages), done = 0;
     if (count <= LENGTH(stack) - num_free) {
-        done = unmarked(marks, pages);
+        done = turned(marks, pages, 0);
         for (npy_intp i = 0; i < done; i++) {
             if (done == count) {
                 IDS(stack)[num_free + i] = IDS(pages)[count - 1 - i];
@@ -441,7 +439,7 @@ static PyObject *track(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 static PyMethodDef methods[] = {
     {"copied", (PyCFunction)(void (*)(void))copied, METH_FASTCALL, NULL},
-    {"require", require, METH_O, NULL},
+    {"claim", (PyCFunction)(void (*)(void))claim, METH_FASTCALL, NULL},
     {"joined", joined, METH_O, NULL},
     {"mark", (PyCFunction)(void (*)(void))mark, METH_FASTCALL, NULL},
     {"take", (PyCFunction)(void (*)(void))take, METH_FASTCALL, NULL},

@@ -178,6 +178,10 @@ def _check_places(tree: TreeView, store: Store) -> None:
             twice = pages[1:][pages[1:] == pages[:-1]]
             if len(twice):
                 raise Misuse(f"10: {tier.name} component {c} has pages twice: {twice[:16]}")
+            known = store.places[c][tier].taken()
+            if not np.array_equal(known, pages):
+                wrong = np.setxor1d(known, pages)
+                raise Misuse(f"10: {tier.name} component {c}: places and nodes differ in {wrong[:16]}")
 
 
 def _check_counts(nodes: list[Node], store: Store) -> None:

@@ -7,7 +7,8 @@ Page ids are int32 [P], contiguous; of other integers a copy is made. What is re
 Ids that are out of range, or no ids, raise AssertionError before anything is changed, if not said otherwise.
 
     copied(pages, first=0, last=P)           a copy of [first, last)
-    require(pages)                           AssertionError unless all are page ids: int32 and not negative
+    claim(marks, pages)                      mark them; False, and nothing changed, unless each is in range,
+                                             unmarked and named once
     joined(parts)                            one array of a list's int32 arrays
     mark(marks, pages, value)                marks[page] = value for each page; marks: bool
     take(stack, num_free, count, marks)      the last `count` of stack[:num_free], last first; marks them
@@ -42,7 +43,7 @@ from hiradix.tree.native import form_in_c
 _form = form_in_c("hiradix.tree._ids", ids_numpy)
 IS_BUILT: Final[bool] = _form is not ids_numpy
 copied: Final[Callable[..., Pages]] = _form.copied
-require: Final[Callable[[Ids], None]] = _form.require
+claim: Final[Callable[[Marks, Ids], bool]] = _form.claim
 joined: Final[Callable[[list[Pages]], Pages]] = _form.joined
 mark: Final[Callable[[Marks, Ids, bool], None]] = _form.mark
 take: Final[Callable[[Pages, int, int, Marks], Pages]] = _form.take

@@ -29,10 +29,24 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
     return _narrow(pages)[first:end].copy()
 
 
-def require(pages: Ids) -> None:
+def claim(marks: Marks, pages: Ids) -> bool:
     """See `hiradix.tree.ids`."""
-    if len(pages) and not _are_in(pages, 1 << 31):
-        raise Misuse(f"{pages[:16]} are no page ids")
+    if len(pages) > FEW_PAGES:
+        ordered = np.sort(_narrow(pages))
+        if ordered[0] < 0 or ordered[-1] >= len(marks) or marks.take(ordered).any():
+            return False
+        if (ordered[1:] == ordered[:-1]).any():
+            return False
+        marks.put(ordered, True)
+        return True
+    found, end, flags = pages.tolist(), len(marks), marks.data
+    for number, page in enumerate(found):
+        if not 0 <= page < end or flags[page]:
+            for marked in found[:number]:
+                flags[marked] = False
+            return False
+        flags[page] = True
+    return True
 
 
 def joined(parts: Sequence[Pages]) -> Pages:

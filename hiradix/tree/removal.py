@@ -13,7 +13,7 @@ from hiradix.tree.store import Dropped, Store
 
 def evict(store: Store, split: Split, component: int, tier: Tier, num_pages: int) -> list[Freed]:
     """See `RadixTree.evict`."""
-    order, out, missing = store.orders[component][tier], Dropped(), num_pages
+    order, out, missing = store.orders[component][tier], Dropped(store.places), num_pages
     per_page = store.components[component].per_page
     gone: Node | None = None
     while missing > 0 and (victim := order.coldest()) is not None:
@@ -84,7 +84,7 @@ def _cut(node: Node, split: Split, wanted: int, waste: int, keep_front: bool) ->
 
 def drop_other(store: Store, node: Node, component: int, tier: Tier) -> list[Freed]:
     """See `RadixTree.drop_other`."""
-    out = Dropped()
+    out = Dropped(store.places)
     entry = node.residency(component, tier)
     if entry.pages is not None and entry.lock_ref == 0:
         store.drop(node, component, tier, out)
@@ -93,7 +93,7 @@ def drop_other(store: Store, node: Node, component: int, tier: Tier) -> list[Fre
 
 def demote(store: Store, node: Node) -> list[Freed]:
     """See `RadixTree.demote`."""
-    out = Dropped()
+    out = Dropped(store.places)
     evictable = node.parent is not None and node.device.pages is not None and node.device.lock_ref == 0
     if evictable and node.host.pages is not None and node.num_device_children == 0:
         store.drop(node, BACKBONE, DEVICE, out)
@@ -104,7 +104,7 @@ def demote(store: Store, node: Node) -> list[Freed]:
 
 def drop(store: Store, node: Node) -> list[Freed]:
     """See `RadixTree.drop`."""
-    out = Dropped()
+    out = Dropped(store.places)
     store.unlink(node, out)
     return out.freed()
 
@@ -116,7 +116,7 @@ def drop_device(store: Store, node: Node) -> list[Freed] | None:
     below = list(_device_subtree(node))
     if any(n.device.lock_ref for n in below):
         return None
-    out = Dropped()
+    out = Dropped(store.places)
     for n in reversed(below):
         store.drop(n, BACKBONE, DEVICE, out)
     return out.freed()
@@ -133,7 +133,7 @@ def _device_subtree(node: Node) -> Iterator[Node]:
 
 def clear(store: Store, nodes: Iterable[Node]) -> list[Freed]:
     """See `RadixTree.clear`."""
-    out = Dropped()
+    out = Dropped(store.places)
     for node in list(nodes):
         for c in range(len(store.components)):
             for tier in TIERS:

@@ -7,6 +7,10 @@ existence of nodes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
 
 from hiradix.errors import Misuse
 from hiradix.tree import ids
@@ -18,6 +22,7 @@ from hiradix.tree.node import (
     TIERS,
     Component,
     DeadLeaf,
+    Ids,
     Node,
     Pages,
     Residency,
@@ -30,12 +35,65 @@ from hiradix.tree.records import Freed
 from hiradix.tree.spare import SpareFirst, is_needed
 from hiradix.tree.watch import Watch
 
+FIRST_PLACES: Final = 1024
+MOST_PLACES: Final = 1 << 31  # page ids are int32
+
+
+class Places:
+    """Which page ids nodes have of one component in one tier, by id: a page is in one place (invariant 10).
+
+    One byte for each id up to the largest that was seen, or of the pool once that is known.
+    """
+
+    def __init__(self, component: str, tier: Tier):
+        self._of = f"{tier.name} component {component}"
+        self._marks: npt.NDArray[np.bool_] = np.zeros(FIRST_PLACES, np.bool_)
+        self._is_whole = False
+
+    def limit(self, end: int) -> None:
+        """The pool has pages below `end` alone. None may be taken yet."""
+        self._marks, self._is_whole = np.zeros(end, np.bool_), True
+
+    def claim(self, pages: Ids) -> None:
+        """A node is about to have these; Misuse, and nothing changed, if one of them has a place already, is
+        named twice or is in no pool. Costs `pages`."""
+        if not ids.claim(self._marks, pages):
+            self._grow(pages)
+            if not ids.claim(self._marks, pages):
+                self._refuse(pages)
+
+    def leave(self, pages: Ids) -> None:
+        """No node has these any more."""
+        ids.mark(self._marks, pages, False)
+
+    def taken(self) -> Pages:
+        """All that have a place, ascending. Costs the pool; for checks."""
+        return np.flatnonzero(self._marks).astype(np.int32)
+
+    def _grow(self, pages: Ids) -> None:
+        end = int(pages.max()) + 1 if len(pages) else 0
+        if not self._is_whole and len(self._marks) < end <= MOST_PLACES:
+            grown = np.zeros(min(max(end, 2 * len(self._marks)), MOST_PLACES), np.bool_)
+            grown[: len(self._marks)] = self._marks
+            self._marks = grown
+
+    def _refuse(self, pages: Ids) -> None:
+        end = len(self._marks) if self._is_whole else MOST_PLACES
+        wrong = pages[(pages < 0) | (pages >= end)]
+        if len(wrong):
+            raise Misuse(f"{self._of}: {wrong[:16]} are no page ids, which are 0..{end - 1}")
+        taken = pages[self._marks[pages]]
+        if len(taken):
+            raise Misuse(f"{self._of}: pages {taken[:16]} are in the tree already, under another prefix")
+        raise Misuse(f"{self._of}: a page is named twice among {pages[:16]}")
+
 
 class Dropped:
     """Pages taken from nodes, gathered by 2 * component + tier."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Sequence[Sequence[Places]]) -> None:
         self._pages: dict[int, list[Pages]] = {}
+        self._places = places
 
     def add(self, component: int, tier: int, pages: Pages) -> None:
         place = 2 * component + tier
@@ -46,11 +104,14 @@ class Dropped:
             parts.append(pages)
 
     def freed(self) -> list[Freed]:
-        """One record per component and tier; what lies beside the backbone comes before the backbone."""
+        """One record per component and tier; what lies beside the backbone comes before the backbone.
+
+        Once: from here on the pages may come again."""
         found = []
         for place in reversed(sorted(self._pages)):
             parts = self._pages[place]
             pages = parts[0] if len(parts) == 1 else ids.joined(parts)
+            self._places[place >> 1][place & 1].leave(pages)
             found.append(Freed(place >> 1, TIERS[place & 1], pages))
         return found
 
@@ -69,6 +130,7 @@ class Store:
         self.orders: list[list[EvictionOrder]] = []
         self.pins = Pinning(self.orders)
         self.watch: Watch | None = None
+        self.places = [[Places(component.name, tier) for tier in TIERS] for component in components]
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +146,7 @@ class Store:
     # -- giving -----------------------------------------------------------------------------
 
     def take(self, node: Node, component: int, tier: int, pages: Pages) -> bool:
-        """Give a node pages it does not have: the array is its own from here on.
+        """Give a node pages it does not have and that are claimed: the array is its own from here on.
 
         True: it is evictable now, the caller must `push_taken` it.
         """

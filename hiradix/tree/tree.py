@@ -16,8 +16,8 @@ Invariants, checked by `RadixTree.check` under these numbers:
      there, and holds exactly its pages' tokens and ids, in arrays of its own.
   8. num_pages of the orders, num_resident and num_device_children equal what a walk counts.
   9. Known page hashes are those of the path from the root.
-  10. A page id is in one place of a component and tier. Not looked for at an insert, which would cost a map
-     of all pages: `check` finds it, as does the allocator when the second place gives the page back.
+  10. A page id is in one place of a component and tier, and the store's `places` have those that are in one.
+     What enters is held against them, so one page under two prefixes is refused.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from hiradix.tree.watch import Watch
 
 _INT32: Final = np.dtype(np.int32)
 _WHOLE_PATH: Final = (0,)
+_CLAIMED: Final = (True,)
 _GIVEN_BACK: Final[tuple[int, ...]] = ()
 _GRAIN: Final = Grain()
 
@@ -134,8 +135,9 @@ class RadixTree(TreeView):
             on the prefix's length. It stays the caller's.
         pages[0] must reach back to what the tree has in `tier` (DEVICE) or at all (HOST).
         Where the tree has other pages already, the given ones come back as duplicates; its own given
-        again are no duplicates. Returns a lock on the whole key. Hits and `priority` (see `prioritise`;
-        None: not known) are noted on the nodes below `at`.
+        again are no duplicates. Misuse, and nothing changed, for a page that another prefix has, that is
+        named twice or that is none of the pool (see `limit_pages`). Returns a lock on the whole key. Hits
+        and `priority` (see `prioritise`; None: not known) are noted on the nodes below `at`.
         """
         raised = None if priority is None else index(priority)
         start = at.node if at is not None else self.root
@@ -146,11 +148,12 @@ class RadixTree(TreeView):
         if not same:
             raise Misuse(f"{key} continued from {start.space}")
         node = self._walk(start, key)
-        self._refuse_unfit(node, num_pages, tier, pages)
+        known = self._refuse_unfit(node, num_pages, tier, pages)
+        claimed = self._claimed_all(node, num_pages, known, tier, pages)
         if node.end < num_pages:
             node = self._grow(node, key, num_pages)
         lock = self.lock(node, tier)
-        duplicates = [self.adopt(node, c, tier, pages[c]) for c in range(len(pages))]
+        duplicates = [self._adopt(node, c, tier, pages[c], claimed[c]) for c in range(len(pages))]
         first = start.end
         while node.start >= first and node.parent is not None:
             node.hit_count += 1
@@ -184,16 +187,24 @@ class RadixTree(TreeView):
 
         Copies, but for an array over `bytes` of its own, of which one node takes all.
         Returns the ids that were not needed; a node's own ids given again are none of them. Splits a
-        node where `pages` begin inside it and it has none.
+        node where `pages` begin inside it and it has none. Misuse as for an insert.
         """
         if not len(pages):
             return NO_PAGES
         if node.parent is None:
             node = self._in_tree(node)
+        per_page = self.components[component].per_page
+        if not (len(pages) <= node.end and (per_page or len(pages) == 1)):
+            raise Misuse(f"{len(pages)} pages end at page {node.end}")
+        claimed = self._claimed(node, node.end, component, tier, pages)
+        return self._adopt(node, component, tier, pages, claimed)
+
+    def _adopt(self, node: Node, component: int, tier: Tier, pages: Ids, claimed: bool) -> Pages:
+        """`adopt` of what fits. claimed: the store's `places` have all of `pages`; else none that is new."""
+        if not len(pages):
+            return NO_PAGES
         store, per_page = self._store, self.components[component].per_page
         start = node.end - len(pages) if per_page else node.start
-        if not (start >= 0 and (per_page or len(pages) == 1)):
-            raise Misuse(f"{len(pages)} pages end at page {node.end}")
         taken, refused = [], []
         at: Node | None = node
         while at is not None and at.end > start:
@@ -202,7 +213,10 @@ class RadixTree(TreeView):
                 if at.start < start:
                     self._split(at, start - at.start)  # `at` keeps the part that the pages cover
                 first, last = (at.start - start, at.end - start) if per_page else (0, 1)
-                if store.take(at, component, tier, _kept(pages, first, last)):
+                own = _kept(pages, first, last)
+                if not claimed:
+                    store.places[component][tier].claim(own)
+                if store.take(at, component, tier, own):
                     taken.append(entry)
             elif entry.pages is not None:
                 lo = max(at.start, start)
@@ -220,6 +234,12 @@ class RadixTree(TreeView):
             return NO_PAGES
         parts = [ids.copied(part) for part in refused]
         return parts[0] if len(parts) == 1 else ids.joined(parts)
+
+    def limit_pages(self, component: int, tier: Tier, end: SupportsIndex) -> None:
+        """`tier` has pages 0 .. end - 1 of a component: others are refused. While the tree is empty."""
+        if self.root.children:
+            raise Misuse("the pages of a tree are limited from the beginning or not at all")
+        self._store.places[component][tier].limit(index(end))
 
     # -- removing ---------------------------------------------------------------------------
 
@@ -325,11 +345,11 @@ class RadixTree(TreeView):
             node, above = above, above.parent or above.heir
         return node is self.root
 
-    def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> None:
-        """Misuse, before anything changes, unless `pages` are ids and fit a key of `end` pages, known up to
-        `node`."""
-        for own in pages:
-            ids.require(own)
+    def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> int:
+        """Misuse, before anything changes, unless `pages` fit a key of `end` pages, known up to `node`.
+
+        Returns from where on `tier` has nothing of the backbone.
+        """
         for c in range(1, len(pages)):
             most = end if self.components[c].per_page else 1
             if len(pages[c]) > most:
@@ -340,6 +360,58 @@ class RadixTree(TreeView):
         first = end - len(pages[BACKBONE])
         if not 0 <= first <= node.end:
             raise Misuse(f"pages from {first} to {end} behind those up to {node.end}")
+        return node.end
+
+    def _claimed_all(
+        self, node: Node, end: int, known: int, tier: Tier, pages: Sequence[Ids]
+    ) -> Sequence[bool]:
+        """`_claimed` of each component's pages of an insert, all or none. known: from `_refuse_unfit`."""
+        if len(pages) == 1 and end - len(pages[BACKBONE]) >= known:
+            self._store.places[BACKBONE][tier].claim(pages[BACKBONE])
+            return _CLAIMED
+        claimed: list[bool] = []
+        try:
+            for c, given in enumerate(pages):
+                claimed.append(self._claimed(node, end, c, tier, given))
+        except Misuse:
+            for c in range(len(claimed)):
+                if claimed[c]:
+                    self._store.places[c][tier].leave(pages[c])
+            raise
+        return claimed
+
+    def _claimed(self, node: Node, end: int, component: int, tier: Tier, pages: Ids) -> bool:
+        """Have the store's `places` take `pages`, which end at page `end` of a key that is known up to
+        `node`, if all will be taken; else only see that they may. Misuse, and nothing taken, if they may not.
+        """
+        if not len(pages):
+            return False
+        places = self._store.places[component][tier]
+        per_page = self.components[component].per_page
+        start = end - len(pages) if per_page else end - 1
+        own: Pages | None = None  # what the tree has where `pages` go; -1: nothing
+        will_take, at = True, node
+        while at.parent is not None and at.end > start:
+            found = at.residency(component, tier).pages
+            if found is not None and not per_page:
+                own = found if at.end == end else own
+            elif found is not None:
+                if own is None:
+                    own = np.full(len(pages), -1, np.int32)
+                lo = max(at.start, start)
+                own[lo - start : at.end - start] = found[lo - at.start :]
+            elif component != BACKBONE and not at.resident(tier):
+                will_take = False
+            at = at.parent
+        if own is None:
+            places.claim(pages)
+            if not will_take:
+                places.leave(pages)
+            return will_take
+        new = pages[pages != own]
+        places.claim(new)
+        places.leave(new)
+        return False
 
     def _grow(self, parent: Node, key: RadixKey, end: int) -> Node:
         start, size = parent.end, self.page_size

@@ -137,7 +137,8 @@ FORMS = (
             peers=DISK_PEERS,
         )
         + _cases("disk exists of 128 reused keys", peers=DISK_PEERS)
-        + _cases("disk get cold, every page verified", "disk get cold, not verified", peers=("raw", "memcpy"))
+        + _cases("disk get cold, every page verified", peers=("raw", "hiradix-unverified"))
+        + _cases("disk get warm, every page verified", peers=("memcpy", "hiradix-unverified"))
         + _cases("disk reopening"),
         target="bench-storage",
         needs=(PEERS / "sglang-0.5.23-storage", PEERS / "lmcache-0.5.6"),

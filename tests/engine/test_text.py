@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.engine import RequestError, SamplingParams
+from hiradix.engine.time_limit import TimeLimit
 from hiradix.engine.tokenizer import TextStream, Tokenizer
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -136,13 +137,22 @@ def test_special_tokens_anywhere_change_no_text() -> None:
     assert "".join(map(stream.push, tokens)) + stream.finish() == words.decode()
 
 
+LONG = "{% for i in range(99999) %}{% for j in range(99999) %}"
+
+
 @pytest.mark.parametrize(
-    "template",
-    ["{{ 1 // 0 }}", "{{ 1 % 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-     "{% for i in range(10 ** 9) %}{% endfor %}", "{{ messages[0].x.y }}",
-     "{{ 2 ** 10 ** 5 | string }}{{ 1 / 0 }}"],
+    ("template", "why"),
+    [*((template, "refused them") for template in (
+        "{{ 1 // 0 }}", "{{ 1 % 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}", "{{ messages[0].x.y }}",
+        "{{ 2 ** 10 ** 5 | string }}{{ 1 / 0 }}",
+     )),
+     (LONG + "{% endfor %}{% endfor %}", "ran for too long"),
+     (LONG + "{{ loop.index }}{% endfor %}{% endfor %}", "ran for too long"),
+     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+      "ran for too long")],
 )  # fmt: skip
-def test_a_template_that_fails_is_the_requests_error(template: str) -> None:
+def test_a_template_that_fails_is_the_requests_error(template: str, why: str) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Templated:
@@ -153,5 +163,6 @@ def test_a_template_that_fails_is_the_requests_error(template: str) -> None:
 
     tokenizer = Tokenizer.__new__(Tokenizer)
     tokenizer._tokenizer, tokenizer._bound = Templated(), None
-    with pytest.raises(RequestError, match="^messages: the chat template refused them: "):
+    tokenizer._template_limit = TimeLimit(60.0 if why == "refused them" else 0.1)
+    with pytest.raises(RequestError, match=f"^messages: the chat template {why}: "):
         tokenizer.apply_chat([{"role": "user", "content": "hi"}])

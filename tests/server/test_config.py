@@ -90,9 +90,12 @@ def test_normalisation(
     assert normalise(once) == (once, ())
 
 
-def test_nothing_is_rewritten_while_the_cache_is_off() -> None:
-    config = HiCacheConfig(hicache_io_backend="direct")
-    assert normalise(config) == (config, ())
+def test_what_is_set_for_a_host_tier_that_is_off_is_said_to_do_nothing() -> None:
+    assert normalise(HiCacheConfig()) == (HiCacheConfig(), ())
+    config = HiCacheConfig(hicache_io_backend="direct", hicache_ratio=2.0)
+    same, notes = normalise(config)
+    assert same == config
+    assert notes == ("--hicache-ratio, --hicache-io-backend: nothing without --enable-hierarchical-cache",)
 
 
 FORMS = {

@@ -86,6 +86,17 @@ def test_page_size_defaults_to_64_with_the_cache_and_says_so(model: str) -> None
     assert (chosen.engine.cache.page_size, chosen.notes) == (16, ())
 
 
+def test_flags_of_a_host_tier_that_is_off_are_said_to_do_nothing(model: str) -> None:
+    """Those that say what is the default, too."""
+    given = ["--hicache-size", "4", "--hicache-write-policy=write_through", "--disable-hicache-numa-detect"]
+    off, on = parse(model, *given), parse(model, "--enable-hicache", "--page-size", "1", *given)
+    (note,) = off.notes
+    assert note.endswith(": nothing without --enable-hierarchical-cache") and on.notes == ()
+    assert all(flag.partition("=")[0] in note for flag in given if flag.startswith("--"))
+    assert off.engine.cache.normalised() == off.engine.cache and off.engine.cache.hicache_size == 0
+    assert on.engine.cache.hicache_size == 4
+
+
 def test_rewrites_are_told(model: str) -> None:
     config = parse(model, "--enable-hicache", "--hicache-io-backend", "direct")
     assert config.engine.cache.hicache_mem_layout == "page_first_direct"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import threading
@@ -137,7 +138,7 @@ def on_a_full_disk(tmp_path: Path) -> TraceRecorder:
     """What was written stays in a buffer, and closing the file tries that again."""
     recorder = TraceRecorder(tmp_path / "trace")
     recorder._file.close()
-    recorder._file = open("/dev/full", "w", encoding="ascii")
+    recorder._file = open("/dev/full", "wb")
     return recorder
 
 
@@ -148,7 +149,7 @@ def test_a_full_disk_ends_the_recording_and_not_a_request(on_a_full_disk: TraceR
 
 
 def test_a_full_disk_does_not_keep_the_server_from_ending(on_a_full_disk: TraceRecorder) -> None:
-    on_a_full_disk._file.write("in the buffer")
+    on_a_full_disk._file.write(b"in the buffer")
     on_a_full_disk.close()
     assert on_a_full_disk._file.closed
 
@@ -156,7 +157,7 @@ def test_a_full_disk_does_not_keep_the_server_from_ending(on_a_full_disk: TraceR
 def test_a_disk_that_hangs_holds_up_no_request(tmp_path: Path) -> None:
     recorder = TraceRecorder(tmp_path / "trace")
     reading, writing = os.pipe()  # nobody reads: it takes 64 KiB
-    recorder._file = open(writing, "w", encoding="ascii")
+    recorder._file = open(writing, "wb")
     for _ in range(1000):
         recorder.later(list(range(200 * BLOCK_TOKENS)), 1, Scope())
     assert recorder.num_lost >= 1000 - MAX_WAITING - 64
@@ -262,8 +263,39 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "trace").read_text() == "mine"
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("suffix", [".xz", ".bz2", ".zip"])
 def test_a_recording_is_not_named_as_what_it_is_not(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--record-trace .*without {suffix}"):
         TraceRecorder(tmp_path / f"trace.jsonl{suffix}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_recording_is_read_up_to_its_last_line(suffix: str, tmp_path: Path) -> None:
+    """A server that is killed ends no file, and what comes last may be torn."""
+    asked, torn = tmp_path / f"trace.jsonl{suffix}", tmp_path / f"torn.jsonl{suffix}"
+    recorder, sizes = TraceRecorder(asked), []
+    for number in range(1, 6):
+        recorder.record(list(range(64 * number)), 1, Scope())
+        data = asked.read_bytes()
+        sizes.append(len(data))
+        assert data[:2] == {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5"}[suffix]
+        assert [call.prompt_tokens // 64 for call in read_trace(asked).calls] == [*range(1, number + 1)]
+    for size in range(sizes[1], sizes[-1]):
+        torn.write_bytes(data[:size])
+        assert len(read_trace(torn).calls) >= sum(whole <= size for whole in sizes)
+    TraceRecorder(asked).close()
+    assert (tmp_path / f"trace.jsonl.1{suffix}").exists()
+    recorder.close()
+    assert len(read_trace(asked).calls) == 5
+
+
+def test_a_compressed_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
+    for data in (gzip.compress(b"mine"), b"mine"):
+        (tmp_path / "trace.gz").write_bytes(data)
+        with pytest.raises(ConfigError, match="--record-trace"):
+            TraceRecorder(tmp_path / "trace.gz")
+        assert (tmp_path / "trace.gz").read_bytes() == data
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b'{"input_length": 1}\n' * 1000)[:-9])
+    with pytest.raises(ConfigError, match="it ends in the middle"):
+        read_trace(tmp_path / "cut.gz")

@@ -306,6 +306,13 @@ def test_a_bad_file_of_keys_is_refused_and_not_shown(text: str, start: Any, tmp_
     assert str(caught.value).startswith("--api-keys ") and "k-secret" not in str(caught.value)
 
 
+def test_a_key_with_a_hash_sign_is_not_cut(start: Any, tmp_path: Path) -> None:
+    """What is left of it would be a shorter key, of nobody's tenant."""
+    text = "key#a alice\n#key-b bob\n  # a comment\nkey-c carol #d\n#\n"
+    config = start("--api-keys", secret(tmp_path / "keys", text))
+    assert config.tenants == {"key#a": "alice", "key-c": "carol"}
+
+
 def test_the_file_is_read_again_on_sighup(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     path = tmp_path / "keys"

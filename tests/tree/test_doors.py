@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hiradix.errors import BadNamespace, Misuse
-from hiradix.tree import Namespace, RadixKey, RadixTree, Tier, TokenLog, ids
+from hiradix.tree import FULL, Component, Namespace, RadixKey, RadixTree, Tier, TokenLog
 from hiradix.tree.key import namespace, private
 
 DEVICE = Tier.DEVICE
@@ -89,14 +89,90 @@ def test_what_is_no_page_id_is_refused_and_changes_nothing(pages: list[int]) -> 
     tree.check([])
 
 
-def test_a_page_under_two_prefixes_is_found() -> None:
+def held(tree: RadixTree, tier: Tier, tokens: list[int], pages: list[int], **more: Any) -> list[int]:
+    """Insert, and hold no lock; the duplicates."""
+    done = tree.insert(RadixKey(tokens), tier, [np.array(pages, np.int32)], **more)
+    tree.unlock(done.lock)
+    return done.duplicates[0].tolist()
+
+
+@pytest.mark.parametrize("limit", [None, 64], ids=["any page", "of a pool"])
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize(
+    ("tokens", "pages"),
+    [
+        pytest.param([5, 6, 7, 8], [9, 1], id="below another root"),
+        pytest.param([1, 2, 3, 4, 5, 6], [1, 3, 3], id="deeper on its own path"),
+        pytest.param([1, 2, 9, 9], [1, 3], id="behind a split"),
+        pytest.param([1, 2, 3, 4], [3, 1], id="as a duplicate"),
+        pytest.param([1, 2, 3, 4], [1, 1], id="as a duplicate of its neighbour's"),
+        pytest.param([1, 2, 3, 4, 5, 6], [1, 9, 9], id="twice: one known, one new"),
+        pytest.param([5, 6, 7, 8], [9, 9], id="twice in one insert"),
+        pytest.param([*range(20, 220)], [*range(12, 62), *range(12, 62)], id="twice among many"),
+    ],
+)
+def test_a_page_under_two_prefixes_is_refused(
+    tier: Tier, tokens: list[int], pages: list[int], limit: int | None
+) -> None:
     tree = RadixTree(2)
-    for tokens in ([5, 6], [7, 8]):
-        tree.unlock(tree.insert(RadixKey(tokens), DEVICE, [np.array([7])]).lock)
-    with pytest.raises(Misuse, match=r"10: DEVICE component 0 has pages twice: \[7\]"):
-        tree.check([])
+    if limit is not None:
+        tree.limit_pages(0, tier, limit)
+    assert held(tree, tier, [1, 2, 3, 4], [1, 3]) == []
+    tree.match(RadixKey(tokens))  # which an insert does first, too
+    before = tree.render()
+    with pytest.raises(Misuse, match="in the tree already|named twice"):
+        held(tree, tier, tokens, pages)
+    assert tree.render() == before and tree.all_pages(tier).tolist() == [1, 3]
+    tree.check([])
+    held(tree, tier, [5, 6, 7, 8], [10, 9])  # none of what was refused is thought to be taken
+    tree.check([])
 
 
-def test_both_forms_of_require_agree() -> None:
-    ids.require(np.empty(0, np.int32))
-    ids.require(np.arange(100))
+def test_what_has_left_may_come_again() -> None:
+    tree = RadixTree(2)
+    assert held(tree, DEVICE, [1, 2, 3, 4], [1, 3]) == []
+    assert held(tree, DEVICE, [1, 2, 3, 4], [1, 3]) == []  # its own
+    assert held(tree, DEVICE, [1, 2, 3, 4], [8, 3]) == [8]
+    assert held(tree, Tier.HOST, [1, 2, 3, 4], [1, 3]) == []  # of another tier
+    assert [freed.pages.tolist() for freed in tree.evict(0, DEVICE, 2)] == [[1, 3]]
+    assert held(tree, DEVICE, [5, 6, 7, 8], [3, 1]) == []
+    tree.clear()
+    assert held(tree, DEVICE, [1, 2, 3, 4], [3, 1]) == []
+    tree.check([])
+
+
+@pytest.mark.parametrize("page", [64, 65, 2**31 - 1, 2**31, 2**40, -1, -(2**31), -(2**40)])
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_page_of_no_pool_is_refused(page: int, count: int) -> None:
+    tree = RadixTree(1)
+    tree.limit_pages(0, DEVICE, 64)
+    pages = np.arange(count)
+    pages[count // 2] = page
+    with pytest.raises(AssertionError, match="no page id"):
+        tree.insert(RadixKey(range(count)), DEVICE, [pages])
+    assert tree.render() == RadixTree(1).render()
+    tree.check([])
+
+
+def test_a_component_whose_page_is_taken_leaves_the_others_alone() -> None:
+    tree = RadixTree(1, (FULL, Component("swa", 2)))
+    pages = np.arange(4, dtype=np.int32)
+    tree.unlock(tree.insert(RadixKey([1, 2, 3, 4]), DEVICE, [pages, pages[2:]]).lock)
+    with pytest.raises(Misuse, match="DEVICE component swa: pages .3. are in the tree already"):
+        tree.insert(RadixKey([5, 6]), DEVICE, [np.array([8, 9]), np.array([8, 3])])
+    tree.check([])
+    tree.unlock(tree.insert(RadixKey([5, 6]), DEVICE, [np.array([8, 9]), np.array([8, 9])]).lock)
+    tree.check([])
+
+
+def test_what_is_adopted_is_held_against_the_tree_too() -> None:
+    tree = RadixTree(2)
+    for tokens, page in ([1, 2], 7), ([3, 4], 8):
+        held(tree, DEVICE, tokens, [page])
+    first, second = (tree.match(RadixKey(tokens)).device_node for tokens in ([1, 2], [3, 4]))
+    assert len(tree.adopt(first, 0, Tier.HOST, np.array([5]))) == 0
+    with pytest.raises(Misuse, match=r"HOST component full: pages \[5\] are in the tree already"):
+        tree.adopt(second, 0, Tier.HOST, np.array([5]))
+    tree.check([])
+    assert tree.adopt(first, 0, Tier.HOST, np.array([6])).tolist() == [6]
+    tree.check([])

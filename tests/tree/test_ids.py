@@ -161,6 +161,29 @@ def test_take_and_give(form: ModuleType, data: st.DataObject) -> None:
 
 
 @over_forms
+@given(numbers, in_pool, dtypes, st.integers(1, 3))
+def test_claim(form: ModuleType, values: list[int], before: list[int], dtype: Any, stride: int) -> None:
+    """All pages are marked, or none if one is out of range, marked or named twice."""
+    marks = np.zeros(POOL, np.bool_)
+    marks[before] = True
+    is_free = len(set(values)) == len(values) and all(0 <= v < POOL and v not in before for v in values)
+    assert form.claim(marks, arrays(values, dtype, stride)) == is_free
+    assert set(np.flatnonzero(marks)) == set(before) | (set(values) if is_free else set())
+
+
+@over_forms
+@pytest.mark.parametrize("count", [1, MANY])
+@pytest.mark.parametrize("page", [2**31, 2**32, -(2**40)])
+def test_claim_of_what_is_no_page_id(form: ModuleType, page: int, count: int) -> None:
+    marks = np.zeros(POOL, np.bool_)
+    try:
+        assert not form.claim(marks, np.array([*range(count), page]))
+    except AssertionError:
+        pass
+    assert not marks.any()
+
+
+@over_forms
 @pytest.mark.parametrize("num_free,count", [(-1, 0), (0, 1), (3, 4), (4, 1), (3, -1)])
 def test_take_refuses_what_is_not_there(form: ModuleType, num_free: int, count: int) -> None:
     marks = np.zeros(3, np.bool_)

@@ -81,7 +81,7 @@ def test_h8_evicting_does_not_scan_demoted_siblings(policy: str) -> None:
         tree = RadixTree(1, order=make_order(policy))
         put(tree, key(7, 7), 0)
         for i in range(num_siblings):
-            node = put(tree, key(7, 7, i), 10 + i)
+            node = put(tree, key(7, 7, i), 10 + 3 * i)
             tree.adopt(node, 0, HOST, ids(i, 1))
         steps = num_steps(lambda: tree.evict(0, DEVICE, num_siblings // 2))
         deepest = tree.coldest(0, DEVICE, 1)[0]

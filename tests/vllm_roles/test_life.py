@@ -100,8 +100,12 @@ def test_namespaces_are_apart(fields: dict[str, object]) -> None:
 def test_a_salt_that_is_no_text_is_served_without_the_cache(
     salt: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert track(request("r", 2, cache_salt=salt), S) is None
-    assert "cache_salt: " in caplog.text and "nothing is cached" in caplog.text
+    vllm = MiniVLLM(World())
+    for name in ("a", "b"):
+        vllm.add(request(name, 2, cache_salt=salt))
+        vllm.drain()
+    assert vllm.hit_tokens == 0 and vllm.role.take_figures() == {"not_text": 2}
+    assert caplog.text.count("cache_salt: ") == 1 and "nothing is cached" in caplog.text
 
 
 def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_path: Path) -> None:

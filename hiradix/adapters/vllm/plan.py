@@ -64,6 +64,7 @@ class Figures:
     stored_pages: int = 0
     store_failed_pages: int = 0
     fences: int = 0
+    not_text: int = 0
 
 
 class Changes:

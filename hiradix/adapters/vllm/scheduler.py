@@ -12,6 +12,7 @@ One thread, vLLM's scheduler. Shares nothing with the workers but orders and out
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar
@@ -25,7 +26,10 @@ from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
 from hiradix.adapters.vllm.saves import BlockTable, SaveBook
 from hiradix.adapters.vllm.stores import StorageBook
 from hiradix.adapters.vllm.tally import Tally
+from hiradix.errors import BadNamespace
 from hiradix.tree import BACKBONE, Pages
+
+logger = logging.getLogger(__name__)
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
@@ -73,7 +77,13 @@ class SchedulerRole:
     def arrived(self, request: EngineRequest) -> None:
         """A request entered vLLM's queue."""
         self._happened()
-        tracked = track(request, self.index.page_size)
+        try:
+            tracked = track(request, self.index.page_size)
+        except BadNamespace as error:
+            if not self.figures.not_text:
+                logger.warning("request %s: nothing is cached of its like: %s", request.request_id, error)
+            self.figures.not_text += 1
+            return
         if tracked is None:
             return
         self.requests[request.request_id] = tracked

@@ -13,6 +13,7 @@ FIGURES = {
     "no_host_page": "Pages not saved for want of a free host page",
     "loaded_pages": "Pages copied from the host",
     "load_failed": "Loads that failed and were computed again",
+    "not_text": "Requests of which nothing is cached: their cache_salt is no text",
     "fences": "Copies that a step waited for because it writes to their blocks",
     "prefetch_asked_pages": "Pages asked of storage",
     "prefetch_found_pages": "Pages storage had",
