@@ -40,6 +40,7 @@ def drawn_world(rng: random.Random) -> World:
         batch_pages=rng.choice([1, 2, 128]),
         seed=rng.randrange(1 << 30),
         policy=rng.choice(["lru", "ghd", "2q"]),
+        deferred=rng.choice([0, 0, 1, 3]),
     )
 
 
