@@ -21,6 +21,9 @@ __all__ = ["HiRadixConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "HiRadixConnector":
+        from hiradix.adapters.vllm import support
+
+        support.require_known_release()
         try:
             from hiradix.adapters.vllm.connector import HiRadixConnector
         except ImportError as error:
