@@ -91,7 +91,7 @@ class Engine:
         return found
 
     def find(self, where: str) -> tuple[str, ast.AST] | None:
-        """The module and the definition of `module:name` or `module:Class.name`, through imports and bases."""
+        """Module and definition of `module:name` or `module:Class.name`, through imports and bases."""
         module, _, path = where.partition(":")
         name, _, member = path.partition(".")
         found = self._defined(module, name)
@@ -111,8 +111,8 @@ class Engine:
         return None if node is None else (module, node)
 
     def _members(self, module: str, node: ast.AST) -> dict[str, list[tuple[str, ast.AST]]]:
-        """What objects of a class have, its bases' too: the nearest definition first, then attributes that are
-        set on `self`."""
+        """What objects of a class have, its bases' too: the nearest definition first, then attributes that
+        are set on `self`."""
         found: dict[str, list[tuple[str, ast.AST]]] = {}
         for place, one in self._line(module, node):
             for statement in _flat(one.body):
@@ -197,7 +197,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Has:
-    """What objects of a class have: attributes, fields, methods, in any of its bases. where: `module:Class`."""
+    """What objects of a class have: attributes, fields, methods, also its bases'. where: `module:Class`."""
 
     where: str
     names: tuple[str, ...]
@@ -264,9 +264,9 @@ class Call:
 class Contract:
     """A class of the engine that one of ours derives from, and what the engine may call of it.
 
-    base: theirs. ours: our class, as `module:Class`, looked for in hiradix's own sources. calls: variables and
-    attributes that the engine has such an object in, looked for in `callers`. unasked: what it asks there of
-    its own classes only, or where an option is on that is refused here.
+    base: theirs. ours: our class, as `module:Class`, looked for in hiradix's own sources. calls: variables
+    and attributes that the engine has such an object in, looked for in `callers`. unasked: what it asks there
+    of its own classes only, or where an option is on that is refused here.
     """
 
     base: str
@@ -389,7 +389,9 @@ def _bound(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ImportFrom | ast.Import):
         return [alias.asname or alias.name for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return [one.id for target in targets for one in ast.walk(target or ast.Pass()) if isinstance(one, ast.Name)]
+    return [
+        one.id for target in targets for one in ast.walk(target or ast.Pass()) if isinstance(one, ast.Name)
+    ]
 
 
 def _of_function(node: ast.AST, is_method: bool) -> Signature:
@@ -405,7 +407,9 @@ def _of_function(node: ast.AST, is_method: bool) -> Signature:
         needed.discard(leading[0])
         del leading[0]
     names = frozenset((*leading, *by_name))
-    return Signature(tuple(leading), names, frozenset(needed), given.kwarg is not None, given.vararg is not None)
+    return Signature(
+        tuple(leading), names, frozenset(needed), given.kwarg is not None, given.vararg is not None
+    )
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:

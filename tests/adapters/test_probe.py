@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 from hiradix.adapters import versions
-from hiradix.adapters.probe import AnyField, Call, Contract, Has, Names, Use, installed_sources, missing, sources_in
+from hiradix.adapters.probe import (
+    AnyField,
+    Call,
+    Contract,
+    Has,
+    Names,
+    Use,
+    installed_sources,
+    missing,
+    sources_in,
+)
 
 CACHE = """
 from abc import ABC, abstractmethod

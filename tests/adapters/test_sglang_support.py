@@ -81,7 +81,7 @@ def test_an_sglang_that_lacks_what_is_imported_is_named(
     ("registry", "base", "piece"),
     [
         ("", "", r"there is no sglang\.srt\.mem_cache\.registry"),
-        ("x = 1", "def insert_req(self): ...", "asks for no checkpoint or cache_finished_req, but for insert_req"),
+        ("x = 1", "def insert_req(self): ...", "no checkpoint or cache_finished_req, but for insert_req"),
         ("x = 1", "def checkpoint(self, req, *, up_to): ...", "there is no register_radix_cache_backend"),
         ("x = 1", "def cache_finished_req(self, req): ...", "there is no register_radix_cache_backend"),
     ],

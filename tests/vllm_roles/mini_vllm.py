@@ -322,7 +322,7 @@ class MiniVLLM:
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
-        self.deferred: dict[str, tuple[int, FakeRequest, int]] = {}  # loads to be taken up: in which step, tokens
+        self.deferred: dict[str, tuple[int, FakeRequest, int]] = {}  # to be taken up: in which step, tokens
         self.num_steps = 0
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0

@@ -148,7 +148,7 @@ GONE: dict[str, Callable[[MiniVLLM], Any]] = {
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("how", GONE)
-def test_a_promise_that_has_gone_when_it_is_taken_up_is_a_load_that_failed(how: str, num_workers: int) -> None:
+def test_a_promise_that_has_gone_when_taken_up_is_a_load_that_failed(how: str, num_workers: int) -> None:
     """vLLM 0.33 takes loads up steps later: what was promised is pinned by nothing until then."""
     vllm, b = promised(replace(DEFERRED, num_workers=num_workers))
     GONE[how](vllm)

@@ -44,9 +44,11 @@ def test_a_vllm_without_what_is_imported_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_vllm_that_lacks_what_is_used_is_refused_by_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.adapters.vllm.support.lacking", lambda read: ("there is no Call", "x is other"))
+    pieces = ("there is no Call", "x is other")
+    monkeypatch.setattr("hiradix.adapters.vllm.support.lacking", lambda read: pieces)
     monkeypatch.setattr("hiradix.adapters.vllm.support.installed_version", lambda: "0.31.0+cpu")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.31\.0\+cpu is not supported: there is no Call; x is other\."):
+    said = r"vLLM 0\.31\.0\+cpu is not supported: there is no Call; x is other\."
+    with pytest.raises(ConfigError, match=said):
         _ = hiradix.adapters.vllm.HiRadixConnector
 
 

@@ -41,7 +41,7 @@ def warn_if_untested() -> None:
     version = installed_version()
     if not any(versions.is_of(version, release) for release in (TESTED, *TESTED_TOO)):
         logger.warning(
-            "--radix-cache-backend hiradix was tested with SGLang %s, this is %s: it has all that is used of it",
+            "--radix-cache-backend hiradix was tested with SGLang %s, this is %s, which has all that is used",
             TESTED,
             version,
         )

@@ -1,4 +1,5 @@
-"""What the adapter uses of SGLang: one table per contract, compared with the sources before anything is built."""
+"""What the adapter uses of SGLang, one table per contract; its sources are compared with it at start.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _EVENTS = "sglang.srt.disaggregation.kv_events"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 
-# Where SGLang calls the cache it has. Disaggregation is left out: what it asks of a cache is refused by SGLang.
+# Where SGLang calls the cache it has. The modules of disaggregated prefill and decode are left out.
 CALLERS = (
     f"{_CACHE}.allocation",
     f"{_CACHE}.common",

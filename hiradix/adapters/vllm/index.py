@@ -95,7 +95,7 @@ class HostIndex:
         return Found(usable, is_arriving)
 
     def lock(self, key: RadixKey) -> Lock | None:
-        """Keep all whole pages of `key` until `unlock`; None where the host has not got them all (any more)."""
+        """Keep all whole pages of `key` until `unlock`; None where the host has not got them all."""
         node = self.tree.match(key).loadable_node
         if node.end != key.num_pages(self.page_size):
             return None

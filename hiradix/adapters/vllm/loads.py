@@ -45,8 +45,8 @@ class LoadBook:
     def order(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
         """Load `num_tokens` behind what vLLM has itself into the request's blocks.
 
-        False: what was promised has gone since, as nothing pins it before vLLM takes it up. Then the load that
-        is ordered is one that fails, and vLLM computes the request again.
+        False: what was promised has gone since, as nothing pins it before vLLM takes it up. Then the load
+        that is ordered is one that fails, and vLLM computes the request again.
         """
         size = self._index.page_size
         start, end = tracked.local_tokens // size, (tracked.local_tokens + num_tokens) // size

@@ -43,7 +43,7 @@ class Save:
 class Load:
     """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
 
-    error: why nothing can be loaded; the moves have no host pages then, and the load counts as one that failed.
+    error: why nothing can be loaded; the moves have no host pages then, and the load is one that failed.
     """
 
     ticket: Ticket

@@ -42,7 +42,7 @@ def warn_if_untested() -> None:
     version = installed_version()
     if not versions.is_of(version, TESTED, num_parts=2):
         logger.warning(
-            "HiRadixConnector was tested with vLLM %s, this is %s: it has all that is used of it",
+            "HiRadixConnector was tested with vLLM %s, this is %s, which has all that is used",
             TESTED,
             version,
         )

@@ -29,7 +29,12 @@ USES: tuple[Use, ...] = (
     Names("vllm.config", ("VllmConfig",)),
     Names(
         _BASE,
-        ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorRole", "KVConnectorWorkerMetadata"),
+        (
+            "KVConnectorHandshakeMetadata",
+            "KVConnectorMetadata",
+            "KVConnectorRole",
+            "KVConnectorWorkerMetadata",
+        ),
     ),
     Has(f"{_BASE}:KVConnectorRole", ("SCHEDULER", "WORKER")),
     Has(f"{_BASE}:KVConnectorBase_V1", ("_vllm_config", "_kv_cache_config")),
@@ -72,9 +77,7 @@ USES: tuple[Use, ...] = (
             "parallel_config",
         ),
     ),
-    Has(
-        "vllm.config.kv_transfer:KVTransferConfig", ("kv_connector_extra_config", "kv_load_failure_policy")
-    ),
+    Has("vllm.config.kv_transfer:KVTransferConfig", ("kv_connector_extra_config", "kv_load_failure_policy")),
     Has("vllm.config.parallel:ParallelConfig", ("data_parallel_index", "world_size")),
     Has("vllm.config.cache:CacheConfig", ("cache_dtype", "enable_prefix_caching")),
     Has(
@@ -105,7 +108,10 @@ USES: tuple[Use, ...] = (
         f"{_OUTPUT}:CachedRequestData", ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")
     ),
     Has(f"{_OUTPUT}:NewRequestData", ("block_ids", "num_computed_tokens", "req_id")),
-    Has("vllm.v1.outputs:KVConnectorOutput", ("failed_recving", "invalid_block_ids", "kv_connector_worker_meta")),
+    Has(
+        "vllm.v1.outputs:KVConnectorOutput",
+        ("failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
     Has(
         "vllm.v1.request:Request",
         (
