@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -331,7 +331,7 @@ class Contract:
                     yield _Asked(called.attr)
 
     def _refused(
-        self, engine: Engine, own: Engine, call: _Asked, ours: dict[str, object], base: dict[str, object]
+        self, engine: Engine, own: Engine, call: _Asked, ours: Mapping[str, object], base: Mapping[str, object]
     ) -> str | None:
         if call.name in self.unasked:
             return None

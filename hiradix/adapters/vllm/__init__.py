@@ -30,5 +30,6 @@ def __getattr__(name: str) -> Any:
             from hiradix.adapters.vllm.support import unsupported
 
             raise unsupported(error) from error
+        globals()[name] = HiRadixConnector  # vLLM asks for it again and again
         return HiRadixConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
