@@ -331,7 +331,12 @@ class Contract:
                     yield _Asked(called.attr)
 
     def _refused(
-        self, engine: Engine, own: Engine, call: _Asked, ours: Mapping[str, object], base: Mapping[str, object]
+        self,
+        engine: Engine,
+        own: Engine,
+        call: _Asked,
+        ours: Mapping[str, object],
+        base: Mapping[str, object],
     ) -> str | None:
         if call.name in self.unasked:
             return None
