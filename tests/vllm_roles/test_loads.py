@@ -176,6 +176,7 @@ def test_an_abort_before_a_promise_is_taken_up_saves_nothing(is_reset: bool) -> 
     if is_reset:
         vllm.role.reset()
     vllm.abort(b)
+    vllm.step()
     vllm.drain()
     assert vllm.role.figures.saved_pages == saved
     vllm.add(request("c", 4))
