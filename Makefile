@@ -8,7 +8,8 @@
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
 # make test-compiled the tests of tree, cache and transfers on the compiled form
-# make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers)
+# make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers),
+#                    and what the adapters use of each release in the registry
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
