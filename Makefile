@@ -8,11 +8,13 @@
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
 # make test-compiled the tests of tree, cache and transfers on the compiled form
-# make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers)
+# make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers),
+#                    and what the adapters use of each release in the registry
 # make test-storage  every storage backend against real servers on loopback, which it installs where they lack;
 #                    the disk one under kill -9 and injected faults (HIRADIX_CRASH_RUNS=1000, HIRADIX_FAULTS=1000000)
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
+# make test-bench    the quick form of every benchmark: it runs, prints its rows and writes its JSON; no time is judged
 # make sglang-venv   the environment of test-sglang alone: 1 minute, 2.8 GB
 # make vllm-venv     that of test-vllm: a minute and a half, 2.6 GB
 # make test-gpu      copies, order, pinning and the engine on a CUDA device, skipped where there is none
@@ -63,8 +65,8 @@ READY := $(INSTALLED)
 endif
 
 .PHONY: help .venv demo lint compiled clean \
-	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-scale test-gpu \
-	sglang-venv vllm-venv \
+	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
+	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
 	bench-serve
 help:
@@ -92,7 +94,7 @@ lint: $(READY)
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: where the tests of each are is named below.
 LANES := tests/kernels tests/faults tests/simulation tests/differential tests/storage_servers tests/disk tests/sglang \
-	tests/vllm tests/gpu tests/ranks/test_simulated.py tests/ranks/test_processes.py
+	tests/vllm tests/benchmarks tests/gpu tests/ranks/test_simulated.py tests/ranks/test_processes.py
 test: lint
 	HIRADIX_CHECK=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests $(LANES:%=--ignore=%) $(PYTEST_FLAGS)
 
@@ -142,6 +144,13 @@ vllm-venv: $(READY)
 test-vllm: vllm-venv
 	build/vllm-venv/bin/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 600 tests/vllm $(PYTEST_FLAGS)
 
+# Peers come with the lanes before: SGLang's wheels, vLLM's environment, servers. What is missing fails.
+test-bench: sglang-venv vllm-venv
+	$(PY) -m tests.differential.wheels
+	$(PY) -m benchmarks.storage_peers.install
+	$(PY) -m tests.storage_servers.install boto3
+	HIRADIX_BENCH_ALL=1 $(PY) -m pytest -q -n $(JOBS) --maxschedchunk 1 --timeout 1200 tests/benchmarks $(PYTEST_FLAGS)
+
 bench-vllm: vllm-venv
 	build/vllm-venv/bin/python -m benchmarks.bench_vllm_cost $(COST_FLAGS)
 	build/vllm-venv/bin/python -m benchmarks.bench_vllm $(BENCH_FLAGS)
@@ -189,10 +198,10 @@ bench-canary: $(READY)
 
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)
-	$(PY) benchmarks/bench_policy_turn.py
+	$(PY) benchmarks/bench_policy_turn.py $(filter --quick,$(POLICY_FLAGS))
 
 bench-serve: $(READY)
-	$(PY) benchmarks/serve_multiturn.py $(URL)
+	$(PY) benchmarks/serve_multiturn.py $(BENCH_FLAGS) $(URL)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

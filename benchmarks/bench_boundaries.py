@@ -1,6 +1,6 @@
 """What has a request that is let go before storage was read, and what do boundaries on the way cost?
 
-    python benchmarks/bench_boundaries.py
+    python benchmarks/bench_boundaries.py [--quick] [--out FILE]
 
 A prompt of 512 pages of a model with windows, stored at the end of each of its turns of 16 pages, is read
 back under `best_effort` and let go after a part of the reading, 40 parts drawn evenly. What is read counts in
@@ -8,11 +8,12 @@ full pages; a window page is as long as one of them, or as five (a fifth of the 
 `hits`: pages of the prompt that can be used when the request is let go, on average. `looking back` is another
 way: nothing is read on the way, and what has come is completed by its window afterwards. The request that was
 let go has nothing of that; `later` is what another one could use when that window, too, is read. Nothing is
-timed.
+timed. Ours is the step that is taken; the peers are the other ways. Writes build/bench/boundaries.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 import sys
@@ -22,7 +23,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from common import machine  # noqa: E402
+from common import Report, Row  # noqa: E402
 
 from hiradix.cache.boundaries import WINDOWS_SHARE, pages_of_a_step  # noqa: E402
 from hiradix.policy.no_regret import NoRegret  # noqa: E402
@@ -85,28 +86,45 @@ def let_go(world: World, step_pages: int, ratio: int, after: float) -> LetGo:
     return LetGo(hits, read(), later)
 
 
-def main() -> int:
-    print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    world = stored()
+TAKEN = f"1/{WINDOWS_SHARE}"
+WAYS = ("looking back", *(f"1/{n}" for n in SHARES))
+
+
+def measured(world: World, ratio: int, num_stops: int) -> list[Row]:
+    """Rows of a window each of whose pages is as long as `ratio` full ones."""
     window = world.components[1]
-    for ratio in (1, 5):
-        least = NUM_PAGES + window.reach * ratio
-        draw = random.Random(3)
-        stops = [draw.uniform(0, least) for _ in range(NUM_STOPS)]
-        print(f"\na window of {window.reach} pages, each {ratio} full ones; all of it: {least}")
-        print("| way | step | hits | read for all of it | later |\n|---|---|---|---|---|")
-        steps = [("looking back", NEVER)]
-        steps += [(f"1/{n}", max(BATCH, n * window.reach * ratio)) for n in SHARES]
-        for name, step in steps:
-            found = [let_go(world, step, ratio, stop) for stop in stops]
-            whole = let_go(world, step, ratio, NEVER)
-            assert whole.hits == NUM_PAGES, whole
-            hits, later = (statistics.mean(values) for values in zip(*((f.hits, f.later) for f in found)))
-            extra = f"{later:.0f}, after {window.reach * ratio} more" if step == NEVER else "as hits"
-            print(f"| {name} | {step if step < NEVER else '-'} | {hits:.0f} | "
-                  f"{whole.read:.0f} (+{100 * (whole.read / least - 1):.1f} %) | {extra} |")  # fmt: skip
-        chosen = pages_of_a_step(world.components, (1, ratio), BATCH)
-        print(f"taken: 1/{WINDOWS_SHARE}, a step of {chosen} pages, or an eighth of the prompt")
+    least = NUM_PAGES + window.reach * ratio
+    draw = random.Random(3)
+    stops = [draw.uniform(0, least) for _ in range(num_stops)]
+    values: dict[tuple[str, str], dict[str, float]] = {}
+    for name in WAYS:
+        step = NEVER if name == "looking back" else max(BATCH, int(name[2:]) * window.reach * ratio)
+        found = [let_go(world, step, ratio, stop) for stop in stops]
+        whole = let_go(world, step, ratio, NEVER)
+        assert whole.hits == NUM_PAGES, whole
+        of_way = {
+            ("hits when let go", "pages"): statistics.mean(one.hits for one in found),
+            ("hits later, with the window", "pages"): statistics.mean(one.later for one in found),
+            ("read for all of it", "pages"): whole.read,
+            ("read more than least", "%"): 100 * (whole.read / least - 1),
+        }
+        for metric, value in of_way.items():
+            values.setdefault(metric, {})[name] = float(value)
+    case = f"window of {window.reach} pages, each {ratio} full ones"
+    rows = [Row(case, metric, unit, each.pop(TAKEN), each) for (metric, unit), each in values.items()]
+    chosen = pages_of_a_step(world.components, (1, ratio), BATCH)
+    return [*rows, Row(case, "step that is taken", "pages", float(chosen))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two parts of the reading in place of 40")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/boundaries.json"))
+    args = parser.parse_args()
+    with Report(args.out, [way for way in WAYS if way != TAKEN], ours=TAKEN) as report:
+        world = stored()
+        for ratio in (1, 5):
+            report.add(measured(world, ratio, 2 if args.quick else NUM_STOPS))
     return 0
 
 

@@ -1,10 +1,11 @@
 """Does `--hicache-io-backend auto` find the faster transport, how soon, and does it find the same one again?
 
-    python benchmarks/bench_calibration.py [--device cuda] [--out benchmarks/results/NAME.json]
+    python benchmarks/bench_calibration.py [--device cuda] [--quick] [--out FILE]
 
 Calibrates several times between the same two pools, then copies sizes that were not measured with every
 candidate and with auto: what auto costs over the best of them, at the median and at worst. The goal is 3 %.
 Without a GPU the candidates are torch and memmove, which shows the method and nothing about a bus.
+Writes build/bench/calibration.json; `copies` in it are the raw numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import need_device, write_raw
+from common import Report, need_device
+from common import Row as Line
 from copy_bandwidth import LAYOUTS, SHAPES, Clock, machine
 
 from hiradix.memory import DevicePool, HostPool, TorchTransport, make_transport, page_bytes
@@ -47,18 +49,33 @@ class Regret:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    about, found, times = machine(args.device), list[Regret](), dict[str, list[float]]()
-    print(*(f"{key} {value}" for key, value in about.items()), sep=", ", flush=True)
-    for name in args.shape:
-        for layout in args.layout:
-            case = f"{name} {layout} page {args.page_size}"
-            pools = make_pools(name, layout, args)
-            made, times[case] = calibrations(pools, args)
-            found += list(regrets(case, pools, made, args))
-            told(case, times[case], [row for row in found if row.case == case])
-            if args.out is not None:
-                rows = [asdict(row) for row in found]
-                write_raw(args.out, {"machine": about, "calibration_s": times, "rows": rows})
+    found, times = list[Regret](), dict[str, list[float]]()
+    with Report(args.out, ("best", "torch", "dma", "pack", "triton"), ours="auto") as report:
+        report.about = machine(args.device)
+        report.raw = {"calibration_s": times, "copies": []}
+        for name in args.shape:
+            for layout in args.layout:
+                case = f"{name} {layout} page {args.page_size}"
+                pools = make_pools(name, layout, args)
+                made, times[case] = calibrations(pools, args)
+                own = list(regrets(case, pools, made, args))
+                found += own
+                told(case, times[case], own)
+                report.raw["copies"] = [asdict(row) for row in found]
+                report.add(rows_of(case, times[case], own))
+
+
+def rows_of(case: str, calibration_s: list[float], found: list[Regret]) -> Iterator[Line]:
+    """Of one case: what a calibration takes, each copy beside the candidates, what auto costs over them."""
+    yield Line(case, "calibration", "ms", float(np.median(calibration_s)) * 1e3)
+    for row in found:
+        times = {name: seconds * 1e6 for name, seconds in row.seconds.items()}
+        copy = f"{case}, {row.direction} {row.pages} pages"
+        yield Line(copy, "copy", "us", row.auto_s * 1e6, {"best": min(times.values()), **times})
+    if found:
+        over = [row.over for row in found]
+        yield Line(case, "auto over the best, median", "share", float(np.median(over)))
+        yield Line(case, "auto over the best, worst", "share", max(over))
 
 
 def parse() -> argparse.Namespace:
@@ -70,8 +87,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=float, default=512, help="of each pool")
     parser.add_argument("--calibrations", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
+    parser.add_argument("--quick", action="store_true", help="one small shape and layout, one repeat")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/calibration.json"))
     args = parser.parse_args()
+    if args.quick:
+        args.shape, args.layout, args.megabytes = ["SmolLM2-fp32"], ["page_first"], 8
+        args.calibrations, args.repeats = 2, 1
     need_device(parser, args.device)
     return args
 

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from common import Row, machine, table, write_json
+from common import Report, Row
 
 from hiradix.engine.smollm2 import smollm2_path
 from hiradix.memory import KVShape
@@ -43,8 +43,9 @@ Change = Callable[[Any], None]
 class Models:
     """SmolLM2 in one type, as it is and changed."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, num_layers: int | None = None) -> None:
         self.path, self.dtype = str(smollm2_path()), dtype
+        self.layers = {} if num_layers is None else {"num_hidden_layers": num_layers}
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(0, 49000, (1, NUM_TOKENS), generator=generator)
         self.beside = torch.randint(0, 49000, (2, NUM_TOKENS), generator=generator)
@@ -53,7 +54,7 @@ class Models:
         import transformers
 
         own = transformers.AutoConfig.from_pretrained(self.path, local_files_only=True)
-        for name, value in config.items():
+        for name, value in (config | self.layers).items():
             whole = {**getattr(own, name), **value} if isinstance(value, dict) else value
             setattr(own, name, whole)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -114,12 +115,14 @@ def matrices(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, values
 
 
-def builds(models: Models) -> Iterator[tuple[str, Cache]]:
+def builds(models: Models, is_quick: bool) -> Iterator[tuple[str, Cache]]:
     yield "eager attention", models.cache(models.load(attention="eager"))
     model = models.load()
-    for chunk in (48, 1):
+    for chunk in (48,) if is_quick else (48, 1):
         yield f"chunks of {chunk}", models.cache(model, chunk)
     yield "in a batch", models.cache(model, is_batch=True)
+    if is_quick:
+        return
     torch.set_num_threads(2)
     yield "two threads", models.cache(model)
     torch.set_num_threads(1)
@@ -144,6 +147,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "epsilon 1e-4 for 1e-5": {"rms_norm_eps": 1e-4},
     "epsilon 1e-6 for 1e-5": {"rms_norm_eps": 1e-6},
 }
+QUICK_LAYERS = 4
 QUICK = ("weights as int8", "rope base x2")
 
 
@@ -172,7 +176,7 @@ def share(one: Cache, other: Cache, dtype: torch.dtype, is_rounded: bool = False
 
 
 def measure(dtype: str, is_quick: bool) -> list[Row]:
-    models, rows = Models(getattr(torch, dtype)), []
+    models, rows = Models(getattr(torch, dtype), QUICK_LAYERS if is_quick else None), []
     base = models.cache(models.load())
 
     def add(case: str, cache: Cache) -> None:
@@ -183,7 +187,7 @@ def measure(dtype: str, is_quick: bool) -> list[Row]:
             lossy = share(cache, base, models.dtype, is_rounded=True)
             rows.append(Row(f"lossy storage: {case}", "difference", "of what may be", lossy))
 
-    for name, cache in builds(models):
+    for name, cache in builds(models, is_quick):
         add(f"build: {name}", cache)
     for name, how in OTHERS.items():
         if not is_quick or name in QUICK:
@@ -195,16 +199,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="two other models, bfloat16 alone")
+    parser.add_argument("--quick", action="store_true", help="few models of four layers, bfloat16 alone")
     parser.add_argument("--dtypes", default=",".join(DTYPES))
     parser.add_argument("--out", type=Path, default=Path("build/bench/canary.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    for dtype in ("bfloat16",) if args.quick else args.dtypes.split(","):
-        rows += measure(dtype, args.quick)
-    print(table(rows, ()))
-    write_json(args.out, rows, machine())
+    with Report(args.out, (), ours="share") as report:
+        for dtype in ("bfloat16",) if args.quick else args.dtypes.split(","):
+            report.add(measure(dtype, args.quick))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What do KV events cost the thread that schedules?
 
-    python benchmarks/bench_events.py [--turns N] [--out FILE]
+    python benchmarks/bench_events.py [--turns N] [--quick] [--out FILE]
 
 Conversations of 200 to 600 new tokens a turn, over a full device tier: each turn matches, locks, evicts,
 inserts and unlocks; page 64. One row per way, all ways measured in each round:
@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
-from common import Row, machine, table, write_json
+from common import Report, Row
 
 from hiradix.events import KVEvents, KVEventsConfig
 from hiradix.events.publisher import Publisher
@@ -106,21 +106,20 @@ def measured(way: str, num_turns: int) -> tuple[float, float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--turns", type=int, default=3000)
+    parser.add_argument("--quick", action="store_true", help="200 turns and one round")
     parser.add_argument("--out", type=Path, default=Path("build/bench/events.json"))
     args = parser.parse_args()
+    num_turns, num_rounds = (200, 1) if args.quick else (args.turns, ROUNDS)
     found: dict[str, list[tuple[float, float, float]]] = {"off": [], "published": [], "taken": []}
-    for _ in range(ROUNDS):
+    with Report(args.out, ["off"]) as report:
+        for _ in range(num_rounds):
+            for way, results in found.items():
+                results.append(measured(way, num_turns))
+        report.about |= {"policy": "lru", "new pages a turn": round(found["off"][0][2], 1)}
+        off = [statistics.median(column) for column in zip(*found["off"], strict=True)]
         for way, results in found.items():
-            results.append(measured(way, args.turns))
-    off = [statistics.median(column) for column in zip(*found["off"], strict=True)]
-    rows = []
-    for way, results in found.items():
-        for metric, column, without in zip(("turn", "turn, all threads"), zip(*results), off):
-            rows.append(Row(f"events {way}", metric, "us", statistics.median(column), {"off": without}))
-    about = machine() | {"new pages a turn": round(found["off"][0][2], 1)}
-    print(table(rows, ["off"]))
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    write_json(args.out, rows, about)
+            for metric, column, without in zip(("turn", "turn, all threads"), zip(*results), off):
+                report.add([Row(f"events {way}", metric, "us", statistics.median(column), {"off": without})])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """From which prompt length on does a prefix on the host beat computing it again?
 
-    python benchmarks/bench_host_hits.py [--device cuda] [--model llama-1b] [--out FILE.json]
+    python benchmarks/bench_host_hits.py [--device cuda] [--model llama-1b] [--quick] [--out FILE]
 
 The reference engine answers each prompt three times with one token, from an idle engine: never seen, then
 with its prefix evicted to the host, then with it on the device. The time is that of the steps until the token
@@ -8,7 +8,8 @@ is there. Rounds take turns over the lengths, each with prompts of its own; rati
 `llama-1b` and `llama-tiny` have random weights; a folder is a model on disk, such as SmolLM2.
 
 Where there is a GPU the load back and the pass run at once: `hidden` is the share of the load's own time, as
-the transfer worker counts it, that a hit on the host did not take longer than one on the device.
+the transfer worker counts it, that a hit on the host did not take longer than one on the device. Writes
+build/bench/host-hits.json; `rounds` in it are the raw numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import interval, need_device, write_raw
+from common import Report, Row, interval, need_device
 from copy_bandwidth import machine
 
 from hiradix.config import HiCacheConfig
@@ -44,6 +45,7 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 ONE_TOKEN = SamplingParams(max_new_tokens=1, ignore_eos=True)
 WAIT_S = 60.0
+PEERS = ("computed", "device", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,18 @@ class Round:
 def main() -> None:
     args = parse()
     about = machine(args.device) | {"model": args.model, "dtype": args.dtype, "io_backend": args.io_backend}
-    print(*(f"{key} {value}" for key, value in about.items()), sep=", ", flush=True)
-    with model_folder(args) as folder:
+    rounds: list[Round] = []
+    with model_folder(args) as folder, Report(args.out, PEERS, ours="host") as report:
+        report.about = about
         engine = make_engine(args, folder)
         try:
-            rounds = list(measure(engine, args))
+            rounds += measure(engine, args)
         finally:
             engine.close()
-    print("tokens   computed       host     device   host/computed    from host  hidden")
-    for num_tokens in args.tokens:
-        told([one for one in rounds if one.num_tokens == num_tokens])
-    if args.out is not None:
-        write_raw(args.out, {"machine": about, "rounds": [asdict(one) for one in rounds]})
+            report.raw["rounds"] = [asdict(one) for one in rounds]
+            for num_tokens in args.tokens:
+                if own := [one for one in rounds if one.num_tokens == num_tokens]:
+                    report.add(rows_of(own))
 
 
 def parse() -> argparse.Namespace:
@@ -85,8 +87,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--io-backend", default="auto", choices=("auto", "kernel", "direct"))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
+    parser.add_argument("--quick", action="store_true", help="two short prompts, one round")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/host-hits.json"))
     args = parser.parse_args()
+    if args.quick:
+        args.tokens, args.rounds = [128, 256], 1
     need_device(parser, args.device)
     return args
 
@@ -181,22 +186,23 @@ def load_seconds(engine: Engine) -> float:
     return float(engine.cache.controller.stats().kinds[JobKind.LOAD].busy_s)
 
 
-def told(rounds: list[Round]) -> None:
-    """A line for one length: medians, and the ratio of pairs with the middle 95 % of resampled medians."""
+def rows_of(rounds: list[Round]) -> list[Row]:
+    """Of one length: medians, and the ratio of pairs with the middle 95 % of resampled medians."""
     ratios = [one.host_s / one.computed_s for one in rounds]
     low, high = interval(ratios, np.random.default_rng(0))
     hidden = [1 - max(0.0, one.host_s - one.device_s) / one.load_s for one in rounds if one.load_s > 0]
-    times = [
-        statistics.median(getattr(one, name) for one in rounds)
+    computed, host, device = (
+        statistics.median(getattr(one, name) for one in rounds) * 1e3
         for name in ("computed_s", "host_s", "device_s")
-    ]
-    print(
-        f"{rounds[0].num_tokens:6}",
-        *(f"{seconds * 1e3:7.1f} ms" for seconds in times),
-        f" {statistics.median(ratios):5.2f} ({low:.2f}-{high:.2f})",
-        f"{min(one.cached for one in rounds):10}",
-        f"{max(0.0, statistics.median(hidden)):7.0%}" if hidden else "      -",
     )
+    case = f"prompt of {rounds[0].num_tokens} tokens"
+    ends = {"low": low, "high": high}
+    return [
+        Row(case, "first token", "ms", host, {"computed": computed, "device": device}),
+        Row(case, "host / computed", "share", statistics.median(ratios), ends),
+        Row(case, "from host", "tokens", float(min(one.cached for one in rounds))),
+        *([Row(case, "load hidden", "share", max(0.0, statistics.median(hidden)))] if hidden else ()),
+    ]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
     ... again                of two equal runs, the share whose every decision was the same
     cost                     CPU time a request of the replay takes, tree, cache and policy together
 
-make bench-policy prints the table and writes build/bench/policy.json; --quick plays a tenth.
+make bench-policy prints the table and writes build/bench/policy.json; --quick plays
+100 requests of each trace.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from common import Row, machine, table, write_json  # noqa: E402
+from common import Report, Row  # noqa: E402
 
 from hiradix.replay.generate import KINDS  # noqa: E402
 from hiradix.replay.lab import Cell, Outcome, Source  # noqa: E402
@@ -97,16 +98,15 @@ def _cost(found: dict[Key, Outcome]) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench_policy", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of each trace")
+    parser.add_argument("--quick", action="store_true", help="100 requests of each trace")
     parser.add_argument("--processes", type=int, default=2, help="at work at a time (default: 2)")
     parser.add_argument("--out", type=Path, default=OUT, help=f"rows as JSON (default: {OUT})")
     args = parser.parse_args()
-    cells = plan(1200 if args.quick else None)
-    found = dict(zip(cells, play(list(cells.values()), args.processes)))
-    rows, about = rows_of(found), machine() | {"trace sha256": _source(found)}
-    print("  ".join(f"{name}={value}" for name, value in about.items()))
-    print(table(rows, PEERS).replace("hiradix", "    ghd"))
-    write_json(args.out, rows, about)
+    cells = plan(100 if args.quick else None)
+    with Report(args.out, PEERS, ours=OURS) as report:
+        found = dict(zip(cells, play(list(cells.values()), args.processes)))
+        report.about["trace sha256"] = _source(found)
+        report.add(rows_of(found))
     return 0
 
 

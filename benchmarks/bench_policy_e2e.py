@@ -1,7 +1,7 @@
 """Does a better policy bring the first token sooner, on an engine that computes, and as the time model says?
 
     python benchmarks/bench_policy_e2e.py [--requests 2000] [--sizes 2000,3000] [--policies lru,ghd]
-                                          [--clock cpu|wall]
+                                          [--clock cpu|wall] [--quick] [--out FILE]
 
 The conversation trace scaled down: a block of 512 tokens is a page of 8, so a prompt of 12,000 tokens is one
 of 190. The reference engine serves it, one request at a time, with a small Llama of random weights on one
@@ -31,7 +31,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from common import Row, machine, table, write_json  # noqa: E402
+from common import Report, Row  # noqa: E402
 
 from hiradix.config import HiCacheConfig  # noqa: E402
 from hiradix.engine.api import EngineConfig, SamplingParams  # noqa: E402
@@ -137,17 +137,18 @@ class Calibration:
     def __init__(self, trace: Trace, clock: Clock):
         rng = np.random.default_rng(1)
         lengths = [call.prompt_tokens for call in trace.calls]
-        lengths = np.quantile(lengths, np.linspace(0.02, 0.98, CALIBRATION)).astype(int)
+        self._count = min(CALIBRATION, len(trace.calls))
+        lengths = np.quantile(lengths, np.linspace(0.02, 0.98, self._count)).astype(int)
         self._prompts = [rng.integers(0, VOCABULARY, n).tolist() for n in rng.permutation(lengths)]
         self._server = Server("lru", 4 * CONTEXT, clock)
         for prompt in self._prompts[:5]:
             self._server.serve(prompt[::-1])  # warms up
-        self._every = max(len(trace.calls) // CALIBRATION, 1)
+        self._every = max(len(trace.calls) // self._count, 1)
         self._taken: list[float] = []
 
     def before(self, number: int) -> None:
         """A request of the trace is about to be served: now and then one of the calibration's goes first."""
-        if number % self._every == 0 and len(self._taken) < CALIBRATION:
+        if number % self._every == 0 and len(self._taken) < self._count:
             self._taken.append(self._server.serve(self._prompts[len(self._taken)]))
 
     def machine(self) -> Machine:
@@ -195,6 +196,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sizes", default="2000,3000", help="device blocks")
     parser.add_argument("--policies", default="lru,ghd")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="16 requests, 500 blocks")
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args()
 
@@ -203,14 +205,13 @@ def main() -> None:
     """Calibrate, serve, compare; print and write the rows."""
     args = arguments()
     clock = time.thread_time if args.clock == "cpu" else time.perf_counter
+    if args.quick:
+        args.requests, args.sizes = 16, "500"
     trace = scaled(Source(str(TRACE), limit=args.requests).load())
-    about = machine() | {"clock": args.clock}
-    print("  ".join(f"{name}={value}" for name, value in about.items()), flush=True)
-    rows: list[Row] = []
-    for size in args.sizes.split(","):
-        rows += compare(trace, args.policies.split(","), int(size), clock)
-    print(table(rows, ("lab", "model")).replace("hiradix", " engine"))
-    write_json(args.out, rows, about)
+    with Report(args.out, ("lab", "model"), ours="engine") as report:
+        report.about["clock"] = args.clock
+        for size in args.sizes.split(","):
+            report.add(compare(trace, args.policies.split(","), int(size), clock))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """What does the eviction policy add to a turn of the tree benchmark?
 
-    python benchmarks/bench_policy_turn.py [--policy ghd] [--only TEXT,...] [--rounds 7] [--out FILE]
+    python benchmarks/bench_policy_turn.py [--policy ghd] [--only TEXT,...] [--rounds 7] [--quick] ...
 
 The cases of `bench_tree.py` that serve turns, with `lru` and with the policy, a process each: they alternate
 every 50 turns, so that a machine whose speed changes is as fast for both. CPU time of the calling thread.
 `us/turn` are medians of the rounds; `times lru` is the median of the rounds' ratios, between the least and
-the largest. Rows with `(compiled)` run what `make compiled` built, if that is there. `request calls` are what
-a scheduler makes; `bare turns` are match, lock, insert and unlock alone.
+the largest. Rows with `(compiled)` run what `make compiled` built, if that is there; `(plain)` ones, Python.
+`request calls` are what a scheduler makes; `bare turns` are match, lock, insert and unlock alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_tree import COMPILED, ROOT, Worker
-from common import Row, machine, table, write_json
+from common import Report, Row
 
 PART = 50  # turns that one does before it is the other's turn
 OUT = Path("build/bench/policy_turn.json")
@@ -43,13 +43,14 @@ class Planned:
         return count * 8
 
 
-def plan() -> Iterator[Planned]:
-    for page in (1, 64):
+def plan(quick: bool) -> Iterator[Planned]:
+    few = {"count": 20}
+    for page in (64,) if quick else (1, 64):
         turns: dict[str, object] = {"page": page, "turns": 8}
-        yield Planned(f"request calls, page {page}", "requests", turns | {"count": 200})
-        yield Planned(f"bare turns, page {page}", "multi-turn", turns | {"count": 500})
+        yield Planned(f"request calls, page {page}", "requests", turns | (few if quick else {"count": 200}))
+        yield Planned(f"bare turns, page {page}", "multi-turn", turns | (few if quick else {"count": 500}))
         for kind in ("round robin", "sliding"):
-            options: dict[str, object] = {"page": page, "kind": kind, "count": 150}
+            options: dict[str, object] = {"page": page, "kind": kind, "count": 20 if quick else 150}
             yield Planned(f"host-tier {kind}, page {page}", "host-tier", options)
 
 
@@ -88,6 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--policy", default="ghd")
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, comma separated")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="twenty conversations, one round, pages of 64")
     parser.add_argument("--out", type=Path, default=OUT)
     return parser.parse_args()
 
@@ -97,25 +99,22 @@ def main() -> None:
     args = arguments()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     texts = [text for text in args.only.split(",") if text]
-    forms = {"": ROOT} | ({" (compiled)": COMPILED} if COMPILED.exists() else {})
-    rows: list[Row] = []
-    with open(args.out.with_suffix(".log"), "w", encoding="utf-8") as log:
+    forms = {" (plain)": ROOT} | ({" (compiled)": COMPILED} if COMPILED.exists() else {})
+    log = open(args.out.with_suffix(".log"), "w", encoding="utf-8")
+    with log, Report(args.out, ("lru", "least", "largest"), ours=args.policy) as report:
+        report.about["policy"] = args.policy
         workers: dict[str, tuple[Worker, Worker]] = {
             form: (_worker(log, package, args.policy), _worker(log, package, "lru"))
             for form, package in forms.items()
         }
-        for case in plan():
+        for case in plan(args.quick):
             for form, pair in workers.items():
                 if not texts or any(text in case.name + form for text in texts):
-                    rows += measure(case, form, pair, args.rounds)
+                    report.add(measure(case, form, pair, 1 if args.quick else args.rounds))
                     print(f"{case.name}{form}", file=sys.stderr, flush=True)
         for pair in workers.values():
             for worker in pair:
                 worker.close()
-    about = machine() | {"policy": args.policy}
-    print(" ".join(f"{name}={value}" for name, value in about.items()))
-    print(table(rows, ("lru", "least", "largest")).replace("hiradix", args.policy.rjust(7)))
-    write_json(args.out, rows, about)
 
 
 def _worker(log: Any, package: Path, policy: str) -> Worker:

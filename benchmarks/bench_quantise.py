@@ -1,7 +1,7 @@
 """What does `quantise` `fp8` cost, and what does it do to answers?
 
     make bench-quantise                     installs a redis server where there is none, then runs it all
-    python benchmarks/bench_quantise.py [--quick] [--only speed|answers]
+    python benchmarks/bench_quantise.py [--quick] [--only speed|answers] [--out FILE]
 
 Speed: pages of bfloat16 from normal distributions, one for each column of 64; GB/s is 1e9 bytes per second of
 the pages as they are, not as stored, by one thread. All take turns, and each row is the median of its rounds;
@@ -25,11 +25,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, machine, table, write_json
+from common import Report, Row, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -50,6 +51,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fp8-zstd": {"quantise": "fp8", "compression": "zstd"},
 }
 ELEMENTS = "bfloat16"
+FOLDER = ROOT / "build" / "bench"
 
 
 class KVPages(Pages):
@@ -177,37 +179,36 @@ def _rows(backend: str, cases: dict[str, dict[str, Way]], stores: dict[str, Stor
     return rows
 
 
-def measure_speed(options: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
-    """Rows of each case as they come."""
-    total, rounds = (32 << 20, 5) if options.quick else (128 << 20, 9)
-    for page_bytes in (256 << 10, 2 << 20):
+def measure_speed(report: Report, options: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
+    """Rows of each case as they come; those that need a server, into the report if there is one."""
+    total, rounds = (8 << 20, 2) if options.quick else (128 << 20, 9)
+    for page_bytes in (256 << 10,) if options.quick else (256 << 10, 2 << 20):
         pages = KVPages(page_bytes, total)
         yield measure_codes(pages, rounds)
         yield measure_disk(pages, rounds, folder)
-        yield measure_redis(pages, rounds, folder)
+        report.optional(f"redis {pages.size}", partial(measure_redis, pages, rounds, folder))
 
 
 def main() -> None:
     """Run the cases, print and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="32 MiB and three conversations")
+    parser.add_argument("--quick", action="store_true", help="8 MiB, one conversation")
     parser.add_argument("--only", default="speed,answers", help="speed or answers")
     parser.add_argument("--model-path", help="another model than SmolLM2-135M, as transformers loads it")
+    parser.add_argument("--out", type=Path, default=FOLDER / "quantise.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    out, rows = ROOT / "build" / "bench" / "quantise.json", []
-    out.parent.mkdir(parents=True, exist_ok=True)
-    begin, about = time.monotonic(), machine()
-    with tempfile.TemporaryDirectory(prefix="quantise-", dir=out.parent) as folder:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    begin = time.monotonic()
+    scratch = tempfile.TemporaryDirectory(prefix="quantise-", dir=FOLDER)
+    with scratch as folder, Report(options.out, PEERS) as report:
         if "speed" in options.only:
-            for some in measure_speed(options, Path(folder)):
-                rows += _told(some)
+            for some in measure_speed(report, options, Path(folder)):
+                report.add(_told(some))
         if "answers" in options.only:
-            rows += _told(measure_answers(Path(folder), options.model_path, options.quick))
-    about |= {"seconds": round(time.monotonic() - begin), "load_at_end": machine()["load_average"]}
-    print(" ".join(f"{name}={value}" for name, value in about.items()))
-    print(table(rows, PEERS))
-    write_json(out, rows, about)
+            model = options.model_path
+            report.add(_told(measure_answers(Path(folder), model, options.quick)))
+        report.about |= {"seconds": round(time.monotonic() - begin), "load_at_end": machine()["load_average"]}
 
 
 def _told(rows: Sequence[Row]) -> list[Row]:

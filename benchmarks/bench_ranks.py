@@ -1,10 +1,10 @@
 """What does it cost that ranks agree on every tick?
 
-    python benchmarks/bench_ranks.py [--ranks 2] [--ticks 3000]
+    python benchmarks/bench_ranks.py [--ranks 2] [--ticks 3000] [--quick] [--out FILE]
 
 A tick with nothing to do: of one rank alone, of several ranks that agree over gloo, and the collective call
 on its own, which is the limit. Wall time includes waiting for the other ranks; CPU time is the calling
-thread's.
+thread's. Writes build/bench/ranks.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import machine
+from common import Report, Row
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.cache.agreement import WIDTH
@@ -88,21 +88,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--ticks", type=int, default=3000)
+    parser.add_argument("--quick", action="store_true", help="200 ticks")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/ranks.json"))
     args = parser.parse_args()
-    print(machine(), f"torch {torch.__version__}")
-    print(f"one collective call per tick, {WIDTH} int64 ({WIDTH * 8} bytes) from each rank\n")
+    num_ticks = 200 if args.quick else args.ticks
+    with Report(args.out, ["collective call"]) as report:
+        report.about |= {"torch": torch.__version__, "bytes from each rank": WIDTH * 8}
+        report.add(measured(args.ranks, num_ticks))
+
+
+def measured(num_ranks: int, num_ticks: int) -> list[Row]:
+    """Wall and CPU time of each kind of tick, beside the collective call alone."""
     alone = make_cache(None)
     no_gloo = make_cache(lambda vector: vector)
-    rows = [
-        ("tick, one rank", *measure(alone.tick, args.ticks)),
-        ("tick, agreement without gloo", *measure(no_gloo.tick, args.ticks)),
-        *over_gloo(args.ranks, args.ticks),
+    found = [
+        ("tick, one rank", *measure(alone.tick, num_ticks)),
+        ("tick, agreement without gloo", *measure(no_gloo.tick, num_ticks)),
+        *over_gloo(num_ranks, num_ticks),
     ]
     alone.close()
     no_gloo.close()
-    print(f"{'nothing to do':<32} {'wall us':>9} {'CPU us':>9}")
-    for name, wall_us, cpu_us in rows:
-        print(f"{name:<32} {wall_us:>9.1f} {cpu_us:>9.1f}")
+    ((_, *limits),) = [each for each in found if each[0] == "collective call"]
+    rows = []
+    for name, *times in found:
+        peers = [{"collective call": limit} if name.startswith("tick") else {} for limit in limits]
+        for metric, value, beside in zip(("wall", "CPU"), times, peers, strict=True):
+            rows.append(Row(name, metric, "us", value, beside))
+    return rows
 
 
 if __name__ == "__main__":

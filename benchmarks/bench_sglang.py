@@ -20,6 +20,7 @@ while the others are stopped. Medians of the rounds.
 | TTFT | milliseconds until the first token of a turn, median of a round's turns |
 
 `--compiled` takes the package that `make compiled` made: hiradix/tree compiled, the rest as it is.
+`--quick`: the host case, two turns, one round.
 
 Installs SGLang as `make test-sglang` does (build/sglang-venv). Writes build/bench/sglang.json.
 """
@@ -41,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import Row, machine, table, write_json
+from common import Report, Row
 from sglang_turns.worker import MARK
 
 from tests.e2e.tiny_model import CONTEXT_LENGTH, VOCAB_SIZE, write_tiny_model
@@ -71,6 +72,7 @@ class Player:
     is_ours: bool
     process: subprocess.Popen[str]
     rounds: list[dict[str, Any]] = field(default_factory=list)
+    failed: str = ""  # why it plays no further
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -127,7 +129,13 @@ def play_rounds(players: list[Player], count: int) -> None:
     try:
         for number in range(count):
             for player in players if number % 2 else reversed(players):
-                player.play()
+                try:
+                    player.play()
+                except RuntimeError as error:
+                    if player.is_ours:
+                        raise
+                    player.failed = str(error)
+            players = [player for player in players if not player.failed]
     except KeyboardInterrupt:
         done = min(len(player.rounds) for player in players)
         print(f"interrupted after {done} rounds", flush=True)
@@ -168,7 +176,15 @@ def start(case: str, is_ours: bool, folder: Path, args: argparse.Namespace) -> P
     return player
 
 
-def rows_of(case: str, ours: Player, peer: Player) -> list[Row]:
+def rows_of(case: str, ours: Player, peer: Player | None) -> list[Row]:
+    """Ours beside the peer's, or alone where that one failed."""
+    if peer is None:
+        return [
+            Row(case, "cached tokens", "tokens", ours.cached()),
+            Row(case, "cache CPU", "us/turn", ours.cpu_us()),
+            Row(case, "scheduler CPU", "ms/turn", ours.thread_ms()),
+            Row(case, "TTFT p50", "ms", ours.first_ms()),
+        ]
     same = sum(a == b for a, b in zip(ours.rounds[0]["outputs"], peer.rounds[0]["outputs"], strict=True))
     turns = len(ours.rounds[0]["outputs"])
     return [
@@ -194,22 +210,22 @@ def methods_of(player: Player) -> str:
 
 
 def _form(args: argparse.Namespace) -> str:
-    return "compiled" if args.compiled else "Python"
+    return "compiled" if args.compiled else "plain Python"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="the host case, two turns, one round")
     parser.add_argument("--only", choices=CASES, help="one case")
     parser.add_argument("--compiled", action="store_true", help="hiradix with its tree compiled")
     parser.add_argument("--venv", type=Path, default=ROOT / "build" / "sglang-venv")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "sglang.json")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, stopped)
-    cases = [args.only] if args.only else list(CASES)
+    cases = [args.only] if args.only else ["host"] if args.quick else list(CASES)
     players: list[Player] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, Report(args.out, [PEER]) as report:
         folder = Path(name)
         (folder / "model").mkdir()
         write_tiny_model(folder / "model")
@@ -219,19 +235,25 @@ def main() -> None:
         (metadata / "entry_points.txt").write_text(PLUGIN)
         try:
             for case in cases:
-                for is_ours in (True, False):
-                    players.append(start(case, is_ours, folder, args))
-            play_rounds(players, args.rounds)
+                players.append(start(case, True, folder, args))
+                try:
+                    players.append(start(case, False, folder, args))
+                except RuntimeError as error:
+                    report.leave_out(f"{PEER}, case {case}: {error}")
+            play_rounds(players, 1 if args.quick else args.rounds)
         finally:
             for player in players:
                 player.close()
-    rows = [row for ours, peer in zip(players[::2], players[1::2]) for row in rows_of(ours.case, ours, peer)]
-    about = machine() | {"sglang": "0.5.23", "rounds": len(players[0].rounds), "tree": _form(args)}
-    print(table(rows, [PEER]))
+        report.about |= {"sglang": "0.5.23", "rounds": len(players[0].rounds), "hiradix": _form(args)}
+        peers = {player.case: player for player in players if not player.is_ours and not player.failed}
+        for player in players:
+            if player.failed:
+                report.leave_out(f"{PEER}, case {player.case}: {player.failed}")
+            elif player.is_ours:
+                report.add(rows_of(player.case, player, peers.get(player.case)))
     for player in players:
-        print(methods_of(player))
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    write_json(args.out, rows, about)
+        if not player.failed:
+            print(methods_of(player))
 
 
 if __name__ == "__main__":

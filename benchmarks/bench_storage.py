@@ -1,7 +1,7 @@
 """How fast is the disk backend, beside the disk itself, a copy in memory, and other stores?
 
     make bench-storage                       unpacks the peers under build/peers, then runs it all
-    python benchmarks/bench_storage.py [--quick] [--peers NAME,...|none] [--only TEXT,...]
+    python benchmarks/bench_storage.py [--quick] [--peers NAME,...|none] [--only TEXT,...] [--out FILE]
 
 One process for each store, all over the same number of bytes; the stores take turns, and each row is the
 median of its rounds; rows named `best` have each one's best round, which is nearest to an idle machine. GB/s
@@ -25,16 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import Row, machine, median_and_best, shown, write_json
+from common import Report, Row, median_and_best, shown
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
-PEERS = ("sglang-file", "lmcache-disk")
+PEERS = ("sglang-file", "lmcache-disk", "lmcache-direct", "nixl")
+DIRECT = ("lmcache-direct", "nixl")  # read past the page cache, whatever is in it
 UNVERIFIED = "hiradix-unverified"
 COLUMNS = ("raw", "pread", "pread_pair", "memcpy", UNVERIFIED, *PEERS)
 SPIN_PAGES = 256
@@ -79,7 +81,15 @@ class Worker:
 class Bench:
     """All stores with pages of one size."""
 
-    def __init__(self, workers: dict[str, Worker], page_bytes: int, total_bytes: int, rounds: int):
+    def __init__(
+        self,
+        workers: dict[str, Worker],
+        page_bytes: int,
+        total_bytes: int,
+        rounds: int,
+        leave_out: Callable[[str], None],
+    ):
+        self._workers, self._leave_out = workers, leave_out
         self.stores = {name: worker for name, worker in workers.items() if name != "physical"}
         self.ours, self.physical = workers["hiradix"], workers["physical"]
         self.page_bytes, self.num_pages, self.rounds = page_bytes, total_bytes // page_bytes, rounds
@@ -90,14 +100,36 @@ class Bench:
         """The same of our store alone, beside another that does not verify what it reads."""
         other = Worker(UNVERIFIED, self.ours.folder.parent, None)
         workers = {"hiradix": self.ours, UNVERIFIED: other, "physical": self.physical}
-        return Bench(workers, self.page_bytes, self.total_bytes, self.rounds)
+        return Bench(workers, self.page_bytes, self.total_bytes, self.rounds, self._leave_out)
+
+    def peers_that(self, do: Callable[[Worker], Any]) -> Iterator[tuple[str, Any]]:
+        """What `do` gives for each store, one after the other; a peer that fails takes no further part."""
+        for name, store in list(self.stores.items()):
+            try:
+                answer = do(store)
+            except RuntimeError as error:
+                if name in ("hiradix", UNVERIFIED):
+                    raise
+                self._leave_out(f"{name}, pages of {self.size}: {error}")
+                del self.stores[name], self._workers[name]
+                store.close()
+            else:
+                yield name, answer
+
+    def all_that(self, do: Callable[[Worker], Any]) -> None:
+        """The same for what has no answer."""
+        for _ in self.peers_that(do):
+            pass
 
     def open(self) -> None:
         """Begin with empty stores."""
         how = {"num_pages": self.num_pages, "page_bytes": self.page_bytes}
-        for name, store in self.stores.items():
-            own = {"verify": "off"} if name == UNVERIFIED else {}
+
+        def begin(store: Worker) -> None:
+            own = {"verify": "off"} if store.name == UNVERIFIED else {}
             store.do("open", folder=str(store.folder), options=own, **how)
+
+        self.all_that(begin)
         self.physical.do("open", folder=str(self.physical.folder), **how)
 
     def rates(self, before: Callable[[Worker], None], limit: int, **how: Any) -> dict[str, list[float]]:
@@ -106,15 +138,19 @@ class Bench:
         found: dict[str, list[float]] = {name: [] for name in (*self.stores, *limits)}
         limit = min(limit, self.num_pages)
         self._find_pages()
+
+        def read(store: Worker) -> float:
+            before(store)
+            return store.call("get", **how)
+
         for _ in range(self.rounds):
-            for name, store in self.stores.items():
-                before(store)
-                found[name].append(limit * self.page_bytes / store.call("get", **how) / 1e9)
+            for name, seconds in self.peers_that(read):
+                found[name].append(limit * self.page_bytes / seconds / 1e9)
                 if name == "hiradix":
                     for limit_name in limits:
                         seconds = self.physical.call(limit_name)
                         found[limit_name].append(self.total_bytes / seconds / 1e9)
-        return found
+        return {name: values for name, values in found.items() if name in (*self.stores, *limits)}
 
     def _find_pages(self) -> None:
         """Have the disk's own speed measured where our pages are."""
@@ -133,26 +169,30 @@ class Bench:
 
     def put(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {name: [] for name in self.stores}
-        for number in range(max(3, self.rounds // 2)):
-            for name, store in self.stores.items():
-                if number:
-                    store.do("call", call="clear")
-                found[name].append(self.total_bytes / store.call("put") / 1e9)
-        for store in self.stores.values():
-            store.call("check")
-        return found
+        for number in range(1 if self.rounds == 1 else max(3, self.rounds // 2)):
+            for name, seconds in self.peers_that(partial(self._put, is_full=number > 0)):
+                found[name].append(self.total_bytes / seconds / 1e9)
+        self.all_that(lambda store: store.call("check"))
+        return {name: values for name, values in found.items() if name in self.stores}
+
+    @staticmethod
+    def _put(store: Worker, is_full: bool) -> float:
+        if is_full:
+            store.do("call", call="clear")
+        return store.call("put")
 
     def exists(self) -> list[Row]:
-        """us for 128 keys."""
-        found = {
-            name: statistics.median(store.call("exists", repeat=20) * 1e6 for _ in range(self.rounds))
-            for name, store in self.stores.items()
-        }
+        """us for 128 keys, the same objects each time."""
+
+        def asked(store: Worker) -> float:
+            return statistics.median(store.call("exists", repeat=20) * 1e6 for _ in range(self.rounds))
+
+        found = dict(self.peers_that(asked))
         bare = statistics.median(self.ours.call("bare_exists", repeat=20) * 1e6 for _ in range(self.rounds))
         peers = {name: value for name, value in found.items() if name != "hiradix"}
         return [
-            Row("disk exists of 128 keys, without guard", "time", "us", bare, peers),
-            Row("disk exists of 128 keys", "time", "us", found["hiradix"], peers),
+            Row("disk exists of 128 reused keys, without guard", "time", "us", bare, peers),
+            Row("disk exists of 128 reused keys", "time", "us", found["hiradix"], peers),
         ]
 
     def rows(self, case: str, found: dict[str, list[float]]) -> list[Row]:
@@ -197,6 +237,8 @@ def as_stored(store: Worker, num_bytes: int) -> None:
     """The files are in the page cache as they came there, by being written; fails where some left it."""
     from hiradix.storage.disk.kernel import cached_share
 
+    if store.name in DIRECT:
+        return
     cached = 0.0
     for path in store.do("files"):
         with open(path, "rb", buffering=0) as file:
@@ -214,8 +256,7 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
     ) -> Callable[[], list[Row]]:
         def measure() -> list[Row]:
             limit = SPIN_PAGES if spin else bench.num_pages
-            for store in bench.stores.values():
-                store.do("choose", scattered=scattered, limit=limit)
+            bench.all_that(lambda store: store.do("choose", scattered=scattered, limit=limit))
             return bench.rows(case, bench.rates(before, limit, spin=spin))
 
         return measure
@@ -290,12 +331,12 @@ def reopening(num_pages: int) -> list[Row]:
     return [Row(case, "time", "s", taken), Row(f"{case}, processor time", "time", "s", cpu)]
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     """A line per row; beside each peer how many times its rate ours is."""
-    lines = [["case", "unit", "hiradix", *COLUMNS]]
+    lines = [["case", "unit", "hiradix", *columns]]
     for row in rows:
         line = [row.case, row.unit, shown(row.ours)]
-        for name in COLUMNS:
+        for name in columns:
             value = row.peers.get(name)
             if value is None:
                 line.append("-")
@@ -311,19 +352,20 @@ def table(rows: Sequence[Row]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="128 MiB and three rounds")
+    parser.add_argument("--quick", action="store_true", help="32 MiB, one round, 1,000 pages reopened")
     parser.add_argument("--size", type=int, default=256, help="MiB in each store (256)")
     parser.add_argument("--rounds", type=int, default=7, help="7")
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--only", default="", help="cases whose name has one of these texts, comma separated")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "storage.json")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "build" / "bench", help="where the stores are made"
     )
     return parser.parse_args()
 
 
-def start(names: Sequence[str], folder: Path, log: Any) -> dict[str, Worker]:
-    """Workers of the stores that can be opened here; the others are named on standard error."""
+def start(report: Report, names: Sequence[str], folder: Path, log: Any) -> dict[str, Worker]:
+    """Workers of the stores that can be opened here; the others are left out by name."""
     workers = {}
     for name in ("hiradix", "physical", *names):
         worker = Worker(name, folder, log)
@@ -333,7 +375,7 @@ def start(names: Sequence[str], folder: Path, log: Any) -> dict[str, Worker]:
         except RuntimeError as error:
             if name in ("hiradix", "physical"):
                 raise
-            print(f"left out: {error}", file=sys.stderr)
+            report.leave_out(str(error))
             worker.close()
     return workers
 
@@ -343,37 +385,30 @@ def main() -> None:
     options = arguments()
     names = [name for name in options.peers.split(",") if name not in ("", "none")]
     texts = [text for text in options.only.split(",") if text]
-    total, rounds = (128 << 20, 3) if options.quick else (options.size << 20, options.rounds)
-    begin, rows = time.monotonic(), []
+    total, rounds = (32 << 20, 1) if options.quick else (options.size << 20, options.rounds)
+    begin = time.monotonic()
     options.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="stores-", dir=options.folder))
-    out = ROOT / "build" / "bench" / "storage.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out.with_suffix(".log"), "w", encoding="utf-8") as log:
-        workers = start(names, folder, log)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    log = open(options.out.with_suffix(".log"), "w", encoding="utf-8")
+    with log, Report(options.out, COLUMNS, table=table) as report:
+        report.about |= {"peers": names, "disk": _disk(options.out.parent)}
+        workers = start(report, names, folder, log)
         for page_bytes in (256 << 10, 2 << 20):
-            bench = Bench(workers, page_bytes, total, rounds)
+            bench = Bench(workers, page_bytes, total, rounds, report.leave_out)
             bench.open()
             for name, measure in cases(bench):
                 if name != "put" and texts and not any(text in name for text in texts):
                     continue
                 since = time.monotonic()
-                rows += measure()
+                report.add(measure())
                 print(f"{name} {bench.size}: {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
-                write_json(out, rows, machine() | {"peers": names})
         for worker in workers.values():
             worker.close()
-    shutil.rmtree(folder)
-    if not texts or any(text in "reopening" for text in texts):
-        rows += reopening(100_000)
-    about = machine() | {
-        "seconds": round(time.monotonic() - begin),
-        "peers": names,
-        "disk": _disk(out.parent),
-    }
-    print(" ".join(f"{name}={value}" for name, value in about.items()))
-    print(table(rows))
-    write_json(out, rows, about)
+        shutil.rmtree(folder)
+        report.about["seconds"] = round(time.monotonic() - begin)
+        if not texts or any(text in "reopening" for text in texts):
+            report.optional("reopening", lambda: reopening(1_000 if options.quick else 100_000))
 
 
 def _disk(folder: Path) -> str:

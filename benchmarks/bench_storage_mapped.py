@@ -1,6 +1,6 @@
 """Could a warm read be a copy out of a mapping of the file, in place of a read through the page cache?
 
-    python benchmarks/bench_storage_mapped.py [--size MIB] [--rounds N] [--folder PATH]
+    python benchmarks/bench_storage_mapped.py [--size MIB] [--rounds N] [--folder PATH] [--quick] [--out FILE]
 
 GB of each second that the thread was on a processor, the kernel's part included, into memory as host pools
 have it; medians of rounds in which all ways take turns. memcpy: memory to memory. preadv: a page at a time,
@@ -8,7 +8,8 @@ and 32 MiB at a time. mapped: a copy out of a mapping that is kept; nothing keep
 away while they are copied, which ends the process if they cannot be read again. The others say first that
 the page is there: MADV_POPULATE_READ and mlock on the kept mapping, a mapping for each page. process_vm_readv
 has the kernel copy out of the mapping, which fails where a page is not to be had. `written`: the file is in
-the page cache since it was written; `read ahead`: it was read into it.
+the page cache since it was written; `read ahead`: it was read into it. Writes
+build/bench/storage-mapped.json.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import Row, machine, table
+from common import Report, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -123,27 +124,35 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128, help="MiB, a multiple of 32 (128)")
     parser.add_argument("--rounds", type=int, default=9, help="9")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "bench")
+    parser.add_argument("--quick", action="store_true", help="32 MiB and one round")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "storage-mapped.json")
     options = parser.parse_args()
+    if options.quick:
+        options.size, options.rounds = 32, 1
     options.folder.mkdir(parents=True, exist_ok=True)
-    num_bytes, rows = options.size << 20, []
-    for how in ("written", "read ahead"):
-        with tempfile.NamedTemporaryFile(dir=options.folder, buffering=0) as file:
-            for _ in range(options.size):
-                file.write(os.urandom(1 << 20))
-            if how == "read ahead":
-                os.fdatasync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                file.seek(0)
-                while file.read(1 << 24):
-                    pass
-            ways = Ways(file.fileno(), num_bytes)
-            for page_bytes in (256 << 10, 2 << 20):
-                found = rates(ways, num_bytes, page_bytes, options.rounds)
-                for name, rate in found.items():
-                    case = f"{how}, {page_bytes >> 10} KiB: {name}"
-                    rows.append(Row(case, "rate", "GB/s", rate, {"memcpy": found["memcpy"]}))
-    print(" ".join(f"{name}={value}" for name, value in machine().items()))
-    print(table(rows, ("memcpy",)))
+    with Report(options.out, ("memcpy",), ours="rate") as report:
+        for how in ("written", "read ahead"):
+            measure(report, how, options)
+
+
+def measure(report: Report, how: str, options: argparse.Namespace) -> None:
+    """Rows of a file that came into the page cache so."""
+    num_bytes = options.size << 20
+    with tempfile.NamedTemporaryFile(dir=options.folder, buffering=0) as file:
+        for _ in range(options.size):
+            file.write(os.urandom(1 << 20))
+        if how == "read ahead":
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.seek(0)
+            while file.read(1 << 24):
+                pass
+        ways = Ways(file.fileno(), num_bytes)
+        for page_bytes in (256 << 10, 2 << 20):
+            found = rates(ways, num_bytes, page_bytes, options.rounds)
+            for name, rate in found.items():
+                case = f"{how}, {page_bytes >> 10} KiB: {name}"
+                report.add([Row(case, "rate", "GB/s", rate, {"memcpy": found["memcpy"]})])
 
 
 if __name__ == "__main__":

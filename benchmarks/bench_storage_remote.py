@@ -1,7 +1,7 @@
 """How fast are the remote backends, beside the plain client of each server and the physical limit?
 
     make bench-storage-remote                          installs servers and clients, then runs it all
-    python benchmarks/bench_storage_remote.py [--quick] [--only TEXT,...]
+    python benchmarks/bench_storage_remote.py [--quick] [--only TEXT,...] [--out FILE]
 
 Real servers on loopback, on the same processors as the clients. hiradix is the backend behind its guard, with
 seals and checksums. The ways of a case take turns, and each row is the median of its rounds; rows named
@@ -26,9 +26,10 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from common import Row, machine, median_and_best, table, write_json
+from common import Report, Row, median_and_best
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -90,7 +91,7 @@ def measure_s3(folder: Path, pages: Pages, rounds: int) -> list[Row]:
         ("s3 in memory", _memory_server(folder)),
     ):
         with server:
-            store = opened("s3", pages, timeout_s=60.0, **servers.s3_keys(server, "ours"))
+            store = opened("s3", pages, **servers.s3_keys(server, "ours"))
             (put, get), (their_put, their_get) = ours(store, pages), boto3_way(server.port, store, pages)
             bare_put, bare_get = obstore_way(store, pages)
             ways = {"hiradix": put, "boto3": their_put, "library": bare_put}
@@ -137,19 +138,19 @@ CASES = {"redis": measure_redis, "s3": measure_s3, "mooncake": measure_mooncake}
 def main() -> None:
     """Run the cases, print and write their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="64 MiB and three rounds")
+    parser.add_argument("--quick", action="store_true", help="8 MiB and one round, pages of 256 KiB")
     parser.add_argument("--only", default="", help=f"some of {', '.join(CASES)}, comma separated")
-    options = parser.parse_args()
-    total, rounds = (64 << 20, 3) if options.quick else (256 << 20, 5)
-    rows: list[Row] = []
     out = ROOT / "build" / "bench" / "storage-remote.json"
-    for name in options.only.split(",") if options.only else CASES:
-        for page_bytes in (256 << 10, 2 << 20):
-            with tempfile.TemporaryDirectory() as folder:
-                rows += CASES[name](Path(folder), Pages(page_bytes, total), rounds)
-            write_json(out, rows, machine())
-    print(" ".join(f"{name}={value}" for name, value in machine().items()))
-    print(table(rows, PEERS))
+    parser.add_argument("--out", type=Path, default=out)
+    options = parser.parse_args()
+    total, rounds = (8 << 20, 1) if options.quick else (256 << 20, 5)
+    with Report(options.out, PEERS) as report:
+        for name in options.only.split(",") if options.only else CASES:
+            for page_bytes in (256 << 10,) if options.quick else (256 << 10, 2 << 20):
+                pages = Pages(page_bytes, total)
+                with tempfile.TemporaryDirectory() as folder:
+                    measure = partial(CASES[name], Path(folder), pages, rounds)
+                    report.attempt(f"{name}, pages of {pages.size}", measure)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What do transfers cost the thread that schedules, and what does a scheduler that never sleeps cost them?
 
     make bench-transfer
-    python benchmarks/bench_transfer.py [--only TEXT,...] [--model DIRECTORY] [--out FILE]
+    python benchmarks/bench_transfer.py [--only TEXT,...] [--model DIRECTORY] [--quick] [--out FILE]
 
 | case | question |
 |---|---|
@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bench_transfer_overhead
 import numpy as np
 import torch
-from common import Row, machine, table, write_json
+from bench_policy_e2e import MODEL, write_model
+from common import Report, Row
 
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.engine.smollm2 import smollm2_path
@@ -110,9 +111,9 @@ class Tiers:
         self.storage.close(0.1)
 
 
-def tick_row() -> Row:
+def tick_row(quick: bool) -> Row:
     tiers = Tiers("file", {"file_storage_path": tempfile.mkdtemp(), "max_size": "1GiB"})
-    num_ticks, times = 100_000, []
+    num_ticks, times = 1_000 if quick else 100_000, []
     for _ in range(ROUNDS):
         start_s = time.thread_time()
         for _ in range(num_ticks):
@@ -145,19 +146,19 @@ def poll(tiers: Tiers) -> None:
     """Straight on to the next tick."""
 
 
-def drain_row() -> Row:
+def drain_row(quick: bool) -> Row:
     sleeping, polling = [], []
-    for seed in range(DRAINS):
+    for seed in range(1 if quick else DRAINS):
         sleeping.append(drained(sleep, seed))
         polling.append(drained(poll, seed))
     ours, unloaded = statistics.median(polling), statistics.median(sleeping)
     return Row("drain", "beside a polling scheduler", "pages/s", ours, {"limit": unloaded})
 
 
-def faulty_row() -> Row:
+def faulty_row(quick: bool) -> Row:
     register_storage_backend("hanging", f"{__name__}:Hanging")
     waits = []
-    for seed in range(3):
+    for seed in range(1 if quick else 3):
         tiers = Tiers("hanging", {"deadline_s": DEADLINE_S})
         key = RadixKey(np.random.default_rng(seed).integers(0, 50_000, 64 * PAGE))
         start_s = time.perf_counter()
@@ -174,23 +175,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--quick", action="store_true", help="one round of each, a small model")
     parser.add_argument("--out", type=Path, default=Path("build/bench/transfer.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    cases: dict[str, Callable[[], Row]] = {"tick": tick_row, "drain": drain_row, "faulty": faulty_row}
+    cases: dict[str, Callable[[bool], Row]] = {"tick": tick_row, "drain": drain_row, "faulty": faulty_row}
 
     wanted = [word for word in args.only.split(",") if word]
 
     def is_wanted(name: str) -> bool:
         return not wanted or any(word in name for word in wanted)
 
-    rows = [make() for name, make in cases.items() if is_wanted(name)]
-    if is_wanted("no hits"):
-        rows += bench_transfer_overhead.rows(args.model or smollm2_path())
-    about = machine()
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    print(table(rows, ["limit", "floor"]))
-    write_json(args.out, rows, about)
+    with Report(args.out, ["limit", "floor"]) as report:
+        report.about["policy"] = "lru"
+        for name, make in cases.items():
+            if is_wanted(name):
+                report.add([make(args.quick)])
+        if is_wanted("no hits"):
+            path = args.model or (write_model(MODEL) if args.quick else smollm2_path())
+            report.optional("no hits", lambda: bench_transfer_overhead.rows(path, args.quick))
     return 0
 
 

@@ -101,12 +101,14 @@ def engines(model: Path, folder: Path) -> Iterator[tuple[TimedModel, dict[str, E
             engine.close()
 
 
-def turn(engine: Engine, model: TimedModel, seed: int) -> Spent:
-    """Prompts that share nothing with any before, until all their pages are where they go."""
+def turn(engine: Engine, model: TimedModel, seed: int, shape: tuple[int, int]) -> Spent:
+    """Prompts that share nothing with any before, until all their pages are where they go. shape: how many
+    prompts, of how many tokens."""
     rng = np.random.default_rng(seed)
     model.forward_s, start_s = 0.0, time.process_time()
-    for number in range(NUM_PROMPTS):
-        prompt = rng.integers(100, 40_000, PROMPT_TOKENS).tolist()
+    num_prompts, num_tokens = shape
+    for number in range(num_prompts):
+        prompt = rng.integers(100, min(40_000, engine.info().vocab_size), num_tokens).tolist()
         engine.add_request(f"{seed}-{number}", prompt, SamplingParams(max_new_tokens=2, ignore_eos=True))
     while not engine.is_idle():
         engine.step()
@@ -119,8 +121,8 @@ def turn(engine: Engine, model: TimedModel, seed: int) -> Spent:
 class Floors:
     """What the bytes of one turn cost without any cache around them."""
 
-    def __init__(self, page_bytes: int, folder: Path):
-        num_pages = NUM_PROMPTS * (PROMPT_TOKENS // PAGE)
+    def __init__(self, page_bytes: int, folder: Path, shape: tuple[int, int]):
+        num_pages = shape[0] * (shape[1] // PAGE)
         self._source = np.random.default_rng(0).integers(0, 255, (num_pages, page_bytes), np.uint8)
         memory = mmap.mmap(-1, self._source.nbytes)  # begins on a page, which O_DIRECT asks for
         self._target = np.frombuffer(memory, np.uint8).reshape(self._source.shape)
@@ -175,24 +177,28 @@ def _cpu_s(work: Callable[[], object]) -> float:
     return time.thread_time() - start_s
 
 
-def rows(model: Path) -> list[Row]:
+def rows(model: Path, quick: bool = False) -> list[Row]:
     """Per cent of the CPU time with the cache off, for each set of tiers."""
+    shape = (2, 64) if quick else (NUM_PROMPTS, PROMPT_TOKENS)
+    num_rounds = 1 if quick else ROUNDS
     with tempfile.TemporaryDirectory() as name, engines(model, Path(name)) as (timed, made):
         page_bytes = made[OFF].info().kv_bytes_per_token * PAGE
-        floors = Floors(page_bytes, Path(name))
+        floors = Floors(page_bytes, Path(name), shape)
         spent: dict[str, list[Spent]] = {name: [] for name in made}
         bare: dict[str, list[float]] = {name: [] for name in TIERS}
         for engine in made.values():
-            turn(engine, timed, 999)
-        for seed in range(ROUNDS):
+            turn(engine, timed, 999, shape)
+        for seed in range(num_rounds):
             for one in list(made)[:: 1 if seed % 2 else -1]:  # what drifts does not fall on one of them
-                spent[one].append(turn(made[one], timed, seed))
+                spent[one].append(turn(made[one], timed, seed, shape))
             for one, seconds in bare.items():
                 seconds.append(getattr(floors, FLOORS[one])())
-    return [row for name in TIERS for row in _rows(name, spent, bare)]
+    return [row for name in TIERS for row in _rows(name, spent, bare, shape)]
 
 
-def _rows(name: str, spent: dict[str, list[Spent]], bare: dict[str, list[float]]) -> list[Row]:
+def _rows(
+    name: str, spent: dict[str, list[Spent]], bare: dict[str, list[float]], shape: tuple[int, int]
+) -> list[Row]:
     off = statistics.median(s.whole for s in spent[OFF])
 
     def percent(seconds: list[float]) -> float:
@@ -202,7 +208,7 @@ def _rows(name: str, spent: dict[str, list[Spent]], bare: dict[str, list[float]]
     added = percent([on.beside - base.beside for on, base in pairs])
     whole = percent([on.whole - base.whole for on, base in pairs])
     floor = percent(bare[name])
-    prompts = f"{NUM_PROMPTS} new prompts of {PROMPT_TOKENS} tokens"
+    prompts = f"{shape[0]} new prompts of {shape[1]} tokens"
     return [
         Row("no hits", f"{name}: added to {prompts}", "%", added, {"limit": TARGET, "floor": floor}),
         Row("no hits", f"{name}: whole process", "%", whole),

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 SEED, RUST, VLLM = "sglang-0.5.9", "sglang-0.5.23-rust", "vllm-0.32"
-PEERS = {SEED: "sglang_0_5_9", RUST: "sglang_0_5_23", VLLM: "vllm_0_32"}  # name: worker module
+VLLM_HASHED = "vllm-0.32-hashed"  # prompts are hashed before, on another thread, as its engine does
+PEERS = {  # name: worker module
+    SEED: "sglang_0_5_9", RUST: "sglang_0_5_23", VLLM: "vllm_0_32", VLLM_HASHED: "vllm_0_32_hashed",
+}  # fmt: skip
+ALL_PEERS = tuple(PEERS)
 UNITS = {
-    "us": "us", "us/turn": "us", "us/turn, all threads": "us", "p50 us": "us", "p99 us": "us", "max us": "us",
+    "us, warm": "us", "us, cold": "us", "us/turn, warm": "us", "us/turn, cold": "us", "us/turn": "us",
+    "us/turn, all threads": "us", "p50 us": "us", "p99 us": "us", "max us": "us",
     "hits": "share", "device hits": "share", "host hits": "share", "bytes/token": "bytes",
     "bytes/node": "bytes",
 }  # fmt: skip
@@ -17,18 +22,24 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Ours:
-    """One way in which ours takes part: a row `case + suffix`. kind: if it is not the peers' case.
+    """One way in which ours takes part: a row `case + suffix (form, policy)`. kind: if not the peers' case.
 
-    compiled: with the tree compiled by mypyc, instead of run by Python.
+    compiled: with the tree compiled by mypyc, instead of run by Python. policy: which the tree evicts by.
     """
 
     suffix: str = ""
     bare: bool = False
     kind: str = ""
     compiled: bool = False
+    policy: str = "lru"
+
+    @property
+    def name(self) -> str:
+        """What is behind the case in a row of ours."""
+        return f"{self.suffix} ({'compiled' if self.compiled else 'plain'}, {self.policy})"
 
 
-DROP_IN, BARE = Ours(), Ours(", bare tree", bare=True)
+DROP_IN, GHD, BARE = Ours(), Ours(policy="ghd"), Ours(", bare tree", bare=True)
 BARE_MATCH = Ours(", page ids (bare tree)", bare=True)
 CONTINUED = Ours(", continued", kind="continued")
 LOGGED = Ours(", append-only log", kind="logged")
@@ -60,11 +71,16 @@ def plan(quick: bool, full: bool, compiled: bool) -> list[Planned]:
         cases = [replace(case, ours=(*case.ours, *map(_compiled, case.ours))) for case in cases]
     if not quick:
         return cases
-    return [replace(case, rounds=1, ours=(how,)) for case in cases for how in case.ours]
+    return [  # one process of ours at a time; the peers stand beside the first way of each case
+        replace(case, rounds=1, ours=(how,), peers=() if number else case.peers)
+        for case in cases
+        if case.options["page"] == 64
+        for number, how in enumerate(case.ours)
+    ]
 
 
 def _compiled(how: Ours) -> Ours:
-    return replace(how, suffix=how.suffix + " (compiled)", compiled=True)
+    return replace(how, compiled=True)
 
 
 def _memory(quick: bool) -> Iterator[Planned]:
@@ -83,11 +99,11 @@ def _multi_turn(quick: bool) -> Iterator[Planned]:
     for page in (1, 64):
         name = f"multi-turn {count} x 8, page {page}"
         options: dict[str, object] = {"page": page, "count": count, "turns": 8}
-        peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
-        yield Planned(name, "multi-turn", options, peers, (DROP_IN, BARE))
+        peers = ALL_PEERS if page == 64 else (SEED, RUST)
+        yield Planned(name, "multi-turn", options, peers, (DROP_IN, GHD, BARE))
         fewer = options | {"count": 20 if quick else 200}
         name = f"multi-turn {fewer['count']} x 8, page {page}, request calls"
-        yield Planned(name, "requests", fewer)
+        yield Planned(name, "requests", fewer, ours=(DROP_IN, GHD))
 
 
 def _conservation() -> Iterator[Planned]:
@@ -99,13 +115,14 @@ def _host_tier(quick: bool, full: bool) -> Iterator[Planned]:
     for page in (1, 64):
         for kind in ("round robin", "sliding"):
             options: dict[str, object] = {"page": page, "kind": kind, "count": count}
-            yield Planned(f"host-tier {kind} {count} x 8, page {page}", "host-tier", options)
+            name = f"host-tier {kind} {count} x 8, page {page}"
+            yield Planned(name, "host-tier", options, ours=(DROP_IN, GHD))
 
 
 def _turn_at(quick: bool, full: bool) -> Iterator[Planned]:
     for prefix in (8192,) if quick else (8192, 131072, 1048576):
         options: dict[str, object] = {"page": 64, "prefix": prefix, "rounds": ROUNDS}
-        peers = (SEED, RUST, VLLM) if full or prefix < 1 << 20 else (RUST, VLLM)
+        peers = ALL_PEERS if full or prefix < 1 << 20 else (RUST, VLLM, VLLM_HASHED)
         name = f"turn-at {prefix}, page 64"
         ways = (DROP_IN, BARE, LOGGED, BARE_LOGGED, CONTINUED, BARE_CONTINUED)
         yield Planned(name, "turn-at", options, peers, ways)
@@ -118,7 +135,7 @@ def _match(quick: bool, full: bool) -> Iterator[Planned]:
                 shape = f"chain of {chain}" if chain else "one node"
                 name = f"match {length} tokens, {shape}, page {page}"
                 options: dict[str, object] = {"page": page, "length": length, "chain": chain}
-                peers: tuple[str, ...] = (SEED, RUST, VLLM) if page == 64 and not chain else (SEED, RUST)
+                peers: tuple[str, ...] = ALL_PEERS if page == 64 and not chain else (SEED, RUST)
                 if chain and length > 8192 and not full:
                     peers = (RUST,)  # 0.5.9 takes 40 s to build it
                 yield Planned(name, "match", options, peers, (DROP_IN, BARE_MATCH))
@@ -128,7 +145,7 @@ def _insert(quick: bool) -> Iterator[Planned]:
     for suffix in (1024,) if quick else (1024, 8192, 32768):
         for page in (1, 64):
             options: dict[str, object] = {"page": page, "suffix": suffix, "rounds": ROUNDS}
-            peers = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+            peers = ALL_PEERS if page == 64 else (SEED, RUST)
             name = f"insert {suffix} under 4096, page {page}"
             yield Planned(name, "insert", options, peers)
 
@@ -139,7 +156,7 @@ def _evict(quick: bool, full: bool) -> Iterator[Planned]:
             if leaves > 10_000 and page == 1 and not full:
                 continue
             options: dict[str, object] = {"page": page, "leaves": leaves}
-            peers: tuple[str, ...] = (SEED, RUST, VLLM) if page == 64 else (SEED, RUST)
+            peers: tuple[str, ...] = ALL_PEERS if page == 64 else (SEED, RUST)
             if leaves == 1_000_000:
                 peers = ()  # they need minutes more
             yield Planned(f"evict 1000 tokens of {leaves} leaves, page {page}", "evict", options, peers)

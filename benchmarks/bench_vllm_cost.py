@@ -1,12 +1,14 @@
 """What a connector costs a vLLM that never hits: CPU time beside none, pair by pair, in one process.
 
     make bench-vllm [COST_FLAGS="--pairs 100"]
+    python -m benchmarks.bench_vllm_cost [--pairs 100] [--quick] [--out FILE]   in vLLM's environment
 
 Every prompt runs once without a connector, once with one that does nothing, once with ours, in turns; nothing
 repeats, and host memory is full, so that each save evicts. The engine's thread is what a request waits for;
 the process counts what is copied in the background too. CPU time, because others' load does not count in it;
 medians of ratios, with the interval that holds 95 % of medians of samples drawn anew from the pairs.
-SmolLM2-135M, one torch thread, a prompt of ten blocks and an answer of sixteen tokens.
+SmolLM2-135M, one torch thread, a prompt of ten blocks and an answer of sixteen tokens. Writes
+build/bench/vllm-cost.json.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import interval, machine
+from benchmarks.common import Report, Row, interval
 from hiradix.engine.smollm2 import smollm2_path
 from tests.vllm.play import FIRST, Play
 
 LIMIT = 0.01
 BLOCK_SIZE = 32
+KV_BYTES = 1 << 29  # room for the blocks asked for; without it vLLM first computes the longest batch
+WARM_UP = 3
 VOCAB = 49_000
 NONE, EMPTY, OURS = "no connector", "a connector that does nothing", "hiradix"
 CASES = {"prompt of 320 tokens": (320, 1), "answer of 16 tokens": (64, 16)}
@@ -63,11 +68,11 @@ class Costs:
 class Switch(Play):
     """An engine whose connector can be taken out and put in again between requests."""
 
-    def __init__(self, host_gb: float) -> None:
+    def __init__(self, host_gb: float, dtype: str) -> None:
         engine = {
-            "model": str(smollm2_path()), "dtype": "bfloat16", "max_model_len": 1024, "enforce_eager": True,
+            "model": str(smollm2_path()), "dtype": dtype, "max_model_len": 1024, "enforce_eager": True,
             "max_num_seqs": 4, "block_size": BLOCK_SIZE, "enable_prefix_caching": False,
-            "num_gpu_blocks_override": 200,
+            "num_gpu_blocks_override": 200, "kv_cache_memory_bytes": KV_BYTES,
         }  # fmt: skip
         super().__init__({"engine": engine, "connector": {"hicache_size": host_gb}})
         from vllm.distributed.kv_transfer import kv_transfer_state
@@ -136,7 +141,7 @@ def measured(play: Switch, case: str, num_pairs: int) -> Costs:
     """The same prompts on each, who goes first in turns."""
     num_tokens, num_answers = CASES[case]
     costs, names = Costs({name: [] for name in play.connectors}), list(play.connectors)
-    for number, prompt in zip(range(-3, num_pairs), prompts(case, num_tokens)):
+    for number, prompt in zip(range(-min(WARM_UP, num_pairs), num_pairs), prompts(case, num_tokens)):
         for shift in range(len(names)):
             name = names[(number + shift) % len(names)]
             play.use(name)
@@ -146,21 +151,19 @@ def measured(play: Switch, case: str, num_pairs: int) -> Costs:
     return costs
 
 
-def report(every: dict[str, Costs]) -> str:
+def rows_of(every: dict[str, Costs]) -> Iterator[Row]:
+    """What ours adds, beside a connector that does nothing, the ends of the interval, and the limit."""
     rng = np.random.default_rng(1)
-    lines = [f"{'overhead zero hits':40}{NONE:>14}{OURS:>29}{'limit':>7}{EMPTY:>31}"]
     for case, costs in every.items():
         for what, text in enumerate(WHAT):
-            cells = [_change(costs.ratios(name, what), rng) for name in (OURS, EMPTY)]
-            limit = f"{LIMIT:.0%}" if what == 0 else ""
-            none = f"{costs.median_ms(NONE, what):,.1f} ms"
-            lines.append(f"{case + ', ' + text:40}{none:>14}{cells[0]:>29}{limit:>7}{cells[1]:>31}")
-    return "\n".join(lines)
-
-
-def _change(ratios: Sequence[float], rng: np.random.Generator) -> str:
-    low, high = (end - 1 for end in interval(ratios, rng))
-    return f"{statistics.median(ratios) - 1:+.2%} ({low:+.2%} .. {high:+.2%})"
+            ours, empty = (costs.ratios(name, what) for name in (OURS, EMPTY))
+            low, high = (100 * (end - 1) for end in interval(ours, rng))
+            peers = {"does nothing": 100 * (statistics.median(empty) - 1), "low": low, "high": high}
+            peers |= {"limit": 100 * LIMIT} if what == 0 else {}
+            added = 100 * (statistics.median(ours) - 1)
+            yield Row(f"no hits, {case}", f"added to {text}", "%", added, peers)
+            times = {"none": costs.median_ms(NONE, what), "does nothing": costs.median_ms(EMPTY, what)}
+            yield Row(f"no hits, {case}", text, "ms", costs.median_ms(OURS, what), times)
 
 
 # -- where the time goes --------------------------------------------------------------------------
@@ -186,14 +189,11 @@ def timed(target: Any, names: Sequence[str], book: list[int]) -> Callable[[], No
     return end
 
 
-def roles(play: Switch, num_requests: int) -> str:
+def roles(play: Switch, num_requests: int) -> Iterator[Row]:
     """CPU time of each role per step, and of the copies, with what memcpy needs for the same bytes."""
     play.use(OURS)
     own = time.thread_time_ns
     empty = statistics.median([-own() + own() for _ in range(1000)])
-    lines = [
-        f"{'of which, us per step':40}{'scheduler role':>18}{'worker role':>14}{'copies':>12}{'memcpy':>10}"
-    ]
     for case, (num_tokens, num_answers) in CASES.items():
         books: list[list[int]] = [[], [], []]
         pair = play.role._controller._copies._pairs[0]
@@ -210,8 +210,9 @@ def roles(play: Switch, num_requests: int) -> str:
         scheduler, worker, copies = ((sum(book) - len(book) * empty) / steps / 1e3 for book in books)
         pages = (num_tokens + num_answers - 1) // BLOCK_SIZE
         limit = memcpy_us(pages * pair.host.page_bytes) / num_answers
-        lines.append(f"{case:40}{scheduler:>18,.0f}{worker:>14,.0f}{copies:>12,.0f}{limit:>10,.0f}")
-    return "\n".join(lines)
+        yield Row(f"no hits, {case}", "scheduler role per step", "us", scheduler)
+        yield Row(f"no hits, {case}", "worker role per step", "us", worker)
+        yield Row(f"no hits, {case}", "copies per step", "us", copies, {"memcpy": limit})
 
 
 def memcpy_us(num_bytes: int) -> float:
@@ -229,15 +230,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--host-gb", type=float, default=0.1)
+    parser.add_argument("--quick", action="store_true", help="a pair, in float32")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/vllm-cost.json"))
     args = parser.parse_args()
     for name, value in (FIRST | {"VLLM_LOGGING_LEVEL": "ERROR"}).items():
         os.environ.setdefault(name, value)
-    play = Switch(args.host_gb)
-    every = {case: measured(play, case, args.pairs) for case in CASES}
-    print(report(every))
-    print(roles(play, max(10, args.pairs // 3)))
-    about = ", ".join(f"{name} {value}" for name, value in machine().items())
-    print(f"{args.pairs} pairs; {about}")
+    num_pairs = 1 if args.quick else args.pairs
+    with Report(args.out, ("none", "does nothing", "low", "high", "limit", "memcpy")) as report:
+        dtype = "float32" if args.quick else "bfloat16"  # which not every processor computes in
+        report.about |= {"pairs": num_pairs, "dtype": dtype}
+        play = Switch(args.host_gb, dtype)
+        for case in CASES:
+            report.add(rows_of({case: measured(play, case, num_pairs)}))
+        num_requests = 2 if args.quick else max(10, num_pairs // 3)
+        report.optional("where the time goes", lambda: roles(play, num_requests))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Which eviction policy serves more tokens from the host tier behind vLLM's own prefix cache?
 
     python benchmarks/bench_vllm_policy.py [--limit N] [--device 1M] [--host 1M,3M,10M] [--rounds 5]
+                                           [--quick] [--out FILE]
 
 The conversation trace, one request after the other, through the connector's scheduler role. Before it stands
 a model of vLLM's prefix cache: blocks in the order of last use, a request's last blocks first. Copies take no
@@ -26,7 +27,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from common import Row, machine, table, write_json  # noqa: E402
+from common import Report, Row  # noqa: E402
 
 from hiradix.adapters.vllm.index import HostIndex  # noqa: E402
 from hiradix.adapters.vllm.orders import Orders, Outcome, Stage  # noqa: E402
@@ -191,11 +192,15 @@ def main() -> None:
     parser.add_argument("--device", default="1M", help="tokens of vLLM's own prefix cache")
     parser.add_argument("--host", default="1M,3M,10M", help="tokens of the host tier, several with commas")
     parser.add_argument("--rounds", type=int, default=5, help="of each policy; hits are the same in all")
+    parser.add_argument("--quick", action="store_true", help="300 requests, hosts of 1M tokens, one round")
+    parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
+    if args.quick:
+        args.limit, args.host, args.rounds = 300, "1M", 1
     trace = read_trace(TRACE, args.limit)
-    rows = [row for host in args.host.split(",") for row in measured(trace, args.device, host, args.rounds)]
-    print(table(rows, POLICIES[1:]))
-    write_json(OUT, rows, machine())
+    with Report(args.out, POLICIES[1:], ours=POLICIES[0]) as report:
+        for host in args.host.split(","):
+            report.add(measured(trace, args.device, host, args.rounds))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Which window pages should go first, and what becomes of a leaf in which no match can end any more?
 
-    python benchmarks/bench_window.py [--quick] [--seed N]
+    python benchmarks/bench_window.py [--quick] [--seed N] [--out FILE]
 
 Conversations over a few shared system prompts, returning by popularity, in a cache of full and window pages
 with a window pool of several sizes. One line per case and rules: prompt tokens found, on the device and in
 all, and the full pages that no match could reach, on average over the run. keep, bare, unusable: what becomes
 of dead leaves (`DeadLeaf`), with windows in the order of last use. spare: windows that no boundary needs go
-first (`Grain.by_need`). `unlimited` has no windows: what full attention alone finds. Nothing is timed.
+first (`Grain.by_need`). `unlimited` has no windows: what full attention alone finds. Nothing is timed. Ours
+are the rules that a cache has by default (`unusable, spare`). Writes build/bench/window.json.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from common import machine  # noqa: E402
+from common import Report, Row  # noqa: E402
 
 from hiradix.cache import HierarchicalCache, HostTier  # noqa: E402
 from hiradix.memory import PageAllocator  # noqa: E402
@@ -75,10 +76,13 @@ class Tally:
     found: int = 0
     dead: list[int] = field(default_factory=list)
 
-    def line(self, case: str, rule: str) -> str:
-        dead = sum(self.dead) / max(1, len(self.dead))
-        device, found = 100 * self.on_device / self.asked, 100 * self.found / self.asked
-        return f"{case:<34}{rule:<20}{device:>9.2f} %{found:>9.2f} %{dead:>12,.0f}"
+    def values(self) -> dict[tuple[str, str], float]:
+        """By metric and unit."""
+        return {
+            ("on device", "%"): 100 * self.on_device / self.asked,
+            ("found", "%"): 100 * self.found / self.asked,
+            ("dead pages", "pages"): sum(self.dead) / max(1, len(self.dead)),
+        }
 
 
 def prompts(num_turns: int, seed: int) -> Iterator[list[int]]:
@@ -160,26 +164,38 @@ def take(cache: HierarchicalCache, component: int, num_pages: int) -> np.ndarray
     return pages
 
 
+DEFAULT, UNLIMITED = "unusable, spare", "unlimited"
+
+
+def measured(window_pages: int, host_pages: int, num_turns: int, seed: int, unlimited: Tally) -> list[Row]:
+    """A window pool of one size under all rules."""
+    found = {UNLIMITED: unlimited.values()}
+    for name, rules in RULES.items():
+        found[name] = play(make_cache(rules, window_pages, host_pages), num_turns, seed).values()
+    ours = found.pop(DEFAULT)
+    case = f"window pool {window_pages}" + (f", host {host_pages}" if host_pages else "")
+    return [
+        Row(case, metric, unit, value, {name: values[metric, unit] for name, values in found.items()})
+        for (metric, unit), value in ours.items()
+    ]
+
+
 def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the turns")
+    parser.add_argument("--quick", action="store_true", help="a fortieth of the turns")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("build/bench/window.json"))
     options = parser.parse_args()
-    num_turns = 600 if options.quick else 6000
-    about = machine()
-    print(f"{num_turns} turns, {FULL_PAGES} full pages of {PAGE} tokens, window {REACH} pages")
-    print(f"{about['processor']}, Python {about['python']}")
-    print(f"{'case':<34}{'rules':<20}{'on device':>11}{'found':>11}{'dead pages':>12}")
-    for host_pages in (0, 2 * FULL_PAGES):
-        tier = f", host {host_pages}" if host_pages else ""
-        tally = play(make_cache(RULES["keep"], 0, host_pages), num_turns, options.seed)
-        print(tally.line(f"unlimited{tier}", "-"))
-        for share in SHARES:
-            window_pages = int(FULL_PAGES * share)
-            for name, rules in RULES.items():
-                tally = play(make_cache(rules, window_pages, host_pages), num_turns, options.seed)
-                print(tally.line(f"window pool {window_pages}{tier}", name), flush=True)
+    num_turns = 150 if options.quick else 6000
+    others = [name for name in RULES if name != DEFAULT]
+    with Report(options.out, [UNLIMITED, *others], ours=DEFAULT) as report:
+        report.about |= {"turns": num_turns, "full pages": FULL_PAGES, "page tokens": PAGE, "window": REACH}
+        for host_pages in (0, 2 * FULL_PAGES):
+            unlimited = play(make_cache(RULES["keep"], 0, host_pages), num_turns, options.seed)
+            for share in SHARES:
+                window_pages = int(FULL_PAGES * share)
+                report.add(measured(window_pages, host_pages, num_turns, options.seed, unlimited))
 
 
 if __name__ == "__main__":

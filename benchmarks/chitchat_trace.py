@@ -1,6 +1,6 @@
 """A second real trace: 7,168 conversations of people, as a server would have seen them, for `hiradix replay`.
 
-    python benchmarks/chitchat_trace.py [--out build/bench/chitchat.jsonl.gz]
+    python benchmarks/chitchat_trace.py [--out build/bench/chitchat.jsonl.gz] [--quick]
     hiradix replay build/bench/chitchat.jsonl.gz --policies lru,ghd,belady --capacities 4k,8k,16k --warm 0.5
 
 From the package `chitchat-dataset` (MIT; `make demo` installs it): who wrote first is the user, the other the
@@ -74,9 +74,11 @@ def requests(talk: list[list[dict[str, str]]], tokenizer: Tokenizer) -> Iterator
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT, help=f"trace to write (default: {OUT})")
+    parser.add_argument("--quick", action="store_true", help="the first 10 conversations")
     args = parser.parse_args()
+    limit = 10 if args.quick else None
     tokenizer = Tokenizer(str(smollm2_path()))
-    records = [record for talk in conversations() for record in requests(talk, tokenizer)]
+    records = [record for talk in conversations()[:limit] for record in requests(talk, tokenizer)]
     records.sort(key=lambda record: record["time_s"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", mtime=0) as file:

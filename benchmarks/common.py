@@ -7,9 +7,12 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -52,7 +55,7 @@ def need_device(parser: argparse.ArgumentParser, device: str) -> None:
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores, memory, versions."""
+    """Processor, cores, memory, versions, and which form of hiradix is measured where no row says so."""
     pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
     return {
         "processor": _processor(),
@@ -61,7 +64,14 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "load_average": round(os.getloadavg()[0], 1),
+        "hiradix": _form(),
     }
+
+
+def _form() -> str:
+    """ "compiled" or "plain Python", by the file that holds the tree."""
+    spec = find_spec("hiradix.tree.tree") if find_spec("hiradix") else None
+    return "compiled" if spec is not None and str(spec.origin).endswith(".so") else "plain Python"
 
 
 def _processor() -> str:
@@ -79,9 +89,9 @@ def write_json(path: Path, rows: Sequence[Row], about: dict[str, object]) -> Non
 
 
 def write_raw(path: Path, found: Mapping[str, Any]) -> None:
-    """`found` as JSON at `path`, whose folder is made."""
+    """`found` as JSON at `path`, whose folder is made; ValueError for what is no finite number."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def shown(value: float) -> str:
@@ -113,3 +123,69 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     left = [cell.ljust(width) for cell, width in zip(cells[:2], widths[:2], strict=True)]
     right = [cell.rjust(width) for cell, width in zip(cells[2:], widths[2:], strict=True)]
     return "  ".join(left + right).rstrip()
+
+
+class Report:
+    """Rows as they come. The table is printed and the JSON written however the run ends, by an error too.
+
+    peers: columns of the table. ours: the heading of our column. raw: beside the rows in the JSON.
+    Where a step failed (`attempt`) the program ends with code 1; without a peer (`leave_out`) it ends well.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        peers: Sequence[str],
+        *,
+        ours: str = "hiradix",
+        table: Callable[[Sequence[Row], Sequence[str]], str] = table,
+    ) -> None:
+        self.out, self.peers, self.rows = out, list(peers), list[Row]()
+        self.about, self.left_out, self.raw = machine(), list[str](), dict[str, Any]()
+        self._ours, self._table, self._shown, self._has_failed = ours, table, 0, False
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.show()
+        self.write()
+        if self._has_failed and kind is None:
+            raise SystemExit(1)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Keep these rows, in the file at once: a run that is killed leaves what it has."""
+        self.rows += rows
+        self.write()
+
+    def optional(self, what: str, make: Callable[[], Iterable[Row]]) -> None:
+        """Print what there is, then add rows that the others do without."""
+        self.show()
+        self.attempt(what, make)
+
+    def attempt(self, what: str, make: Callable[[], Iterable[Row]]) -> None:
+        """Add rows; an error leaves them out, by name."""
+        try:
+            self.add(make())
+        except Exception as error:
+            self._has_failed = True
+            self.leave_out(f"{what}: {type(error).__name__}: {error}")
+
+    def leave_out(self, what: str) -> None:
+        """Say on standard error and in the JSON what is missing, and why."""
+        self.left_out.append(what)
+        print(f"left out: {what}", file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        """Print the rows that were not printed yet."""
+        rows, self._shown = self.rows[self._shown :], len(self.rows)
+        if rows:
+            print(" ".join(f"{name}={value}" for name, value in self.about.items()))
+            print(self._table(rows, self.peers).replace("hiradix", self._ours.rjust(7), 1), flush=True)
+
+    def write(self) -> None:
+        """The JSON file as of now."""
+        about = self.about | ({"left_out": self.left_out} if self.left_out else {})
+        write_raw(self.out, {"machine": about, "rows": [asdict(row) for row in self.rows], **self.raw})

@@ -1,13 +1,14 @@
 """How fast do pages move between the pools, and how near is that to what the machine can do at all?
 
-    python benchmarks/copy_bandwidth.py [--device cuda] [--out benchmarks/results/NAME.json]
+    python benchmarks/copy_bandwidth.py [--device cuda] [--quick] [--out FILE]
 
 Prints the ceilings (one pinned copy of 1 GiB each way and both ways at once), then every transport per page
 size, layout and model shape as GB/s and as a share of the ceiling; then how much matrix products slow down
 beside the copies, and how much of a load back a forward pass hides. Every transport's copy is compared byte
 for byte with the torch transport's before it is timed. Without a GPU it says so and runs the rows a CPU has:
 the ceiling is one contiguous copy on one thread. A transport that fails is a line that says so, and in the
-file, which is written anew after every case; the others go on, and the exit code is 1.
+file, which is written anew after every case; the others go on, and the exit code is 1. Writes
+build/bench/copy-bandwidth.json: `rows` are auto beside the others, `copies` and the rest the raw numbers.
 """
 
 from __future__ import annotations
@@ -312,8 +313,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--page-size", action="append", type=int, choices=PAGE_SIZES)
     parser.add_argument("--budget-s", type=float, default=480.0, help="no new row is begun after so long")
     parser.add_argument("--part", choices=("all", "sweep", "beside"), default="all", help=PARTS)
-    parser.add_argument("--out", type=Path, help="write the raw results here as JSON")
+    parser.add_argument("--quick", action="store_true", help="one small shape, one repeat")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/copy-bandwidth.json"))
     args = parser.parse_args()
+    if args.quick:
+        args.shape, args.layout, args.page_size = ["SmolLM2-fp32"], ["page_first"], [64]
+        args.megabytes, args.repeats = 8, 1
     args.cuda = args.device.startswith("cuda")
     common.need_device(parser, args.device)
     args.megabytes = args.megabytes or (256 if args.cuda else 64)
@@ -338,14 +343,18 @@ def run(args: argparse.Namespace, clock: Clock) -> list[dict[str, Any]]:
     if not args.cuda:
         print("no GPU here: torch, memmove in place of the copy engines, and packing; nothing about a bus")
     print("ceiling:", ", ".join(f"{name} {speed:.1f} GB/s" for name, speed in ceiling.items()), flush=True)
-    found: dict[str, Any] = {"machine": about, "ceiling": ceiling, "rows": [], "faults": []}
+    found: dict[str, Any] = {"machine": about, "ceiling": ceiling, "rows": [], "copies": [], "faults": []}
     if args.part != "beside":
         rows = sweep(args, clock, found)
         if args.cuda:
             print(*best(rows), sep="\n", flush=True)
     if args.part != "sweep":
         copy_overlap.report(args, clock.once, found)
+        found["rows"] += [asdict(line) for line in beside_computing(found)]
         save(args, found)
+    lines = [common.Row(**row) for row in found["rows"]]
+    peers = dict.fromkeys(name for line in lines for name in line.peers)
+    print("\n" + common.table(lines, list(peers)).replace("hiradix", "  auto ", 1), flush=True)
     return list(found["faults"])
 
 
@@ -361,19 +370,41 @@ def sweep(args: argparse.Namespace, clock: Clock, found: dict[str, Any]) -> list
                 print(f"FAILED     {row.transport:14} {row.shape:13} {row.layout:18} {row.error}", flush=True)
                 continue
             rows.append(row)
-            found["rows"].append(asdict(row))
+            found["copies"].append(asdict(row))
             print(
                 f"{row.direction:10} {row.transport:14} {row.shape:13} {row.layout:18} "
                 f"{row.page_size:4} {row.piece:8} {row.gb_per_s:6.2f} {row.share:4.0%}",
                 flush=True,
             )
+        found["rows"] = [asdict(line) for line in beside(rows, found["ceiling"])]
         save(args, found)
     return rows
 
 
+def beside(rows: list[Row], ceiling: dict[str, float]) -> Iterator[common.Row]:
+    """Per copy what `auto` does beside each other transport and the ceiling, in GB/s."""
+    speeds: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        key = (row.direction, f"{row.shape} {row.layout} page {row.page_size} {row.direction}")
+        speeds.setdefault(key, {})[row.transport] = row.gb_per_s
+    for (direction, case), own in speeds.items():
+        if "auto" in own:
+            yield common.Row(case, "rate", "GB/s", own.pop("auto"), {**own, "ceiling": ceiling[direction]})
+
+
+def beside_computing(found: dict[str, Any]) -> Iterator[common.Row]:
+    """The slow-downs, and the shares of loads that forward passes hid."""
+    for own in found["interference"]:
+        case = f"products beside copies {own['direction']}, {own['transport']}"
+        yield common.Row(case, "slow-down", "x", own["ratio"], {"low": own["low"], "high": own["high"]})
+    for own in found["overlap"]:
+        case = f"load under a forward pass of {own['num_tokens']} tokens, {own['transport']}"
+        alone = {"compute alone": own["compute_s"] * 1e3, "load alone": own["load_s"] * 1e3}
+        yield common.Row(case, "together", "ms", own["together_s"] * 1e3, alone)
+
+
 def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    if args.out is not None:
-        common.write_raw(args.out, found)
+    common.write_raw(args.out, found)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

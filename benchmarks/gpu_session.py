@@ -3,16 +3,17 @@
     python benchmarks/gpu_session.py                        # every piece, one after the other
     python benchmarks/gpu_session.py --piece correctness    # or one, where a command's time is limited
     python benchmarks/gpu_session.py --list                 # the commands, to run by hand
+    python benchmarks/gpu_session.py --quick                # small, without a GPU; tests are only collected
 
 Each step is a process of its own with a limit, so that a fault on the device ends that step alone. Results go
 to --out (benchmarks/results), raw numbers of a step as gpu_STEP.json, and what became of the steps, with the
 end of what they printed, as gpu_session_PIECE.json. --device cpu walks the same steps, small, without a GPU.
+Rows are the steps' seconds beside their limits.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from common import need_device
+from common import Row, machine, need_device, table, write_raw
 
 ROOT = Path(__file__).resolve().parent.parent
 TAIL = 6000
+PATIENCE = 4  # times the limits for quick forms, which run beside other work
 SMALL_SWEEP = ("--shape", "SmolLM2-fp32", "--layout", "page_first", "--page-size", "64", "--megabytes", "4")
 
 
@@ -92,12 +94,14 @@ def command_of(step: Step, args: argparse.Namespace) -> list[str]:
     if step.writes:
         out = os.path.relpath(args.out / f"gpu_{step.name}.json", ROOT)
         command += ["--device", args.device, "--out", out]
+    if args.quick:
+        return [*command, *(("--quick",) if step.writes else ("--collect-only",))]
     return [*command, *(step.on_cpu if args.device == "cpu" else ())]
 
 
 def run(step: Step, args: argparse.Namespace) -> Done:
-    command = command_of(step, args)
-    print(f"\n== {step.name}, {step.limit_s} s at most: python {' '.join(command)}", flush=True)
+    command, limit_s = command_of(step, args), step.limit_s * (PATIENCE if args.quick else 1)
+    print(f"\n== {step.name}, {limit_s} s at most: python {' '.join(command)}", flush=True)
     environment = dict(os.environ, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="1")
     environment["HIRADIX_GPU_TESTS_ON"] = args.device
     begin, code = time.monotonic(), None
@@ -105,11 +109,11 @@ def run(step: Step, args: argparse.Namespace) -> Done:
     with log.open("w", encoding="utf-8") as out:
         try:
             code = subprocess.run(
-                [sys.executable, *command], cwd=ROOT, env=environment, timeout=step.limit_s,
+                [sys.executable, *command], cwd=ROOT, env=environment, timeout=limit_s,
                 stdout=out, stderr=subprocess.STDOUT, check=False,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
-            print(f"{step.name}: ended after {step.limit_s} s", flush=True)
+            print(f"{step.name}: ended after {limit_s} s", flush=True)
     tail = log.read_text(encoding="utf-8", errors="replace").replace(f"{ROOT}/", "")[-TAIL:]
     log.unlink()
     print(tail, flush=True)
@@ -121,8 +125,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--piece", choices=("all", *PIECES), default="all")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--quick", action="store_true", help="as --device cpu, and tests are collected only")
     parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
     args = parser.parse_args()
+    if args.quick:
+        args.device = "cpu"
     if not args.list:
         need_device(parser, args.device)
     if find_spec("hiradix") is None or find_spec("hiradix.triton_kernels") is None:
@@ -143,10 +150,16 @@ def main() -> None:
     failed = []
     for piece in pieces:
         done: list[Done] = []
+        limits = {step.name: step.limit_s for step in PIECES[piece]}
         for step in PIECES[piece]:
             done.append(run(step, args))
-            text = json.dumps([asdict(one) for one in done], indent=1)
-            (args.out / f"gpu_session_{piece}.json").write_text(text + "\n", encoding="utf-8")
+            rows = [
+                Row(one.name, "step", "s", one.seconds, {"limit": float(limits[one.name])}) for one in done
+            ]
+            about = machine() | {"device": args.device}
+            found = {"machine": about, "rows": [*map(asdict, rows)], "steps": [asdict(one) for one in done]}
+            write_raw(args.out / f"gpu_session_{piece}.json", found)
+        print(table(rows, ["limit"]), flush=True)
         failed += [one.name for one in done if one.code != 0]
     print(f"\nfailed: {', '.join(failed)}" if failed else "\nevery step ended well")
     sys.exit(bool(failed))

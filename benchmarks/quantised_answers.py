@@ -51,9 +51,9 @@ def measure_answers(folder: Path, model_path: str | None, quick: bool) -> list[R
     from hiradix.engine.smollm2 import smollm2_path
 
     path = model_path or str(smollm2_path())
-    size = Size(1, 1, 1, 1, 1, 1) if quick else Size(4, 4, 4, 1, 1, 1)
+    size = Size(0, 1, 0, 0, 0, 0) if quick else Size(4, 4, 4, 1, 1, 1)
     conversations = make_workload(size).conversations
-    num_turns = 3 if quick else TURNS
+    num_turns = 2 if quick else TURNS
     engine = Engine(EngineConfig(path, cache=HiCacheConfig(disable_radix_cache=True), max_running_requests=1))
     played = [list(play(engine, one, num_turns)) for one in conversations]
     engine.close()

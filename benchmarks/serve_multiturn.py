@@ -1,8 +1,9 @@
-"""What do multi-turn conversations cost on a server: tokens by source and time to first token, as JSON.
+"""What do multi-turn conversations cost on a server: tokens by source and time to first token.
 
-    python benchmarks/serve_multiturn.py http://127.0.0.1:30000 [URL of another server, e.g. cache off] ...
+    make bench-serve URL=http://127.0.0.1:30000
+    python benchmarks/serve_multiturn.py [--quick] http://127.0.0.1:30000 [URL of another, e.g. cache off] ...
 
-See `hiradix/bench.py`; `hiradix bench` is the same command.
+See `hiradix/bench.py`; `hiradix bench --table` is the same command. Writes build/bench/serve.json.
 """
 
 from __future__ import annotations
@@ -12,4 +13,4 @@ import sys
 from hiradix.bench import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["--table", *sys.argv[1:]]))

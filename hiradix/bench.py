@@ -1,7 +1,8 @@
-"""The multi-turn benchmark: the demo's conversations against any servers, as JSON.
+"""The multi-turn benchmark: the demo's conversations against any servers, as JSON or a table.
 
 The first URL is measured and recorded; every further URL gets the very same prompts and is compared with it.
 Point the first at a server with the cache and the second at one without to get the demo's table as numbers.
+A further server that cannot be measured is left out, by name; the others' numbers are there all the same.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from hiradix import __version__
 from hiradix.bench_client import Answer, ChatServer, Limits, Play, play_phase, replay
 from hiradix.bench_report import SOURCES, compare, percentile, rows, summary, tokens_by_source
 from hiradix.config import require_int
-from hiradix.demo.workload import Workload, make_workload
+from hiradix.demo.workload import Size, Workload, make_workload
 from hiradix.errors import CacheError, ConfigError
 
-DEFAULT_OUT = Path("build/bench/serve_multiturn.json")
+DEFAULT_OUT = Path("build/bench/serve.json")
+QUICK = Size(1, 1, 1, 1, 1, 1)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-logprobs", type=int, default=5, help="0 for servers without log probabilities")
     parser.add_argument("--model", help="model name to ask for (default: the server's first)")
     parser.add_argument("--api-key", help="bearer key of all servers")
+    parser.add_argument("--quick", action="store_true", help="three conversations in place of thirteen")
+    parser.add_argument("--table", action="store_true", help="print the rows as a table in place of JSON")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help=f"result rows (default: {DEFAULT_OUT})")
     return parser
 
@@ -64,32 +68,44 @@ def _ignore(answer: Answer) -> None:
     del answer
 
 
-async def measure(urls: Sequence[str], workload: Workload, args: argparse.Namespace) -> list[list[Answer]]:
-    """Answers of every URL to the same prompts, in the same order; the phases' restarts are left out."""
+async def measure(
+    urls: Sequence[str], workload: Workload, args: argparse.Namespace
+) -> list[tuple[str, list[Answer]]]:
+    """Answers of every URL to the same prompts, in the same order; the phases' restarts are left out.
+
+    A further URL that fails is told on standard error and has no answers. Raises CacheError for the first.
+    """
     limits = Limits(args.concurrency, args.max_tokens, args.top_logprobs)
     play = Play(workload.conversations, limits.max_tokens)
     phases: list[list[Answer]] = []
     async with ChatServer(urls[0], limits, api_key=args.api_key, model=args.model) as server:
         for phase in workload.phases:
             phases.append(await play_phase(server, play, phase, _ignore))
-    runs = [[answer for phase in phases for answer in phase]]
+    runs = [(urls[0], [answer for phase in phases for answer in phase])]
     for url in urls[1:]:
-        async with ChatServer(url, limits, api_key=args.api_key, model=args.model) as server:
-            replayed = [await replay(server, [a.request for a in phase], _ignore) for phase in phases]
-        runs.append([answer for phase in replayed for answer in phase])
+        try:
+            async with ChatServer(url, limits, api_key=args.api_key, model=args.model) as server:
+                replayed = [await replay(server, [a.request for a in phase], _ignore) for phase in phases]
+        except CacheError as error:
+            print(f"hiradix bench: {url} is left out: {error}", file=sys.stderr)
+            continue
+        runs.append((url, [answer for phase in replayed for answer in phase]))
     return runs
 
 
 def bench_rows(urls: Sequence[str], runs: Sequence[Sequence[Answer]]) -> list[dict[str, object]]:
     """The result file's rows: the first server's numbers beside the others' on the same prompts.
 
-    Times are grouped by where the first server had most of a prompt from, for every server alike.
+    Times are grouped by where the first server had most of a prompt from, for every server alike. There is
+    no row of times where nothing came from a source.
     """
     peers = runs[1:]
     out: list[dict[str, object]] = []
 
     def add(case: str, metric: str, unit: str, ours: object, others: Sequence[object]) -> None:
-        beside = dict(zip(urls[1:], others, strict=True))
+        if ours is None:
+            return
+        beside = {url: other for url, other in zip(urls[1:], others, strict=True) if other is not None}
         out.append({"case": case, "metric": metric, "unit": unit, "ours": ours, "peers": beside})
 
     tables = [rows(runs[0], peer) for peer in peers]
@@ -137,15 +153,31 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the measurements as JSON, write the result rows; 1: answers differ, 2: it could not run."""
+    """Print the measurements, write the result rows; 1: answers differ, 2: a server could not be measured."""
     args = _parser().parse_args(arguments)
     try:
         _check(args)
-        runs = asyncio.run(measure(args.urls, make_workload(), args))
+        workload = make_workload(QUICK if args.quick else None)
+        measured = asyncio.run(measure(args.urls, workload, args))
     except CacheError as error:
         print(f"hiradix bench: error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(_report(args.urls, runs), indent=2))
-    result = {"machine": machine(), "rows": bench_rows(args.urls, runs)}
-    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    urls, runs = [url for url, _ in measured], [run for _, run in measured]
+    result = bench_rows(urls, runs)
+    print(_table(result, urls[1:]) if args.table else json.dumps(_report(urls, runs), indent=2))
+    told = json.dumps({"machine": machine(), "rows": result}, indent=2, allow_nan=False)
+    args.out.write_text(told + "\n", encoding="utf-8")
+    if len(urls) < len(args.urls):
+        return 2
     return 0 if all(compare(runs[0], run).holds for run in runs[1:]) else 1
+
+
+def _table(rows: Sequence[Mapping[str, Any]], peers: Sequence[str]) -> str:
+    """A line per row: the first server's number, then each other's."""
+    lines = [["case", "metric", "measured", *peers]]
+    for row in rows:
+        values = [row["ours"], *(row["peers"].get(peer) for peer in peers)]
+        shown = ["-" if value is None else f"{value:,.3f}".rstrip("0").rstrip(".") for value in values]
+        lines.append([row["case"], f"{row['metric']}, {row['unit']}", *shown])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in lines)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import workloads
 from timed import HostTurns
 
@@ -23,6 +24,7 @@ LEAF = 64  # tokens of an `evict` leaf
 EVICTED = 1000  # tokens of one `evict` call
 PER_ROUND = 2  # turns of a growing conversation
 REPEATS = 5  # calls in a row of what takes microseconds
+OTHER_BYTES = 64 << 20  # more than the caches of a core: written between cold calls
 
 Measured = dict[str, list[float]]
 
@@ -31,6 +33,17 @@ def settled() -> None:
     """Let the garbage collector see only what comes from here on."""
     gc.collect()
     gc.freeze()
+
+
+_other = np.zeros(0, np.uint8)
+
+
+def others_work() -> None:
+    """What a server does between two turns of one conversation: other memory goes through the caches."""
+    global _other
+    if not len(_other):
+        _other = np.zeros(OTHER_BYTES, np.uint8)
+    np.add(_other, 1, out=_other)
 
 
 class Case:
@@ -145,24 +158,36 @@ class Conservation(Case):
         settled()
 
     def measure(self) -> Measured:
-        return {"us": [self._peer.timed_conservation(1000) * 1e3]}
+        return {"us, warm": [self._peer.timed_conservation(1000) * 1e3]}
 
 
 class TurnAt(Case):
-    """One more turn of a conversation whose prompt is cached as a chain of its turns; each round adds one."""
+    """One more turn of a conversation whose prompt is cached as a chain of its turns; each round adds some.
+
+    warm: right after a match of the same prompt. cold: after other memory has gone through the caches.
+    """
 
     def __init__(self, make: Callable[[], Any], page: int, prefix: int, rounds: int) -> None:
         self._peer, self._num_cached = make(), prefix
-        self._ids = workloads.prompt(prefix + (rounds * PER_ROUND + 2) * TURN)
+        self._ids = workloads.prompt(prefix + (2 * rounds * PER_ROUND + 2) * TURN)
         self._peer.new(page, len(self._ids) + 4 * TURN)
         grow_chain(self._peer, self._ids[:prefix], TURN)
         settled()
 
     def measure(self) -> Measured:
-        return {"us/turn": [self._turn() * 1e6 for _ in range(PER_ROUND)]}
+        return {
+            f"us/turn, {how}": [self._next(how == "warm") * 1e6 for _ in range(PER_ROUND)]
+            for how in ("warm", "cold")
+        }
+
+    def _next(self, is_warm: bool) -> float:
+        if is_warm:
+            self._peer.timed_match(self._ids[: self._num_cached])
+        else:
+            others_work()
+        return self._turn()
 
     def _turn(self) -> float:
-        self._peer.timed_match(self._ids[: self._num_cached])  # warms the caches: others ran in between
         ids = self._ids[: self._num_cached + TURN]
         num_cached, seconds = self._peer.timed_turn(ids)
         assert num_cached == self._num_cached, f"{num_cached} of {self._num_cached}"
@@ -185,17 +210,16 @@ class Continued(TurnAt):
         super().__init__(make, page, prefix, rounds)
         self._peer.begin_chunks(self._ids[:prefix])
 
-    def measure(self) -> Measured:
-        return {"us/turn": [self._chunk() * 1e6 for _ in range(PER_ROUND)]}
-
-    def _chunk(self) -> float:
-        self._peer.timed_match(self._ids[: self._num_cached])
+    def _turn(self) -> float:
         self._num_cached += TURN
         return self._peer.timed_chunk(self._ids[: self._num_cached])
 
 
 class Match(Case):
-    """Match of a prompt that is cached whole, with its slots. chain: tokens per node, 0: one node."""
+    """Match of a prompt that is cached whole, with its slots. chain: tokens per node, 0: one node.
+
+    warm: the same prompt again. cold: after other memory has gone through the caches.
+    """
 
     def __init__(self, make: Callable[[], Any], page: int, length: int, chain: int) -> None:
         self._peer, self._ids = make(), workloads.prompt(length)
@@ -206,11 +230,16 @@ class Match(Case):
 
     def measure(self) -> Measured:
         self._peer.timed_match(self._ids)
-        return {"us": [self._peer.timed_match(self._ids) * 1e6 for _ in range(REPEATS)]}
+        warm = [self._peer.timed_match(self._ids) * 1e6 for _ in range(REPEATS)]
+        return {"us, warm": warm, "us, cold": [self._cold() * 1e6 for _ in range(REPEATS)]}
+
+    def _cold(self) -> float:
+        others_work()
+        return self._peer.timed_match(self._ids)
 
 
 class Insert(Case):
-    """Insert of a new suffix below a shared prefix; another suffix each time."""
+    """Insert of a new suffix below a shared prefix, which was just matched; another suffix each time."""
 
     def __init__(self, make: Callable[[], Any], page: int, suffix: int, rounds: int) -> None:
         self._peer, self._suffix, self._count = make(), suffix, 0
@@ -225,11 +254,11 @@ class Insert(Case):
             self._count += 1
             suffix = workloads.prompt.__wrapped__(self._suffix, seed=100 + self._count)
             took.append(self._peer.timed_insert(self._shared + suffix, SHARED))
-        return {"us": [seconds * 1e6 for seconds in took]}
+        return {"us, warm": [seconds * 1e6 for seconds in took]}
 
 
 class Evict(Case):
-    """evict(1000) of a flat tree of 64-token leaves."""
+    """evict(1000) of a flat tree of 64-token leaves, several in a row."""
 
     def __init__(self, make: Callable[[], Any], page: int, leaves: int) -> None:
         self._peer = make()
@@ -239,7 +268,7 @@ class Evict(Case):
         settled()
 
     def measure(self) -> Measured:
-        return {"us": [self._peer.timed_evict(EVICTED) * 1e6 for _ in range(REPEATS)]}
+        return {"us, warm": [self._peer.timed_evict(EVICTED) * 1e6 for _ in range(REPEATS)]}
 
 
 class Memory(Case):

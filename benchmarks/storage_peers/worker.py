@@ -15,7 +15,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from systems import SYSTEMS, System
+from direct import ALL
+from systems import System
 
 _spinning = False
 
@@ -62,7 +63,7 @@ def main() -> None:
                 if system is not None:
                     system.close()
                 options = order.get("options", {})
-                made = SYSTEMS[sys.argv[1]]
+                made = ALL[sys.argv[1]]
                 system = made(Path(order["folder"]), order["num_pages"], order["page_bytes"], options)
             elif order["do"] == "choose":
                 system.choose(order["scattered"], order["limit"])  # type: ignore[union-attr]

@@ -40,7 +40,16 @@ def test_an_sglang_without_a_registry_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("version", "num_told"),
-    [("0.5.23", 0), ("0.5.23.post1", 0), ("0.5.15.post1", 0), ("0.5.24", 1), ("0.6", 1)],
+    [
+        ("0.5.23", 0),
+        ("0.5.23.post1", 0),
+        ("0.5.23+cpu", 0),
+        ("0.5.15.post1", 0),
+        ("0.5.23rc1", 1),
+        ("0.5.24.dev3+g01ab", 1),
+        ("0.5.24", 1),
+        ("0.6", 1),
+    ],
 )
 def test_an_sglang_that_nobody_tested_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, num_told: int
@@ -61,10 +70,32 @@ def test_an_sglang_that_lacks_what_is_imported_is_named(
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
     monkeypatch.setattr("hiradix.adapters.sglang.build.build_cache", build_cache)
+    monkeypatch.setattr("hiradix.adapters.sglang.support.lacking", lambda read: ())
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9")
     with pytest.raises(error, match=missing) as refused:
         plugin.make_cache(object())
     assert error is not ConfigError or "SGLang 9.9.9 is not supported" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("registry", "base", "piece"),
+    [
+        ("", "", r"there is no sglang\.srt\.mem_cache\.registry"),
+        ("x = 1", "def insert_req(self): ...", "no checkpoint or cache_finished_req, but for insert_req"),
+        ("x = 1", "def checkpoint(self, req, *, up_to): ...", "there is no register_radix_cache_backend"),
+        ("x = 1", "def cache_finished_req(self, req): ...", "there is no register_radix_cache_backend"),
+    ],
+)
+def test_an_sglang_that_lacks_what_is_used_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, registry: str, base: str, piece: str
+) -> None:
+    abstract = f"class BasePrefixCache:\n    @abstractmethod\n    {base}\n" if base else ""
+    sources = {"registry": registry, "base_prefix_cache": abstract}
+    known = {f"sglang.srt.mem_cache.{name}": text for name, text in sources.items() if text}
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_sources", lambda name: known.get)
+    monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9rc1")
+    with pytest.raises(ConfigError, match=rf"SGLang 9\.9\.9rc1 is not supported: .*{piece}.*Tested with"):
+        plugin.make_cache(object())
 
 
 @pytest.mark.parametrize(

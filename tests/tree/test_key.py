@@ -159,11 +159,12 @@ def test_page_ids_that_nobody_can_write_are_kept_as_they_are(is_kept: bool) -> N
     tree.unlock(tree.insert(RadixKey(range(12)), HOST, [np.array([11, 12, 13], np.int32)]).lock)
     whole = tree.insert(RadixKey(range(100, 124)), DEVICE, [pages]).lock.node
     assert (whole.device.pages is pages) == is_kept
-    parted = tree.insert(RadixKey(range(24)), DEVICE, [pages]).lock.node
+    others = np.frombuffer(np.arange(20, 26, dtype=np.int32).tobytes(), np.int32)
+    parted = tree.insert(RadixKey(range(24)), DEVICE, [others]).lock.node
     upper = parted.parent
-    assert upper.device.pages.tolist() + parted.device.pages.tolist() == pages.tolist()
-    assert not np.shares_memory(upper.device.pages, pages)
-    assert not np.shares_memory(parted.device.pages, pages)
+    assert upper.device.pages.tolist() + parted.device.pages.tolist() == others.tolist()
+    assert not np.shares_memory(upper.device.pages, others)
+    assert not np.shares_memory(parted.device.pages, others)
 
 
 @pytest.mark.parametrize("kind", ["others may write", "no int32"])

@@ -213,7 +213,8 @@ class World:
     """One configuration. window: of the second KV cache group, 0 for none. store: None, or shared pages.
 
     compares: whether what storage has is compared before it is served. prefix_cache: whether vLLM has one of
-    its own; only without a window.
+    its own; only without a window. deferred: steps after which loads beside steps are taken up, as vLLM 0.33
+    does where steps are under way that may read the blocks.
     """
 
     num_blocks: int = 24
@@ -232,6 +233,7 @@ class World:
     policy: str = "lru"
     tables: str = ""
     compares: bool = False
+    deferred: int = 0
 
 
 class Rank:
@@ -328,6 +330,8 @@ class MiniVLLM:
         self.waiting: list[FakeRequest] = []
         self.running: list[FakeRequest] = []
         self.zombies: dict[str, FakeRequest] = {}  # ended while their load was under way
+        self.deferred: dict[str, tuple[int, FakeRequest, int]] = {}  # to be taken up: in which step, tokens
+        self.num_steps = 0
         self.done: list[FakeRequest] = []
         self.hit_tokens = 0
         self.num_preempted = 0
@@ -350,7 +354,7 @@ class MiniVLLM:
     def _end(self, request: FakeRequest) -> None:
         self.role.finished(request, [list(table) for table in request.tables])
         self.done.append(request)
-        if request.is_loading:
+        if request.is_loading and self.deferred.pop(request.request_id, None) is None:
             self.zombies[request.request_id] = request
         else:
             self._free(request)
@@ -431,8 +435,17 @@ class MiniVLLM:
         self._loads_ended(collected)
         for rank in self.ranks:
             self.role.apply(rank.role.take_outcomes())
+        self._take_up_loads()
         self.now_s += 0.01
         return orders
+
+    def _take_up_loads(self) -> None:
+        """Those whose steps have passed."""
+        self.num_steps += 1
+        for request_id, (step, request, external) in list(self.deferred.items()):
+            if step <= self.num_steps:
+                del self.deferred[request_id]
+                self.role.allocated(request, lambda r=request: r.tables, external)
 
     def _orders(self, plans: Sequence[Any]) -> Orders:
         """As the connector asks for them: in short where no request gets a block.
@@ -522,7 +535,10 @@ class MiniVLLM:
                     self._free(request)
                 break
             self.hit_tokens += external
-            self.role.allocated(request, lambda r=request: r.tables, external)
+            if goes_async and self.world.deferred:
+                self.deferred[request.request_id] = (self.num_steps + self.world.deferred, request, external)
+            else:
+                self.role.allocated(request, lambda r=request: r.tables, external)
             request.num_computed_tokens = start
             if goes_async:
                 request.is_loading = True
@@ -585,7 +601,8 @@ class MiniVLLM:
                 if at is not None:
                     wrong.setdefault(request.request_id, at)
         has_failed = rank.role.step_failed
-        assert not wrong or has_failed, f"read of what is not theirs: {wrong}"
+        without_load = {load.request_id for load in rank.role._gone}
+        assert has_failed or not (wrong.keys() - without_load), f"read of what is not theirs: {wrong}"
         for request, count, _ in plans:
             for position in range(request.num_computed_tokens, request.num_computed_tokens + count):
                 number = request.number(position)

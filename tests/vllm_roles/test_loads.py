@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hiradix.adapters.vllm.index import ARRIVING
 from hiradix.adapters.vllm.orders import Orders, Stage
-from tests.vllm_roles.mini_vllm import MiniVLLM, Rank, S, World
+from hiradix.tree import Tier
+from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, Rank, S, World
 from tests.vllm_roles.test_life import request
 
 
@@ -115,4 +118,118 @@ def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> No
     vllm.ranks[0].driver.held.clear()
     vllm.run(lambda: not vllm.role.fetches.flights)
     assert vllm.running == [long] and vllm.role.requests["long"].hold is None
+    vllm.drain()
+
+
+DEFERRED = World(load_async=True, deferred=2)
+
+
+def promised(world: World = DEFERRED) -> tuple[MiniVLLM, FakeRequest]:
+    """An engine that has promised a request four pages, which are not taken up yet."""
+    vllm = with_a(world)
+    b = request("b", 4)
+    vllm.add(b)
+    vllm.step()
+    assert b.is_loading and vllm.deferred and not vllm.role.loads.flights
+    return vllm, b
+
+
+def evicted(vllm: MiniVLLM, num_pages: int) -> None:
+    vllm.index._release(vllm.index.tree.evict(0, Tier.HOST, num_pages))
+
+
+GONE: dict[str, Callable[[MiniVLLM], Any]] = {
+    "reset": lambda vllm: vllm.update_weights(preempts=True),
+    "evicted": lambda vllm: evicted(vllm, 4),
+    "evicted in part": lambda vllm: evicted(vllm, 1),
+    "being copied again": lambda vllm: vllm.index._state[0].fill(ARRIVING),
+}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("how", GONE)
+def test_a_promise_that_has_gone_when_taken_up_is_a_load_that_failed(how: str, num_workers: int) -> None:
+    """vLLM 0.33 takes loads up steps later: what was promised is pinned by nothing until then."""
+    vllm, b = promised(replace(DEFERRED, num_workers=num_workers))
+    GONE[how](vllm)
+    while vllm.deferred:
+        vllm.step()
+    vllm.index._state[0].fill(0)
+    vllm.drain()
+    assert vllm.role.figures.load_failed == 1 and vllm.num_recomputed == 1
+    assert vllm.done[-1] is b and b.num_computed_tokens >= 4 * S
+
+
+def test_a_promise_that_is_there_when_it_is_taken_up_is_loaded() -> None:
+    vllm, b = promised()
+    vllm.drain()
+    assert (vllm.role.figures.load_failed, vllm.role.figures.loaded_pages) == (0, 4)
+    assert vllm.done[-1] is b
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_an_abort_before_a_promise_is_taken_up_saves_nothing(is_reset: bool) -> None:
+    """vLLM counts tokens as computed from when it has blocks for them: nothing has filled these."""
+    vllm, b = promised()
+    saved = vllm.role.figures.saved_pages
+    evicted(vllm, 4)
+    if is_reset:
+        vllm.role.reset()
+    vllm.abort(b)
+    vllm.step()
+    vllm.drain()
+    assert vllm.role.figures.saved_pages == saved
+    vllm.add(request("c", 4))
+    vllm.drain()
+
+
+def test_a_part_of_a_page_is_not_loaded() -> None:
+    """vLLM may take less than was promised: a load brings whole pages."""
+    vllm, _ = promised()
+    step, one, _ = vllm.deferred["b"]
+    vllm.deferred["b"] = (step, one, 3 * S + 1)
+    vllm.drain()
+    assert vllm.role.figures.load_failed == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_promise_for_the_step_itself_that_has_gone_fails_its_request_alone(num_workers: int) -> None:
+    """The step's other loads are waited for as ever."""
+    vllm = with_a(World(budget=40, num_workers=num_workers))
+    vllm.add(request("d", 5, first=7))
+    vllm.drain()
+    allocated = vllm.role.allocated
+
+    def loses_a(one: Any, table: Any, num_tokens: int) -> None:
+        if one.request_id == "b":
+            lock = vllm.index.tree.lock(vllm.index.resident_end(vllm.role.requests["b"].key(4, S)), Tier.HOST)
+            vllm.index.lose_path(lock)
+            vllm.index.unlock(lock)
+        allocated(one, table, num_tokens)
+
+    vllm.role.allocated = loses_a  # type: ignore[method-assign]
+    b, e = request("b", 4), request("e", 5, first=7)
+    vllm.add(b)
+    vllm.add(e)
+    vllm.step()
+    assert vllm.num_recomputed == 1 and e.num_computed_tokens > 5 * S > b.num_computed_tokens
+    vllm.drain()
+    assert (vllm.role.figures.load_failed, vllm.role.figures.loaded_pages) == (1, 5)
+    assert vllm.role.figures.save_failed_pages > 0, "what the step computed is not saved"
+    vllm.add(request("c", 4))
+    vllm.drain()
+
+
+@pytest.mark.parametrize("kind", ["write", "load"])
+def test_memory_that_is_to_be_taken_away_waits_for_copies(kind: str) -> None:
+    """As where vLLM goes to sleep. What does not end in time is not forgotten."""
+    vllm = with_a(World(load_async=True))
+    rank = vllm.ranks[0]
+    rank.driver.held.add(kind)
+    vllm.add(request("b", 4 if kind == "load" else 3, first=1 if kind == "load" else 5))
+    for _ in range(3):
+        vllm.step()
+    assert not rank.role.settle(0.1)
+    rank.driver.held.clear()
+    assert rank.role.settle(10.0) and rank.role.settle(0.0)
     vllm.drain()

@@ -14,7 +14,15 @@ from hiradix.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("version", "num_told"),
-    [("0.32.0", 0), ("0.32.1+cpu", 0), ("0.31.4", 1), ("0.33.0", 1), ("of unknown version", 1)],
+    [
+        ("0.32.0", 0),
+        ("0.32.1+cpu", 0),
+        ("0.32.0rc1", 1),
+        ("0.32.1.dev7+g01ab.cpu", 1),
+        ("0.31.4", 1),
+        ("0.33.0", 1),
+        ("of unknown version", 1),
+    ],
 )
 def test_a_vllm_that_nobody_tested_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, num_told: int
@@ -32,6 +40,15 @@ def test_a_vllm_without_what_is_imported_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, lacks, None)
     monkeypatch.setattr("hiradix.adapters.vllm.support.installed_version", lambda: "0.9.1")
     with pytest.raises(ConfigError, match=r"vLLM 0\.9\.1 is not supported: .*vllm.*Tested with vLLM 0\.32"):
+        _ = hiradix.adapters.vllm.HiRadixConnector
+
+
+def test_a_vllm_that_lacks_what_is_used_is_refused_by_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = ("there is no Call", "x is other")
+    monkeypatch.setattr("hiradix.adapters.vllm.support.lacking", lambda read: pieces)
+    monkeypatch.setattr("hiradix.adapters.vllm.support.installed_version", lambda: "0.31.0+cpu")
+    said = r"vLLM 0\.31\.0\+cpu is not supported: there is no Call; x is other\."
+    with pytest.raises(ConfigError, match=said):
         _ = hiradix.adapters.vllm.HiRadixConnector
 
 

@@ -104,7 +104,14 @@ class HiRadixLegacyCache(Front):
     def ongoing_load_back(self) -> Any:
         return self.inner.ongoing_load_back
 
-    def attach_storage_backend(self, **_: Any) -> tuple[bool, str]:
+    def attach_storage_backend(
+        self,
+        storage_backend: str,
+        storage_backend_extra_config_json: str | None = None,
+        served_model_name: str | None = None,
+        hicache_storage_prefetch_policy: str | None = None,
+        hicache_write_policy: str | None = None,
+    ) -> tuple[bool, str]:
         return False, "hiradix: storage needs SGLang 0.5.23 or newer"
 
     def detach_storage_backend(self) -> tuple[bool, str]:

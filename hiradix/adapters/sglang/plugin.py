@@ -33,13 +33,16 @@ def activate() -> None:
 def make_cache(context: Any) -> Any:
     """SGLang's factory: its TreeCacheBuildContext in, a prefix cache of the API it speaks out.
 
-    Raises ConfigError naming the version of an SGLang that lacks what the cache imports of it.
+    Raises ConfigError naming the version of an SGLang that lacks what the cache uses of it, and the pieces.
     """
-    from hiradix.adapters.sglang.build import build_cache
+    from hiradix.adapters.sglang import support
     from hiradix.adapters.sglang.support import installed_version, unsupported_version, warn_if_untested
 
+    support.require_known_release()
     warn_if_untested()
     try:
+        from hiradix.adapters.sglang.build import build_cache
+
         return build_cache(context)
     except ImportError as error:
         if not (error.name or "").startswith("sglang"):

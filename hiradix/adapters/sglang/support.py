@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from enum import Enum
-from importlib import metadata
 from typing import Any
 
+from hiradix.adapters import versions
+from hiradix.adapters.probe import Engine, Reads, installed_sources, missing
+from hiradix.adapters.sglang import uses
 from hiradix.errors import ConfigError
 
 TESTED = "0.5.23"
@@ -23,10 +25,7 @@ class Api(Enum):
 
 
 def installed_version() -> str:
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    return versions.installed_version("sglang")
 
 
 def unsupported_version(version: str, reason: str) -> ConfigError:
@@ -40,12 +39,36 @@ def unsupported_version(version: str, reason: str) -> ConfigError:
 def warn_if_untested() -> None:
     """Say so where the installed SGLang is none of the tested ones."""
     version = installed_version()
-    if ".".join(version.split(".")[:3]) not in (TESTED, *TESTED_TOO):
+    if not any(versions.is_of(version, release) for release in (TESTED, *TESTED_TOO)):
         logger.warning(
-            "--radix-cache-backend hiradix was tested with SGLang %s, this is %s, which may ask for more",
+            "--radix-cache-backend hiradix was tested with SGLang %s, this is %s, which has all that is used",
             TESTED,
             version,
         )
+
+
+def lacking(read: Reads) -> tuple[str, ...]:
+    """What keeps the SGLang with these sources from being served, in words; nothing where it can be."""
+    engine = Engine(read)
+    found = engine.find(f"{uses.BASE}:BasePrefixCache")
+    if engine.tree(uses.REGISTRY) is None:
+        return (f"there is no {uses.REGISTRY}",)
+    asked = set() if found is None else engine.abstract(*found)
+    if Api.CHECKPOINT.value in asked:
+        return missing(uses.CHECKPOINT, read)
+    if Api.FINISHED_REQ.value in asked:
+        return missing(uses.FINISHED_REQ, read)
+    known = " or ".join(api.value for api in Api)
+    return (f"its BasePrefixCache asks for no {known}, but for {', '.join(sorted(asked)) or 'nothing'}",)
+
+
+def require_known_release() -> None:
+    """Raise ConfigError naming the installed SGLang and the pieces that are missing or other in it.
+
+    Reads its sources: about a second.
+    """
+    if pieces := lacking(installed_sources("sglang")):
+        raise unsupported_version(installed_version(), "; ".join(pieces))
 
 
 def api_of(base_class: type) -> Api:

@@ -21,11 +21,15 @@ __all__ = ["HiRadixConnector"]
 
 def __getattr__(name: str) -> Any:
     if name == "HiRadixConnector":
+        from hiradix.adapters.vllm import support
+
+        support.require_known_release()
         try:
             from hiradix.adapters.vllm.connector import HiRadixConnector
         except ImportError as error:
             from hiradix.adapters.vllm.support import unsupported
 
             raise unsupported(error) from error
+        globals()[name] = HiRadixConnector  # vLLM asks for it again and again
         return HiRadixConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -44,13 +44,15 @@ from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
 from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.config import ExtraConfig
-from hiradix.errors import ConfigError, Misuse
+from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache.hiradix import prefetch_limits
 
 logger = logging.getLogger(__name__)
+
+SETTLE_S = 30.0  # longest that sleep waits for copies under way
 
 
 @dataclass
@@ -107,6 +109,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_gated = False  # layers must wait for loads of the step itself
         self.admin: AdminServer | None = None
         self._resets = ResetWatch()
+        # A vLLM that tells nobody of its sleep may take the memory away after any step.
+        sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+        self._settles = sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches")
         if role is KVConnectorRole.SCHEDULER:
             warn_if_untested()
             self.scheduler = SchedulerRole(self._scheduler_plan(vllm_config))
@@ -278,6 +283,13 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self._is_gated = False
         self._built.role.after_forward(self._orders)
+        if self._settles and not self._built.role.settle(SETTLE_S):
+            logger.warning("hiradix: copies of a step still run after %g s", SETTLE_S)
+
+    def unregister_kv_caches(self) -> None:
+        """Before vLLM sleeps: no copy may be left that uses memory which is about to be taken away."""
+        if self.worker is not None and not self._built.role.settle(SETTLE_S):
+            raise CacheError(f"vLLM cannot sleep: copies of KV still run after {SETTLE_S:g} s")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         collected = self._built.role.collect(self._orders)

@@ -94,12 +94,16 @@ class HostIndex:
             usable = 0  # a boundary further up may lack what its windows need
         return Found(usable, is_arriving)
 
-    def lock(self, key: RadixKey) -> Lock:
-        """Keep all whole pages of `key`, which the host has, until `unlock`."""
+    def lock(self, key: RadixKey) -> Lock | None:
+        """Keep all whole pages of `key` until `unlock`; None where the host has not got them all."""
         node = self.tree.match(key).loadable_node
         if node.end != key.num_pages(self.page_size):
-            raise Misuse(f"{key} ends at page {node.end} on the host")
+            return None
         return self.tree.lock(node, Tier.HOST)
+
+    def are_ready(self, component: int, pages: Pages) -> bool:
+        """Whether these pages, which are in the tree, may be read: none is being copied or lost."""
+        return not self._state[component][pages].any()
 
     def unlock(self, lock: Lock) -> None:
         self.tree.unlock(lock)

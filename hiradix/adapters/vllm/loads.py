@@ -12,6 +12,7 @@ from hiradix.adapters.vllm.orders import Load, Move, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable
 from hiradix.errors import Misuse
+from hiradix.transfer.jobs import NO_PAGES
 from hiradix.tree import Lock, Pages
 
 
@@ -20,7 +21,7 @@ class LoadFlight:
     """A load that some worker may still be doing."""
 
     owner: Tracked
-    lock: Lock
+    lock: Lock | None  # None: what was promised has gone, and every worker says so
     num_pages: int
 
 
@@ -41,29 +42,44 @@ class LoadBook:
         self.flights: dict[Ticket, LoadFlight] = {}
         self.orders: list[Load] = []
 
-    def order(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> None:
-        """Load `num_tokens` behind what vLLM has itself into the request's blocks."""
+    def order(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
+        """Load `num_tokens` behind what vLLM has itself into the request's blocks.
+
+        False: what was promised has gone since, as nothing pins it before vLLM takes it up. Then the load
+        that is ordered is one that fails, and vLLM computes the request again.
+        """
         size = self._index.page_size
         start, end = tracked.local_tokens // size, (tracked.local_tokens + num_tokens) // size
-        lock = self._index.lock(tracked.key(end, size))
-        moves = tuple(
-            move
-            for component, group in enumerate(self._groups)
-            if len((move := self._move(lock, component, group, table[group][:end], start)).host)
-        )
-        ticket = self._ticket()
+        is_whole = (tracked.local_tokens + num_tokens) % size == 0 and not tracked.is_stale
+        lock = self._index.lock(tracked.key(end, size)) if is_whole else None
+        moves = None if lock is None else self._moves(lock, table, start, end)
+        if moves is None and lock is not None:
+            self._index.unlock(lock)
+            lock = None
+        ticket, request_id, in_step = self._ticket(), tracked.request.request_id, not self._is_async
         self.flights[ticket] = LoadFlight(tracked, lock, end - start)
         tracked.loads.add(ticket)
-        self.orders.append(Load(ticket, tracked.request.request_id, moves, not self._is_async))
+        if moves is not None:
+            self.orders.append(Load(ticket, request_id, moves, in_step))
+            return True
+        gone = (Move(group, _filled(table[group][start:]), NO_PAGES) for group in self._groups)
+        self.orders.append(Load(ticket, request_id, tuple(gone), in_step, "its pages have left the host"))
+        return False
 
-    def _move(self, lock: Lock, component: int, group: int, table: Sequence[int], start: int) -> Move:
-        """What of one component is copied into the blocks from page `start` on; not where there is none."""
-        first, pages = self._index.loadable(lock, component, start)
-        blocks: Pages = np.array(table[first:], np.int32)
-        if len(blocks) != len(pages):
-            raise Misuse(f"{len(blocks)} blocks for {len(pages)} pages of group {group}")
-        there = blocks != NULL_BLOCK
-        return Move(group, blocks[there], pages[there])
+    def _moves(self, lock: Lock, table: BlockTable, start: int, end: int) -> tuple[Move, ...] | None:
+        """What is copied into the blocks from page `start` on; None where some of it may not be read."""
+        moves = []
+        for component, group in enumerate(self._groups):
+            first, pages = self._index.loadable(lock, component, start)
+            blocks: Pages = np.array(table[group][first:end], np.int32)
+            if len(blocks) != len(pages):
+                raise Misuse(f"{len(blocks)} blocks for {len(pages)} pages of group {group}")
+            if not self._index.are_ready(component, pages):
+                return None
+            there = blocks != NULL_BLOCK
+            if there.any():
+                moves.append(Move(group, blocks[there], pages[there]))
+        return tuple(moves)
 
     def take(self) -> tuple[Load, ...]:
         """Loads ordered since the last call."""
@@ -76,6 +92,13 @@ class LoadBook:
         flight.owner.loads.discard(ticket)
         if not ok:
             flight.owner.num_saved = 0
-            self._index.lose_path(flight.lock)
-        self._index.unlock(flight.lock)
+        if flight.lock is not None:
+            if not ok:
+                self._index.lose_path(flight.lock)
+            self._index.unlock(flight.lock)
         return flight
+
+
+def _filled(table: Sequence[int]) -> Pages:
+    """The blocks of a table, without those that a window has gone past."""
+    return np.array([block for block in table if block != NULL_BLOCK], np.int32)

@@ -41,12 +41,16 @@ class Save:
 
 @dataclass(frozen=True, eq=False)
 class Load:
-    """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits."""
+    """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
+
+    error: why nothing can be loaded; the moves have no host pages then, and the load is one that failed.
+    """
 
     ticket: Ticket
     request_id: str
     moves: tuple[Move, ...]
     in_step: bool
+    error: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

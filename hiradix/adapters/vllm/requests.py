@@ -54,7 +54,8 @@ class Tracked:
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
     table that are saved or need not be. hold: keeps prefetched pages until they are loaded or given up.
     fetch: its prefetch under way. loads: its loads under way. waiting_since: when it was first told to ask
-    again, None if it was not. is_stale: what it has computed so far was so before a reset.
+    again, None if it was not. is_stale: what it has computed so far was so before a reset. is_promised: a
+    lookup has promised it pages that vLLM has not taken up.
     """
 
     request: EngineRequest
@@ -67,6 +68,7 @@ class Tracked:
     loads: set[Ticket] = field(default_factory=set)
     waiting_since: float | None = None
     is_stale: bool = False
+    is_promised: bool = False
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:
         """The key of the request's first pages; its tokens must be known that far."""

@@ -98,7 +98,7 @@ class SchedulerRole:
         tracked = self.requests.get(request.request_id)
         if tracked is None or not self.index.is_open or request.skip_reading_prefix_cache:
             return 0
-        tracked.local_tokens = local_tokens
+        tracked.local_tokens, tracked.is_promised = local_tokens, False
         self._happened()
         limit = self._loadable_pages(request)
         if limit * self.index.page_size <= local_tokens:
@@ -108,7 +108,9 @@ class SchedulerRole:
         found = self.index.find(tracked.key(limit, self.index.page_size))
         if found.is_arriving and self._may_wait(tracked):
             return None
-        return max(0, found.num_pages * self.index.page_size - local_tokens)
+        num_tokens = max(0, found.num_pages * self.index.page_size - local_tokens)
+        tracked.is_promised = num_tokens > 0
+        return num_tokens
 
     def _loadable_pages(self, request: EngineRequest) -> int:
         """Whole pages before the last known token, which is computed to have something to sample from."""
@@ -121,17 +123,21 @@ class SchedulerRole:
         return now_s - tracked.waiting_since < ARRIVAL_WAIT_S
 
     def allocated(self, request: EngineRequest, table: Callable[[], BlockTable], num_tokens: int) -> None:
-        """vLLM has given a request its blocks, those of `num_tokens` for what `lookup` promised."""
+        """vLLM has given a request its blocks, those of `num_tokens` for what `lookup` promised.
+
+        It may do so steps after that lookup: then it counts these tokens as computed already, and what was
+        promised may have gone.
+        """
         tracked = self.requests.get(request.request_id)
         if tracked is None:
             return
         self._happened()
         self._give_up(tracked)
         self.fetches.abandon(tracked)
-        if tracked.request.num_computed_tokens == 0 or num_tokens:
+        if tracked.request.num_computed_tokens == 0:
             tracked.num_saved, tracked.is_stale = 0, False
-        if num_tokens:
-            self.loads.order(tracked, table(), num_tokens)
+        tracked.is_promised = False
+        if num_tokens and self.loads.order(tracked, table(), num_tokens):
             self.figures.hit_tokens += num_tokens
 
     def finished(self, request: EngineRequest, table: BlockTable) -> None:
@@ -142,7 +148,8 @@ class SchedulerRole:
         self._happened()
         self._give_up(tracked)
         self.fetches.abandon(tracked)
-        known = min(request.num_computed_tokens, request.num_tokens) // self.index.page_size
+        computed = tracked.local_tokens if tracked.is_promised else request.num_computed_tokens
+        known = min(computed, request.num_computed_tokens, request.num_tokens) // self.index.page_size
         is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
         ended = tracked.ended() if self.index.learner is not None and not tracked.is_stale else None
         if is_kept and not tracked.loads and known > tracked.num_saved:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from importlib import metadata
 from typing import Any
 
+from hiradix.adapters import versions
+from hiradix.adapters.probe import Reads, installed_sources, missing
+from hiradix.adapters.vllm.uses import USES
 from hiradix.errors import ConfigError
 
 TESTED = "0.32.0"
@@ -14,13 +16,21 @@ logger = logging.getLogger(__name__)
 
 
 def installed_version() -> str:
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"
+    return versions.installed_version("vllm")
 
 
-def unsupported(error: ImportError | AttributeError) -> ConfigError:
+def lacking(read: Reads) -> tuple[str, ...]:
+    """What keeps the vLLM with these sources from being served, in words; nothing where it can be."""
+    return missing(USES, read)
+
+
+def require_known_release() -> None:
+    """Raise ConfigError naming the installed vLLM and the pieces that are missing or other in it."""
+    if pieces := lacking(installed_sources("vllm")):
+        raise unsupported("; ".join(pieces))
+
+
+def unsupported(error: ImportError | AttributeError | str) -> ConfigError:
     """The error for a vLLM that lacks something which the connector needs."""
     return ConfigError(
         f"HiRadixConnector: vLLM {installed_version()} is not supported: {error}. Tested with vLLM {TESTED}"
@@ -30,9 +40,9 @@ def unsupported(error: ImportError | AttributeError) -> ConfigError:
 def warn_if_untested() -> None:
     """Say so where the installed vLLM is none of the tested release."""
     version = installed_version()
-    if version.split(".")[:2] != TESTED.split(".")[:2]:
+    if not versions.is_of(version, TESTED, num_parts=2):
         logger.warning(
-            "HiRadixConnector was tested with vLLM %s, this is %s: connectors' API changes between releases",
+            "HiRadixConnector was tested with vLLM %s, this is %s, which has all that is used",
             TESTED,
             version,
         )

@@ -84,6 +84,7 @@ class WorkerRole:
         self._saving: set[int] = set()  # tickets whose blocks are still read
         self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
         self._step_loads: dict[int, Load] = {}
+        self._gone: list[Load] = []  # of this step, which can load nothing: said with the step's own loads
         self._outcomes: list[Outcome] = []
         self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
@@ -145,8 +146,13 @@ class WorkerRole:
         if not orders.loads:
             return False
         with self._lock:
-            self._step_loads = {load.ticket: load for load in orders.loads if load.in_step}
+            self._step_loads = {
+                load.ticket: load for load in orders.loads if load.in_step and load.error is None
+            }
             for load in orders.loads:
+                if load.error is not None:
+                    self._gone.append(load)
+                    continue
                 job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.moves, to_host=False))
                 self._jobs[job] = load
             producer = self._controller.start_loading()
@@ -166,7 +172,7 @@ class WorkerRole:
 
     def after_forward(self, orders: Orders) -> None:
         """To be called when the step's forward is launched, or would have been."""
-        if not (self._step_loads or self.step_failed or orders.brings_work):
+        if not (self._step_loads or self._gone or self.step_failed or orders.brings_work):
             return
         with self._changed:
             self._end_step_loads()
@@ -187,7 +193,7 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        waiting = self._jobs or self._stores or self._outcomes or self._told
+        waiting = self._jobs or self._stores or self._gone or self._outcomes or self._told
         return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
@@ -211,6 +217,15 @@ class WorkerRole:
         outcomes, self._told = tuple(self._told), []
         return outcomes
 
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until no copy reads or writes the device; False if one still does after so long."""
+        with self._changed:
+            return self._wait_for(lambda: not self._copies_run, timeout_s)
+
+    @property
+    def _copies_run(self) -> bool:
+        return bool(self._saving) or any(isinstance(order, Load) for order in self._jobs.values())
+
     def close(self, drain_timeout_s: float) -> None:
         """Let what is on its way to storage arrive, then end everything. Idempotent."""
         with self._changed:
@@ -230,6 +245,9 @@ class WorkerRole:
         if self._step_loads:
             self._wait_for(lambda: not self._step_loads)
             self._controller.layer_done_counter.set_consumer()
+        gone, self._gone = self._gone, []
+        for load in gone:
+            self._loaded(load, load.error, load.in_step)
 
     def _save(self, save: Save, refusal: str | None = None) -> None:
         if refusal is not None:
@@ -295,7 +313,7 @@ class WorkerRole:
         if isinstance(order, Save):
             self._written(order, result.error)
         elif isinstance(order, Load):
-            self._loaded(order, result)
+            self._loaded(order, result.error, self._step_loads.pop(order.ticket, None) is not None)
         else:
             self._answer(order, Stage.FOUND if isinstance(order, Query) else Stage.READ, result)
 
@@ -317,16 +335,16 @@ class WorkerRole:
         else:
             self._outcomes.append(Outcome(save.ticket, Stage.STORED, 0, error=error))
 
-    def _loaded(self, load: Load, result: Result) -> None:
-        self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=result.error))
+    def _loaded(self, load: Load, error: str | None, is_of_step: bool) -> None:
+        self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=error))
         if self._collected is NOTHING:
             self._collected = Collected()
         blocks = set(np.concatenate([move.device for move in load.moves]).tolist())
-        if self._step_loads.pop(load.ticket, None) is not None:
-            if result.error is not None:
+        if is_of_step:
+            if error is not None:
                 self.step_failed = True
                 self._collected.failed_blocks |= blocks
             return
         self._collected.loaded.add(load.request_id)
-        if result.error is not None:
+        if error is not None:
             self._collected.failed.add(load.request_id)

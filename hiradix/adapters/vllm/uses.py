@@ -1,0 +1,154 @@
+"""What the connector uses of vLLM, compared with its sources before anything is built."""
+
+from __future__ import annotations
+
+from hiradix.adapters.probe import Call, Contract, Has, Names, Use
+
+_KV = "vllm.distributed.kv_transfer.kv_connector.v1"
+_BASE = f"{_KV}.base"
+_EVENTS = "vllm.distributed.kv_events"
+_OUTPUT = "vllm.v1.core.sched.output"
+_SPECS = "vllm.v1.kv_cache_interface"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+
+# Where vLLM calls its connector.
+_CALLERS = (
+    _SCHEDULER,
+    "vllm.v1.worker.kv_connector_model_runner_mixin",
+    "vllm.v1.worker.gpu.kv_connector",
+    "vllm.model_executor.layers.attention.kv_transfer_utils",
+)
+
+USES: tuple[Use, ...] = (
+    Contract(
+        f"{_BASE}:KVConnectorBase_V1",
+        "hiradix.adapters.vllm.connector:HiRadixConnector",
+        ("connector", "kv_connector"),
+        _CALLERS,
+    ),
+    Names("vllm.config", ("VllmConfig",)),
+    Names(
+        _BASE,
+        (
+            "KVConnectorHandshakeMetadata",
+            "KVConnectorMetadata",
+            "KVConnectorRole",
+            "KVConnectorWorkerMetadata",
+        ),
+    ),
+    Has(f"{_BASE}:KVConnectorRole", ("SCHEDULER", "WORKER")),
+    Has(f"{_BASE}:KVConnectorBase_V1", ("_vllm_config", "_kv_cache_config")),
+    Call(f"{_BASE}:KVConnectorBase_V1.bind_connector_metadata", 1),
+    Call(f"{_BASE}:KVConnectorBase_V1.__init__", 3),
+    Call(f"{_BASE}:KVConnectorTransferResults", 3, ()),
+    Call(f"{_BASE}:KVConnectorTransferResults", (), ("finished_recving", "failed_recving")),
+    Call(f"{_BASE}:KVConnectorWorkerMetadata.aggregate", 1),
+    Call(f"{_BASE}:SupportsHMA.request_finished_all_groups", ("request", "block_ids")),
+    Names(_EVENTS, ("KVCacheEvent", "MEDIUM_CPU")),
+    Call(
+        f"{_EVENTS}:BlockStored",
+        (),
+        (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "group_idx",
+        ),
+    ),
+    Call(f"{_EVENTS}:BlockRemoved", (), ("block_hashes", "medium", "group_idx")),
+    Call("vllm.v1.core.kv_cache_utils:maybe_convert_block_hash", 1),
+    Has("vllm.v1.metrics.cache_hit_source:CacheHitSource", ("HOST",)),
+    Has(f"{_KV}.metrics:KVConnectorStats", ("data",)),
+    Has(f"{_KV}.metrics:KVConnectorPromMetrics", ("_counter_cls", "_labelnames", "per_engine_labelvalues")),
+    Has(
+        "vllm.config.vllm:VllmConfig",
+        (
+            "cache_config",
+            "device_config",
+            "kv_events_config",
+            "kv_transfer_config",
+            "load_config",
+            "max_concurrent_batches",
+            "model_config",
+            "parallel_config",
+        ),
+    ),
+    Has("vllm.config.kv_transfer:KVTransferConfig", ("kv_connector_extra_config", "kv_load_failure_policy")),
+    Has("vllm.config.parallel:ParallelConfig", ("data_parallel_index", "world_size")),
+    Has("vllm.config.cache:CacheConfig", ("cache_dtype", "enable_prefix_caching")),
+    Has(
+        "vllm.config.model:ModelConfig",
+        (
+            "hf_config",
+            "hf_config_path",
+            "hf_overrides",
+            "hf_text_config",
+            "is_prefix_caching_supported",
+            "model",
+            "quantization",
+            "quantization_config",
+            "revision",
+        ),
+    ),
+    Has(
+        f"{_OUTPUT}:SchedulerOutput",
+        (
+            "kv_connector_block_state",
+            "num_scheduled_tokens",
+            "scheduled_cached_reqs",
+            "scheduled_new_reqs",
+            "has_sync_kv_loads",
+        ),
+    ),
+    Has(
+        f"{_OUTPUT}:CachedRequestData", ("new_block_ids", "num_computed_tokens", "req_ids", "resumed_req_ids")
+    ),
+    Has(f"{_OUTPUT}:NewRequestData", ("block_ids", "num_computed_tokens", "req_id")),
+    Has(
+        "vllm.v1.outputs:KVConnectorOutput",
+        ("failed_recving", "invalid_block_ids", "kv_connector_worker_meta"),
+    ),
+    Has(
+        "vllm.v1.request:Request",
+        (
+            "all_token_ids",
+            "block_hashes",
+            "cache_salt",
+            "lora_request",
+            "mm_features",
+            "num_computed_tokens",
+            "num_tokens",
+            "prompt_embeds",
+            "prompt_token_ids",
+            "request_id",
+            "resumable",
+            "skip_reading_prefix_cache",
+        ),
+    ),
+    Call("vllm.v1.core.kv_cache_manager:KVCacheBlocks.get_block_ids"),
+    Has("vllm.v1.core.block_pool:BlockPool", ("cached_block_hash_to_block",)),
+    Has(f"{_SPECS}:KVCacheConfig", ("kv_cache_groups", "num_blocks")),
+    Has(f"{_SPECS}:KVCacheGroupSpec", ("kv_cache_spec", "layer_names")),
+    Has(
+        f"{_SPECS}:FullAttentionSpec",
+        (
+            "block_size",
+            "dtype",
+            "head_size",
+            "head_size_v",
+            "kv_quant_mode",
+            "num_kv_heads",
+            "state_content_bytes",
+            "tokens_per_state",
+        ),
+    ),
+    Has(f"{_SPECS}:SlidingWindowSpec", ("sliding_window",)),
+    Names(_SPECS, ("MLAAttentionSpec",)),
+    Call("vllm.distributed.parallel_state:get_pp_group"),
+    Call("vllm.distributed.parallel_state:get_tp_group"),
+    Has("vllm.distributed.parallel_state:GroupCoordinator", ("rank_in_group", "world_size")),
+)
