@@ -62,6 +62,10 @@ class Batch:
         return flags
 
 
+class OtherKind(CallTimeout):
+    """What did not end in time is a call of another kind, made on this one's way: it says nothing of this."""
+
+
 @dataclass(slots=True)
 class Session:
     """One call: until when it may take, by `clock`, and where it runs. This one runs on the caller's thread.

@@ -14,13 +14,15 @@ LATENCY_BOUNDS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0
 
 
 class Op(Enum):
-    """The calls that are measured. Each is itself only, which is a quicker key than its name is."""
+    """The kinds of calls, measured each for itself. Each is itself only, which is a quicker key than its name
+    is."""
 
     __hash__ = object.__hash__
 
     EXISTS = "exists"
     GET = "get"
     PUT = "put"
+    DELETE = "delete"
 
 
 class MissReason(Enum):
