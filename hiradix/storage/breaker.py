@@ -1,4 +1,4 @@
-"""Circuit breakers, one per kind of call: stop asking for what keeps failing, and find out when it works again.
+"""Circuit breakers, one per kind of call: stop asking for what keeps failing, and find out when it is well.
 
 closed     every call passes; `failures_to_open` failures in a row open it
 open       calls are refused for the retry interval
@@ -16,11 +16,30 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from hiradix.storage.meters import Op
 
 Admission = NewType("Admission", int)
+
+
+class Troubles(NamedTuple):
+    """What a store's breakers have met since it was opened, for whoever measures its lookups and reads.
+
+    changes: how often these were found to work no longer, to work again, or not to work yet.
+    lookups, reads: how many of them failed.
+    """
+
+    changes: int = 0
+    lookups: int = 0
+    reads: int = 0
+
+    def and_those(self, other: Troubles) -> Troubles:
+        """Of two stores together."""
+        return Troubles(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NO_TROUBLES = Troubles()
 
 
 class BreakerState(Enum):
@@ -59,10 +78,21 @@ class Breaker:
         self._epoch = 0  # moves with every change of state; answers of an earlier epoch say nothing now
         self.retry_s = limits.retry_after_s
         self.num_opened = 0
+        self._num_failed = 0
 
     @property
     def state(self) -> BreakerState:
         return self._state
+
+    @property
+    def num_changes(self) -> int:
+        """How often the state has changed."""
+        return self._epoch
+
+    @property
+    def num_failed(self) -> int:
+        """How many calls were recorded as failures."""
+        return self._num_failed
 
     @property
     def may_pass(self) -> bool:
@@ -101,6 +131,7 @@ class Breaker:
                 return False
             if ok:
                 return self._succeeded(is_probe)
+            self._num_failed += 1
             self._failures += 1
             if not is_probe and not self._trial and self._failures < self._limits.failures_to_open:
                 return False
@@ -177,11 +208,17 @@ class Breakers:
             breaker.retry_now()
 
     def figures(self) -> dict[str, float]:
-        """`breaker_open` and `breaker_opened` of all kinds together; `get_breaker_open` and so on of each."""
-        states = {op: float(state is not BreakerState.CLOSED) for op, state in self.states.items()}
-        return {
-            "breaker_open": max(states.values()),
-            "breaker_opened": sum(breaker.num_opened for breaker in self._of.values()),
-            **{f"{op.value}_breaker_open": value for op, value in states.items()},
-            **{f"{op.value}_breaker_opened": breaker.num_opened for op, breaker in self._of.items()},
-        }
+        """See `breaker_figures`."""
+        return breaker_figures(self.states, {op: breaker.num_opened for op, breaker in self._of.items()})
+
+
+def breaker_figures(states: Mapping[Op, BreakerState], num_opened: Mapping[Op, int]) -> dict[str, float]:
+    """`breaker_open`: whether calls of some kind are kept away, as a probe's are not known to end well, and
+    `breaker_opened`, how often that began; `get_breaker_open` and so on: the same of one kind."""
+    is_open = {op: float(state is not BreakerState.CLOSED) for op, state in states.items()}
+    return {
+        "breaker_open": max(is_open.values()),
+        "breaker_opened": sum(num_opened.values()),
+        **{f"{op.value}_breaker_open": value for op, value in is_open.items()},
+        **{f"{op.value}_breaker_opened": number for op, number in num_opened.items()},
+    }

@@ -17,12 +17,12 @@ from typing import Any
 
 from hiradix.errors import Misuse
 from hiradix.os_memory import address_of, staging_memory
-from hiradix.storage.breaker import Breaker, BreakerLimits, Breakers, BreakerState
-from hiradix.storage.calls import BadAnswer, Batch, LaneSession, OtherKind, Session, checked_count
+from hiradix.storage.breaker import NO_TROUBLES, Breaker, BreakerLimits, Breakers, BreakerState, Troubles
+from hiradix.storage.calls import Answers, BadAnswer, Batch, LaneSession, OtherKind, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, growing
-from hiradix.storage.meters import Histogram, Meters, MissReason, Op
+from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
+from hiradix.storage.meters import FAULTS, Histogram, Meters, MissReason, Op
 from hiradix.storage.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
@@ -46,7 +46,8 @@ class GuardLimits:
     """How far a backend is trusted.
 
     deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages. A lookup or
-    read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is used.
+    read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is
+    used.
     num_workers: calls that may be in a backend at once; with all of them hung, calls are misses.
     staging_bytes: memory of each worker; longer batches pass in pieces, and two of these are in memory then.
     checksum: False stores and checks identity and length only.
@@ -151,7 +152,8 @@ class GuardedStorage:
     ) -> list[bool]:
         """Read pages into `into`; True only for pages proven to be what was stored.
 
-        Others are untouched, or undefined if the backend is direct or fills pages in place.
+        Others are untouched, or undefined if the backend is direct or fills pages in place. `has_failed` of
+        the answer tells whether a fault has kept pages from being read.
         """
         batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
         return self._move(Op.GET, batch)
@@ -169,6 +171,19 @@ class GuardedStorage:
         """
         batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
         return self._move(Op.PUT, batch)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a read would be let through now, be it as the one that finds out."""
+        return not self._closed and self.breakers.of(Op.GET).may_pass
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of lookups and reads, here and in stores within."""
+        within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)
+        lookups, reads = self.breakers.of(Op.EXISTS), self.breakers.of(Op.GET)
+        changes = lookups.num_changes + reads.num_changes
+        return within.and_those(Troubles(changes, lookups.num_failed, reads.num_failed))
 
     @property
     def wants_prefix_keys(self) -> bool:
@@ -275,7 +290,9 @@ class GuardedStorage:
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
         self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
-        return batch.ok
+        if reason is None:
+            reason = next((why for why in batch.refused if why in FAULTS), None)
+        return batch.ok if reason is None or num_done == len(sizes) else Answers(batch.ok, reason)
 
     def _lands(self, op: Op) -> bool:
         """Whether pages are filled in place, each checked as it comes."""
@@ -315,13 +332,16 @@ class GuardedStorage:
         quick_s = self.limits.deadline_s / 2 + bytes_s if op in AWAITED else limit_s
         if breaker.state is BreakerState.HALF_OPEN:
             limit_s = quick_s
-        reason, why, ok = None, "", True
+        reason: MissReason | None = None
+        ok: bool | None = True
+        why = ""
         try:
             self._within(op, start_s + limit_s, body)
         except BadKey as error:
             reason, why, ok = MissReason.BAD_KEY, str(error), None
         except (CallTimeout, NoLane, BadAnswer) as error:
-            reason, why, ok = _FAULTS[type(error)], str(error), None if type(error) is OtherKind else False
+            is_of_others = isinstance(error, OtherKind | OthersBusy)
+            reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
         except Exception as error:  # a backend may raise anything; none of it may reach a request
             reason, why, ok = MissReason.ERROR, f"{type(error).__name__}: {error}", False
         duration_s = self._clock() - start_s
@@ -362,8 +382,8 @@ class GuardedStorage:
     def _can_read(self, reads: Breaker, keys: Sequence[str], prefix_keys: Sequence[str]) -> bool:
         """Whether what a lookup has found may be read after all: one page is, where that is to be tried.
 
-        A direct backend's pages have to be the caller's own, and how long a page is may not be known yet: then
-        the read that follows the lookup is the one that is tried.
+        A direct backend's pages have to be the caller's own, and how long a page is may not be known yet:
+        then the read that follows the lookup is the one that is tried.
         """
         if self._direct is not None or not self._page_bytes:
             return reads.may_pass
@@ -371,19 +391,24 @@ class GuardedStorage:
         return reads.state is _CLOSED
 
     def _delete_within(self, session: LaneSession, names: Sequence[str]) -> bool:
-        """Delete names on a put's way. A deletion that fails is none of the put's faults."""
+        """Delete names on a put's way. A deletion that fails is none of the put's faults, and one that hangs
+        keeps no worker from puts."""
         breaker = self.breakers.of(Op.DELETE)
-        admission = breaker.admit()
+        admission = None if self._lanes.is_full(Op.DELETE) else breaker.admit()
         if admission is None:
             return False
+        lane = session.lane
+        before, lane.kind = lane.kind, Op.DELETE
         try:
             session.run(partial(self.backend.delete, names))
         except CallTimeout as error:
             self._record(Op.DELETE, breaker.record(admission, False), str(error))
             raise OtherKind(f"a deletion before it: {error}") from error
         except Exception as error:  # as in _call
+            lane.kind = before
             self._record(Op.DELETE, breaker.record(admission, False), f"{type(error).__name__}: {error}")
             return False
+        lane.kind = before
         self._record(Op.DELETE, breaker.record(admission, True), "")
         return True
 
@@ -455,5 +480,6 @@ _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     OtherKind: MissReason.TIMEOUT,
     NoLane: MissReason.BUSY,
+    OthersBusy: MissReason.BUSY,
     BadAnswer: MissReason.BAD_ANSWER,
 }

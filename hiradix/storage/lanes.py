@@ -31,6 +31,10 @@ class NoLane(Exception):
     """No worker came free in time."""
 
 
+class OthersBusy(NoLane):
+    """No worker came free in time, and none was left behind in a call of this kind: it says nothing of it."""
+
+
 class _Call:
     def __init__(self, work: Callable[[], Any]):
         self.work = work
@@ -48,7 +52,7 @@ class Lane:
         self._on_late_end = on_late_end
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
         self._memory = [memoryview(b""), memoryview(b"")]
-        self.kind: Hashable = None  # of the call that it is in
+        self.kind: Hashable = None  # of the call that it is in; read when that is left behind and ends late
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
@@ -151,12 +155,16 @@ class LanePool:
         try:
             yield lane
         except CallTimeout:
-            self._leave(kind, 1)
+            self._leave(lane.kind, 1)
             raise
         except BaseException:
             self._put_back(lane)
             raise
         self._put_back(lane)
+
+    def is_full(self, kind: Hashable) -> bool:
+        """Whether as many calls of a kind were left behind as there may be calls at once."""
+        return self._left[kind] >= self._num_lanes
 
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
@@ -174,7 +182,8 @@ class LanePool:
         with self._changed:
             self._changed.wait_for(lambda: self._may_acquire(kind), max(0.0, timeout_s))
             if self._closed or not (extra or self._may_acquire(kind)):
-                raise NoLane("all workers are in calls that have not ended")
+                is_own = self._closed or self._left[kind] > 0
+                raise (NoLane if is_own else OthersBusy)("all workers are in calls that have not ended")
             lane = self._free.pop() if self._free else None
             self._num_made += lane is None
         lane = lane or Lane(self._late)

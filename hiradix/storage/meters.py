@@ -44,6 +44,15 @@ class MissReason(Enum):
     LOST = "lost"  # what the store keeps its pages in was taken away from under it
 
 
+FAULTS = frozenset(
+    {
+        MissReason.ERROR, MissReason.TIMEOUT, MissReason.BUSY, MissReason.BAD_ANSWER,
+        MissReason.BREAKER_OPEN, MissReason.CLOSED, MissReason.NOT_JOINED, MissReason.LOST,
+    }
+)  # fmt: skip
+"""Reasons that say nothing of whether the store has a page."""
+
+
 @dataclass(frozen=True)
 class Histogram:
     """Calls by duration: `counts[i]` took at most `bounds_s[i]`, the last count is of all slower ones."""

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.breaker import Troubles
 from hiradix.storage.build import open_storage
+from hiradix.storage.calls import as_answered
 from hiradix.storage.joining import StoragePart, WhenJoined
 from hiradix.storage.options import Options, flag
 from hiradix.storage.promotions import Promotions
@@ -64,7 +66,8 @@ class TierBackend(StorageBackend):
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
     ) -> list[bool]:
         self._check([*keys, *(prefix_keys or ())])
-        ok = self.upper.get(keys, into, prefix_keys)
+        near = self.upper.get(keys, into, prefix_keys)
+        ok = list(near)
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
@@ -80,7 +83,7 @@ class TierBackend(StorageBackend):
                 self._num_promoted += sum(stored)
         if self._promote and gone:
             self.upper.delete(gone)
-        return ok
+        return as_answered(ok, answers, near)
 
     def put(
         self,
@@ -92,7 +95,8 @@ class TierBackend(StorageBackend):
         """True where at least one of the two took the page."""
         self._check([*keys, *(prefix_keys or ())])
         near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
-        return [a or b for a, b in zip(near, far, strict=True)]
+        ok = [a or b for a, b in zip(near, far, strict=True)]
+        return as_answered(ok, far, near)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
@@ -115,6 +119,11 @@ class TierBackend(StorageBackend):
         self._check(())
         if not self.upper.ping() and not self.lower.ping():
             raise StorageError("tier: neither the upper nor the lower store answers")
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of both stores."""
+        return self.upper.troubles.and_those(self.lower.troubles)
 
     def when_joined(self, call: WhenJoined) -> None:
         """`call` with each of the two stores that is joined later."""
