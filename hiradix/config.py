@@ -331,12 +331,22 @@ class HiCacheConfig:
             "--hicache-storage-prefetch-policy", self.hicache_storage_prefetch_policy, PREFETCH_POLICIES
         )
         self._check_storage()
+        if not isinstance(self.radix_eviction_policy_config, Mapping):
+            raise ConfigError(
+                "--radix-eviction-policy-config: expected a mapping, "
+                f"got {type(self.radix_eviction_policy_config).__name__}"
+            )
 
     def _check_storage(self) -> None:
         backend = self.hicache_storage_backend
         if backend is not None and (not isinstance(backend, str) or not backend.strip()):
             raise ConfigError(f"--hicache-storage-backend: expected a backend's name, got {backend!r}")
         require_label("--hicache-storage-identity", self.hicache_storage_identity)
+        if not isinstance(self.hicache_storage_backend_extra_config, ExtraConfig):
+            given = type(self.hicache_storage_backend_extra_config).__name__
+            raise ConfigError(
+                f"{EXTRA_CONFIG_FLAG}: expected an ExtraConfig (ExtraConfig.from_mapping), got {given}"
+            )
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
 

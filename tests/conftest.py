@@ -84,6 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     """How much was tried: what tests tell by `record_property("told", ...)`, and the tree's random lives."""
+    note_seconds(terminalreporter)
     runs, moves, drawn = 0, 0, Counter()
     for report in terminalreporter.getreports("passed"):
         properties = dict(report.user_properties)
@@ -95,3 +96,20 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if runs:
         values = ", ".join(f"{value} {count}" for value, count in sorted(drawn.items()))
         terminalreporter.write_line(f"tree against page map: {runs} runs, {moves} moves ({values})")
+
+
+def note_seconds(terminalreporter) -> None:
+    """Add a line "seconds<TAB>test" for each to the file that `HIRADIX_SECONDS` names, for `.ci/run`.
+
+    A test's seconds are those of its setup, which may be a fixture of its module, its call and its teardown.
+    """
+    path = os.environ.get("HIRADIX_SECONDS")
+    if not path or hasattr(terminalreporter.config, "workerinput"):
+        return  # or one of xdist's workers, whose reports come together elsewhere
+    spent: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                spent[report.nodeid] += report.duration
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(f"{seconds:.1f}\t{test}\n" for test, seconds in spent.items() if seconds >= 0.1)

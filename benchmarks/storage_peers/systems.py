@@ -338,5 +338,6 @@ class _Key:
 
 
 SYSTEMS = {
-    "hiradix": Hiradix, "physical": Physical, "sglang-file": SGLangFile, "lmcache-disk": LMCacheDisk,
+    "hiradix": Hiradix, "hiradix-unverified": Hiradix, "physical": Physical,
+    "sglang-file": SGLangFile, "lmcache-disk": LMCacheDisk,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.tree.key import ADAPTER
 
 
 class RequestError(CacheError, ValueError):
@@ -85,7 +86,7 @@ class Scope:
     """Whose cache a request may share (namespace: adapter and tenant) and how much its pages matter.
 
     hint: what the client knows of its conversation, `end_of_session` or `keep_alive`. RequestError names a
-    field that is no text.
+    field that is no text, or that is kept for adapters of other engines, which may share a store.
     """
 
     extra_key: str | None = None
@@ -97,6 +98,8 @@ class Scope:
         for name in ("extra_key", "cache_salt"):
             value = getattr(self, name)
             _require(value is None or _is_text(value), name, value, "a text without half characters")
+        is_adapter = self.extra_key is not None and self.extra_key.startswith(ADAPTER)
+        _require(not is_adapter, "extra_key", self.extra_key, "none of an adapter's")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ from hiradix.prefix_cache import (
     build_hybrid_cache,
     build_prefix_cache,
     model_identity,
+    run_with,
 )
 from hiradix.storage import no_adapters
 from hiradix.transfer.process_group import ProcessGroup
@@ -85,10 +86,12 @@ class Engine:
         self.config = config
         if config.num_threads is not None or config.device == "cpu":
             torch.set_num_threads(config.num_threads or 1)
-        self._model = PagedModel(config.model_path, _DTYPES[config.dtype], config.device, group)
+        self._model = PagedModel(
+            config.model_path, _DTYPES[config.dtype], config.device, group, config.context_length
+        )  # fmt: skip
         self.model_name = config.model_name or Path(config.model_path).resolve().name
         self.tokenizer = Tokenizer.find(config.model_path)
-        self.context_length = self._context_length()
+        self.context_length = self._model.context_length
         kinds = self._model.windows if self._model.states is None else self._model.states
         self._pools = build_pools(config, self._model.shape, kinds, self.context_length)
         self.cache: PrefixCache = self._build_cache(build_cache, group)
@@ -310,12 +313,6 @@ class Engine:
 
     # -- construction -------------------------------------------------------------------
 
-    def _context_length(self) -> int:
-        asked, known = self.config.context_length, self._model.context_length
-        if asked is not None and asked > known:
-            raise ConfigError(f"context_length={asked}: the model's is {known}")
-        return asked or known
-
     def _build_cache(self, build_cache: BuildCache, group: ProcessGroup | None) -> PrefixCache:
         config, pools = self.config.cache, self._pools
         asked = config.enable_hierarchical_cache and config.hicache_storage_identity is None
@@ -343,6 +340,7 @@ class Engine:
     ) -> PrefixCache:
         config, pools = self.config.cache, self._pools
         identity = model_identity(self.config.model_path, self.model_name)
+        identity = run_with(identity, {"rope": self._model.fixed_rope})
         if pools.hybrid is not None:
             if group is not None:
                 raise ConfigError(f"tp_size={group.size}: a second pool, of windows or states, is not cut")

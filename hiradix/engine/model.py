@@ -14,6 +14,7 @@ import torch
 from hiradix.engine.attention import ATTENTION_NAME, paged_attention
 from hiradix.engine.packing import Pools, Work, pack
 from hiradix.engine.recurrent import FAMILIES, PassDesk, replace_recurrent, states_of
+from hiradix.engine.rope import FixedRope, fix_ropes, fixed_ropes
 from hiradix.engine.tensor_parallel import check_divisible, cut
 from hiradix.errors import ConfigError
 from hiradix.memory import KVShape, MLAShape
@@ -57,10 +58,34 @@ def load_config(path: str) -> Any:
     if config.model_type not in MODEL_TYPES:
         known = ", ".join(MODEL_TYPES)
         raise ConfigError(f"model path {path!r}: model type {config.model_type!r} is not one of {known}")
-    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(config, option, None):
-            raise ConfigError(f"model path {path!r}: {option} is not supported")
+    if (reason := _refusal(config)) is not None:
+        raise ConfigError(f"model path {path!r}: {reason}")
     return config
+
+
+def _refusal(config: Any) -> str | None:
+    """Why a model of a known type is not served, None if it is.
+
+    Most of it makes KV depend on more than the tokens before: on those behind, on pictures, or on what else a
+    pass computes.
+    """
+    if getattr(config, "attn_logit_softcapping", None):
+        return "attn_logit_softcapping is not supported"
+    for option in ("use_bidirectional_attention", "is_encoder_decoder", "add_cross_attention"):
+        if getattr(config, option, None):
+            return f"{option} is not supported: what a token sees is not only what is before it"
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal=False is not supported: what a token sees is not only what is before it"
+    for part in ("text_config", "vision_config", "audio_config"):
+        if getattr(config, part, None):
+            return f"{part}: models of more than text are not supported"
+    if getattr(config, "quantization_config", None):
+        return "quantization_config is not supported: such kernels may choose their scales by the whole pass"
+    family, kinds = FAMILIES.get(config.model_type), getattr(config, "layer_types", None) or ()
+    known = {_FULL, _WINDOW} if family is None else {_FULL, family.kind}
+    if unknown := sorted(set(kinds) - known):
+        return f"layer_types: {unknown} are not among {sorted(known)}"
+    return None
 
 
 def kv_shape(config: Any, dtype: torch.dtype, tp_size: int = 1) -> KVShape | MLAShape:
@@ -104,23 +129,41 @@ def stop_token_ids(config: Any, path: str) -> frozenset[int]:
     return frozenset(found)
 
 
+def _context_length(config: Any, asked: int | None) -> int:
+    known: int = config.max_position_embeddings
+    if asked is not None and asked > known:
+        raise ConfigError(f"context_length={asked}: the model's is {known}")
+    return asked or known
+
+
+def _ropes_of(path: str, config: Any, context_length: int) -> dict[str | None, FixedRope]:
+    try:
+        return fixed_ropes(config, context_length)
+    except ConfigError as error:
+        raise ConfigError(f"model path {path!r}: {error}") from error
+
+
 class PagedModel:
     """A causal language model whose KV lives in a device pool's pages.
 
     `shape` is that of a pool for all layers, `windows` says which layers look back a window only, so that
     they may have a pool of their own, `states` which keep a recurrent state, so that they must;
-    `context_length` the most tokens a sequence may have. With a group, both weights and shape are this rank's
-    share. Used by one thread.
+    `context_length` the most tokens a sequence may have: as asked, or what the model was made for. It decides
+    the rotary factors of models that have several; `fixed_rope` says which these are, by kind of layer.
+    With a group, both weights and shape are this rank's share. Used by one thread.
     """
 
     def __init__(
-        self, path: str, dtype: torch.dtype, device: str, group: ProcessGroup | None = None
+        self, path: str, dtype: torch.dtype, device: str, group: ProcessGroup | None = None,
+        context_length: int | None = None,
     ) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         config = load_config(path)
+        self.context_length = _context_length(config, context_length)
+        ropes = _ropes_of(path, config, self.context_length)
         if group is not None:
             check_divisible(config, group.size)
         load: Any = AutoModelForCausalLM.from_pretrained
@@ -132,6 +175,8 @@ class PagedModel:
                 ).eval()
         except (OSError, ValueError) as error:
             raise ConfigError(f"model path {path!r}: cannot load the weights: {error}") from error
+        fix_ropes(self._model, ropes)
+        self.fixed_rope = {kind or "": rope.about for kind, rope in ropes.items()}
         if group is not None:
             cut(self._model, group)
         self._model.to(device)
@@ -145,7 +190,6 @@ class PagedModel:
             replace_recurrent(self._model, config, self._desk)
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self.vocab_size: int = config.vocab_size
-        self.context_length: int = config.max_position_embeddings
         self.stop_token_ids = stop_token_ids(config, path)
 
     @torch.inference_mode()

@@ -16,7 +16,6 @@ from hiradix.prefix_cache.identity import (
     page_fingerprint,
     run_with,
     stored_pages,
-    weights_digest,
 )
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import (
@@ -33,6 +32,7 @@ from hiradix.prefix_cache.records import (
 )
 from hiradix.prefix_cache.state import StateHiRadixCache, StateRadixCache
 from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
+from hiradix.prefix_cache.weight_files import Origin, origin_of, repository_of
 from hiradix.tree import RadixKey
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "MatchResult",
     "ModelIdentity",
     "OpenedStorage",
+    "Origin",
     "RadixCache",
     "RadixKey",
     "SWAHiRadixCache",
@@ -59,8 +60,9 @@ __all__ = [
     "build_prefix_cache",
     "component_name",
     "model_identity",
+    "origin_of",
     "page_fingerprint",
+    "repository_of",
     "run_with",
     "stored_pages",
-    "weights_digest",
 ]

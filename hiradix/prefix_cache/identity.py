@@ -5,22 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hiradix.memory import CacheShape, HostPool, MLAShape
 from hiradix.memory.compare import PageComparer
+from hiradix.prefix_cache.weight_files import origin_of
 from hiradix.storage import ComponentPages, PageFingerprint
 
 STATE_NAME = "state"  # what storage calls records of recurrent state
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_HEAD_BYTES = 1 << 20
-_PIECE_BYTES = 4096
-_NUM_PIECES = 1024  # of a file that does not say where its tensors are
-_HEADER_BYTES = 100_000_000  # safetensors' own limit
-_NUM_READERS = 16  # threads that wait for a far disk
 
 
 @dataclass(frozen=True)
@@ -39,8 +32,8 @@ class ModelIdentity:
 
 
 def model_identity(path: str, name: str) -> ModelIdentity:
-    """The model's name and a digest of its config and weights, for storage keys."""
-    return ModelIdentity(model_id=name, revision=weights_digest(path, "config.json"))
+    """The model's name and a digest of its config and weights, for storage keys. Reads them: `origin_of`."""
+    return ModelIdentity(model_id=name, revision=origin_of(path).revision)
 
 
 def run_with(model: ModelIdentity, options: Mapping[str, Any]) -> ModelIdentity:
@@ -53,50 +46,6 @@ def run_with(model: ModelIdentity, options: Mapping[str, Any]) -> ModelIdentity:
         return model
     text = json.dumps(given, sort_keys=True, default=str)
     return replace(model, revision=f"{model.revision}+{hashlib.sha256(text.encode()).hexdigest()[:32]}")
-
-
-def weights_digest(path: str, config_name: str) -> str:
-    """32 hex digits of a folder's config file, and of its weight files' names, sizes and what is in them.
-
-    Of each its first MiB and a piece from the middle of every tensor, so that what was trained further, or
-    had an adapter merged into it, is other weights. Where a file does not say where its tensors are, pieces
-    are spread over it. Reads some KiB per tensor, of several files at once: folders may be far away.
-    """
-    files = [
-        file
-        for file in sorted(Path(path).iterdir())
-        if (file.name == config_name or file.suffix in _WEIGHTS) and file.is_file()
-    ]
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
-        return hashlib.sha256(b"".join(readers.map(_file_digest, files))).hexdigest()[:32]
-
-
-def _file_digest(file: Path) -> bytes:
-    size = file.stat().st_size
-    digest = hashlib.sha256(f"{file.name} {size}\n".encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(_HEAD_BYTES))
-        for middle in _middles(stream, size):
-            stream.seek(max(0, middle - _PIECE_BYTES // 2))
-            digest.update(stream.read(_PIECE_BYTES))
-    return digest.digest()
-
-
-def _middles(stream: BinaryIO, size: int) -> list[int]:
-    """Where in a weight file to look: the middle of each tensor, or evenly spaced places."""
-    if size <= _HEAD_BYTES:
-        return []  # has been read whole
-    try:
-        stream.seek(0)
-        length = int.from_bytes(stream.read(8), "little")
-        header: Any = json.loads(stream.read(length)) if length <= _HEADER_BYTES else None
-        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        found = sorted(8 + length + (int(begin) + int(end)) // 2 for begin, end in spans)
-        if found and 0 <= found[0] and found[-1] < size:
-            return found
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
-        pass
-    return [size * n // _NUM_PIECES for n in range(_NUM_PIECES)]
 
 
 def page_fingerprint(

@@ -151,7 +151,10 @@ _SERVER: tuple[Flag, ...] = (
 _ENGINE: tuple[Flag, ...] = (
     Flag("--device", "Torch device of the model and the device pool.", str, "cpu", metavar="DEVICE"),
     Flag("--dtype", "Type of weights and KV pages.", str, "float32", ("float32", "bfloat16", "float16")),
-    Flag("--context-length", "Most tokens of a prompt and its answer.", int, default_text="the model's"),
+    Flag(
+        "--context-length", "Most tokens of a prompt and its answer. Chooses a long rope's factors.", int,
+        default_text="the model's",
+    ),
     Flag("--max-total-tokens", "Size of the device pool in tokens.", int, 16384),
     Flag("--max-running-requests", "Most requests in one batch.", int, 16),
     Flag("--max-queued-requests", "Most requests that wait; further ones get 503.", int, 512),

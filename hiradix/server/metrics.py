@@ -63,6 +63,11 @@ STORAGE_GAUGES: tuple[Figure, ...] = (
         "1 where the attached storage has answered since it was opened, else 0.",
         lambda s: float(s.storage.get("joined", 0)),
     ),
+    (
+        "hiradix:storage_read_only",
+        "1 where the attached storage serves its pages and can store none, else 0.",
+        lambda s: float(s.storage.get("read_only", 0)),
+    ),
 )
 CACHE_COUNTERS: tuple[Figure, ...] = (
     ("sglang:evicted_tokens", "Tokens evicted from the device.", lambda s: s.cache.evicted_device),

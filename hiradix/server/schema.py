@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from hiradix.engine.api import SamplingParams, Scope
 from hiradix.server.json_text import parse
+from hiradix.tree.key import ADAPTER
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 MAX_ADMIN_BODY_BYTES = 256 * 1024
@@ -109,6 +110,8 @@ class _Addressed(_Strict):
         """extra_key and cache_salt for the engine. A tenant's requests have his salt, and a salt of their
         own is a part of extra_key then: quotas are by tenant. Raises ApiError."""
         salt = self.cache_salt
+        if self.extra_key is not None and self.extra_key.startswith(ADAPTER):
+            raise ApiError("extra_key: must not name an adapter's pages", param="extra_key")
         if salt is not None and salt.startswith(TENANT_SALT):
             raise ApiError(f"cache_salt: must not begin with {TENANT_SALT!r}", param="cache_salt")
         if owner.tenant is None:

@@ -21,11 +21,15 @@ class BadAnswer(Exception):
 
 
 class Answers(list[bool]):
-    """A backend's flags of a `get` or `put`, and the one reason of those that are False."""
+    """A backend's flags of a `get` or `put`, and the one reason of those that are False.
 
-    def __init__(self, flags: Sequence[bool], why: MissReason):
+    number: of how many of them, if not of all: of the others the backend says no more.
+    """
+
+    def __init__(self, flags: Sequence[bool], why: MissReason, number: int | None = None):
         super().__init__(flags)
         self.why = why
+        self.number = number
 
 
 def has_failed(answer: Sequence[bool]) -> bool:
@@ -72,7 +76,8 @@ class Batch:
         """The flags of an answer, noting why pages are missing where it says so; raises BadAnswer."""
         flags = checked_flags(answer, len(chunk))
         if isinstance(answer, Answers) and (missing := flags.count(False)):
-            self.refused[answer.why] = self.refused.get(answer.why, 0) + missing
+            number = missing if answer.number is None else min(missing, answer.number)
+            self.refused[answer.why] = self.refused.get(answer.why, 0) + number
         return flags
 
 

@@ -21,19 +21,22 @@ from dataclasses import dataclass
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.calls import Answers
 from hiradix.storage.file_config import FileConfig
-from hiradix.storage.ledger import Ledger
+from hiradix.storage.ledger import Ledger, NoLedger
 from hiradix.storage.meters import MissReason
 from hiradix.storage.page_dir import PageDir, footprint, remove
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.reach import is_unreachable
+from hiradix.storage.read_only import refusal, said_of
 from hiradix.storage.room import Keep, Room
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.spoilt import MAX_KEYS
 from hiradix.storage.states import StoreStates
 from hiradix.storage.under_way import UnderWay
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 GROUP_BYTES, GROUP_PAGES = 64 << 20, 64
+LOCK_NAME = "hiradix.lock"
 PUBLISH_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 4.0
 """Longest wait of `close` for puts under way: less than the guard waits for `close`."""
@@ -80,15 +83,20 @@ class FileBackend(StorageBackend):
         self._sealer = Sealer(digest, DEFAULT_ALGORITHM if config.checksum else NONE, config.checksum)
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
+        self._bad: set[str] = set()  # damaged, in a folder that can only be read
         self._puts = UnderWay()
         self._states = StoreStates("file")
         self._closed = False
+        self._is_refused = False  # the last write was, as the file system cannot be written any more
         ledger: Ledger | None = None
         try:
-            self._folder = PageDir(config.path, digest)
-            self._ledger = ledger = Ledger(config.path / "hiradix.lock")
+            self._read_only = refusal(config.path, (LOCK_NAME,))
+            self._folder = PageDir(config.path, digest, self.read_only)
+            self._ledger = ledger = (NoLedger if self.read_only else Ledger)(config.path / LOCK_NAME)
             self._room = Room(config, self._folder, ledger, time_ns)
             self._room.open()
+            if self._read_only is not None:
+                self._states.enter("read_only", said_of(config.path, self._read_only))
         except (OSError, StorageError) as error:
             if ledger is not None:  # whoever tries again begins anew
                 self._folder.leave()
@@ -101,7 +109,9 @@ class FileBackend(StorageBackend):
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check(keys)
         for index, key in enumerate(keys):
-            if key not in self._room and not os.path.exists(self._folder.path(key)):
+            if key in self._bad or (
+                key not in self._room and not os.path.exists(self._folder.path(key))
+            ):
                 return index
         return len(keys)
 
@@ -111,9 +121,10 @@ class FileBackend(StorageBackend):
         now_ns, fronts = piece.began(self._room.now()), piece.fronts(keys)
         ok = [False] * len(keys)
         faults: list[OSError] = []
+        bad: list[int] = []
         for start in range(0, len(keys), GROUP_PAGES):
             group = range(start, min(start + GROUP_PAGES, len(keys)))
-            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns, faults):
+            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns, faults, bad):
                 ok[index] = True
         if faults:
             self._count("read_errors", len(faults))
@@ -123,6 +134,9 @@ class FileBackend(StorageBackend):
         if not all(ok) and self._room.is_lost:
             self._states.enter("lost", f"{self.config.path} was removed, with its pages")
             return Answers(ok, MissReason.LOST)
+        if bad:
+            return Answers(ok, MissReason.DAMAGED, len(bad))
+        self._states.leave("damaged")
         return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
@@ -137,21 +151,35 @@ class FileBackend(StorageBackend):
         todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
             num_bytes, path = SEAL_BYTES + page_bytes(page), self._folder.path(key)
-            ok[index] = _is_whole(_status(path), num_bytes)
+            ok[index] = key not in self._bad and _is_whole(_status(path), num_bytes)
             if not ok[index]:
                 todo.append(FileWrite(index, key, path, page, num_bytes))
         self._use(keys, pages, ok, now_ns, fronts)
+        if self._read_only is not None:
+            return ok if all(ok) else self._refuse(ok, self._read_only)
         self._room.follow(fronts[0] if fronts else "", now_ns)
         keep = Keep({*keys, *piece.before}, now_ns + 1)
+        refused: OSError | None = None
         while todo:
             group = self._next_group(todo)
-            done = self._store(group, now_ns, keep)
+            try:
+                done = self._store(group, now_ns, keep)
+            except OSError as error:
+                if error.errno != errno.EROFS:
+                    raise
+                refused = error
+                break
             for write in done:
                 ok[write.index] = True
             if len(done) < len(group):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
         self._use(keys, pages, ok, now_ns, fronts)
+        if refused is not None:
+            return self._refuse(ok, refused)
+        if self._is_refused:
+            self._is_refused = False
+            self._states.leave("read_only")
         self._states.drop("lost")
         if not all(ok):
             self._states.enter("full", f"{self.config.path} has no room: pages are refused")
@@ -187,11 +215,23 @@ class FileBackend(StorageBackend):
     def stats(self) -> Mapping[str, float]:
         with self._counts_lock:
             counts = dict(self._counts)
-        return {**self._room.figures(), "leftovers_removed": self._room.num_leftovers, **counts}
+        more = {
+            "leftovers_removed": self._room.num_leftovers,
+            "read_only": float(self.read_only or self._is_refused),
+        }
+        return {**self._room.figures(), **more, **counts}
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the directory could not be written when it was opened: until it is opened anew."""
+        return self._read_only is not None
 
     def ping(self) -> None:
-        """Make and remove an empty file."""
+        """Make and remove an empty file; in a folder that can only be read, look into it."""
         self._check(())
+        if self._read_only is not None:
+            os.stat(self.config.path)
+            return
         temp, fd = self._folder.new_temp(0)
         os.close(fd)
         remove(temp)
@@ -202,6 +242,13 @@ class FileBackend(StorageBackend):
         if self._closed:
             raise StorageError("storage backend is closed")
         check_keys(keys)
+
+    def _refuse(self, ok: Sequence[bool], why: OSError) -> list[bool]:
+        """The answer to a put in a directory that cannot be written."""
+        self._states.enter("read_only", said_of(self.config.path, why))
+        self._is_refused = True
+        self._count("put_read_only", ok.count(False))
+        return Answers(ok, MissReason.READ_ONLY)
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._counts_lock:
@@ -221,15 +268,20 @@ class FileBackend(StorageBackend):
                 self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - index, front)
 
     def _load(
-        self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError]
+        self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError], bad: list[int]
     ) -> list[int]:
-        """Read some pages; which of them are good. A page's use is as long before `end_ns` as its index."""
+        """Read some pages; which of them are good. A page's use is as long before `end_ns` as its index.
+
+        faults, bad: get what went wrong, and which pages are not what was stored.
+        """
         reads: list[FileRead] = []
         try:
             for index, key, page in wanted:
                 self._open(reads, index, key, page, faults)
             self._read(reads)
-            return [read.index for read in reads if self._is_good(read, end_ns - read.index, faults)]
+            good = [read.index for read in reads if self._is_good(read, end_ns - read.index, faults)]
+            bad += [read.index for read in reads if read.verdict in (Verdict.DAMAGED, Verdict.FOREIGN)]
+            return good
         finally:
             for read in reads:
                 os.close(read.fd)
@@ -238,6 +290,8 @@ class FileBackend(StorageBackend):
         self, reads: list[FileRead], index: int, key: str, page: Page, faults: list[OSError]
     ) -> None:
         """Add a page's file to `reads` if it is there; one of the wrong kind or length is damaged already."""
+        if key in self._bad:
+            return
         try:
             fd = self._folder.open(key)
         except OSError as error:
@@ -270,13 +324,25 @@ class FileBackend(StorageBackend):
         elif verdict is Verdict.UNKNOWN:
             self._count("unknown_checksum")
         elif verdict is not Verdict.GOOD:
-            self._count(f"read_{verdict.value}")
-            self._room.unlink_same(read.key, read.status)
+            self._drop(read, verdict)
         elif abs(used_ns - read.status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
             self._touch(read.fd, used_ns)
         return verdict is Verdict.GOOD
 
+    def _drop(self, read: FileRead, verdict: Verdict) -> None:
+        """A file that is bad goes; one that cannot be removed is looked at no more."""
+        self._count(f"read_{verdict.value}")
+        text = "has pages that are not what was stored, which are misses: the first is"
+        self._states.enter("damaged", f"{self.config.path} {text} {self._folder.path(read.key)}")
+        if self._read_only is None:
+            self._room.unlink_same(read.key, read.status)
+        elif len(self._bad) < MAX_KEYS:
+            self._room.forget(read.key)
+            self._bad.add(read.key)
+
     def _touch(self, fd: int, used_ns: int) -> None:
+        if self._read_only is not None:
+            return
         try:
             os.utime(fd, ns=(used_ns, used_ns))
         except OSError:  # a read-only or foreign-owned file can still be read; only its recency is lost
@@ -294,7 +360,10 @@ class FileBackend(StorageBackend):
         return todo
 
     def _store(self, group: list[FileWrite], now_ns: int, keep: Keep) -> list[FileWrite]:
-        """Reserve, write and publish; the writes that are readable now. Raises OSError, having cleaned up."""
+        """Reserve, write and publish; the writes that are readable now.
+
+        Having cleaned up, raises StorageError, or OSError where the file system cannot be written any more.
+        """
         faults: list[OSError] = []
         try:
             self._begin(group, keep)
@@ -308,6 +377,8 @@ class FileBackend(StorageBackend):
             faults.append(error)
         done = self._publish(group, faults)
         for fault in faults:
+            if fault.errno == errno.EROFS:
+                raise fault
             if fault.errno not in NO_ROOM:
                 raise StorageError(f"cannot write to {self.config.path}: {fault}") from fault
         if len(done) < len(group):

@@ -13,7 +13,7 @@ page there, and was the same but for rounding (`ComponentPages.compare`):
 What is computed while nothing is adopted goes into a generation of this process's own, which others adopt or
 reject likewise. An engine that can be asked computes fixed pages for it, before it serves (`Witness`). Of one
 that cannot, the first page that storage would serve is computed once more by its request, and compared when
-it is put.
+it is put. A store that is read-only is compared likewise, and gets no generation of this process's own.
 
 A record, or a generation's pages, may be evicted like any page: what is behind it is a miss then, never
 wrong. A record is a page with random numbers in front
@@ -315,7 +315,7 @@ class Generations:
             return
         if mine not in found:
             self._put_record(scope, scope.records[mine], mine)
-        elif scope.must_put:
+        elif scope.must_put and not _takes_none(self._guards[0]):
             self._put_witness(mine)
             with as_use(Use(is_chain=False)):
                 page = self._record_page(scope.records[mine])
@@ -406,11 +406,14 @@ class Generations:
                     guard.put(renamed([key], label), [[memoryview(page)]])
 
     def _put_record(self, scope: _Scope, record: bytes, known: bytes | None = None) -> bytes | None:
-        """Put a record where there is room: its label, or None where it could not be.
+        """Put a record where there is room: its label, or None where it could not be, or cannot as the store
+        is read-only.
 
         known: the label, of a record that was there before. Where several write at once, one is there and
         the others, who find that out, go on to the next slot.
         """
+        if _takes_none(self._guards[0]):
+            return None
         label, page = known or _label_of(record), self._record_page(record)
         self._put_witness(label)  # before others can find it
         free = [slot for slot in range(NUM_SLOTS) if slot not in scope.used_slots]
@@ -607,6 +610,8 @@ class _Part:
         use, whole = current_use(), self._whole
         scope = whole.scope_of(None if use is None else use.extra_key)
         label = whole.writable(scope, self._component, keys, pages)
+        if label is None and whole.stores and _takes_none(self._guard):
+            return self._guard.refuse(len(keys))
         if label is None:
             return [not whole.stores] * len(keys)
         chain = None if prefix_keys is None else renamed(prefix_keys, label)
@@ -649,6 +654,11 @@ def _renamed_use(use: Use | None, label: bytes) -> Use:
         return Use()
     after = renamed([use.after], label)[0] if use.after else ""
     return use.inside.setdefault(label, Use(after, use.is_chain, extra_key=use.extra_key))
+
+
+def _takes_none(guard: object) -> bool:
+    """Whether a store is read-only; not, where it does not say."""
+    return bool(getattr(guard, "is_read_only", False))
 
 
 def _label_of(record: bytes) -> bytes:

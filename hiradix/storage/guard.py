@@ -27,6 +27,7 @@ from hiradix.storage.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.staged import Staged, Work
+from hiradix.storage.states import StoreStates
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class GuardedStorage:
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
         self._page_bytes = 0  # of a page that was read or stored here
+        self._states = StoreStates(type(backend).__name__)
         self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
@@ -200,6 +202,16 @@ class GuardedStorage:
         """Whether the backend asked whose the pages of a put are."""
         return self._traits.tenanted
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the store takes no pages, as its folder cannot be written."""
+        return bool(getattr(self.backend, "read_only", False))
+
+    def refuse(self, num_pages: int) -> list[bool]:
+        """The answer to a put of so many pages in a store that is read-only, without asking it."""
+        self._meters.of(Op.PUT).ended(None, 0, 0, ((MissReason.READ_ONLY, num_pages),))
+        return [False] * num_pages
+
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed, or did not answer within the deadline."""
         work = partial(self.backend.delete, self._names(keys))
@@ -256,6 +268,7 @@ class GuardedStorage:
             "workers_busy": self._lanes.num_busy,
             "late_answers": self._lanes.num_late,
             "joined": 1.0,
+            "read_only": float(self.is_read_only or self._backend_stats.get("read_only", 0)),
             **{f"backend_{name}": value for name, value in self._backend_stats.items()},
         }
 
@@ -286,6 +299,8 @@ class GuardedStorage:
         reason, duration_s = self._call(op, keys, total_bytes, move)
         lost = batch.ok.count(False) - sum(batch.refused.values())
         missed = (*batch.refused.items(), (reason or _UNTOLD[op], lost))
+        if not self._traits.verifies:
+            self._tell(batch)
         num_done = batch.ok.count(True)
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
@@ -293,6 +308,14 @@ class GuardedStorage:
         if reason is None:
             reason = next((why for why in batch.refused if why in FAULTS), None)
         return batch.ok if reason is None or num_done == len(sizes) else Answers(batch.ok, reason)
+
+    def _tell(self, batch: Batch) -> None:
+        """Say that pages did not pass the checks here; a backend that verifies says so itself."""
+        bad = batch.refused.get(MissReason.DAMAGED, 0) + batch.refused.get(MissReason.FOREIGN, 0)
+        if bad:
+            self._states.enter("damaged", f"{bad} pages of a call are not what was stored: misses")
+        else:
+            self._states.leave("damaged")
 
     def _lands(self, op: Op) -> bool:
         """Whether pages are filled in place, each checked as it comes."""

@@ -65,6 +65,9 @@ class StoragePart(Protocol):
 
     @property
     def frees_deleted(self) -> bool: ...
+    @property
+    def is_read_only(self) -> bool: ...
+    def refuse(self, num_pages: int) -> list[bool]: ...
 
     def when_joined(self, call: WhenJoined) -> None: ...
 
@@ -425,6 +428,17 @@ class JoiningStorage:
         """Whether a deleted page's bytes are given back."""
         store = self._store
         return self._joiner.declared.deletes if store is None else store.frees_deleted
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the joined store takes no pages."""
+        store = self._store
+        return store is not None and store.is_read_only
+
+    def refuse(self, num_pages: int) -> list[bool]:
+        """The answer to a put in a store that is read-only."""
+        store = self._store
+        return self._missed(Op.PUT, num_pages) if store is None else store.refuse(num_pages)
 
     @property
     def wants_tenant(self) -> bool:

@@ -6,7 +6,11 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+from hiradix.errors import StorageError
 from hiradix.storage.dir_lock import DirLock
 
 _RECORD = struct.Struct("<4sIQ")
@@ -20,6 +24,8 @@ class Ledger(DirLock):
     too high, never too low; `recount` mends it.
     """
 
+    read_only = False
+
     def read(self) -> int | None:
         """The byte count; None when there is none yet or it is damaged. Call with the lock held."""
         raw = os.pread(self._fd, _RECORD.size, 0)
@@ -31,6 +37,27 @@ class Ledger(DirLock):
     def write(self, num_bytes: int) -> None:
         """Set the byte count. Call with the lock held."""
         os.pwrite(self._fd, _RECORD.pack(_MAGIC, _checksum(num_bytes), num_bytes), 0)
+
+
+class NoLedger(Ledger):
+    """Of a directory that can only be read: nobody gets its lock, which is StorageError."""
+
+    read_only = True
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    @contextmanager
+    def locked(self, timeout_s: float) -> Iterator[None]:
+        raise StorageError(f"{self._path.parent} cannot be written")
+        yield
+
+    def is_in_place(self) -> bool:
+        """Whether the directory is there."""
+        return self._path.parent.is_dir()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
 
 
 def _checksum(num_bytes: int) -> int:

@@ -28,8 +28,8 @@ class Op(Enum):
 class MissReason(Enum):
     """Why a page was not read, or not stored. Few enough to label a metric."""
 
-    ABSENT = "absent"  # the backend said no: not there, or damaged as it saw it
-    DAMAGED = "damaged"  # the seal says these are not the bytes that were stored
+    ABSENT = "absent"  # the backend said no, and no more: it is not there
+    DAMAGED = "damaged"  # seal or checksum say that these are not the bytes that were stored
     FOREIGN = "foreign"  # the seal is another key's, model's or format's
     ERROR = "error"  # the backend raised
     TIMEOUT = "timeout"  # the deadline passed
@@ -42,6 +42,7 @@ class MissReason(Enum):
     FULL = "full"  # a put: the store has no room
     REFUSED = "refused"  # a put: the backend did not take it, and says no more
     LOST = "lost"  # what the store keeps its pages in was taken away from under it
+    READ_ONLY = "read_only"  # a put: the store's folder cannot be written
 
 
 FAULTS = frozenset(

@@ -37,9 +37,10 @@ def footprint(num_bytes: int) -> int:
 
 
 class PageDir:
-    """Paths and files below `root` for one fingerprint. Makes what it needs; raises OSError."""
+    """Paths and files below `root` for one fingerprint. Makes what it needs, unless it is `read_only`; raises
+    OSError."""
 
-    def __init__(self, root: Path, fingerprint: str):
+    def __init__(self, root: Path, fingerprint: str, read_only: bool = False):
         self.root = root
         self.namespace = f"{_NAMESPACE}{fingerprint[:32]}"
         self._own = os.path.join(root, self.namespace)
@@ -48,7 +49,8 @@ class PageDir:
         self._numbers = itertools.count()
         self._writer = uuid.uuid4().hex
         self._writer_fd: int | None = None
-        self.make()
+        if not read_only:
+            self.make()
 
     def make(self) -> None:
         """Make what is missing of the folders."""

@@ -143,7 +143,7 @@ class QuotaStorage(Wrapper):
         """True: stored, and within the tenant's limit. A batch that is too long keeps its head."""
         check_keys(keys)
         limit_bytes = self._limit(tenant)
-        if limit_bytes is None or not keys:
+        if limit_bytes is None or not keys or self.read_only:
             return self._put(keys, pages, prefix_keys, tenant)
         try:
             return self._put_within(limit_bytes, keys, pages, prefix_keys, tenant)

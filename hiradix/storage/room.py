@@ -58,6 +58,8 @@ class Room:
 
     def open(self) -> None:
         """Clean up after dead writers, read the directory, make the cap hold."""
+        if self._ledger.read_only:
+            return self._index.replace_all(self._folder.scan(), self._time_ns())
         with self._ledger.locked(START_TIMEOUT_S):
             self.num_leftovers = self._folder.enter()
             usage = self._recount()

@@ -91,7 +91,7 @@ class Verdict(Enum):
 
     GOOD = "good"
     DAMAGED = "damaged"  # these bytes are not what was stored
-    FOREIGN = "foreign"  # intact, but for another key, fingerprint, length or format
+    FOREIGN = "foreign"  # intact, but for another key, fingerprint, length or format, or without a checksum
     UNKNOWN = "unknown"  # intact seal, but its checksum cannot be computed here
 
 
@@ -153,8 +153,10 @@ class Sealer:
         mine = (VERSION, page_bytes(page), self._fingerprint, key_digest(key))
         if (version, length, fingerprint, name) != mine:
             return Verdict.FOREIGN
-        if algorithm == NONE or not self._verify:
+        if not self._verify:
             return Verdict.GOOD
+        if algorithm == NONE:  # of a process that writes none: whether these are its bytes nobody can tell
+            return Verdict.FOREIGN
         if algorithm not in CHECKSUMS:
             return Verdict.UNKNOWN
         found = known[1] if known is not None and known[0] == algorithm else CHECKSUMS[algorithm](page)

@@ -1,13 +1,16 @@
 """`file` with `naming="sglang"`: the exact files of SGLang's file backend, for sharing a directory with it.
 
 `<directory>/<page hash><suffix>.bin` holds a page's bytes and nothing else; the suffix is the model's served
-name and the ranks. So neither layout, dtype, revision nor content can be checked: a file of the right length
-is believed. Use it only beside SGLang servers of the same model, layout and dtype.
+name and the ranks. So neither layout, dtype nor revision can be checked. What the bytes were is said of files
+written here in an extended attribute, which SGLang does not see, and is checked; one of SGLang's own of the
+right length is believed. Use it only beside SGLang servers of the same model, layout and dtype.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import re
@@ -29,13 +32,17 @@ from hiradix.storage.page_dir import footprint, remove
 from hiradix.storage.pieces import Piece, current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 from hiradix.storage.reach import is_unreachable
+from hiradix.storage.read_only import refusal, said_of
 from hiradix.storage.room import Keep
+from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
 from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
 logger = logging.getLogger(__name__)
 
 NAMINGS = ("hiradix", "sglang")
+SEAL_ATTRIBUTE = "user.hiradix.seal"
+"""A file's seal, for any fingerprint: who shares these names shares the pages."""
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _OLD_TEMP_S = 600.0
 _SLACK_SHARE = 64
@@ -89,17 +96,24 @@ class SglangFileBackend(StorageBackend):
         if context.fingerprint.codec:
             raise ConfigError(f"{flag('quantise')}: SGLang's file names do not tell such pages from its own")
         self._time_ns = time_ns
+        checks = self.config.checksum
+        self._sealer = Sealer(bytes(16).hex(), DEFAULT_ALGORITHM if checks else NONE, checks)
         self._index = LruIndex()
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
         self._counts: Counter[str] = Counter()
         self._states = StoreStates("file")
         self._closed = False
+        self._is_refused = False  # the last write was, as the file system cannot be written any more
         try:
+            self._read_only = refusal(self.config.path)
             self.config.path.mkdir(parents=True, exist_ok=True)
             with self._lock:
                 self._scan()
-                self._make_room(0, Keep())
+                if self._read_only is None:
+                    self._make_room(0, Keep())
+                else:
+                    self._states.enter("read_only", said_of(self.config.path, self._read_only))
         except OSError as error:
             kind = Unreachable if is_unreachable(error) else ConfigError
             raise kind(f"{self.config.path_source}: cannot use {self.config.path}: {error}") from error
@@ -114,25 +128,38 @@ class SglangFileBackend(StorageBackend):
         self._check(keys)
         now_ns, piece = self._piece()
         numbered = enumerate(zip(keys, into, strict=True))
+        before = self._counts["read_damaged"]
         ok = [self._read(key, page, now_ns - index) for index, (key, page) in numbered]
         self._use(keys, into, ok, now_ns, piece)
-        return ok
+        bad = self._counts["read_damaged"] - before
+        return Answers(ok, MissReason.DAMAGED, bad) if bad else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        if not self.config.path.is_dir():
+        if self._read_only is None and not self.config.path.is_dir():
             self._make_anew()
         now_ns, piece = self._piece()
         keep = Keep({*keys, *piece.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
         self._use(keys, pages, ok, now_ns, piece)
+        if self._read_only is not None:
+            return ok if all(ok) else self._refuse(ok, self._read_only)
         with self._lock:
             self._index.follow(piece.fronts(keys)[0], now_ns)
         has_room = True
         for index, (key, page) in enumerate(zip(keys, pages)):
             if not ok[index] and has_room:
-                ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+                try:
+                    ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+                except OSError as error:
+                    if error.errno != errno.EROFS:
+                        raise
+                    self._use(keys, pages, ok, now_ns, piece)
+                    return self._refuse(ok, error)
         self._use(keys, pages, ok, now_ns, piece)
+        if self._is_refused:
+            self._is_refused = False
+            self._states.leave("read_only")
         if all(ok):
             self._states.leave("full")
             return ok
@@ -141,6 +168,7 @@ class SglangFileBackend(StorageBackend):
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
+        self._check_writable()
         with self._lock:
             for key in keys:
                 self._index.drop(key)
@@ -149,6 +177,7 @@ class SglangFileBackend(StorageBackend):
     def clear(self) -> None:
         """The files of this suffix only; SGLang's own clear takes every file in the directory."""
         self._check(())
+        self._check_writable()
         with self._lock:
             self._scan()
             while (key := self._index.coldest()) is not None:
@@ -161,7 +190,11 @@ class SglangFileBackend(StorageBackend):
     def stats(self) -> Mapping[str, float]:
         with self._lock:
             known = {"files": len(self._index), "used_bytes": self._index.num_bytes}
-            return known | {"max_bytes": self.config.max_bytes} | dict(self._counts)
+            return known | {
+                "max_bytes": self.config.max_bytes,
+                "read_only": float(self.read_only or self._is_refused),
+                **self._counts,
+            }
 
     # -- inside -------------------------------------------------------------------------
 
@@ -169,6 +202,23 @@ class SglangFileBackend(StorageBackend):
         if self._closed:
             raise StorageError("storage backend is closed")
         check_keys(keys)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the directory could not be written when it was opened: until it is opened anew."""
+        return self._read_only is not None
+
+    def _refuse(self, ok: Sequence[bool], why: OSError) -> list[bool]:
+        """The answer to a put in a directory that cannot be written."""
+        self._states.enter("read_only", said_of(self.config.path, why))
+        self._is_refused = True
+        with self._lock:
+            self._counts["put_read_only"] += ok.count(False)
+        return Answers(ok, MissReason.READ_ONLY)
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StorageError(f"{self.config.path} cannot be written")
 
     def _path(self, key: str) -> str:
         return os.path.join(self.config.path, key + self._tail)
@@ -207,13 +257,51 @@ class SglangFileBackend(StorageBackend):
             status = os.fstat(fd)
             whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
             if not whole or read_into(fd, page) != status.st_size:
-                self._counts["read_damaged"] += 1
+                verdict = Verdict.DAMAGED
+            else:
+                verdict = self._verdict(fd, key, page)
+            if verdict is Verdict.UNKNOWN:
+                with self._lock:
+                    self._counts["unknown_checksum"] += 1
                 return False
-            if abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
-                os.utime(fd, ns=(now_ns, now_ns))
+            if verdict is not Verdict.GOOD:
+                text = "is not what was stored there, which is a miss"
+                self._states.enter("damaged", f"{self._path(key)} {text}")
+                with self._lock:
+                    self._counts["read_damaged"] += 1
+                self._remove_damaged(key, status)
+                return False
+            is_old = abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
+            if is_old and not self.read_only:
+                self._touch(fd, now_ns)
             return True
         finally:
             os.close(fd)
+
+    def _verdict(self, fd: int, key: str, page: Page) -> Verdict:
+        """Whether a page is what its seal says; a file without one is SGLang's, and believed."""
+        try:
+            seal = os.getxattr(fd, SEAL_ATTRIBUTE)
+        except OSError:
+            return Verdict.GOOD
+        return self._sealer.check(seal, key, page)
+
+    def _remove_damaged(self, key: str, status: os.stat_result) -> None:
+        """Make place for the page to be stored again, unless it was already."""
+        if self.read_only:
+            return
+        try:
+            if os.path.samestat(os.lstat(self._path(key)), status):
+                remove(self._path(key))
+        except OSError:
+            return
+
+    def _touch(self, fd: int, used_ns: int) -> None:
+        try:
+            os.utime(fd, ns=(used_ns, used_ns))
+        except OSError:  # another user's file can be read all the same; only its recency is lost
+            with self._lock:
+                self._counts["touch_errors"] += 1
 
     def _store(self, key: str, page: Page, used_ns: int, keep: Keep) -> bool:
         num_bytes = footprint(page_bytes(page))
@@ -225,7 +313,7 @@ class SglangFileBackend(StorageBackend):
             self._written += num_bytes
         temp = os.path.join(self.config.path, f".{uuid.uuid4().hex}.tmp")
         try:
-            self._write(temp, page, used_ns)
+            self._write(temp, key, page, used_ns)
             os.replace(temp, self._path(key))
         except OSError as error:
             remove(temp)
@@ -234,14 +322,19 @@ class SglangFileBackend(StorageBackend):
                 if error.errno in NO_ROOM:
                     self._counts["put_no_room"] += 1
                     return False
+            if error.errno == errno.EROFS:
+                raise
             raise StorageError(f"cannot write to {self.config.path}: {error}") from error
         return True
 
-    def _write(self, temp: str, page: Page, used_ns: int) -> None:
+    def _write(self, temp: str, key: str, page: Page, used_ns: int) -> None:
         fd = os.open(temp, _CREATE, 0o644)
         try:
             if write_from(fd, page) != page_bytes(page):
                 raise OSError("short write")
+            if self.config.checksum:
+                with contextlib.suppress(OSError):  # a file system without attributes keeps pages
+                    os.setxattr(fd, SEAL_ATTRIBUTE, self._sealer.seal(key, page))
             os.utime(fd, ns=(used_ns, used_ns))
             if self.config.fsync:
                 os.fsync(fd)
@@ -272,7 +365,7 @@ class SglangFileBackend(StorageBackend):
                 if entry.name.endswith(self._tail) and stat.S_ISREG(status.st_mode):
                     key = entry.name.removesuffix(self._tail)
                     found[key] = Entry(footprint(status.st_size), status.st_mtime_ns)
-                elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns:
+                elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns and not self.read_only:
                     remove(entry.path)  # a writer died
         self._index.replace_all(found, self._time_ns())
         self._written = 0

@@ -13,8 +13,9 @@ from typing import Any
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.breaker import Troubles
 from hiradix.storage.build import open_storage
-from hiradix.storage.calls import as_answered
+from hiradix.storage.calls import Answers, as_answered
 from hiradix.storage.joining import StoragePart, WhenJoined
+from hiradix.storage.meters import MissReason
 from hiradix.storage.options import Options, flag
 from hiradix.storage.promotions import Promotions
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
@@ -77,7 +78,7 @@ class TierBackend(StorageBackend):
             found = [index for index, good in zip(missing, answers) if good]
             for index in found:
                 ok[index] = True
-            if self._promote and found:
+            if self._promote and found and not self.upper.is_read_only:
                 before = chain_before(keys, found, prefix_keys)
                 stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
                 self._num_promoted += sum(stored)
@@ -96,7 +97,12 @@ class TierBackend(StorageBackend):
         self._check([*keys, *(prefix_keys or ())])
         near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
         ok = [a or b for a, b in zip(near, far, strict=True)]
-        return as_answered(ok, far, near)
+        return Answers(ok, MissReason.READ_ONLY) if self.read_only else as_answered(ok, far, near)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether neither of the two takes pages, as their folders cannot be written."""
+        return self.upper.is_read_only and self.lower.is_read_only
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)

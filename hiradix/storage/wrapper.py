@@ -54,11 +54,16 @@ class Wrapper(StorageBackend):
     ) -> list[bool]:
         """The inner backend's, with the chain and the tenant if it asks for those."""
         spoilt = self._spoilt.take(keys)
-        if spoilt:
+        if spoilt and not self.read_only:
             self.inner.delete(spoilt)
         call: Callable[..., list[bool]] = self.inner.put
         more = asked_chain(self.inner, prefix_keys) | asked_tenant(self.inner, tenant)
         return call(keys, pages, **more)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the inner backend takes no pages, as its folder cannot be written."""
+        return bool(getattr(self.inner, "read_only", False))
 
     def delete(self, keys: Sequence[str]) -> None:
         self.inner.delete(keys)

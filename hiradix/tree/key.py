@@ -91,6 +91,21 @@ def private(value: Any) -> str | None:
         return f"\0not text: {kind} {hashlib.sha256(ascii(value).encode()).hexdigest()}"
 
 
+ADAPTER: Final = "\0adapter:"
+"""How the extra keys of adapters begin, in every engine: no client may name one."""
+_CLIENT: Final = "\0client:"
+
+
+def of_client(extra_key: str) -> str:
+    """A client's extra key as it is put into a namespace: itself, unless it begins as engines' own do."""
+    return _CLIENT + extra_key if extra_key.startswith("\0") else extra_key
+
+
+def as_client_gave(extra_key: str) -> str:
+    """The other way round."""
+    return extra_key[len(_CLIENT) :] if extra_key.startswith(_CLIENT) else extra_key
+
+
 NARROW: Final = 4  # bytes per packed token, all of them in [0, 2**31)
 WIDE: Final = 8  # and otherwise
 FIRST_WINDOW: Final = 4096  # tokens of a key packed at once, so that no more is packed than is looked at

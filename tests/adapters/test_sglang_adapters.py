@@ -8,7 +8,8 @@ from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 
-from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
+from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters, apart
+from hiradix.tree.key import ADAPTER
 
 
 @dataclass
@@ -43,15 +44,50 @@ def test_an_adapter_trained_further_in_its_folder_has_another_name(tmp_path: Pat
         trained(tmp_path / "l", b"again")
 
 
-@pytest.mark.parametrize("key", [None, "", "tenant", "0" * 32, "tenant@", "@", "x@" + "0" * 32])
+@pytest.mark.parametrize(
+    "key", [None, "", "tenant", "0" * 32, "tenant@", "@", "x@" + "0" * 32, "\0", "\0client:x"]
+)
 def test_other_keys_stay_as_they_are(tmp_path: Path, key: str | None) -> None:
     one = trained(tmp_path / "l", b"w")
     adapters = Adapters.given([one, LoRARef("hub", "org/adapter")])
-    assert len(adapters.digests) == 1, "what is no folder has no weights to look at"
     for known in (adapters, NO_ADAPTERS):
-        assert known.named(key) == key and known.plain(key) == key
+        assert known.plain(known.named(key)) == key
+        assert known.named(key) == (f"\0client:{key}" if key and key[0] == "\0" else key)
     assert adapters.plain(adapters.named("a" + one.lora_id)) == "a" + one.lora_id
-    assert adapters.plain(f"{one.lora_id}@{'0' * 32}") == f"{one.lora_id}@{'0' * 32}"
+
+
+def test_no_client_names_an_adapters_namespace(tmp_path: Path) -> None:
+    """Not by its id, nor by what an adapter's pages are called: here, or in a server with the same store."""
+    one = trained(tmp_path / "l", b"w")
+    adapters = Adapters.given([one])
+    for text in ("", "tenant", "\0", ADAPTER):
+        own = adapters.named(text + one.lora_id)
+        assert own is not None and own.startswith(ADAPTER)
+        for client in (text + one.lora_id, own, f"\0client:{own}", text + one.lora_id + "\0"):
+            for known in (adapters, NO_ADAPTERS):
+                assert known.named(apart(client)) != own
+                assert known.of(known.named(apart(client))) == ""
+
+
+def test_clients_keys_are_apart_from_each_other() -> None:
+    lora = "0f" * 16
+    keys = ["", "x", lora, lora + "\0", lora + "\0\0", "\0", "x" + lora, lora[1:], lora.upper(), lora + "\n"]
+    assert len({NO_ADAPTERS.named(apart(key)) for key in keys}) == len(keys)
+    assert [apart(key) for key in ("", "x", lora[1:], "org/model")] == ["", "x", lora[1:], "org/model"]
+
+
+def test_an_adapter_by_a_hubs_name_is_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    repository, one, names = tmp_path / "models--org--l", LoRARef("l", "org/l"), []
+    for commit, weights in (("c1", b"first"), ("c2", b"first"), ("c3", b"third")):
+        (repository / "snapshots").mkdir(parents=True, exist_ok=True)
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / "main").write_text(commit)
+        trained(repository / "snapshots" / commit, weights)
+        names.append(Adapters.given([one]).named(one.lora_id))
+    assert len(set(names)) == 3 and one.lora_id not in names
+    (repository / "snapshots" / "c3" / "adapter_config.json").write_text('{"lora_alpha": 2}')
+    assert Adapters.given([one]).named(one.lora_id) not in names
 
 
 def test_none_are_given() -> None:

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.weights import NUM_SAMPLES, UNSEEN, Weights, _sample
+from hiradix.adapters.sglang import weights as weights_module
+from hiradix.adapters.sglang.weights import UNSEEN, Weights, _pieces, _sums, _Tables
 
 
 class Model(torch.nn.Module):
@@ -93,27 +94,117 @@ def changed(how: Callable[[Model], object]) -> str | None:
     return weights.changed()
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (512, 256), (300,), (511,), (257,), (1024, 3), (7, 4096)])
-def test_a_change_of_a_part_is_seen_by_as_many_samples_as_it_is_large(shape: tuple[int, ...]) -> None:
-    """Steps of one length over rows of a power of two met the first column only, and of 300 numbers the
-    last 44 were never read."""
-    old = torch.zeros(shape, dtype=torch.int16)
-    for dim, size in enumerate(shape):
-        for part in range(2 if size < 16 else 4):
-            new, length = old.clone(), size // (2 if size < 16 else 4)
-            new.narrow(dim, part * length, length).fill_(-1)
-            share = float((_sample(new) != 0).float().mean())
-            assert 0.5 < share / float((new != 0).float().mean()) < 1.5, (dim, part)
+def summed(weights: torch.Tensor) -> list[int]:
+    """What comes back from a GPU of a tensor's memory."""
+    table = _Tables().on(weights.device)
+    return [int(number) for piece in _pieces(weights) for number in _sums(piece, table)]
 
 
-def test_samples_are_numbers_of_the_tensor_alone() -> None:
-    """A tensor may be a part of another's memory."""
+def hashed(weights: torch.Tensor) -> list[bytes]:
+    return [bytes(piece.numpy()) for piece in _pieces(weights)]
+
+
+SHAPES = [(64, 64), (512, 256), (300,), (257, 3), (7, 4096), (1 << 16, 2), (3, 5, 7)]
+
+
+@pytest.mark.parametrize("read", [summed, hashed])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.float32, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_changed_row_is_seen_whichever_it_is(
+    read: Callable[[torch.Tensor], list[Any]], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """One number of a row, the row's sign, and two rows in each other's places."""
+    torch.manual_seed(0)
+    old = torch.randint(1, 100, shape).to(dtype)
+    before = read(old)
+    for row in {0, 1, shape[0] // 2, shape[0] - 1}:
+        for change in (lambda part: part.flatten()[-1:].add_(1), torch.Tensor.neg_):
+            new = old.clone()
+            change(new[row : row + 1])
+            assert read(new) != before and read(new) == read(new.clone())
+    if old[0].ne(old[-1]).any():
+        new = old.clone()
+        new[0], new[-1] = old[-1], old[0]
+        assert read(new) != before
+
+
+def test_signs_that_are_turned_in_pairs_do_not_cancel_out() -> None:
+    """The topmost bit of a word is all that differs: times any odd number it is the same modulo 2**64."""
+    old = torch.zeros(1 << 12, dtype=torch.float32)
+    for first, second in ((0, 1), (7, 4000), (2, 3)):
+        new = old.clone()
+        new[[first, second]] = -0.0
+        assert summed(new) != summed(old)
+
+
+@pytest.mark.parametrize("read", [summed, hashed])
+def test_what_is_read_is_all_of_the_tensor_and_nothing_else(
+    read: Callable[[torch.Tensor], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor may be a part of another's memory, turned, or repeat a number."""
+    monkeypatch.setattr(weights_module, "PIECE_BYTES", 1 << 12)
     memory = torch.arange(40_000, dtype=torch.int32).view(200, 200)
-    for part in (memory[:, 3:150], memory.t()[5:], memory[7:], memory[3, 4], memory[::3, ::7]):
-        found = _sample(part).view(torch.int32)
-        assert len(found) == min(NUM_SAMPLES, part.numel()) and set(found.tolist()) <= set(
-            part.flatten().tolist()
-        )
+    parts: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda all: all[:, 3:150], lambda all: all.t()[5:], lambda all: all[7:], lambda all: all[3, 4],
+        lambda all: all[::3, ::7], lambda all: all.view(100, 2, 200).transpose(0, 1),
+        lambda all: all[0, :1].expand(10_000), lambda all: all.view(torch.int16)[:, 1:],
+    ]  # fmt: skip
+    for part in parts:
+        before, inside = read(part(memory)), torch.zeros_like(memory)
+        part(inside).fill_(-1)
+        other = memory.clone()
+        other[inside == 0] = -5
+        assert read(part(other)) == before
+        spots = inside.nonzero()
+        for spot in (spots[0], spots[len(spots) // 2], spots[-1]):
+            other = memory.clone()
+            other[tuple(spot)] += 1 << 16
+            assert read(part(other)) != before
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_buffers_count_as_well(is_kept: bool) -> None:
+    """What ropes rotate by is no parameter, and in no file."""
+    model = Model()
+    model.register_buffer("cos_sin_cache", torch.randn(4096, 16), persistent=is_kept)
+    weights = Weights(model)
+    assert weights.changed() is None
+    model.get_buffer("cos_sin_cache")[4095, 3] += 0.5
+    assert weights.changed()
+
+
+def test_a_rope_that_is_rounded_to_the_models_type_is_the_same() -> None:
+    """SGLang does so when the first request comes; other angles are another rope in any type."""
+    model = Model()
+    model.register_buffer("cos_sin_cache", torch.randn(64, 16), persistent=False)
+    model.register_buffer("scale", torch.randn(64), persistent=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        weights = Weights(model, computes_in=dtype)
+        rope, scale = model.get_buffer("cos_sin_cache"), model.get_buffer("scale")
+        model.cos_sin_cache = rope.to(dtype)
+        assert weights.changed() is None
+        model.cos_sin_cache[3, 3] += 0.5
+        assert weights.changed()
+        model.cos_sin_cache = rope
+        assert weights.changed() == ""
+        model.scale = scale.to(dtype)
+        assert weights.changed()
+        model.scale = scale
+
+
+def test_tensors_in_each_others_places_are_other_weights() -> None:
+    def label(first: str, second: str) -> str:
+        model = torch.nn.Module()
+        for name, value in ((first, 1.0), (second, 2.0)):
+            model.register_parameter(name, torch.nn.Parameter(torch.full((4,), value)))
+        return Weights(model).first
+
+    assert label("a", "b") == label("a", "b") != label("b", "a")
+
+
+def test_the_weights_of_the_start_have_a_name_for_other_processes() -> None:
+    assert Weights(Model()).first == Weights(Model()).first
+    assert UNSEEN.first == Weights(Model(), may_be_away=True).first == ""
 
 
 class Meeting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,16 +103,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def write_checkpoint(family: str, folder: Path) -> None:
-    """A seeded model of `family` in `folder`, in transformers' own format."""
+def write_checkpoint(
+    family: str, folder: Path, change: Callable[[Any], None] | None = None,
+    save: dict[str, Any] | None = None, *, seed: int = 7, **more: Any,
+) -> None:  # fmt: skip
+    """A seeded model of `family` in `folder`, in transformers' own format.
+
+    more: fields of its config. change: made to its weights; save: how they are saved.
+    """
     kind, fields = FAMILIES[family]
-    model = seeded_model(kind, 7, **{**_SIZES, **fields})
+    model = seeded_model(kind, seed, **{**_SIZES, **fields, **more})
     with torch.no_grad():
         for name, values in model.named_parameters():
             if name.endswith("A_log"):
                 values.fill_(-4.0)  # a state that remembers: what it was is seen many tokens later
+        if change is not None:
+            change(model)
     model.generation_config.pad_token_id = 0
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **(save or {}))
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import transformers
 
 from hiradix.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
+from hiradix.prefix_cache import build
+from hiradix.storage import PageFingerprint, Trust
 from tests.engine.checkpoints import Reference, write_checkpoint, write_tokenizer
 from tests.engine.configs import TIERED
 from tests.engine.doubles import build_no_reuse
@@ -117,3 +120,31 @@ def recorded_host_pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
 
     monkeypatch.setattr("hiradix.prefix_cache.build.HostPool", Recorded)
     return pools
+
+
+@dataclass
+class Openings:
+    """Stores that were opened, in order: the fingerprints of each one's components, and what it trusts."""
+
+    fingerprints: list[tuple[PageFingerprint, ...]] = field(default_factory=list)
+    trusts: list[Trust] = field(default_factory=list)
+
+
+def recorded_openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
+    found, real = Openings(), build.trusted_stores
+
+    def recorded(stores: Any, components: Any, trust: Trust) -> Any:
+        codec = "rounded" if trust.rounds else ""
+        marks = tuple(replace(component.fingerprint, codec=codec) for component in components)
+        found.fingerprints.append(marks)
+        found.trusts.append(trust)
+        return real(stores, components, trust)
+
+    monkeypatch.setattr(build, "trusted_stores", recorded)
+    return found
+
+
+@pytest.fixture
+def openings(monkeypatch: pytest.MonkeyPatch) -> Openings:
+    """Of the stores that are opened from here on."""
+    return recorded_openings(monkeypatch)

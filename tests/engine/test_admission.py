@@ -12,6 +12,7 @@ import torch
 from hiradix.config import HiCacheConfig
 from hiradix.engine import Engine, RequestError, SamplingParams, Scope
 from hiradix.transfer import LoadFailed
+from hiradix.tree.key import ADAPTER
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.doubles import NoReuse
@@ -199,3 +200,9 @@ def test_failed_load_is_waited_for_once_and_loads_beside_it_still_are(
 def test_whose_cache_it_is_must_be_text(field: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"^{field}="):
         Scope(**{field: value})  # type: ignore[arg-type]
+
+
+def test_no_client_names_what_adapters_of_other_engines_have_in_the_same_store() -> None:
+    with pytest.raises(RequestError, match="^extra_key="):
+        Scope(extra_key=f"{ADAPTER}sql@{'0' * 32}")
+    assert Scope(extra_key="\0x").extra_key == "\0x" and Scope(cache_salt=f"{ADAPTER}sql").extra_key is None

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiradix.prefix_cache import ModelIdentity, weights_digest
+from hiradix.prefix_cache import ModelIdentity
 from hiradix.prefix_cache.identity import run_with
+from hiradix.prefix_cache.weight_files import weights_digest
 
 SIZES = {"embed": 1 << 21, "layers.0.k": 40_000, "layers.1.k": 40_000, "layers.1.norm": 64, "last": 3_000_000}
 

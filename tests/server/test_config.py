@@ -48,6 +48,8 @@ def test_defaults_are_those_of_upstream_but_for_the_policy() -> None:
         ("hicache_storage_prefetch_policy", "never", "--hicache-storage-prefetch-policy"),
         ("hicache_storage_backend", "file", "needs --enable-hierarchical-cache"),
         ("hicache_storage_backend", " ", "--hicache-storage-backend"),
+        ("hicache_storage_backend_extra_config", {}, "-extra-config: expected an ExtraConfig"),
+        ("radix_eviction_policy_config", "x", "--radix-eviction-policy-config"),
     ],
 )
 def test_bad_value_names_the_flag(field: str, value: object, flag: str) -> None:

@@ -147,3 +147,12 @@ def test_what_names_no_namespace_is_refused(path: str, field: str, value: Any) -
     reply = client(service).post(f"/v1/{path}", content=json.dumps(body_of(path, field, value)))
     assert reply.status_code == 400 and reply.json()["error"]["param"] == field
     assert not service.calls
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_an_extra_key_that_names_an_adapters_pages_is_refused(path: str) -> None:
+    service = ScriptedService()
+    body = body_of(path, "extra_key", "\0adapter:sql@0")
+    reply = client(service).post(f"/v1/{path}", content=json.dumps(body))
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "extra_key"
+    assert not service.calls

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.sampling.sampling_params import SamplingParams
+from transformers import Phi3Config
 
 from hiradix.adapters.sglang import adapters, build
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.support import Api
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.errors import ConfigError
+from hiradix.prefix_cache import Origin
 from tests.sglang.rig import NUM_TOKENS, PAGE, Rig
 
 
@@ -35,7 +41,7 @@ def built(folder: Path, is_tiered: bool, **more: Any) -> Any:
         "lora_paths": [SimpleNamespace(lora_id="0f" * 16, lora_path=str(folder))],
     }  # fmt: skip
     context = SimpleNamespace(
-        params=params, is_hybrid_swa=False, enable_hierarchical_cache=is_tiered,
+        model_config=None, params=params, is_hybrid_swa=False, enable_hierarchical_cache=is_tiered,
         tp_worker=SimpleNamespace(register_hicache_layer_transfer_counter=lambda gate: None),
     )  # fmt: skip
     return build._build(context, SimpleNamespace(**flags | more), Api.CHECKPOINT)
@@ -48,12 +54,12 @@ def test_weights_are_looked_at_only_where_pages_outlive_them(
     """Over the device alone neither the model's nor an adapter's: a far disk makes that a long start."""
     looked = []
 
-    def digest(path: str, config_name: str) -> str:
+    def origin(path: str, *_: Any, config_name: str = "config.json", **__: Any) -> Origin:
         looked.append(config_name)
-        return "d" * 32
+        return Origin("d" * 32, True)
 
     for module in (build, adapters):
-        monkeypatch.setattr(module, "weights_digest", digest)
+        monkeypatch.setattr(module, "origin_of", origin)
     cache = built(tmp_path, is_tiered)
     assert type(cache) is (HiRadixHostCache if is_tiered else HiRadixPrefixCache)
     assert sorted(looked) == (["adapter_config.json", "config.json"] if is_tiered else [])
@@ -68,3 +74,47 @@ def test_every_rank_on_the_machine_counts_in_its_memory(
     monkeypatch.setattr(base, "ranks_per_host", lambda: 1 << 40)
     with pytest.raises(ConfigError, match=rf"--hicache-ratio 2 requests .* per rank x {1 << 40} ranks"):
         built(tmp_path, True)
+
+
+def test_no_request_without_an_adapter_is_in_an_adapters_namespace() -> None:
+    """SGLang puts the adapter's id behind what the client gave, and nothing between."""
+    lora = "0f" * 16
+    adapters.keep_apart()
+    adapters.keep_apart()
+    cases = [
+        (None, lora),
+        (lora, None),
+        ("x", lora),
+        ("x" + lora, None),
+        (lora + "\0", None),
+        ("x", None),
+        (None, None),
+    ]
+    keys = []
+    for extra_key, lora_id in cases:
+        tokens = array("q", range(8))
+        keys.append(Req("r", "", tokens, SamplingParams(), extra_key=extra_key, lora_id=lora_id).extra_key)
+    assert len(set(keys)) == len(cases) and keys[-2:] == ["x", None]
+    known = adapters.Adapters({lora: "d" * 32}, frozenset({lora}))
+    assert [known.of(known.named(key)) for key in keys] == [lora, "", lora, "", "", "", ""]
+
+
+@pytest.mark.parametrize(("length", "is_refused"), [(64, False), (65, True)])
+def test_a_rope_that_batches_decide_is_refused(tmp_path: Path, length: int, is_refused: bool) -> None:
+    """By SGLang's own records of a Phi-3, whose short factors are for 64 tokens."""
+    half = [1.0] * 8
+    config = Phi3Config(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, vocab_size=64,
+        intermediate_size=64, pad_token_id=0, max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_scaling={"type": "longrope", "short_factor": half, "long_factor": [4.0] * 8},
+        architectures=["Phi3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    made = ModelConfig(str(tmp_path), context_length=length)
+    context = SimpleNamespace(model_config=made, tp_worker=SimpleNamespace(model_runner=None))
+    if not is_refused:
+        build._refuse_ropes(context)
+        return
+    with pytest.raises(ConfigError, match="rope longrope with --context-length 65 .*--context-length 64 "):
+        build._refuse_ropes(context)

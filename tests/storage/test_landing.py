@@ -97,7 +97,7 @@ def test_its_buffers_cannot_be_written() -> None:
 @pytest.mark.parametrize("cuts", [[], [10, 7], [PAGE_BYTES - 1], [PAGE_BYTES], [PAGE_BYTES + 5]])
 def test_the_checksum_is_of_the_page_and_not_of_the_seal(algorithm: int, cuts: list[int]) -> None:
     key, other = keys_of(2)
-    sealer, page = Sealer(FINGERPRINT.digest(), algorithm), bytes_of(key)
+    sealer, page = Sealer(FINGERPRINT.digest(), algorithm, algorithm != NONE), bytes_of(key)
     stored = page + sealer.seal(key, [memoryview(page)])
 
     def verdict(data: bytes, name: str = key, by: Sealer = sealer) -> Verdict:
@@ -108,6 +108,8 @@ def test_the_checksum_is_of_the_page_and_not_of_the_seal(algorithm: int, cuts: l
         return landing.check(name, by)
 
     assert verdict(stored) is Verdict.GOOD
+    believed = verdict(stored, by=Sealer(FINGERPRINT.digest())) is Verdict.GOOD
+    assert believed == (algorithm != NONE), "what has no checksum is not believed by who verifies"
     assert verdict(stored, other) is Verdict.FOREIGN
     assert verdict(stored, key, Sealer(OTHER.digest())) is Verdict.FOREIGN
     for at in (0, PAGE_BYTES - 1, PAGE_BYTES, len(stored) - 1):

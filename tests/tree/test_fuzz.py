@@ -17,7 +17,7 @@ from hiradix.policy.eviction import eviction_policies
 from tests.seeds import seeded, seeds
 from tests.tree.world import Config, World
 
-NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "2000"))
+NUM_RUNS = int(os.environ.get("HIRADIX_TREE_RUNS", "1000"))
 NUM_MOVES = 100
 NUM_CHUNKS = 20
 SHIPPED = set(eviction_policies())  # before any test registers its own
@@ -77,5 +77,5 @@ def test_lives_agree_with_the_page_map(chunk: int, record_property) -> None:
 def test_each_value_is_drawn_often() -> None:
     assert set(VALUES["policy"]) == SHIPPED, "a policy is not drawn, or known no more"
     for name, values in VALUES.items():
-        drawn = Counter(getattr(config_of(seed), name) for seed in range(2000))
+        drawn = Counter(getattr(config_of(seed), name) for seed in range(1000))
         assert all(drawn[value] >= 20 for value in values), drawn

@@ -78,6 +78,7 @@ class FakeRequest:
     tables: list[list[int]] = field(default_factory=list)
     is_loading: bool = False
     weights: int = 0
+    _numbers: dict[tuple[int, int], int] = field(default_factory=dict)  # tokens are only ever added
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -92,6 +93,12 @@ class FakeRequest:
 
         With the weights that its computation began with: what stands behind old KV is of no use to others.
         """
+        known = self._numbers.get((self.weights, position))
+        if known is None:
+            known = self._numbers[self.weights, position] = self._number(position)
+        return known
+
+    def _number(self, position: int) -> int:
         images = [image for image in self.mm_features if image.mm_position.offset <= position]
         lora = self.lora_request and self.lora_request.lora_name
         space = f"{self.weights}/{self.cache_salt}/{lora}/{images}".encode()
@@ -240,6 +247,7 @@ class Rank:
         size = (world.num_blocks, HEADS, S, 2 * DIM)
         self.offset = number * 7
         self.caches = [torch.zeros(size, dtype=torch.float64) for _ in range(LAYERS)]
+        self._cells = [cache.numpy()[:, 0] for cache in self.caches]  # the same memory, of one head
         self.driver = StepDriver(world.seed + number)
         self.transports = [FaultyTransport() for _ in range(groups)]
         pairs = [
@@ -274,14 +282,14 @@ class Rank:
         self.switching[:] = [work for work in self.switching if next(work, "ended") is None]
 
     def write(self, group: int, block: int, offset: int, number: int) -> None:
-        for layer, cache in enumerate(self.caches):
-            cell = cache[block, 0, offset]
-            cell[0], cell[1] = (sign * (number + self._mark(group, layer)) for sign in (1, -1))
+        for layer, cells in enumerate(self._cells):
+            value = number + self._mark(group, layer)
+            cells[block, offset] = value, -value
 
     def reads_right(self, layer: int, at: tuple[int, int, int], number: int) -> bool:
         group, block, offset = at
-        cell = self.caches[layer][block, 0, offset]
-        return cell[0] == number + self._mark(group, layer) and cell[1] == -cell[0]
+        one, other = self._cells[layer][block, offset].tolist()
+        return one == number + self._mark(group, layer) and other == -one
 
     def _mark(self, group: int, layer: int) -> int:
         return self.offset + layer + group * 10_000_000

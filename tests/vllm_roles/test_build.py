@@ -19,6 +19,7 @@ from hiradix.storage import ComponentPages
 from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
 
 Asked = list[ComponentPages]
+MODEL = ModelIdentity("m")
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def built(
     groups: list[tuple[Any, list[int]]],
     interior: Interior = Interior.TOKENS,
     labels: Sequence[str] = (),
+    model: ModelIdentity = MODEL,
 ) -> None:
     """A worker over `groups`, each a spec and its layers, with a store of files; closed again.
 
@@ -52,7 +54,7 @@ def built(
     }  # fmt: skip
     plan = WorkerPlan(
         parse_settings(extra, S), grouping([spec for spec, _ in groups]), named, BLOCKS, None,
-        ModelIdentity("m"), 1, interior,
+        model, 1, interior,
     )  # fmt: skip
     caches = {name: torch.zeros(BLOCKS, HEADS, S, 8) for group in named for name in group.layers}
     made = build_worker(plan, caches)
@@ -109,7 +111,9 @@ def test_pages_of_before_a_reset_have_other_names(asked: Asked, tmp_path: object
 class Config:
     """vLLM's configs as far as it is read which model's pages they make. given: fields of the model's."""
 
-    def __init__(self, path: str, dtype: str = "auto", load_format: str = "auto", **given: Any) -> None:
+    def __init__(
+        self, path: str, dtype: str = "auto", load_format: str = "auto", extra: Any = None, **given: Any
+    ) -> None:
         unset = {
             "quantization": None,
             "quantization_config": None,
@@ -121,7 +125,7 @@ class Config:
             model=path, revision=None, hf_config=SimpleNamespace(to_dict=lambda: seen), **unset | given
         )
         self.cache_config = SimpleNamespace(cache_dtype=dtype)
-        self.load_config = SimpleNamespace(load_format=load_format)
+        self.load_config = SimpleNamespace(load_format=load_format, model_loader_extra_config=extra)
 
 
 def test_the_same_weights_run_otherwise_are_another_model(tmp_path: Path) -> None:
@@ -129,9 +133,13 @@ def test_the_same_weights_run_otherwise_are_another_model(tmp_path: Path) -> Non
     for folder in folders:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(b"weights")
 
     def name(number: int = 0, **given: Any) -> ModelIdentity:
-        return identity_of(Config(str(folders[number]), **given), "m")
+        computed_in = {"dtype": given.pop("computed_in", "bfloat16")}
+        config = Config(str(folders[number]), **given)
+        vars(config.model_config).update(computed_in)
+        return identity_of(config, "m", "bfloat16")
 
     rows: list[dict[str, Any]] = [
         {"hf_overrides": {"rope": 2}},
@@ -142,6 +150,12 @@ def test_the_same_weights_run_otherwise_are_another_model(tmp_path: Path) -> Non
         {"dtype": "fp8_e5m2"},
         {"dtype": "fp8"},
         {"load_format": "dummy"},
+        {"load_format": "pt"},
+        {"load_format": "tensorizer", "extra": {"tensorizer_uri": "s3://b/1"}},
+        {"load_format": "tensorizer", "extra": {"tensorizer_uri": "s3://b/2"}},
+        {"code_revision": "v2"},
+        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"size": 2})},
+        {"dtype": "fp8", "computed_in": "float16"},
     ]
     assert name() == model_identity(str(folders[0]), "m"), "as in every engine that runs it as it is"
     assert len({name(**row).revision for row in rows} | {name().revision}) == 1 + len(rows)
@@ -149,3 +163,104 @@ def test_the_same_weights_run_otherwise_are_another_model(tmp_path: Path) -> Non
         assert name(0, **row) == name(1, **row), "wherever the model lies"
     assert name(dtype="fp8") == name(dtype="fp8_e4m3") and name(dtype="bfloat16") == name()
     assert identity_of(Config("org/model"), "") == ModelIdentity("model", "org/model@main")
+
+
+def snapshot(cache: Path, commit: str, weights: bytes, name: str = "models--org--model") -> Path:
+    """A repository in a hub's cache whose main branch is at `commit`."""
+    folder = cache / name / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    (cache / name / "refs").mkdir(exist_ok=True)
+    (cache / name / "refs" / "main").write_text(commit)
+    return folder
+
+
+def test_a_name_of_the_hub_is_the_commit_that_vllm_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has resolved it to a commit, or offline to the snapshot's folder: one model, online or not."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = snapshot(tmp_path, "c1", b"one")
+    online = Config("org/model")
+    first = identity_of(online, "")
+    assert first == identity_of(Config(str(folder)), "") and first.model_id == "model"
+    online.model_config.revision = SimpleNamespace(resolved="c1")
+    snapshot(tmp_path, "c2", b"two")
+    assert identity_of(online, "") == first != identity_of(Config("org/model"), "")
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    assert identity_of(Config("org/model"), "") == ModelIdentity("model", "org/model@main")
+
+
+def test_weights_in_object_storage_are_known_by_their_path(tmp_path: Path) -> None:
+    """vLLM pulls what describes them into a folder, whose name is none of the model's."""
+    (tmp_path / "config.json").write_text("{}")
+    uris = ("s3://b/v1", "s3://b/v2", "gs://b/v1")
+    names = [identity_of(Config(str(tmp_path), model_weights=uri), "served") for uri in uris]
+    assert len({one.revision for one in names}) == 3
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / "config.json").write_text("{}")
+    assert identity_of(Config(str(again), model_weights=uris[0]), "served") == names[0]
+    (again / "config.json").write_text('{"rope_theta": 1}')
+    assert identity_of(Config(str(again), model_weights=uris[0]), "served") != names[0]
+
+
+def test_a_file_of_weights_is_what_is_in_it(tmp_path: Path) -> None:
+    file, digests = tmp_path / "q4.gguf", []
+    for data in (b"GGUF one", b"GGUF two", b"GGUF one"):
+        file.write_bytes(data)
+        digests.append(identity_of(Config(str(file)), "m"))
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_lengths_that_decide_a_rope_tell_models_apart_and_no_others(tmp_path: Path) -> None:
+    half = [1.0] * 4
+    longrope = {"rope_type": "longrope", "short_factor": half, "long_factor": half}
+    trained = {"original_max_position_embeddings": 4096, "max_position_embeddings": 131072}
+
+    def named(max_model_len: int, **text: Any) -> ModelIdentity:
+        config = SimpleNamespace(**text)
+        return identity_of(Config("m", hf_text_config=config, max_model_len=max_model_len), "m")
+
+    for params in (
+        longrope,
+        longrope | {"rope_type": "su"},
+        {"full": longrope, "sliding": {"rope_type": "default"}},
+    ):
+        short, also, longer, longest = (
+            named(length, rope_parameters=params, **trained) for length in (100, 4096, 4097, 131072)
+        )
+        assert short == also != longer == longest
+    for params in ({"rope_type": "default"}, {"rope_type": "llama3"}, {"rope_type": "linear", "factor": 2.0}):
+        assert named(100, rope_parameters=params, **trained) == named(
+            131072, rope_parameters=params, **trained
+        )
+        assert named(100, rope_parameters=params, **trained) == named(100)
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    other = trained | {"max_position_embeddings": 65536}
+    assert named(100, rope_parameters=yarn, **trained) != named(100, rope_parameters=yarn, **other)
+
+
+def test_a_long_context_scales_llama_4s_queries() -> None:
+    def named(max_model_len: int, given: dict[str, Any], generation: dict[str, Any]) -> ModelIdentity:
+        config = Config(
+            "m", hf_text_config=SimpleNamespace(model_type="llama4_text"), max_model_len=max_model_len,
+            try_get_generation_config=lambda: generation, override_generation_config=given,
+        )  # fmt: skip
+        return identity_of(config, "m")
+
+    short, long = named(32768, {}, {}), named(32769, {}, {})
+    assert short != long == named(1_000_000, {}, {})
+    tuned = {"attn_temperature_tuning": True}
+    assert named(100, tuned, {}) == long == named(100, {}, tuned)
+    assert named(1_000_000, {"attn_temperature_tuning": False}, tuned) == short
+
+
+def test_stages_cut_at_other_layers_are_other_pages(asked: Asked, tmp_path: Path) -> None:
+    digests = []
+    for layers in ([10, 11, 12], [9, 10, 11], [10, 11, 12]):
+        stage = ModelIdentity("m", pp_rank=1, pp_size=3)
+        built(tmp_path, [(FullAttentionSpec(), layers)], model=stage)
+        digests += [pages.fingerprint.digest() for pages in asked]
+    assert digests[0] == digests[2] != digests[1]

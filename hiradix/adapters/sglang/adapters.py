@@ -3,19 +3,30 @@
 SGLang keeps an adapter's pages apart by its `lora_id` at the end of the extra key. Those of `--lora-paths`
 are made of name and path, so that all nodes agree: after a restart they are the same for weights that were
 trained further, whose pages in storage are others. All other adapters get an id nobody else has.
+
+What clients give as an extra key is put before the id, and is the whole of it in requests without an adapter:
+`keep_apart` has none of those end as if it were an id.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from hiradix.prefix_cache import weights_digest
+from hiradix.prefix_cache import origin_of
+from hiradix.tree.key import ADAPTER, as_client_gave, of_client
 
+logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
 _ID_LENGTH = 32
-_MARK = "@"
+_ID_LIKE = re.compile(rf"[0-9a-f]{{{_ID_LENGTH}}}\Z")
+_MARK = "\0"
+_REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
+_hooked: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -26,14 +37,19 @@ class Adapters:
     ids: frozenset[str] = frozenset()
 
     @staticmethod
-    def given(references: Iterable[Any] | None) -> Adapters:
-        """Those of `--lora-paths` that are folders; SGLang's records. Reads some of each one's weights."""
+    def given(references: Iterable[Any] | None, is_hub: bool = True) -> Adapters:
+        """Those of `--lora-paths`; SGLang's records. Reads each one's weights, of a folder or of a hub name's
+        snapshot. is_hub: whether names are Hugging Face's."""
         known, ids = {}, set()
         for one in references or ():
             ids.add(str(getattr(one, "lora_id", "")))
             path = str(getattr(one, "lora_path", ""))
-            if path and Path(path).is_dir():
-                known[one.lora_id] = weights_digest(path, "adapter_config.json")
+            if not path:
+                continue
+            origin = origin_of(path, config_name=ADAPTER_CONFIG, is_hub=is_hub)
+            known[one.lora_id] = origin.revision
+            if not origin.is_read:
+                logger.warning("hiradix: adapter %s: its weights are not found, only its name counts", path)
         return Adapters(known, frozenset(ids - {""}))
 
     def of(self, extra_key: str | None) -> str:
@@ -46,17 +62,40 @@ class Adapters:
 
     def named(self, extra_key: str | None) -> str | None:
         """The extra key with the weights of the adapter it ends in, if that is one of these."""
-        if not self.digests or not extra_key:
+        if not extra_key:
             return extra_key
-        digest = self.digests.get(extra_key[-_ID_LENGTH:])
-        return extra_key if digest is None else f"{extra_key}{_MARK}{digest}"
+        digest = self.digests.get(extra_key[-_ID_LENGTH:]) if self.digests else None
+        return of_client(extra_key) if digest is None else f"{ADAPTER}{digest}{_MARK}{extra_key}"
 
     def plain(self, extra_key: str | None) -> str | None:
         """The extra key as SGLang has it."""
-        if not self.digests or not extra_key:
+        if not extra_key:
             return extra_key
-        key, _, digest = extra_key.rpartition(_MARK)
-        return key if digest and self.digests.get(key[-_ID_LENGTH:]) == digest else extra_key
+        if not extra_key.startswith(ADAPTER):
+            return as_client_gave(extra_key)
+        return extra_key[len(ADAPTER) :].partition(_MARK)[2]
 
 
 NO_ADAPTERS = Adapters()
+
+
+def apart(extra_key: str) -> str:
+    """The extra key of a request without an adapter, so that it ends in no adapter's id; each has its own."""
+    return extra_key + _MARK if extra_key.endswith(_MARK) or _ID_LIKE.search(extra_key) else extra_key
+
+
+def keep_apart() -> None:
+    """Have this process's requests without an adapter stay out of adapters' namespaces. Idempotent."""
+    if _hooked:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    HookRegistry.register(_REQUEST, _made)
+    HookRegistry.apply_hooks()
+    _hooked.append(_REQUEST)
+
+
+def _made(_: Any, request: Any, *__: Any, **___: Any) -> None:
+    """After SGLang has made a request."""
+    if request.lora_id is None and isinstance(request.extra_key, str):
+        request.extra_key = apart(request.extra_key)

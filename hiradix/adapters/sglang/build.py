@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from hiradix.adapters.sglang.adapters import Adapters
+from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
+from hiradix.adapters.sglang.adapters import Adapters, keep_apart
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
 from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
-from hiradix.adapters.sglang.weights import Weights
+from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.config import ExtraConfig, HiCacheConfig, load_mapping, parse_extra_config
 from hiradix.memory import DevicePool, HybridPools
 from hiradix.prefix_cache import (
@@ -24,8 +25,8 @@ from hiradix.prefix_cache import (
     RadixCache,
     build_hybrid_cache,
     build_prefix_cache,
+    origin_of,
     run_with,
-    weights_digest,
 )
 from hiradix.storage.attach_rules import rules_from
 from hiradix.transfer import Runtime
@@ -33,6 +34,8 @@ from hiradix.transfer.process_group import least_over, place_in
 
 # Pools of exactly these classes: one that inherits from them may have arrays that would not be copied.
 _KV_POOL, _LATENT_POOL, _WINDOW_POOL = "MHATokenToKVPool", "MLATokenToKVPool", "SWAKVPool"
+# Of a folder that has safetensors these read the same; others say which files count, or read other places.
+_USUAL_FORMATS = ("", "auto", "safetensors", "fastsafetensors", "instanttensor", "layered", "runai_streamer")
 
 
 def build_cache(context: Any) -> Any:
@@ -76,6 +79,7 @@ def _refuse_models(context: Any, flags: Any) -> None:
         raise refusal("This model", "it has recurrent state, which is not cached")
     if context.is_hybrid_swa:
         _refuse_windows(context)
+    _refuse_ropes(context)
     if not context.enable_hierarchical_cache:
         return
     sharing = "its ranks share the tokens of a page"
@@ -99,6 +103,24 @@ def _refuse_windows(context: Any) -> None:
         raise refusal("This model", "its sliding windows belong to requests, not to pages")
 
 
+def _refuse_ropes(context: Any) -> None:
+    """Raise ConfigError for a rope whose factors a batch decides.
+
+    SGLang's `longrope` takes the long ones for all of a batch when one position in it is beyond what the
+    short ones are for; Transformers' own ropes choose by the longest sequence of a pass, dynamic ones too.
+    """
+    config, runner = _config_of(context), getattr(context.tp_worker, "model_runner", None)
+    own = type(getattr(runner, "model", None)).__name__.startswith("Transformers")
+    text, length = getattr(config, "hf_text_config", None), getattr(config, "context_len", None)
+    rope = unfixed(text, length, (LONG, DYNAMIC) if own else (LONG,))
+    if rope is not None:
+        raise refusal(
+            f"This model's rope {rope.kind} with --context-length {length}",
+            "its factors are chosen by the longest sequence of a batch, so no prefix has KV of its own; "
+            f"--context-length {rope.trained} has all take the same",
+        )
+
+
 def _refuse_legacy(context: Any, flags: Any) -> None:
     """What needs more than the older contract has."""
     needs = f"it needs SGLang {TESTED}, this is {installed_version()}"
@@ -115,9 +137,12 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     device = torch.device(params.token_to_kv_pool_allocator.device)
     streams = streams_for(device, context.tp_worker)
     # What stays on the device has no name: no adapter's weights are read for one.
-    given = getattr(flags, "lora_paths", None) if context.enable_hierarchical_cache else None
-    adapters = Adapters.given(given)
-    inner = _inner(context, flags, adapters, None if streams is None else Runtime(streams=streams))
+    given = getattr(flags, "lora_paths", None)
+    if given or getattr(flags, "enable_lora", False):
+        keep_apart()
+    adapters = Adapters.given(given if context.enable_hierarchical_cache else None, _names_are_hub())
+    weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
+    inner = _inner(context, flags, adapters, weights, None if streams is None else Runtime(streams=streams))
     controller = None
     if isinstance(inner, HiRadixCache):
         controller = ControllerView(inner.layer_done_counter, streams)
@@ -135,7 +160,7 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
 
     watch_updates()
     cache = HiRadixHostCache(params, inner, controller, adapters)
-    cache.watch(_weights_of(context, flags), _extra_config(flags))
+    cache.watch(weights, _extra_config(flags))
     extra = _extra_config(flags)
     cache.read_attach_rules = partial(rules_from, os.environ, flags.hicache_storage_backend, extra)
     cache.attach_rules = cache.read_attach_rules()
@@ -152,6 +177,7 @@ def _weights_of(context: Any, flags: Any) -> Weights:
         bool(getattr(flags, "enable_memory_saver", False)),
         place,
         least_over(group) if place[1] > 1 else None,
+        getattr(_config_of(context), "dtype", None),
     )
 
 
@@ -169,12 +195,15 @@ def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
     tp_worker.register_hicache_layer_transfer_counter(gate)
 
 
-def _inner(context: Any, flags: Any, adapters: Adapters, runtime: Runtime | None) -> RadixCache:
+def _inner(
+    context: Any, flags: Any, adapters: Adapters, weights: Weights, runtime: Runtime | None
+) -> RadixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     # What stays on the device has no name: no weights are read for one.
-    model = _identity(context, flags) if config.enable_hierarchical_cache else ModelIdentity("")
+    is_named = config.enable_hierarchical_cache
+    model = _identity(context, flags, weights) if is_named else ModelIdentity("")
     if context.is_hybrid_swa:
         own = dataclasses.replace(own_params(params, HybridPort), adapter_of=adapters.of)
         return build_hybrid_cache(config, own, hybrid_pools(kvcache), model, runtime)
@@ -258,9 +287,9 @@ def _policy_config(params: Any) -> dict[str, Any]:
     return dict(getattr(params, "eviction_policy_config", None) or {})
 
 
-def _weights_in(model_path: str) -> str:
-    """A digest of the weights in a folder; "" for names that SGLang finds elsewhere."""
-    return weights_digest(model_path, "config.json") if Path(model_path).is_dir() else ""
+def _names_are_hub() -> bool:
+    """Whether SGLang takes the names of models for Hugging Face's."""
+    return os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() not in ("1", "true")
 
 
 def own_params(params: Any, port: type[AllocatorPort] = AllocatorPort) -> CacheInitParams:
@@ -290,30 +319,56 @@ def _ranks_on_host() -> int:
     return int(ranks_per_host())
 
 
-def _identity(context: Any, flags: Any) -> ModelIdentity:
-    """What tells this model's pages from another's; the type of fp8 elements is not that of their memory."""
+def _identity(context: Any, flags: Any, weights: Weights = UNSEEN) -> ModelIdentity:
+    """What tells this model's pages from another's; the type of fp8 elements is not that of their memory.
+
+    weights: as they are in memory; they count where their files are not here, or are not all there is.
+    """
     kvcache, params = context.params.token_to_kv_pool_allocator.get_kvcache(), context.params
     tp_rank, tp_size = place_in(params.attn_tp_cache_group or params.tp_cache_group)
+    revision, folder = getattr(flags, "revision", None), getattr(flags, "download_dir", None)
+    origin = origin_of(flags.model_path, revision, folder, is_hub=_names_are_hub())
+    is_seen = origin.is_read and _load_format(flags) in _USUAL_FORMATS
+    seen = "" if is_seen or not weights.first else f"+{weights.first}"
     model = ModelIdentity(
         model_id=flags.served_model_name or flags.model_path,
-        revision=f"{_weights_in(flags.model_path) or flags.revision or ''}:{kvcache.dtype}{_layout(kvcache)}",
+        revision=f"{origin.revision}{seen}:{kvcache.dtype}{_layout(kvcache)}",
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=params.pp_rank,
         pp_size=params.pp_size,
     )
-    return run_with(model, _otherwise(flags))
+    return run_with(model, _otherwise(context, flags))
 
 
-def _otherwise(flags: Any) -> dict[str, Any]:
+def _load_format(flags: Any) -> str:
+    given = getattr(flags, "load_format", None) or ""
+    return str(getattr(given, "value", given)).lower()
+
+
+def _otherwise(context: Any, flags: Any) -> dict[str, Any]:
     """What has these weights give other KV than their files ask for: flags by name, what they name read."""
     names = ("quantization", "torchao_config", "modelopt_quant")
     given = {name: getattr(flags, name, None) for name in names}
     overrides = getattr(flags, "json_model_override_args", None) or "{}"
     given["json_model_override_args"] = load_mapping("--json-model-override-args", overrides)
-    scales = getattr(flags, "quantization_param_path", None)
-    if scales and Path(scales).is_file():
-        given["quantization_param_path"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
-    if getattr(flags, "load_format", None) == "dummy":
-        given["load_format"] = "dummy"
+    for name in ("quantization_param_path", "decrypted_config_file"):
+        file = getattr(flags, name, None)
+        if file and Path(file).is_file():
+            given[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    if _load_format(flags) not in _USUAL_FORMATS:
+        given["load_format"] = _load_format(flags)
+        given["model_loader_extra_config"] = getattr(flags, "model_loader_extra_config", None)
+    kvcache, config = context.params.token_to_kv_pool_allocator.get_kvcache(), _config_of(context)
+    dtype = getattr(config, "dtype", None)
+    if dtype not in (None, kvcache.dtype):  # the KV cache's says what is kept, not what it is computed in
+        given["dtype"] = str(dtype)
+    given["rope"] = lengths_that_decide(getattr(config, "hf_text_config", None))
+    if context.params.pp_size > 1:
+        given["layers"] = [getattr(kvcache, "start_layer", 0), getattr(kvcache, "end_layer", None)]
     return given
+
+
+def _config_of(context: Any) -> Any:
+    """SGLang's ModelConfig."""
+    return getattr(context, "model_config", None)

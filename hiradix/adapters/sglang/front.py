@@ -56,7 +56,7 @@ class Front(BasePrefixCache):  # type: ignore[misc]
             if not self.num_not_text:
                 logger.warning("hiradix: a request's %s: it shares pages with its equals only", error)
             self.num_not_text += 1
-            return namespace(self.named(private(extra_key)), private(salt), is_bigram)
+            return namespace(private(self.named(extra_key)), private(salt), is_bigram)
 
     def named(self, extra_key: Any) -> Any:
         """The extra key with the weights of the adapter that it ends in."""

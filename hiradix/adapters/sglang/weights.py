@@ -1,6 +1,7 @@
-"""Whether a model's weights are still those it was started with, told by a sample of each.
+"""Whether a model's weights are still those it was started with, told by all their bytes.
 
-SGLang changes weights in place, from disk, tensors or other processes, and only has a cache reset.
+SGLang changes weights in place, from disk, tensors or other processes, and only has a cache reset. Buffers
+count as weights: what ropes rotate by, scales of quantised weights.
 """
 
 from __future__ import annotations
@@ -9,28 +10,32 @@ import hashlib
 import logging
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hiradix.cache.agreement import Agree
 
 logger = logging.getLogger(__name__)
 
-NUM_SAMPLES = 256  # numbers of each tensor, one in each of as many equal parts of it
-_GOLDEN = (5**0.5 - 1) / 2
+SUM_WORDS = 1 << 16  # of 32 bits, in one sum: 256 KiB of weights
+PIECE_BYTES = 1 << 25  # of a tensor at once
+_NUM_THREADS = 8
 _NOBODY = 1 << 32  # more than any word of a digest
 
 
 class Weights:
-    """Watches a model's parameters; None: none are there to be seen. Reads them at start and at each look.
+    """Watches a model's parameters and buffers; None: none are there to be seen. Reads them all at start and
+    at each look.
 
     may_be_away: their memory may be given back while the engine sleeps, when reading it would end the
     process: then they are not read, and count as changed at each look. place: (rank, number of ranks).
     agree: with several ranks, the elementwise minimum over all of them; they look at the same time, and all
-    say the same of all their parts together.
+    say the same of all their parts together. computes_in: the model's type: buffers that are in no file are
+    read as rounded to it, as SGLang rounds a rope's when the first request comes.
     """
 
     def __init__(
@@ -39,13 +44,20 @@ class Weights:
         may_be_away: bool = False,
         place: tuple[int, int] = (0, 1),
         agree: Agree | None = None,
+        computes_in: torch.dtype | None = None,
     ) -> None:
         self._model = model
+        self._computes_in = computes_in
         self._may_be_away = may_be_away
         self._place = place
         self._agree = agree
         self._first = self._last = self._digest()
         self._is_unnamed = False
+
+    @property
+    def first(self) -> str:
+        """What tells the weights of the start from others, in all processes; "" where none were read."""
+        return "" if self._model is None or self._may_be_away else self._first
 
     def changed(self) -> str | None:
         """None while they are on all ranks as at the last look; else what tells them from others, "" where
@@ -82,22 +94,51 @@ class Weights:
         if self._may_be_away:
             return uuid.uuid4().hex
         try:
-            return _digest_of(self._model)
+            return _digest_of(self._model, self._computes_in)
         except (RuntimeError, TypeError) as error:  # tensors that cannot be looked into
             logger.warning("weights cannot be read, and count as changed at each flush: %s", error)
             return uuid.uuid4().hex
 
 
-def _digest_of(model: Any) -> str:
+def _digest_of(model: Any, computes_in: torch.dtype | None = None) -> str:
+    """32 hex digits of all bytes of a model's parameters and buffers, computed where they are.
+
+    On a GPU sums of words come back, 8 bytes for 256 KiB; a CPU's memory is hashed, by 8 threads at most.
+    """
     if model is None:
         return "0" * 32
-    found = [plain for _, weights in model.named_parameters() for plain in _plain(weights.detach())]
-    samples = [_sample(weights) for weights in found]
-    digest = hashlib.sha256()
-    for place in sorted({sample.device for sample in samples}, key=str):
-        own = [sample for sample in samples if sample.device == place]
-        digest.update(torch.cat(own).cpu().numpy().tobytes())
+    digest, tables, derived = hashlib.sha256(), _Tables(), _derived(model)
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    hashes: list[Future[bytes]] = []
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        for name, weights in chain(model.named_parameters(), model.named_buffers()):
+            is_rounded = computes_in is not None and name in derived and weights.is_floating_point()
+            for plain in _plain(weights.detach().to(computes_in) if is_rounded else weights.detach()):
+                digest.update(f"{name} {plain.dtype} {tuple(plain.shape)} {plain.stride()}\n".encode())
+                for piece in _pieces(plain):
+                    if piece.device.type == "cpu":
+                        hashes.append(threads.submit(_hashed, piece.numpy()))
+                    else:
+                        found = _sums(piece, tables.on(piece.device))
+                        sums.setdefault(piece.device, []).append(found)
+    for hashed in hashes:
+        digest.update(hashed.result())
+    for place in sorted(sums, key=str):
+        digest.update(torch.cat(sums[place]).cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _derived(model: Any) -> set[str]:
+    """The buffers that are in no file, but computed of the config when the model is made."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def _hashed(piece: Any) -> bytes:
+    return hashlib.sha256(piece).digest()
 
 
 def _plain(weights: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -110,27 +151,61 @@ def _plain(weights: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _plain(getattr(weights, name))
 
 
-def _sample(weights: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes]: numbers spread over a tensor, without a copy of all of it."""
-    count = weights.numel()
-    if not count:
-        return torch.empty(0, dtype=torch.uint8, device=weights.device)
-    at = np.unravel_index(_places(count), tuple(weights.shape) or (1,))
-    offsets = sum(index * stride for index, stride in zip(at, weights.stride() or (1,), strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in zip(weights.shape, weights.stride(), strict=True))
-    memory = weights.as_strided((span,), (1,)).view(torch.uint8).view(span, weights.element_size())
-    return memory[torch.from_numpy(offsets).to(weights.device)].flatten()
+class _Tables:
+    """What words are multiplied by, by their place: odd numbers that look random, the same in all processes.
 
-
-def _places(count: int) -> npt.NDArray[np.int64]:
-    """int64 [at most NUM_SAMPLES], ascending: which of `count` numbers are read.
-
-    Where in its part each lies goes round by the golden ratio, so that no width of a row meets one column.
+    A word that was changed always changes the sum, as an odd number takes nothing from a difference; several
+    that were changed cancel out by a chance of one in 2**32.
     """
-    if count <= NUM_SAMPLES:
-        return np.arange(count)
-    part = np.arange(NUM_SAMPLES)
-    return ((part + (part * _GOLDEN) % 1) * (count / NUM_SAMPLES)).astype(np.int64)
+
+    def __init__(self) -> None:
+        numbers = np.frombuffer(hashlib.shake_256(b"hiradix-weights-1").digest(8 * SUM_WORDS), np.int64)
+        self._first = torch.from_numpy(numbers | 1)
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """int64 [SUM_WORDS] on a device."""
+        if device not in self._on:
+            self._on[device] = self._first.to(device)
+        return self._on[device]
+
+
+def _dense(weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor's memory as numbers without gaps, each [n]: a view, or copies of a part at once where it is a
+    part of other rows. What a stride of nothing repeats is read once."""
+    if not weights.numel():
+        return
+    axes = [(stride, size) for stride, size in zip(weights.stride(), weights.shape, strict=True) if size > 1]
+    span = 1
+    for stride, size in sorted(axis for axis in axes if axis[0]):
+        if stride != span:
+            num_rows = PIECE_BYTES // (weights[0].numel() * weights.element_size()) or 1
+            yield from (part.contiguous().flatten() for part in torch.split(weights, num_rows))
+            return
+        span *= size
+    yield weights.as_strided((span,), (1,))
+
+
+def _pieces(weights: torch.Tensor) -> Iterator[torch.Tensor]:
+    """uint8 [at most PIECE_BYTES] each: all bytes of a tensor."""
+    for numbers in _dense(weights):
+        yield from torch.split(numbers.view(torch.uint8), PIECE_BYTES)
+
+
+def _sums(piece: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: a sum of each `SUM_WORDS` words of 32 bits, each times its place's number, modulo 2**64."""
+    if len(piece) % 4:
+        piece = torch.nn.functional.pad(piece, (0, 4 - len(piece) % 4))
+    if piece.storage_offset() % 4:
+        piece = piece.clone()
+    words, found = piece.view(torch.int32), []
+    num_whole = len(words) // SUM_WORDS * SUM_WORDS
+    if num_whole:
+        found.append((words[:num_whole].view(-1, SUM_WORDS) * table).sum(1))
+    if num_whole < len(words):
+        rest = words[num_whole:]
+        found.append((rest * table[: len(rest)]).sum(0, keepdim=True))
+    return torch.cat(found)
 
 
 UNSEEN = Weights(None)

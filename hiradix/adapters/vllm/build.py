@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
+from hiradix.adapters.rope import LONG, lengths_that_decide, unfixed
 from hiradix.adapters.vllm.layout import (
     Blocks,
     Grouping,
     Interior,
     Latent,
     group_layers,
+    layer_numbers,
     layer_order,
     pool_of,
     shape_of,
 )
+from hiradix.adapters.vllm.names import names_are_hub
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.switch import OpenStorage
@@ -26,11 +29,22 @@ from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.config import ExtraConfig
 from hiradix.memory import HostPool, make_transport, size_host_pools, token_bytes
 from hiradix.memory.compare import BEHIND_OTHERS
-from hiradix.prefix_cache import ModelIdentity, component_name, model_identity, run_with, stored_pages
+from hiradix.prefix_cache import (
+    ModelIdentity,
+    component_name,
+    origin_of,
+    repository_of,
+    run_with,
+    stored_pages,
+)
+from hiradix.prefix_cache.weight_files import CONFIG_NAME, weights_digest
 from hiradix.storage import Stores, Trust, open_stores, trust_of, trusted_stores
 from hiradix.transfer import PoolPair
 
 _OF_NO_KV = ("_name_or_path", "transformers_version")  # in a model's config
+# Of a folder that has safetensors these read the same; others say which files count, or read other places.
+_USUAL_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer")
+_LONG_LLAMA4 = 32768
 _FP8 = {"fp8": "fp8_e4m3"}  # names of one type; the type of the memory is not told by its tensors
 
 
@@ -65,32 +79,69 @@ class BuiltWorker:
     layer_numbers: Mapping[str, int]
 
 
-def identity_of(config: Any, name: str) -> ModelIdentity:
+def identity_of(config: Any, name: str, dtype: str | None = None) -> ModelIdentity:
     """Whose pages a VllmConfig's model computes: the model's name and its weights, and how they are run.
 
-    Where the weights are no local folder, the revision asked for. What is told of how they are run: options
-    that give the same weights other KV than their files ask for.
+    Weights are those that vLLM takes for the model's path: of a folder or file, or of the snapshot that a
+    hub's name stands for, what is in the files; of object storage the path, and the config that was pulled.
+    What is told of how they are run: options that give the same weights other KV than their files ask for.
+    dtype: of the KV cache.
     """
     model = config.model_config
-    name = name or Path(model.model).name
-    if Path(model.model).is_dir():
-        identity = model_identity(str(Path(model.model).resolve()), name)
-    else:
-        identity = ModelIdentity(name, f"{model.model}@{model.revision or 'main'}")
-    return run_with(identity, _otherwise(config))
+    remote = getattr(model, "model_weights", None)
+    wanted = getattr(model.revision, "resolved", None) or model.revision  # a branch as it was when it loaded
+    cache_dir = getattr(config.load_config, "download_dir", None)
+    revision = origin_of(str(model.model), wanted, cache_dir, is_hub=names_are_hub()).revision
+    if remote and remote != model.model:
+        pulled = Path(model.model)
+        revision = f"{remote}:{weights_digest(str(pulled), CONFIG_NAME) if pulled.is_dir() else wanted}"
+    return run_with(ModelIdentity(name or model_name(config), revision), _otherwise(config, dtype))
 
 
-def _otherwise(config: Any) -> dict[str, Any]:
+def model_name(config: Any) -> str:
+    """What a model is called that was given no name: the last part of its path, or of its name on the hub."""
+    path = str(config.model_config.model).rstrip("/")
+    repository = repository_of(Path(path))
+    return (repository[0] if repository else path).rpartition("/")[2]
+
+
+def _otherwise(config: Any, dtype: str | None) -> dict[str, Any]:
     model, cache_dtype = config.model_config, config.cache_config.cache_dtype
     is_changed = model.hf_overrides or (model.hf_config_path and model.hf_config_path != model.model)
     seen = model.hf_config.to_dict() if is_changed else {}
+    load, text = config.load_config, getattr(model, "hf_text_config", None)
+    is_usual = load.load_format in _USUAL_FORMATS
+    computed_in, images = str(getattr(model, "dtype", dtype)), getattr(model, "multimodal_config", None)
     return {
         "config": {key: value for key, value in seen.items() if key not in _OF_NO_KV},
         "quantization": model.quantization,
         "quantization_config": model.quantization_config and str(model.quantization_config),
         "cache_dtype": _FP8.get(cache_dtype, cache_dtype) if cache_dtype.startswith("fp8") else None,
-        "load_format": "dummy" if config.load_config.load_format == "dummy" else None,
+        "load_format": None if is_usual else load.load_format,
+        "model_loader_extra_config": None if is_usual else getattr(load, "model_loader_extra_config", None),
+        "dtype": computed_in if dtype is not None and computed_in != dtype else None,
+        "code_revision": getattr(model, "code_revision", None),
+        "mm_processor_kwargs": getattr(images, "mm_processor_kwargs", None),
+        "rope": _rope(text, getattr(model, "max_model_len", None)),
+        "attn_temperature_tuning": _tunes_by_length(model, text),
     }
+
+
+def _rope(text: Any, max_model_len: int | None) -> dict[str, Any]:
+    """What lengths decide of a rope. Of `longrope` vLLM takes the long factors for every sequence where
+    --max-model-len is beyond what the short ones are for."""
+    lengths: dict[str, Any] = dict(lengths_that_decide(text))
+    if max_model_len is not None and unfixed(text, max_model_len, (LONG,)):
+        lengths["factors"] = "long"
+    return lengths
+
+
+def _tunes_by_length(model: Any, text: Any) -> bool | None:
+    """Whether Llama 4's queries are scaled by position: with long contexts, unless told otherwise."""
+    if not str(getattr(text, "model_type", "")).startswith("llama4"):
+        return None
+    given = dict(model.try_get_generation_config()) | dict(model.override_generation_config or {})
+    return bool(given.get("attn_temperature_tuning", model.max_model_len > _LONG_LLAMA4))
 
 
 def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltWorker:
@@ -127,14 +178,23 @@ def _stored_as(plan: WorkerPlan, layers_of: Sequence[Sequence[int]]) -> list[str
     """What storage calls each component: by its kind, as in every engine, where there is one group of it.
 
     vLLM cuts layers of one kind into groups as it sees fit: where there are several, their layers say which.
+    In a pipeline its stages' layers do too, by the model's numbers: VLLM_PP_LAYER_PARTITION cuts elsewhere.
     """
-    others = [plan.groups[number].spec for number in plan.grouping.groups[1:]]
-    windows = [None, *(getattr(spec, "sliding_window", None) for spec in others)]
+    parts = [plan.groups[number] for number in plan.grouping.groups]
+    windows = [None, *(getattr(part.spec, "sliding_window", None) for part in parts[1:])]
     kinds = [component_name(window) for window in windows]
-    return [
-        kind if kinds.count(kind) == 1 else f"{kind or 'full'}-layers-{'-'.join(map(str, layers))}"
-        for kind, layers in zip(kinds, layers_of, strict=True)
+    is_cut = plan.model.pp_size > 1
+    numbers = [
+        layer_numbers(part.layers) if is_cut else own for part, own in zip(parts, layers_of, strict=True)
     ]
+    return [
+        kind if kinds.count(kind) == 1 and not is_cut else f"{kind or 'full'}-layers-{_listed(layers)}"
+        for kind, layers in zip(kinds, numbers, strict=True)
+    ]
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return "-".join(map(str, layers))
 
 
 def _storage_opener(

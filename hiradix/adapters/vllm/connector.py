@@ -23,10 +23,18 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
-from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker, identity_of
+from hiradix.adapters.vllm.build import (
+    BuiltWorker,
+    KVGroup,
+    WorkerPlan,
+    build_worker,
+    identity_of,
+    model_name,
+)
 from hiradix.adapters.vllm.events import HostEvents, Stored
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
+from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.resets import ResetWatch
@@ -84,13 +92,14 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         # A load that failed is computed again; vLLM's own default would fail the request.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         refuse_options(vllm_config, kv_cache_config)
+        refuse_ropes(vllm_config.model_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._grouping: Grouping = grouping(specs)
         settings = parse_settings(
             vllm_config.kv_transfer_config.kv_connector_extra_config, self._grouping.page_size
         )
         check_write_policy(settings, bool(vllm_config.cache_config.enable_prefix_caching))
-        self._settings: Settings = with_served_name(settings, _model_name(vllm_config))
+        self._settings: Settings = with_served_name(settings, model_name(vllm_config))
         self.scheduler: SchedulerRole | None = None
         self.worker: BuiltWorker | None = None
         self._failed_blocks: set[int] = set()
@@ -340,10 +349,6 @@ def _events(vllm_config: VllmConfig, kv_cache_config: Any, grouping: Grouping) -
     return HostEvents(page_size, page_size // hash_size, stored, removed)
 
 
-def _model_name(vllm_config: VllmConfig) -> str:
-    return str(vllm_config.model_config.model).rstrip("/").rpartition("/")[2]
-
-
 def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
     """What this rank's worker is built from."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -353,7 +358,8 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
     rank_r = getattr(text, "kv_lora_rank", None)
     latent = Latent(rank_r, text.qk_rope_head_dim) if rank_r else None
     settings = connector._settings
-    identity = identity_of(config, settings.cache.served_model_name)
+    stored = str(getattr(groups[0].kv_cache_spec, "dtype", config.model_config.dtype))
+    identity = identity_of(config, settings.cache.served_model_name, stored)
     tp, pp = get_tp_group(), get_pp_group()
     return WorkerPlan(
         settings,

@@ -161,6 +161,11 @@ def layer_order(names: Sequence[str]) -> list[str]:
     return sorted(names, key=_number)
 
 
+def layer_numbers(names: Sequence[str]) -> list[int]:
+    """The model's numbers of layers, ascending."""
+    return sorted(map(_number, names))
+
+
 def _number(name: str) -> int:
     found = re.search(r"\d+", name)
     return int(found.group()) if found else 0

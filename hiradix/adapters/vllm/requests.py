@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from hiradix.adapters.vllm.names import names_are_hub
 from hiradix.adapters.vllm.orders import Ticket
 from hiradix.errors import BadNamespace, Misuse
 from hiradix.policy.uses import Finished
-from hiradix.prefix_cache import weights_digest
+from hiradix.prefix_cache import origin_of
+from hiradix.prefix_cache.weight_files import hub_snapshot
 from hiradix.tree import Lock, RadixKey, TokenLog
+from hiradix.tree.key import ADAPTER
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class EngineRequest(Protocol):
@@ -104,23 +111,37 @@ def _adapter(lora: Any) -> str | None:
     if lora is None:
         return None
     path = str(lora.lora_path)
-    return f"{lora.lora_name}@{_adapter_digest(path, lora.lora_int_id, _files(path, lora.load_inplace))}"
+    if path.startswith("~"):  # as vLLM does
+        path = os.path.expanduser(path)
+    digest = _adapter_digest(path, lora.lora_int_id, _files(path, lora.load_inplace))
+    shape = " 3d" if getattr(lora, "is_3d_lora_weight", False) else ""
+    return f"{ADAPTER}{lora.lora_name}@{digest}{shape}"
 
 
 def _files(path: str, is_reloaded: bool) -> tuple[tuple[str, int, int], ...]:
     """Of an adapter that vLLM reads anew for each step, what would tell that its files were replaced."""
-    if not is_reloaded or not Path(path).is_dir():
+    folder = _folder(path) if is_reloaded else None
+    if folder is None:
         return ()
-    stats = ((file.name, file.stat()) for file in sorted(Path(path).iterdir()))
+    stats = ((str(file), file.stat()) for file in sorted(folder.iterdir()))
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _folder(path: str) -> Path | None:
+    """The folder that vLLM takes an adapter's path for, which may be a name of the hub."""
+    if Path(path).is_dir():
+        return Path(path)
+    return hub_snapshot(path) if names_are_hub() else None
 
 
 @lru_cache(maxsize=1024)
 def _adapter_digest(path: str, _load: int, _as_of: tuple[tuple[str, int, int], ...]) -> str:
-    """Of the weights as they are when an adapter is first used after vLLM has loaded it as number `_load`."""
-    if not Path(path).is_dir():
-        return hashlib.sha256(path.encode()).hexdigest()[:32]
-    return weights_digest(path, "adapter_config.json")
+    """Of the weights as they are when an adapter is first used after vLLM has loaded it as number `_load`.
+
+    Reads all of them. Of weights that are in no folder here, a name that no other process has.
+    """
+    folder = _folder(path)
+    return uuid.uuid4().hex if folder is None else origin_of(str(folder), config_name=ADAPTER_CONFIG).revision
 
 
 def _page_extras(features: Sequence[Any], page_size: int) -> tuple[bytes | None, ...] | None:

@@ -7,6 +7,7 @@ log, and if its checksum fits where `verify` asks for one. Reads take no lock of
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from hiradix.storage.options import flag
 from hiradix.storage.pieces import current_piece
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
 from hiradix.storage.reach import is_unreachable
+from hiradix.storage.read_only import said_of
 from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM
@@ -52,18 +54,25 @@ class DiskBackend(StorageBackend):
         self._algorithm = NONE if config.verify == "off" else DEFAULT_ALGORITHM
         self._recency = Recency()
         self._used: dict[tuple[int, int], Entry] = {}  # whose use the log does not know of
+        self._damaged: dict[Entry, None] = {}  # which the log still names
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._closed = False
+        self._is_refused = False  # the last write was, as the file system cannot be written any more
         self._states = StoreStates("disk")
         started = time.perf_counter()
         store: Store | None = None
         try:
             namespace = bytes.fromhex(context.fingerprint.digest())[:16]
             self._store = store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
-            with self._store.alone(OPEN_TIMEOUT_S):
-                self._abilities = choose(config)
-                self._store.open(self._abilities.direct)
+            if store.read_only is None:
+                with store.alone(OPEN_TIMEOUT_S):
+                    self._abilities = choose(config)
+                    store.open(self._abilities.direct)
+            else:
+                self._abilities = choose(config, read_only=True)
+                store.open(self._abilities.direct)
+                self._states.enter("read_only", said_of(config.path, store.read_only))
             self._io = self._abilities.io
         except (OSError, StorageError) as error:
             if store is not None:  # whoever tries again begins anew
@@ -88,10 +97,14 @@ class DiskBackend(StorageBackend):
         reads = self._plan(keys, into)
         bad: set[int] = set()
 
+        always = self.config.verify == "always"
+
         def check(index: int) -> bool:
-            if not self._is_intact(reads.entries[index], reads.moves[index][2]):
-                bad.add(index)
-            return index not in bad
+            entry = reads.entries[index]
+            if (entry.verified and not always) or _is_intact(entry, reads.moves[index][2]):
+                return True
+            bad.add(index)
+            return False
 
         checked = self._must_check(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
@@ -109,11 +122,14 @@ class DiskBackend(StorageBackend):
                     entry.verified = True
                 if there and not whole[at] and (at in bad or not faults):
                     damaged[entry] = None
-        self._drop_damaged(list(damaged))
+        if damaged:
+            self._drop_damaged(damaged)
+        elif checked:
+            self._states.leave("damaged")
         if faults and not any(ok):
             self._count("read_errors", len(faults))
             raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        return ok
+        return Answers(ok, MissReason.DAMAGED, len(damaged)) if damaged else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
@@ -122,18 +138,25 @@ class DiskBackend(StorageBackend):
         uses = self._recency.used("put", names, self._time_ns())
         if self._all_there(names, uses):
             return [True] * len(keys)
+        if self._store.read_only is not None:
+            return self._refuse(names, self._store.read_only)
         backwards = zip(reversed(pages), reversed(_fronts(names)), uses)
         given = {name: (page, used_ns, front) for page, front, (name, used_ns) in backwards}
         with self._store.locked():
             try:
                 self._put_missing(names, given, uses)
             except OSError as error:
+                if error.errno == errno.EROFS:  # since it was opened: the system found a fault of the disk
+                    return self._refuse(names, error)
                 if error.errno not in NO_ROOM:  # not even for the log: what it names is read on
                     raise
             with self._store.mutex:
                 there = self._store.shelf.pages
                 ok = [name in there for name in names]
                 num_refused = len(set(names).difference(there))
+        if self._is_refused:
+            self._is_refused = False
+            self._states.leave("read_only")
         if not num_refused:
             self._states.leave("full")
             return ok
@@ -141,9 +164,25 @@ class DiskBackend(StorageBackend):
         self._states.enter("full", f"{self.config.path} has no room: pages are refused")
         return Answers(ok, MissReason.FULL)
 
+    @property
+    def read_only(self) -> bool:
+        """Whether the directory could not be written when it was opened: until it is opened anew."""
+        return self._store.read_only is not None
+
+    def _refuse(self, names: Sequence[Name], why: OSError) -> list[bool]:
+        """Which pages are there, in a directory that cannot be written."""
+        self._states.enter("read_only", said_of(self.config.path, why))
+        self._is_refused = True
+        with self._store.mutex:
+            there = self._store.shelf.pages
+            ok = [name in there for name in names]
+        self._count("put_read_only", ok.count(False))
+        return Answers(ok, MissReason.READ_ONLY)
+
     def _put_missing(self, names: Sequence[Name], given: _Given, uses: Uses) -> None:
         """Store those pages that are not there, and log all as used. Locked, without the mutex."""
         with self._store.mutex:
+            self._free_damaged()
             self._use([])
             there = self._store.shelf.pages
             todo = [name for name in dict.fromkeys(names) if name not in there]
@@ -170,8 +209,9 @@ class DiskBackend(StorageBackend):
             return
         self._closed = True
         try:
-            with self._store.locked(), self._store.mutex:
-                self._log_uses()
+            if self._store.read_only is None:
+                with self._store.locked(), self._store.mutex:
+                    self._log_uses()
         except (OSError, StorageError):
             self._count("uses_not_logged", len(self._used))
         self._store.close()
@@ -187,6 +227,7 @@ class DiskBackend(StorageBackend):
             "io_uring": float(abilities.engine == "io_uring"),
             "direct_io": float(abilities.direct),
             "cachestat": float(abilities.cachestat),
+            "read_only": float(self.read_only or self._is_refused),
             "open_seconds": self._open_s,
             **counts,
         }
@@ -263,7 +304,7 @@ class DiskBackend(StorageBackend):
             except (OSError, StorageError):
                 return False
             pages = self._store.shelf.pages
-            if any(name not in pages for name in names):
+            if self._damaged or any(name not in pages for name in names):
                 return False
             self._store.shelf.link_all(names, _fronts)
             self._use(uses)
@@ -281,7 +322,7 @@ class DiskBackend(StorageBackend):
             if entry is not None:
                 pages.move_to_end(name)
                 entry.used_ns = used_ns
-                if abs(used_ns - entry.logged_ns) > interval_ns:
+                if abs(used_ns - entry.logged_ns) > interval_ns and self._store.read_only is None:
                     self._used[entry.place] = entry
                 if entry.front is not None:
                     self._store.shelf.link(name, entry.front)
@@ -296,12 +337,6 @@ class DiskBackend(StorageBackend):
         """Whether one of them is to be checked."""
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not all([e.verified for e in entries]))
-
-    def _is_intact(self, entry: Entry, page: Page) -> bool:
-        if not self._must_check([entry]):
-            return True
-        checksum = CHECKSUMS.get(entry.algorithm)
-        return checksum is not None and checksum(page) == entry.checksum
 
     def _place(self, names: Sequence[Name], given: _Given, keep: Collection[Name]) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
@@ -333,13 +368,30 @@ class DiskBackend(StorageBackend):
                 self._store.index.by_place[record.place].verified = True
         if faults:
             self._count("write_errors", len(faults))
+            for fault in faults:
+                if fault.errno == errno.EROFS:
+                    raise fault
             if any(fault.errno not in NO_ROOM for fault in faults):
                 raise StorageError(f"cannot write to {self.config.path}: {faults[0]}") from faults[0]
 
-    def _drop_damaged(self, entries: Sequence[Entry]) -> None:
-        if entries:
-            self._count("read_damaged", len(entries))
-            self._try_locked(lambda: self._store.free(entries))
+    def _drop_damaged(self, entries: Mapping[Entry, None]) -> None:
+        """Forget pages that are not what was stored; in the log at once, or before the next put."""
+        self._count("read_damaged", len(entries))
+        segment, slot = next(iter(entries)).place
+        text = f"{self.config.path} has pages that are not what was stored, which are misses: the first is in"
+        self._states.enter("damaged", f"{text} slot {slot} of segment {segment}")
+        with self._store.mutex:
+            self._store.forget(list(entries))
+            if self._store.read_only is not None:
+                return
+            self._damaged |= entries
+        self._try_locked(self._free_damaged)
+
+    def _free_damaged(self) -> None:
+        """Locked."""
+        if self._damaged:
+            self._store.free(list(self._damaged))
+            self._damaged = {}
 
     def _try_locked(self, work: Callable[[], None]) -> None:
         """Do `work` if the directory's lock is to be had soon; it is not worth more."""
@@ -376,6 +428,12 @@ def _fronts(names: Sequence[Name]) -> list[Name | None]:
     (front,) = piece.fronts(())
     first = name_of(front) if is_key(front) else None
     return [first, *names[:-1]] if piece.whole.is_chain else [None] * max(1, len(names))
+
+
+def _is_intact(entry: Entry, page: Page) -> bool:
+    """Whether a page's bytes are those that were stored. One without a checksum is not: nobody knows."""
+    checksum = CHECKSUMS.get(entry.algorithm)
+    return checksum is not None and checksum(page) == entry.checksum
 
 
 def _check_lengths(pages: Sequence[Page], expected: int) -> None:

@@ -96,6 +96,8 @@ class ThreadEngine:
         self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
     ) -> Landings:
         share = max(1, -(-len(operations) // self._num_threads))
+        if depth:  # the caller looks at what has come while the rest is read
+            share = min(share, max(1, wave))
         parts = [range(at, min(at + share, len(operations))) for at in range(0, len(operations), share)]
         futures = [self._executor.submit(_move_all, operations, part, write) for part in parts]
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -202,6 +202,17 @@ class Index:
                     behind.append((entry, front))
         for entry, front in behind:
             yield follows_record(entry.place, front.name)
+
+    def forget(self, entries: Iterable[Entry]) -> None:
+        """Take pages out without a record: for a store that cannot write one."""
+        for entry in entries:
+            if entry.is_same(self.by_place.get(entry.place)):
+                self._free(entry.place)
+
+    def forget_segments(self, numbers: Iterable[int]) -> None:
+        """The same of segments with their pages."""
+        for number in numbers:
+            self._drop_segment(number)
 
     def sort(self, now_ns: int) -> None:
         """Put all shelves in order of use, as far as that is believed, without what reading has left behind.

@@ -45,6 +45,7 @@ short, or put back to an old state, in place."""
 READ_TRIES = 100
 """Of those that only look, while others replace the log."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class WrongFolder(StorageError):
@@ -58,12 +59,20 @@ class NoHeader(StorageError):
 class Log:
     """The log in `root` and the index it makes. Not thread-safe.
 
-    open, append, rewrite and settle need the directory's lock; refresh does not. num_damaged: records that
-    were unreadable with readable ones behind them, in what was read since the last rewrite.
+    open, append, rewrite and settle need the directory's lock; refresh and look do not. num_damaged: records
+    that were unreadable with readable ones behind them, in what was read since the last rewrite. read_only:
+    the file is not to be written; of the calls only refresh, look and close are.
     """
 
-    def __init__(self, root: Path, namespace: bytes, time_ns: Callable[[], int] = time.time_ns):
+    def __init__(
+        self,
+        root: Path,
+        namespace: bytes,
+        time_ns: Callable[[], int] = time.time_ns,
+        read_only: bool = False,
+    ):
         self._path = os.path.join(root, NAME)
+        self._flags = _LOOK if read_only else _FLAGS
         self._namespace = namespace
         self._time_ns = time_ns
         self._fd = -1
@@ -100,6 +109,14 @@ class Log:
             self.index.next_segment = secrets.randbits(31)  # no number that somebody may have a file open of
             self._replace([])
         self.settle()
+
+    def look(self) -> None:
+        """`open` of a log that others may write and this process must not. Raises OSError, StorageError."""
+        for _ in range(READ_TRIES):
+            self._load()
+            if not self._moved:
+                return
+        raise StorageError(f"{self._path} was replaced {READ_TRIES} times while it was read")
 
     def refresh(self) -> bool:
         """Apply what others have written since; whether that was anything. One short system call if not.
@@ -174,7 +191,7 @@ class Log:
 
     def _load(self) -> None:
         """Read all of the log that is in the directory now."""
-        fd = os.open(self._path, _FLAGS)
+        fd = os.open(self._path, self._flags)
         raw = _read(fd, 0, file_size(fd))
         try:
             number = _number_of(raw, self._path)

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
 
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.disk import kernel
@@ -32,6 +34,9 @@ CHECKED_BYTES, CHECKED_DEPTH = 16 << 20, 8
 """Of a batch whose pages are checked so much, in at least so many operations, is under way at once, and an
 eighth of it is checked at a time. A disk that is asked for everything ends it all at about the same time, and
 nothing is being read while it is checked."""
+CHECKED_ASIDE_BYTES = 256 << 10
+"""So much of a batch, or more, that has come is checked by a thread of its own, beside the next read; less is
+checked sooner than handed over."""
 
 _READ, _WRITTEN = (
     tuple(f"{verb}_{way}" for way in ("direct", "cached", "bounced")) for verb in ("read", "written")
@@ -51,6 +56,7 @@ class PageIO:
         self._use_cache = use_cache
         self._write_direct = write_direct
         self._bounce: list[memoryview] = []
+        self._checker = ThreadPoolExecutor(1, "hiradix-disk-check")
         self._lock = threading.Lock()
         self._counts = dict.fromkeys((*_READ, *_WRITTEN), 0)
 
@@ -72,6 +78,7 @@ class PageIO:
     def close(self) -> None:
         """Let go of engine and buffers. Idempotent."""
         self._engine.close()
+        self._checker.shutdown(wait=False)  # reads that are under way have theirs checked all the same
         self._bounce.clear()
 
     # -- inside -------------------------------------------------------------------------
@@ -85,18 +92,35 @@ class PageIO:
                 if part.is_cached:
                     cached.append(part)
                 elif part.is_aligned(batch.num_bytes):
-                    direct.extend(part.pieces(max(1, DIRECT_OPERATION_BYTES // batch.num_bytes)))
+                    direct.extend(part.pieces(self._together(batch)))
                 else:
                     bounced.extend(part.indices)
         self._count(batch, direct, cached, len(bounced))
-        if not direct and (batch.write or len(cached) <= MAX_PLAIN_CALLS):
-            for part in cached:
-                batch.plainly(part)
-        else:
-            self._run(batch, [*direct, *cached])
-        if bounced:
-            self._through_bounce(batch, bounced)
+        with self._checked_aside(batch):
+            if not direct and (batch.write or len(cached) <= MAX_PLAIN_CALLS):
+                for part in cached:
+                    for piece in part.pieces(self._together(batch)) if batch.aside else (part,):
+                        batch.plainly(piece)
+            else:
+                self._run(batch, [*direct, *cached])
+            if bounced:
+                self._through_bounce(batch, bounced)
         return batch.ok, batch.faults
+
+    @contextmanager
+    def _checked_aside(self, batch: _Batch) -> Iterator[None]:
+        """Have the batch's pages checked beside the reads that come in this block, all of them by its end."""
+        if batch.check is None or len(batch.moves) * batch.num_bytes < 2 * CHECKED_ASIDE_BYTES:
+            yield
+            return
+        batch.aside = aside = Aside(self._checker)
+        try:
+            yield
+        finally:
+            aside.finish()
+
+    def _together(self, batch: _Batch) -> int:
+        return max(1, DIRECT_OPERATION_BYTES // batch.num_bytes)
 
     def _cut(self, batch: _Batch, run: _Run) -> Iterator[_Run]:
         """The run, in parts that are in the page cache and parts that are not."""
@@ -131,8 +155,7 @@ class PageIO:
         if operations:
             with closing(self._engine.run(operations, batch.write, wave, depth)) as landings:
                 for ended, results in landings:
-                    for i, result in zip(ended, results):
-                        batch.landed(whole[i], result)
+                    batch.landed([(whole[i], result) for i, result in zip(ended, results)])
 
     def _through_bounce(self, batch: _Batch, indices: Sequence[int]) -> None:
         size = -(-batch.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -154,13 +177,16 @@ class PageIO:
             spans = [(address_of(view), len(view))]
             operations.append(Operation(segment.direct_fd, offset, [view], spans))
         with closing(self._engine.run(operations, batch.write, len(operations))) as landings:
-            for i, result in ((i, result) for landing in landings for i, result in zip(*landing)):
-                if result < num_bytes:
-                    batch.again(group[i])
-                    continue
-                if not batch.write:
-                    scatter(views[i][:num_bytes], batch.moves[group[i]][2])
-                batch.arrived(group[i])
+            for landing in landings:
+                arrived = []
+                for i, result in zip(*landing):
+                    if result < num_bytes:
+                        batch.again(group[i])
+                        continue
+                    if not batch.write:
+                        scatter(views[i][:num_bytes], batch.moves[group[i]][2])
+                    arrived.append(group[i])
+                batch.look(arrived)
 
     def _take_bounce(self, num_bytes: int) -> memoryview:
         """Page-aligned memory of at least `num_bytes`, for one batch."""
@@ -175,6 +201,41 @@ class PageIO:
         with self._lock:
             for name, number in zip(names, (num_direct, num_cached, num_bounced)):
                 self._counts[name] += number
+
+
+class Aside:
+    """Work that a thread does beside its owner, who in the end does what the thread has not begun.
+
+    Work only computes: it must not wait for anything, nor raise. `finish` is to be called before the owner
+    lets go of the memory that it looks at; what is left in the thread's queue then does nothing any more.
+    Used by its owner's thread alone.
+    """
+
+    def __init__(self, thread: ThreadPoolExecutor):
+        self._thread = thread
+        self._begun: list[tuple[Future[None], Callable[[], None]]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        """Have `work` done."""
+        try:
+            self._begun.append((self._thread.submit(work), work))
+        except RuntimeError:  # the store is being closed
+            work()
+
+    def finish(self) -> None:
+        """Return when all is done; raises what work raised, after that."""
+        faults: list[BaseException] = []
+        for future, work in reversed(self._begun):
+            if future.cancel():
+                try:
+                    work()
+                except Exception as error:  # the rest still looks at the owner's memory
+                    faults.append(error)
+        for future, _ in self._begun:
+            if not future.cancelled() and (fault := future.exception()) is not None:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
 
 class _Run:
@@ -230,6 +291,7 @@ class _Batch:
         self.write = write
         self.ok = [False] * len(moves)
         self.faults: list[OSError] = []
+        self.aside: Aside | None = None  # who checks the pages, None: who reads them
 
     def runs(self) -> Iterator[_Run]:
         """The batch's pages in the order in which they lie on disk, those that follow each other together."""
@@ -280,11 +342,35 @@ class _Batch:
                 done = read_into(segment.fd, views, offset, len(run.indices) * self.num_bytes)
         except OSError as error:
             done = -(error.errno or 1)
-        self.landed(run, done)
+        self.landed([(run, done)])
 
-    def landed(self, run: _Run, num_bytes: int) -> None:
-        """A run has ended with so many bytes; pages that are not whole are tried again."""
-        if self.check is None and num_bytes == len(run.indices) * self.num_bytes:
+    def landed(self, runs: Sequence[tuple[_Run, int]]) -> None:
+        """Runs have ended, each with so many bytes; pages that are not whole are tried again."""
+        arrived: list[int] = []
+        for run, num_bytes in runs:
+            if self.check is None:
+                self._moved(run, num_bytes)
+                continue
+            count = max(0, num_bytes) // self.num_bytes
+            arrived += run.indices[:count]
+            for index in run.indices[count:]:
+                self.again(index)
+        self.look(arrived)
+
+    def look(self, indices: Sequence[int]) -> None:
+        """Pages are in memory: check them, aside where that is worth it."""
+        if self.aside is not None and len(indices) * self.num_bytes >= CHECKED_ASIDE_BYTES:
+            self.aside.add(partial(self._look, indices))
+        else:
+            self._look(indices)
+
+    def _look(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self.arrived(index)
+
+    def _moved(self, run: _Run, num_bytes: int) -> None:
+        """`landed` of pages that nobody checks."""
+        if num_bytes == len(run.indices) * self.num_bytes:
             if len(run.indices) == len(self.ok):
                 self.ok = [True] * len(self.ok)
                 return

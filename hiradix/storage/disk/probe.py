@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hiradix.errors import ConfigError
+from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.disk import kernel
 from hiradix.storage.disk.config import DiskConfig
 from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.disk.log import NAME as LOG_NAME
 from hiradix.storage.disk.moves import ALIGNMENT, PageIO
 from hiradix.storage.disk.segments import SUFFIX
 from hiradix.storage.options import flag
@@ -32,12 +33,13 @@ class Abilities:
     cachestat: bool
 
 
-def choose(config: DiskConfig) -> Abilities:
+def choose(config: DiskConfig, read_only: bool = False) -> Abilities:
     """The fastest way that works in `config.path`, or the one that was asked for.
 
+    read_only: no file can be made there.
     Raises ConfigError when what was asked for is not possible, OSError when nothing is.
     """
-    with _probe(config.path) as path:
+    with _probe(config.path, read_only) as path:
         engine = _engine(config, path)
         direct = config.direct is not False and _direct_works(engine, path)
         cachestat = _asked(path)
@@ -50,8 +52,14 @@ def choose(config: DiskConfig) -> Abilities:
 
 
 @contextmanager
-def _probe(folder: Path) -> Iterator[Path]:
-    """A file to read from: a new one, or on a full disk a segment, where there is one."""
+def _probe(folder: Path, read_only: bool) -> Iterator[Path]:
+    """A file to read from: a new one, or where none can be made a segment, if there is one."""
+    if read_only:
+        found = next(iter(sorted(folder.glob(f"segment-*{SUFFIX}"))), folder / LOG_NAME)
+        if not found.exists():
+            raise StorageError("there is no store in it, and none can be made")
+        yield found
+        return
     path = folder / f"probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         try:

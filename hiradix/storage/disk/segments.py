@@ -16,16 +16,18 @@ from hiradix.storage.vectored import NO_ROOM
 
 SUFFIX = ".pages"
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+_LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Segment:
     """An open segment file: `fd` goes through the page cache, `direct_fd` past it (-1: not possible)."""
 
-    def __init__(self, path: str, direct: bool):
+    def __init__(self, path: str, direct: bool, read_only: bool = False):
+        flags = _LOOK if read_only else _OPEN
         self.fd = self.direct_fd = -1
-        self.fd = os.open(path, _OPEN)
+        self.fd = os.open(path, flags)
         if direct:
-            self.direct_fd = os.open(path, _OPEN | os.O_DIRECT)
+            self.direct_fd = os.open(path, flags | os.O_DIRECT)
 
     @property
     def num_bytes(self) -> int:
@@ -41,9 +43,10 @@ class Segment:
 class SegmentFolder:
     """Segment files below `root`, by number. What is made or removed here must be in the log."""
 
-    def __init__(self, root: Path, direct: bool):
+    def __init__(self, root: Path, direct: bool, read_only: bool = False):
         self._root = root
         self._direct = direct
+        self._read_only = read_only
         self._open: dict[int, Segment] = {}
 
     def path(self, number: int) -> str:
@@ -53,7 +56,13 @@ class SegmentFolder:
         """The segment, opened when first asked for. Raises OSError."""
         segment = self._open.get(number)
         if segment is None:
-            segment = self._open[number] = Segment(self.path(number), self._direct)
+            try:
+                segment = Segment(self.path(number), self._direct, self._read_only)
+            except OSError as error:
+                if error.errno != errno.EROFS:
+                    raise
+                return Segment(self.path(number), self._direct, True)  # not kept: for as long as that lasts
+            self._open[number] = segment
         return segment
 
     def create(self, number: int, num_bytes: int) -> bool:

@@ -17,10 +17,12 @@ from hiradix.errors import StorageError
 from hiradix.storage.dir_lock import DirLock
 from hiradix.storage.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
 from hiradix.storage.disk.index import Entry, Index, Shelf, follows_record
+from hiradix.storage.disk.log import NAME as LOG_NAME
 from hiradix.storage.disk.log import Log, require_own
 from hiradix.storage.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
 from hiradix.storage.disk.segments import Segment, SegmentFolder
 from hiradix.storage.lru import SKEW_NS
+from hiradix.storage.read_only import refusal
 
 LOCK_NAME = "hiradix.lock"
 LOCK_TRIES = 3
@@ -32,6 +34,8 @@ class Store:
     """See the module's docstring. `slot_size`: of our pages. `mutex` guards index and log of this process.
 
     Methods that say "locked" are for inside `locked` and the mutex; they may raise OSError and StorageError.
+    read_only: why nothing can be written in the directory; then `locked` raises StorageError, and pages that
+    were found damaged are forgotten by this process alone.
     """
 
     def __init__(
@@ -40,16 +44,20 @@ class Store:
         self._config = config
         self._namespace = namespace
         self.slot_size = slot_size
-        self._lock = self._new_lock()
+        self.read_only = refusal(config.path, (LOCK_NAME, LOG_NAME))
+        self._lock = None if self.read_only else self._new_lock()
         self._time_ns = time_ns
-        self._log = Log(config.path, namespace, time_ns)
+        self._log = Log(config.path, namespace, time_ns, self.read_only is not None)
         self._segments = SegmentFolder(config.path, False)
         self.mutex = threading.Lock()
         self.counts: Counter[str] = Counter()
 
     def open(self, direct: bool) -> None:
-        """Recover what the directory holds. direct: open segments for O_DIRECT too. Call within `alone`."""
-        self._segments = SegmentFolder(self._config.path, direct)
+        """Recover what the directory holds. direct: open segments for O_DIRECT too. Call within `alone`, but
+        not of a directory that is read-only."""
+        self._segments = SegmentFolder(self._config.path, direct, self.read_only is not None)
+        if self.read_only is not None:
+            return self._look(self.read_only)
         with self.mutex:
             self._log.open()
             if self._log.num_damaged:
@@ -60,6 +68,17 @@ class Store:
             self._match_files()
             while self._allocated() > self._config.max_bytes and self.index.segments:
                 self._drop([self._coldest_segment()])
+            self.counts["pages_recovered"] = len(self.index.by_place)
+
+    def _look(self, why: OSError) -> None:
+        """`open` of a directory that is only read."""
+        with self.mutex:
+            try:
+                self._log.look()
+            except FileNotFoundError:
+                text = os.strerror(why.errno or 0)
+                raise StorageError(f"there is no store, and none can be made ({text})") from why
+            self._after_reading()
             self.counts["pages_recovered"] = len(self.index.by_place)
 
     @property
@@ -80,6 +99,8 @@ class Store:
     @contextmanager
     def alone(self, timeout_s: float) -> Iterator[None]:
         """The directory's lock, as long as the directory is there: it is made again where it was removed."""
+        if self._lock is None:
+            raise StorageError(f"{self._config.path} cannot be written")
         for _ in range(LOCK_TRIES):
             with self._lock.locked(timeout_s):
                 if self._lock.is_in_place():
@@ -163,9 +184,14 @@ class Store:
         self._log.append([Record(Kind.TOUCH, *entry.place, used_ns=entry.used_ns) for entry in alive])
 
     def free(self, entries: Sequence[Entry]) -> None:
-        """Forget pages that are still where they were. Locked."""
-        alive = [entry for entry in entries if self.index.by_place.get(entry.place) is entry]
+        """Forget pages, unless others are where they were. Locked."""
+        current = self.index.by_place
+        alive = [e for e in entries if e.place not in current or e.is_same(current[e.place])]
         self._log.append([Record(Kind.FREE, *entry.place) for entry in alive])
+
+    def forget(self, entries: Sequence[Entry]) -> None:
+        """The same in this process alone, without a record: until the log is read anew. Needs the mutex."""
+        self.index.forget(entries)
 
     def clear(self) -> None:
         """Forget all pages of our namespace. Locked."""
@@ -191,7 +217,8 @@ class Store:
 
     def close(self) -> None:
         """Let go of all files. Idempotent."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
         with self.mutex:
             self._log.close()
             self._segments.close()
@@ -208,6 +235,11 @@ class Store:
     def _after_reading(self) -> None:
         if self._log.num_damaged and self._config.verify == "off":
             raise StorageError(f"{self._config.path}: the log is damaged, and pages are not verified")
+        if self.read_only is not None:
+            segments = self.index.segments
+            self.index.forget_segments(
+                [n for n, info in segments.items() if self._segments.size(n) < info.num_bytes]
+            )
         self._forget_files()
 
     def _forget_files(self) -> None:

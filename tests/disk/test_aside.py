@@ -1,0 +1,143 @@
+"""Pages that a thread of its own checks beside the next read: whose memory it is, and until when."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hiradix.storage.disk.engines import Engine, ThreadEngine, UringEngine
+from hiradix.storage.disk.moves import CHECKED_ASIDE_BYTES, Aside, Move, PageIO
+from hiradix.storage.disk.segments import Segment
+
+SIZE, NUM = 64 << 10, 64
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Segment:
+    path = tmp_path / "pages"
+    path.write_bytes(b"".join(bytes([number]) * SIZE for number in range(NUM)))
+    return Segment(str(path), False)
+
+
+@pytest.fixture(params=[UringEngine, lambda: ThreadEngine(2)], ids=["io_uring", "threads"])
+def io(request: pytest.FixtureRequest) -> Iterator[PageIO]:
+    try:
+        engine: Engine = request.param()
+    except OSError:
+        pytest.skip("io_uring is not allowed here")
+    made = PageIO(engine, True, False)
+    yield made
+    made.close()
+
+
+def moves_of(segment: Segment, numbers: range = range(NUM)) -> list[Move]:
+    return [(segment, number * SIZE, [memoryview(bytearray(SIZE))]) for number in numbers]
+
+
+def checker(moves: list[Move], seen: list[int]) -> Callable[[int], bool]:
+    def check(index: int) -> bool:
+        seen.append(index)
+        view = moves[index][2][0]
+        return view[0] == moves[index][1] // SIZE and bytes(view) == bytes(view[:1]) * SIZE
+
+    return check
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["one run", "scattered"])
+def test_each_page_is_checked_once_when_it_has_come(io: PageIO, segment: Segment, step: int) -> None:
+    moves, seen = moves_of(segment, range(0, NUM, step)), list[int]()
+    ok, faults = io.read(moves, SIZE, checker(moves, seen))
+    assert ok == [True] * len(moves) and not faults and sorted(seen) == list(range(len(moves)))
+
+
+def test_a_bad_page_is_none_of_its_neighbours(io: PageIO, segment: Segment) -> None:
+    os.pwrite(segment.fd, b"\xff", 5 * SIZE + 9)
+    moves = moves_of(segment)
+    ok, _ = io.read(moves, SIZE, checker(moves, []))
+    assert [index for index, good in enumerate(ok) if not good] == [5]
+
+
+def test_a_file_that_ends_in_a_page_costs_those_behind(io: PageIO, segment: Segment) -> None:
+    os.truncate(segment.fd, 40 * SIZE + 100)
+    moves, seen = moves_of(segment), list[int]()
+    ok, _ = io.read(moves, SIZE, checker(moves, seen))
+    assert ok == [True] * 40 + [False] * (NUM - 40) and max(seen) == 39
+
+
+def test_a_check_that_hangs_holds_up_its_own_call_alone(io: PageIO, segment: Segment) -> None:
+    """And nobody gets the memory back before the last look at it."""
+    moves, begun, release, ended = moves_of(segment), threading.Event(), threading.Event(), []
+
+    def slow(_: int) -> bool:
+        begun.set()
+        assert release.wait(WAIT_S)
+        return True
+
+    def read() -> None:
+        io.read(moves, SIZE, slow)
+        ended.append(True)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    others = moves_of(segment)
+    assert all(io.read(others, SIZE, checker(others, []))[0]) and not ended
+    release.set()
+    thread.join(WAIT_S)
+    assert ended
+
+
+def test_closing_during_a_read_has_its_pages_checked(io: PageIO, segment: Segment) -> None:
+    moves, seen = moves_of(segment), list[int]()
+    check = checker(moves, seen)
+
+    def closing(index: int) -> bool:
+        io.close()
+        return check(index)
+
+    ok, _ = io.read(moves, SIZE, closing)
+    assert all(ok) and sorted(seen) == list(range(NUM))
+
+
+def test_a_check_that_raises_ends_the_call_after_all_others(io: PageIO, segment: Segment) -> None:
+    moves, under_way = moves_of(segment), set[int]()
+
+    def check(index: int) -> bool:
+        under_way.add(index)
+        if index == 3:
+            under_way.discard(index)
+            raise ValueError("a buffer was given back")
+        under_way.discard(index)
+        return True
+
+    with pytest.raises(ValueError, match="given back"):
+        io.read(moves, SIZE, check)
+    assert not under_way
+
+
+def test_short_batches_are_checked_by_their_reader(io: PageIO, segment: Segment) -> None:
+    moves, threads = moves_of(segment, range(CHECKED_ASIDE_BYTES // SIZE)), set[int]()
+
+    def check(_: int) -> bool:
+        threads.add(threading.get_ident())
+        return True
+
+    assert all(io.read(moves, SIZE, check)[0]) and threads == {threading.get_ident()}
+
+
+def test_what_the_thread_has_not_begun_its_owner_does() -> None:
+    with ThreadPoolExecutor(1) as thread:
+        release, done = threading.Event(), []
+        thread.submit(release.wait, WAIT_S)
+        aside = Aside(thread)
+        for number in range(5):
+            aside.add(lambda number=number: done.append((number, threading.get_ident())))  # type: ignore[misc]
+        aside.finish()
+        assert sorted(done) == [(number, threading.get_ident()) for number in range(5)]
+        release.set()
