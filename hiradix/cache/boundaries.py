@@ -193,8 +193,11 @@ class BoundaryReads:
         def arrived(result: Result) -> None:
             p.tickets.discard(ticket)
             p.unread_pages -= count
-            if step.counts[BACKBONE] == count:  # else it cost less than these pages do
-                self.no_regret.moved(Move.FETCH, min(count, result.num_pages), result.duration_s)
+            came = count if result.num_pages == num_pages else 0
+            p.num_asked += count
+            p.num_came += came
+            if step.counts[BACKBONE] == count and p.is_measured:  # else it cost less than these pages do
+                self.no_regret.fetched(count, came, result.duration_s)
             if result.num_pages == num_pages and found.start < p.end_page:
                 self._arrivals.adopt(p, found, pages)
             else:
@@ -230,6 +233,7 @@ class BoundaryReads:
         """Where nothing is being read any more: look for another boundary, or finish."""
         if p.tickets:
             return
+        p.told(self.no_regret)
         num_pages, p.again_end = p.again_end - p.anchor.end, 0
         if num_pages > 0 and p.tries < MAX_TRIES and not p.stopped:
             self._ends.again(p, num_pages)

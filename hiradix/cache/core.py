@@ -110,6 +110,7 @@ class HierarchicalCache:
             self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
         )
         reads = self.prefetcher.reads
+        self.no_regret.troubles = lambda: host.controller.storage_troubles
         self._load_back.no_regret = reads.no_regret = self.no_regret
         if agree is not None and isinstance(reads, BoundaryReads):
             reads.step_pages = -least(agree, -reads.step_pages)[0]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hiradix.cache.pages import BACKBONE, Counters, PagesOf, PageSupply
+from hiradix.policy.no_regret import NoRegret
 from hiradix.transfer import Ticket
 from hiradix.transfer.jobs import Chain
 from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
@@ -43,8 +44,21 @@ class Prefetch:
     loaded_pages: int = 0
     loaded_end: int = 0  # the page behind the last of those
     primary: Prefetch | None = None
+    num_asked: int = 0  # pages of its reads since the last were all back
+    num_came: int = 0  # and those of them that came
     tries: int = 0  # boundaries that were found and did not arrive
     again_end: int = 0  # where the next one is looked for: up to that page
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether what it took says something of storage: nobody let go of it before its time."""
+        return not self.stopped or self.is_late
+
+    def told(self, gate: NoRegret) -> None:
+        """All its reads are back: the gate hears what they were for, and what they brought."""
+        if self.is_measured:
+            gate.ended(self.num_asked, self.num_came)
+        self.num_asked = self.num_came = 0
 
     def lost(self, num_pages: int, counters: Counters) -> None:
         """Count pages that failed to come: no fault of storage where nobody waits for them any more."""

@@ -79,7 +79,10 @@ class Prefetcher:
         if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
             self._supply.counters.miss("host_capacity", asked)
             return False
-        p = Prefetch(key, asked, node.end, self._clock(), self.policy.wait_limit_s(asked), node)
+        limit_s = self.policy.wait_limit_s(asked)
+        if limit_s and not self.reads.no_regret.asks(asked):
+            return False
+        p = Prefetch(key, asked, node.end, self._clock(), limit_s, node)
         self._active[handle] = p
         self._running.append(p)
         primary = self._same_pages(p)
@@ -182,21 +185,27 @@ class Prefetcher:
                 self._supply.counters.miss("storage_transfer", p.asked_pages)
             p.nothing_there = result.error is None and result.num_pages == 0
             chain = None if rows.start else result.hashes
-            self._read(p, Found(start, result.hashes[skip : skip + result.num_pages], chain, known))
+            is_read = self._read(p, Found(start, result.hashes[skip : skip + result.num_pages], chain, known))
+            if p.is_measured:
+                self.reads.no_regret.answered(asked, result.num_pages if is_read else 0, result.duration_s)
 
+        asked = p.asked_pages
         ticket = self._controller.query(rows, p.asked_pages, self.reads.trails(), known)
         p.tickets.add(ticket)
         self._flights.add(ticket, Flight(JobKind.QUERY, answered))
 
-    def _read(self, p: Prefetch, found: Found) -> None:
-        """Submit reads for the hits, if somebody still wants them."""
+    def _read(self, p: Prefetch, found: Found) -> bool:
+        """Submit reads for the hits, if somebody still wants them; False: there are none."""
         count = len(found.hashes)
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
-            return self._finish(p)
-        p.phase = Phase.READ
-        if not self.reads.submit(p, found):
             self._finish(p)
+            return False
+        p.phase = Phase.READ
+        if self.reads.submit(p, found):
+            return True
+        self._finish(p)
+        return False
 
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""

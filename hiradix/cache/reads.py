@@ -68,7 +68,10 @@ class Reads:
         def arrived(result: Result) -> None:
             p.tickets.discard(ticket)
             p.unread_pages -= len(host_pages)
-            self.no_regret.moved(Move.FETCH, result.num_pages, result.duration_s)
+            p.num_asked += len(host_pages)
+            p.num_came += result.num_pages
+            if p.is_measured:
+                self.no_regret.fetched(len(host_pages), result.num_pages, result.duration_s)
             usable = result.num_pages if start < p.end_page else 0
             if usable:
                 self._arrivals.adopt(p, batch.part(start, start + usable), {BACKBONE: host_pages[:usable]})
@@ -76,9 +79,12 @@ class Reads:
                 self._supply.free_host(host_pages[usable:])
                 if start < p.end_page:
                     p.end_page, p.has_failed = start + usable, result.error is not None
+                    for behind in p.tickets:
+                        self._controller.cancel(behind)
                 if p.has_failed:  # also what came behind a page that did not is of no use
                     p.lost(len(host_pages) - usable, self._supply.counters)
             if not p.tickets:
+                p.told(self.no_regret)
                 self._finish(p)
 
         p.unread_pages += len(host_pages)

@@ -5,6 +5,12 @@ numbers in, decisions out, no clock. The fixed part of a forward is paid with ev
 transfer is not. A fetch is followed by a load, so both together must be worth it. Until a cost is known it
 counts as nothing.
 
+What a fetch took that brought nothing is charged all the same: on average of the last few, to each of them;
+one that brought a part took its seconds for that. Without a measured cost of computing, as inside other
+engines, a fetch after several in a row that brought next to nothing is taken ever more rarely (`Drought`).
+Lookups are measured, too: one that takes more of what computing the prompt would than lookups have saved
+lately is not made.
+
 A tier that was refused is not measured, so now and then a refused transfer is taken: when what it is
 predicted to lose is at most `PROBE_SHARE` of the computing that refusals stood for since the last one. One
 that takes less than half of what was predicted makes the gate forget that the tier was slow.
@@ -20,6 +26,10 @@ PROBE_SHARE = 0.01
 MIN_SPREAD = 0.2  # of the mean length: with less, lengths are too alike to tell a fixed part
 MIN_SLOPE = 0.1  # of the mean cost: computing a page costs no less than that
 FASTEST = 1e12  # pages per second
+MIN_USE = 1 / 16  # of what lookups may take: such a share of computing, however little they have saved
+DRY_FETCHES = 3  # in a row that brought next to nothing: then some are left out
+MOST_OWED = 16  # failures in a row that are charged at most
+MOST_LEFT_OUT = 32  # between two that find out whether fetches bring something again
 
 Source = Callable[[], float]
 
@@ -71,6 +81,10 @@ class Cost:
         slope = self._slope()
         return min(FASTEST, 1 / slope) if slope > 0 else FASTEST
 
+    def page_s(self) -> float:
+        """Seconds per unit beside the fixed part; 0 while there is no measurement."""
+        return self._slope() if self._weight else 0.0
+
     def fixed_s(self) -> float:
         """Seconds of the fixed part."""
         if not self._weight:
@@ -88,11 +102,61 @@ class Cost:
         return min(max(covariance / variance, self._min_slope * whole), whole)
 
 
+class Drought:
+    """Fetches in a row that brought less than half of what they were for. From agreed numbers alone.
+
+    After `DRY_FETCHES` of them one is left out, after each further one twice as many, at most
+    `MOST_LEFT_OUT`.
+    """
+
+    def __init__(self) -> None:
+        self._num_dry = self._num_left_out = 0
+
+    def ended(self, asked: int, num_pages: int) -> None:
+        """A fetch of `asked` pages brought so many."""
+        self._num_dry = 0 if 2 * num_pages >= asked else self._num_dry + 1
+        over = self._num_dry - DRY_FETCHES
+        self._num_left_out = 0 if over < 0 else min(1 << min(over, 30), MOST_LEFT_OUT)
+
+    def refuses(self) -> bool:
+        """Whether the next fetch is left out. To be asked once for each."""
+        if not self._num_left_out:
+            return False
+        self._num_left_out -= 1
+        return True
+
+
+class _Calls:
+    """Lookups, or reads, in a row that failed. place: where troubles have how many did."""
+
+    def __init__(self, place: int):
+        self._place = place
+        self._num_failed = 0
+        self._took_s: list[float] = []
+
+    def begin_anew(self, troubles: tuple[int, int, int]) -> None:
+        self._num_failed = troubles[self._place]
+        self._took_s.clear()
+
+    def failed_before(self, troubles: tuple[int, int, int], seconds: float) -> list[float] | None:
+        """How long those before a call took, if it has not failed itself; None if it has."""
+        before, self._num_failed = self._num_failed, troubles[self._place]
+        if before != self._num_failed:
+            self._took_s = [*self._took_s[1 - MOST_OWED :], seconds]
+            return None
+        found, self._took_s = self._took_s, []
+        return found
+
+
 class NoRegret:
     """The gate of a cache. Scheduler thread only.
 
     share: makes a measured number one that all ranks agree on (the least); called at construction, in fixed
-    order. num_refused: pages of refused transfers since start.
+    order. num_refused: pages of refused transfers since start; num_unasked: of lookups that were not made.
+    troubles: how often storage became another, as its breakers opened or closed, and how many lookups and
+    how many reads failed.
+    What was measured across a change says nothing, and storage's costs are measured anew from there on. A
+    call that failed is charged only when one after it has not: failures in a row are for the breaker.
     """
 
     def __init__(self, enabled: bool = True, share: Callable[[Source], Source] = lambda source: source):
@@ -101,10 +165,20 @@ class NoRegret:
         self.num_probes = 0
         self._computed = Cost(MIN_SLOPE)
         self._moved = {move: Cost() for move in Move}
-        self._allowance_s = 0.0
+        self._asked = Cost()
+        self.troubles: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self._num_changes = 0
+        self._lookups, self._reads = _Calls(1), _Calls(2)
+        self._waste_s = 0.0  # of a fetch: what those that brought nothing took, on average of the last few
+        self.num_unasked = 0
+        self._drought = Drought()
+        self._use = 1.0  # which share of the pages asked for was read, of late
+        self._allowance_s = self._ask_allowance_s = 0.0
         self._computing = share(self._computed.speed)
         self._speed = {move: share(cost.speed) for move, cost in self._moved.items()}
-        self._lead = {move: share(_negative(cost.fixed_s)) for move, cost in self._moved.items()}
+        leads = {move: cost.fixed_s for move, cost in self._moved.items()} | {Move.FETCH: self._fetch_lead_s}
+        self._lead = {move: share(_negative(lead_s)) for move, lead_s in leads.items()}
+        self._asking = share(_negative(self._ask_s))
 
     def computed(self, num_pages: float, seconds: float) -> None:
         """A forward computed that many pages of prompts."""
@@ -117,10 +191,76 @@ class NoRegret:
             cost.forget()
         cost.add(num_pages, seconds)
 
+    def ended(self, asked: int, num_pages: int) -> None:
+        """All reads of a fetch of `asked` pages are back, with so many. Agreed numbers."""
+        self._drought.ended(asked, num_pages)
+
+    def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
+        """A read of `asked` pages brought so many, in seconds as measured here."""
+        failed = self._failed_before(self._reads, seconds)
+        if failed is None:
+            return
+        for wasted_s in (*failed, 0.0 if num_pages else seconds):
+            self._waste_s = KEPT * self._waste_s + (1 - KEPT) * wasted_s
+        cost = self._moved[Move.FETCH]
+        if num_pages >= asked or (num_pages and seconds > cost.fixed_s() + num_pages * cost.page_s()):
+            self.moved(Move.FETCH, num_pages, seconds)
+
+    def answered(self, asked: int, read: int, seconds: float) -> None:
+        """A lookup of `asked` pages was answered, and a fetch of `read` of them taken."""
+        self._use = KEPT * self._use + (1 - KEPT) * min(1.0, read / asked if asked else 0.0)
+        failed = self._failed_before(self._lookups, seconds)
+        if failed is None:
+            return
+        if 0 < 2 * seconds < self._ask_s():
+            self._asked.forget()
+        for took_s in (*failed, seconds):
+            self._asked.add(1, took_s)
+
+    def asks(self, num_pages: int) -> bool:
+        """The decision, likewise: whether storage is asked for `num_pages`."""
+        speed, asking_s = self._computing(), -self._asking()
+        if not self.enabled or speed <= 0 or asking_s <= 0:
+            return True
+        computing_s = num_pages / speed
+        if asking_s <= computing_s * max(MIN_USE, self._use):
+            return True
+        self._ask_allowance_s += PROBE_SHARE * computing_s
+        if asking_s <= self._ask_allowance_s:
+            self._ask_allowance_s = 0.0
+            self.num_probes += 1
+            return True
+        self.num_unasked += num_pages
+        return False
+
+    def _ask_s(self) -> float:
+        rate = self._asked.rate()
+        return 1 / rate if rate else 0.0
+
+    def _fetch_lead_s(self) -> float:
+        return self._moved[Move.FETCH].fixed_s() + self._waste_s
+
+    def _failed_before(self, calls: _Calls, seconds: float) -> list[float] | None:
+        """Of calls in a row that failed before one that has not, how long they took. None: it has failed, or
+        says nothing of what storage costs now."""
+        troubles = self.troubles()
+        if troubles[0] != self._num_changes:
+            self._num_changes, self._waste_s = troubles[0], 0.0
+            for cost in (self._asked, self._moved[Move.FETCH]):
+                cost.forget()
+            for one in (self._lookups, self._reads):
+                one.begin_anew(troubles)
+            return None
+        return calls.failed_before(troubles, seconds)
+
     def takes(self, move: Move, num_pages: int) -> bool:
         """The decision, from agreed numbers alone: whether `num_pages` are moved and not computed again."""
+        if move is Move.FETCH and self.enabled and self._drought.refuses():
+            self.num_refused[move] += num_pages
+            return False
         speed = self._computing()
-        if not self.enabled or speed <= 0 or self._speed[move]() <= 0:
+        is_known = self._speed[move]() > 0 or self._lead[move]() < 0
+        if not self.enabled or speed <= 0 or not is_known:
             return True
         computing_s = num_pages / speed
         moving_s = sum(self.predicted_s(m, num_pages) for m in {move, Move.LOAD})
@@ -137,7 +277,7 @@ class NoRegret:
     def predicted_s(self, move: Move, num_pages: int) -> float:
         """What a transfer is predicted to take, of agreed numbers; 0 if nothing is known."""
         speed = self._speed[move]()
-        return num_pages / speed - self._lead[move]() if speed > 0 else 0.0
+        return (num_pages / speed if speed > 0 else 0.0) - self._lead[move]()
 
     def rates(self) -> dict[str, float]:
         """Pages per second, as measured here: computed, and moved by kind. 0: not known yet."""

@@ -27,6 +27,7 @@ GUARD_KEYS = (
     "staging_size",
     "breaker_failures",
     "breaker_retry_s",
+    "breaker_retry_max_s",
     "admin_timeout_s",
     "join_timeout_s",
     "join_retry_s",
@@ -51,6 +52,7 @@ def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
         breaker=BreakerLimits(
             failures_to_open=options.integer("breaker_failures", default.breaker.failures_to_open, 1),
             retry_after_s=options.seconds("breaker_retry_s", default.breaker.retry_after_s),
+            retry_max_s=options.seconds("breaker_retry_max_s", default.breaker.retry_max_s),
         ),
         admin_timeout_s=options.seconds("admin_timeout_s", default.admin_timeout_s, 0.001, MAX_TIMEOUT_S),
     )
@@ -91,7 +93,7 @@ def open_guarded(name: str, context: StorageContext, clock: Callable[[], float])
     """The same at once, whatever the context says: Unreachable where the store does not answer."""
     _check_left_behind(name)
     limits, context = guard_limits(context.extra_config), coded(context)
-    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock)
+    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock, name=name)
 
 
 def _check_left_behind(name: str) -> None:

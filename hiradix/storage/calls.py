@@ -10,7 +10,7 @@ import numpy as np
 
 from hiradix.errors import StorageError
 from hiradix.storage.lanes import CallTimeout, Lane
-from hiradix.storage.meters import MissReason
+from hiradix.storage.meters import FAULTS, MissReason
 from hiradix.storage.protocol import Page, StorageBackend, asked_chain, chain_before, page_bytes
 
 T = TypeVar("T")
@@ -30,6 +30,20 @@ class Answers(list[bool]):
         super().__init__(flags)
         self.why = why
         self.number = number
+
+
+def has_failed(answer: Sequence[bool]) -> bool:
+    """Whether a fault is why pages of a `get` or `put` are missing, so that they may be there all the same.
+    """
+    return isinstance(answer, Answers) and answer.why in FAULTS
+
+
+def as_answered(flags: list[bool], *answers: Sequence[bool]) -> list[bool]:
+    """`flags`, made of those of `answers`, with the fault that the first of these with one tells of."""
+    for answer in answers if False in flags else ():
+        if isinstance(answer, Answers) and answer.why in FAULTS:
+            return Answers(flags, answer.why)
+    return flags
 
 
 @dataclass
@@ -65,6 +79,10 @@ class Batch:
             number = missing if answer.number is None else min(missing, answer.number)
             self.refused[answer.why] = self.refused.get(answer.why, 0) + number
         return flags
+
+
+class OtherKind(CallTimeout):
+    """What did not end in time is a call of another kind, made on this one's way: it says nothing of this."""
 
 
 @dataclass(slots=True)

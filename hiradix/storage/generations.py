@@ -35,7 +35,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from hiradix.storage import quantise
-from hiradix.storage.breaker import BreakerState
+from hiradix.storage.breaker import BreakerState, Troubles
+from hiradix.storage.calls import has_failed
 from hiradix.storage.components import ComponentPages, Stores
 from hiradix.storage.guard import GuardedStorage
 from hiradix.storage.joining import WhenJoined
@@ -61,6 +62,7 @@ MOST_REJECTED = 1024
 _BITS = 256
 _NUMBER_ONE = {"bfloat16": b"\x80\x3f", "float16": b"\x00\x3c", "float32": b"\x00\x00\x80\x3f"}
 _NO_LABEL = bytes(32)
+_UNREAD = b"a record that a fault kept from being read"
 
 
 class PageDifference(Protocol):
@@ -225,7 +227,7 @@ class Generations:
             scope.num_puts += 1
             if scope.is_due or scope.num_puts % LOOK_AGAIN_PUTS == 0:
                 self._look(scope)
-            if not scope.trusted[component] or scope.num_puts <= COMPARED_PUTS:
+            if not scope.is_unread and (not scope.trusted[component] or scope.num_puts <= COMPARED_PUTS):
                 self._compare(scope, component, keys, pages)
             if not self._trust.stores:
                 return None
@@ -264,11 +266,14 @@ class Generations:
 
     def _retry(self, scope: _Scope) -> None:
         """The witness was compared before the store could be asked, or before another rank had put its pages:
-        again, with lookups ever further apart."""
+        again, with lookups ever further apart; where records could not be read, as soon as reads are let
+        through again."""
+        if self._trust.witness is None or (scope.is_unread and not self._guards[0].may_read):
+            return
         scope.num_unserved += 1
         number = scope.num_unserved
-        is_its_turn = number <= 16 or not number & (number - 1)
-        if self._trust.witness is None or not is_its_turn or not scope.lock.acquire(blocking=False):
+        is_its_turn = scope.is_unread or number <= 16 or not number & (number - 1)
+        if not is_its_turn or not scope.lock.acquire(blocking=False):
             return
         try:
             self._prove(scope, self._trust.witness)
@@ -277,21 +282,29 @@ class Generations:
 
     def _prove(self, scope: _Scope, witness: Witness) -> None:
         self._look(scope)
-        for component in range(len(self._guards)):
+        for component in range(0 if scope.is_unread else len(self._guards)):
             for label in scope.unknown(component):
                 self._compare_one(scope, component, label, list(witness.of(component)), needs_all=True)
         if not all(scope.trusted) and self._trust.stores:
             self._begin(scope)
 
     def _look(self, scope: _Scope) -> None:
-        """Read the records; what is ours and has gone is put again."""
+        """Read the records; what is ours and has gone is put again.
+
+        With the first that a fault keeps from being read it ends, and says nothing of what is there: what
+        could not be read is not taken for gone, and looked at again.
+        """
         scope.is_due = not self._stores.is_joined
+        scope.is_unread = False
         found: dict[bytes, bytes] = {}
         if self._trust.shared_names:
             found[_NO_LABEL] = b""
         slots: dict[bytes, int] = {}
         for slot in range(NUM_SLOTS):
             record = self._read_record(scope, slot)
+            if record is _UNREAD:
+                scope.is_due = scope.is_unread = True
+                return
             if record is not None:
                 label = _label_of(record)
                 slots[label] = slot
@@ -333,7 +346,11 @@ class Generations:
         of, num_same = self._components[component], 0
         for key, page in mine:
             theirs = bytearray(len(page))
-            if not self._guards[component].get(renamed([key], label), [[memoryview(theirs)]])[0]:
+            answer = self._guards[component].get(renamed([key], label), [[memoryview(theirs)]])
+            if has_failed(answer):
+                scope.is_due = scope.is_unread = True
+                return
+            if not answer[0]:
                 continue
             self._figures["pages_compared"] += 1
             own = quantise.rounded(page, of.elements) if self._trust.rounds else memoryview(page)
@@ -410,7 +427,10 @@ class Generations:
             if not ok:
                 return None
             back = self._read_record(scope, slot)
-            if back is None:  # something else has the name, or it cannot be read just now
+            if back is _UNREAD:
+                scope.is_due = scope.is_unread = True
+                return None
+            if back is None:  # something else has the name
                 continue
             scope.used_slots.add(slot)
             if _label_of(back) == label:
@@ -424,11 +444,12 @@ class Generations:
         return memoryview(page)
 
     def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
-        """The numbers of a slot's record; None where there is none."""
+        """The numbers of a slot's record; None where there is none, `_UNREAD` where that cannot be told."""
         page, length = bytearray(self._components[0].page_bytes), _record_bytes(self._components[0])
         with as_use(Use(is_chain=False)):
-            if not self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])[0]:
-                return None
+            answer = self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])
+            if not answer[0]:
+                return _UNREAD if has_failed(answer) else None
         return bytes(page[:length]) if page.count(0, length) == len(page) - length else None
 
 
@@ -437,8 +458,8 @@ class _Scope:
     """What is known of the generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
-    seen. is_due: the records are to be looked at; must_put: and ours is to be put again. lock: of
-    all but reading `trusted`.
+    seen. is_due: the records are to be looked at; is_unread: as a fault kept them from being read; must_put:
+    and ours is to be put again. lock: of all but reading `trusted`.
     """
 
     name: str
@@ -451,6 +472,7 @@ class _Scope:
     records: dict[bytes, bytes] = field(default_factory=dict)
     used_slots: set[int] = field(default_factory=set)
     is_due: bool = True
+    is_unread: bool = False
     must_put: bool = False
     num_puts: int = 0
     num_unserved: int = 0
@@ -527,6 +549,10 @@ class _Part:
     @property
     def wants_tenant(self) -> bool:
         return self._guard.wants_tenant
+
+    @property
+    def troubles(self) -> Troubles:
+        return self._guard.troubles
 
     @property
     def wants_computed(self) -> bool:

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 from hiradix.errors import Misuse
-from hiradix.os_memory import address_of
-from hiradix.storage.breaker import Breaker, BreakerLimits, BreakerState
-from hiradix.storage.calls import BadAnswer, Batch, LaneSession, Session, checked_count
+from hiradix.os_memory import address_of, staging_memory
+from hiradix.storage.breaker import NO_TROUBLES, Breaker, BreakerLimits, Breakers, BreakerState, Troubles
+from hiradix.storage.calls import Answers, BadAnswer, Batch, LaneSession, OtherKind, Session, checked_count
 from hiradix.storage.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, chunks, growing
-from hiradix.storage.meters import Histogram, Meters, MissReason, Op
+from hiradix.storage.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
+from hiradix.storage.meters import FAULTS, Histogram, Meters, MissReason, Op
 from hiradix.storage.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer
@@ -34,13 +34,21 @@ logger = logging.getLogger(__name__)
 SHORT_PIECE_BYTES = 1 << 20
 WIDE_PIECE_BYTES = 64 << 20
 """Most that `Traits.width` makes of a piece."""
+DELETE_KEY_S = 0.001
+"""What a deletion may take for each key, beside the deadline."""
+AWAITED = (Op.EXISTS, Op.GET)
+"""Calls that requests wait for: one that takes most of its time is as bad as one that takes all of it."""
+_CLOSED = BreakerState.CLOSED
+_NAMES = {Op.EXISTS: "lookups", Op.GET: "reads", Op.PUT: "writes", Op.DELETE: "deletions"}
 
 
 @dataclass(frozen=True)
 class GuardLimits:
     """How far a backend is trusted.
 
-    deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages.
+    deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages. A lookup or
+    read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is
+    used.
     num_workers: calls that may be in a backend at once; with all of them hung, calls are misses.
     staging_bytes: memory of each worker; longer batches pass in pieces, and two of these are in memory then.
     checksum: False stores and checks identity and length only.
@@ -65,7 +73,9 @@ class GuardedStorage:
         limits: GuardLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         lanes: LanePool | None = None,
+        name: str = "",
     ):
+        self.name = name or type(backend).__name__
         self.limits = limits = limits or GuardLimits()
         self.backend = backend
         self._clock = clock
@@ -75,13 +85,14 @@ class GuardedStorage:
         self._register = getattr(backend, "register", _nothing)
         self._digest = fingerprint.digest()
         sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
-        self._staged = Staged(None if self._traits.verifies else sealer, lambda names: backend.delete(names))
+        self._staged = Staged(None if self._traits.verifies else sealer, self._delete_within)
         self._direct = DirectCalls() if self._traits.direct else None
         if not (self._traits.verifies or not self._traits.direct):
             raise Misuse("a direct backend must verify its pages")
-        self._breaker = Breaker(limits.breaker, clock)
+        self.breakers = Breakers(limits.breaker, clock)
         self._lanes = lanes or LanePool(limits.num_workers)
         self._meters = Meters()
+        self._page_bytes = 0  # of a page that was read or stored here
         self._states = StoreStates(type(backend).__name__)
         self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
         self._backend_stats: Mapping[str, float] = {}
@@ -89,12 +100,12 @@ class GuardedStorage:
         self._ends_lanes = True
 
     def beside(self, backend: StorageBackend, fingerprint: PageFingerprint) -> GuardedStorage:
-        """A guard of other pages in the same store, with this one's workers, breaker and figures of calls.
+        """A guard of other pages in the same store, with this one's workers, breakers and figures of calls.
 
         Close it before this one.
         """
-        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._lanes)
-        other._breaker, other._meters, other._ends_lanes = self._breaker, self._meters, False
+        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._lanes, self.name)
+        other.breakers, other._meters, other._ends_lanes = self.breakers, self._meters, False
         return other
 
     @property
@@ -115,15 +126,24 @@ class GuardedStorage:
     # -- pages --------------------------------------------------------------------------
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        """How many leading keys are there: a hint. 0 on any fault."""
-        found = 0
+        """How many leading keys are there: a hint. 0 on any fault, and while nothing can be read.
+
+        The first lookup that finds something after reads' retry interval reads a page, to see whether that
+        works again.
+        """
+        found, reads = 0, self.breakers.of(Op.GET)
 
         def ask(session: Session) -> None:
             nonlocal found
             work = partial(self.backend.exists, self._names(keys), self._names(prefix_keys))
             found = checked_count(session.run(work), len(keys))
 
-        reason, duration_s = self._call(Op.EXISTS, keys, 0, ask)
+        if reads.may_pass:
+            reason, duration_s = self._call(Op.EXISTS, keys, 0, ask)
+        else:
+            reason, duration_s = MissReason.BREAKER_OPEN, None
+        if found and reads.state is not _CLOSED and not self._can_read(reads, keys[:1], prefix_keys):
+            reason, found = MissReason.BREAKER_OPEN, 0
         absent = len(keys) - found
         missed = ((reason or MissReason.ABSENT, absent),) if absent else ()
         self._meters.of(Op.EXISTS).ended(duration_s, found, 0, missed)
@@ -134,7 +154,8 @@ class GuardedStorage:
     ) -> list[bool]:
         """Read pages into `into`; True only for pages proven to be what was stored.
 
-        Others are untouched, or undefined if the backend is direct or fills pages in place.
+        Others are untouched, or undefined if the backend is direct or fills pages in place. `has_failed` of
+        the answer tells whether a fault has kept pages from being read.
         """
         batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
         return self._move(Op.GET, batch)
@@ -152,6 +173,19 @@ class GuardedStorage:
         """
         batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
         return self._move(Op.PUT, batch)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a read would be let through now, be it as the one that finds out."""
+        return not self._closed and self.breakers.of(Op.GET).may_pass
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of lookups and reads, here and in stores within."""
+        within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)
+        lookups, reads = self.breakers.of(Op.EXISTS), self.breakers.of(Op.GET)
+        changes = lookups.num_changes + reads.num_changes
+        return within.and_those(Troubles(changes, lookups.num_failed, reads.num_failed))
 
     @property
     def wants_prefix_keys(self) -> bool:
@@ -179,9 +213,13 @@ class GuardedStorage:
         return [False] * num_pages
 
     def delete(self, keys: Sequence[str]) -> bool:
-        """Forget keys; False when the backend failed."""
-        names = self._names(keys)
-        return self._admin("delete", lambda: self.backend.delete(names))
+        """Forget keys; False when the backend failed, or did not answer within the deadline."""
+        work = partial(self.backend.delete, self._names(keys))
+        num_bytes = int(DELETE_KEY_S * len(keys) * self.limits.bytes_per_s)
+        reason, duration_s = self._call(Op.DELETE, keys, num_bytes, lambda session: session.run(work))
+        missed = () if reason is None else ((reason, len(keys)),)
+        self._meters.of(Op.DELETE).ended(duration_s, 0 if reason else len(keys), 0, missed)
+        return reason is None
 
     # -- lifecycle ----------------------------------------------------------------------
 
@@ -213,8 +251,8 @@ class GuardedStorage:
 
     @property
     def state(self) -> BreakerState:
-        """The breaker's state."""
-        return self._breaker.state
+        """The worst state of the breakers of all kinds of calls; `breakers` has them one by one."""
+        return self.breakers.state
 
     def histograms(self) -> Mapping[Op, Histogram]:
         """Durations of calls that reached the backend."""
@@ -226,8 +264,7 @@ class GuardedStorage:
             self._refresh_stats()
         return {
             **self._meters.snapshot(),
-            "breaker_open": float(self._breaker.state is not BreakerState.CLOSED),
-            "breaker_opened": self._breaker.num_opened,
+            **self.breakers.figures(),
             "workers_busy": self._lanes.num_busy,
             "late_answers": self._lanes.num_late,
             "joined": 1.0,
@@ -250,6 +287,8 @@ class GuardedStorage:
         keys, sizes = batch.keys, sizes_of(batch.pages)
         if len(keys) != len(sizes):
             raise Misuse(f"{len(keys)} keys for {len(sizes)} pages")
+        if sizes and not self._page_bytes:
+            self._page_bytes = sizes[0]
         total_bytes = sum(sizes)
 
         def move(session: Session) -> None:
@@ -266,7 +305,9 @@ class GuardedStorage:
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
         self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
-        return batch.ok
+        if reason is None:
+            reason = next((why for why in batch.refused if why in FAULTS), None)
+        return batch.ok if reason is None or num_done == len(sizes) else Answers(batch.ok, reason)
 
     def _tell(self, batch: Batch) -> None:
         """Say that pages did not pass the checks here; a backend that verifies says so itself."""
@@ -305,43 +346,94 @@ class GuardedStorage:
             return MissReason.CLOSED, None
         if self._direct is not None and self._direct.overdue(start_s):
             return MissReason.BUSY, None
-        admission = self._breaker.admit()
+        breaker = self.breakers.of(op)
+        admission = breaker.admit()
         if admission is None:
             return MissReason.BREAKER_OPEN, None
-        reason, why = None, ""
+        bytes_s = num_bytes / self.limits.bytes_per_s
+        limit_s = self.limits.deadline_s + bytes_s
+        quick_s = self.limits.deadline_s / 2 + bytes_s if op in AWAITED else limit_s
+        if breaker.state is BreakerState.HALF_OPEN:
+            limit_s = quick_s
+        reason: MissReason | None = None
+        ok: bool | None = True
+        why = ""
         try:
-            self._within(start_s + self.limits.deadline_s + num_bytes / self.limits.bytes_per_s, body)
-        except (CallTimeout, NoLane, BadAnswer, BadKey) as error:
-            reason, why = _FAULTS[type(error)], str(error)
+            self._within(op, start_s + limit_s, body)
+        except BadKey as error:
+            reason, why, ok = MissReason.BAD_KEY, str(error), None
+        except (CallTimeout, NoLane, BadAnswer) as error:
+            is_of_others = isinstance(error, OtherKind | OthersBusy)
+            reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
         except Exception as error:  # a backend may raise anything; none of it may reach a request
-            reason, why = MissReason.ERROR, f"{type(error).__name__}: {error}"
+            reason, why, ok = MissReason.ERROR, f"{type(error).__name__}: {error}", False
         duration_s = self._clock() - start_s
-        if self._breaker.record(admission, reason is None or reason is MissReason.BAD_KEY):
-            logger.warning("storage breaker is now %s %s", self._breaker.state.value, why)
-        elif reason is not None:
-            logger.info("storage %s failed: %s", op.value, why)
+        if ok and duration_s > quick_s:
+            why, ok = f"took {duration_s:.3f} s, more than {quick_s:.3f} s", False
+        self._record(op, breaker.record(admission, ok), why)
         return reason, duration_s
 
-    def _within(self, deadline: float, body: Callable[[Session], None]) -> None:
+    def _record(self, op: Op, is_news: bool, why: str) -> None:
+        """Say how a call ended: where that changes what is done with calls of its kind, in a warning."""
+        breaker, what = self.breakers.of(op), f"{_NAMES[op]} of {self.name}"
+        if is_news and breaker.state is _CLOSED:
+            logger.warning("storage breaker is now closed for %s: they work again", what)
+        elif is_news:
+            also = "; lookups are misses until then" if op is Op.GET else ""
+            logger.warning(
+                "storage breaker is now open for %s, the last one: %s; one is tried in %g s%s",
+                what, why or "no answer", breaker.retry_s, also,
+            )  # fmt: skip
+        elif why:
+            logger.info("storage %s failed: %s", op.value, why)
+
+    def _within(self, op: Op, deadline: float, body: Callable[[Session], None]) -> None:
         if self._direct is None:
-            with self._lanes.lane(deadline - self._clock()) as lane:
-                self._begin(LaneSession(self._clock, deadline, lane, self._refresh_stats), body)
+            with self._lanes.lane(deadline - self._clock(), kind=op) as lane:
+                body(LaneSession(self._clock, deadline, lane, self._refresh_stats))
             return
         session = Session(self._clock, deadline)
         number = self._direct.begin(deadline)
         try:
-            self._begin(session, body)
+            body(session)
         finally:
             self._direct.end(number)
         late_s = -session.left_s()
         if late_s > 0:
             raise CallTimeout(f"ended {late_s:.3f} s late")
 
-    def _begin(self, session: Session, body: Callable[[Session], None]) -> None:
-        """Run `body`, after a ping where it is the breaker's probe."""
-        if self._breaker.state is BreakerState.HALF_OPEN:
-            session.run(self._ping)
-        body(session)
+    def _can_read(self, reads: Breaker, keys: Sequence[str], prefix_keys: Sequence[str]) -> bool:
+        """Whether what a lookup has found may be read after all: one page is, where that is to be tried.
+
+        A direct backend's pages have to be the caller's own, and how long a page is may not be known yet:
+        then the read that follows the lookup is the one that is tried.
+        """
+        if self._direct is not None or not self._page_bytes:
+            return reads.may_pass
+        self.get(keys, [[staging_memory(self._page_bytes)]], prefix_keys or None)
+        return reads.state is _CLOSED
+
+    def _delete_within(self, session: LaneSession, names: Sequence[str]) -> bool:
+        """Delete names on a put's way. A deletion that fails is none of the put's faults, and one that hangs
+        keeps no worker from puts."""
+        breaker = self.breakers.of(Op.DELETE)
+        admission = None if self._lanes.is_full(Op.DELETE) else breaker.admit()
+        if admission is None:
+            return False
+        lane = session.lane
+        before, lane.kind = lane.kind, Op.DELETE
+        try:
+            session.run(partial(self.backend.delete, names))
+        except CallTimeout as error:
+            self._record(Op.DELETE, breaker.record(admission, False), str(error))
+            raise OtherKind(f"a deletion before it: {error}") from error
+        except Exception as error:  # as in _call
+            lane.kind = before
+            self._record(Op.DELETE, breaker.record(admission, False), f"{type(error).__name__}: {error}")
+            return False
+        lane.kind = before
+        self._record(Op.DELETE, breaker.record(admission, True), "")
+        return True
 
     def _refresh_stats(self) -> None:
         """Take the backend's figures: after a call, on its worker; a direct one's when they are asked for."""
@@ -409,7 +501,8 @@ _UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
 """Of pages that a backend answered no for, and nothing more."""
 _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
+    OtherKind: MissReason.TIMEOUT,
     NoLane: MissReason.BUSY,
+    OthersBusy: MissReason.BUSY,
     BadAnswer: MissReason.BAD_ANSWER,
-    BadKey: MissReason.BAD_KEY,
 }

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hiradix.errors import ConfigError, Unreachable
-from hiradix.storage.breaker import BreakerState
+from hiradix.storage.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
+from hiradix.storage.calls import Answers
 from hiradix.storage.lanes import LEFT_BEHIND
 from hiradix.storage.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.not_joined import NotJoined
@@ -49,6 +50,12 @@ class StoragePart(Protocol):
 
     @property
     def is_joined(self) -> bool: ...
+
+    @property
+    def may_read(self) -> bool: ...
+
+    @property
+    def troubles(self) -> Troubles: ...
 
     @property
     def wants_prefix_keys(self) -> bool: ...
@@ -396,7 +403,19 @@ class JoiningStorage:
     def _missed(self, op: Op, num_pages: int) -> list[bool]:
         reason = MissReason.CLOSED if self._joiner.is_closed else MissReason.NOT_JOINED
         self._joiner.meters.of(op).ended(None, 0, 0, ((reason, num_pages),))
-        return [False] * num_pages
+        return Answers([False] * num_pages, reason)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a read would be let through now."""
+        store = self._store
+        return store is not None and store.may_read
+
+    @property
+    def troubles(self) -> Troubles:
+        """As a guard has them; being joined is a change."""
+        store = self._store
+        return NO_TROUBLES if store is None else store.troubles.and_those(Troubles(changes=1))
 
     @property
     def wants_prefix_keys(self) -> bool:
@@ -463,8 +482,9 @@ class JoiningStorage:
         """Figures by name, with what was missed before the store was joined."""
         store, before = self._store, self._joiner.meters.snapshot()
         if store is None:
-            none = {"breaker_open": 1.0, "breaker_opened": 0, "workers_busy": 0, "late_answers": 0}
-            return {**before, **none, **self._joiner.figures()}
+            none = breaker_figures(dict.fromkeys(Op, BreakerState.OPEN), dict.fromkeys(Op, 0))
+            idle = {"workers_busy": 0, "late_answers": 0}
+            return {**before, **none, **idle, **self._joiner.figures()}
         missed = {name: value for name, value in before.items() if "_missed_" in name}
         found = dict(store.stats())
         for name, value in missed.items():

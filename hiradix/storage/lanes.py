@@ -8,7 +8,8 @@ is what the copy between staging and pages buys; it runs at memory speed and out
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
@@ -30,6 +31,10 @@ class NoLane(Exception):
     """No worker came free in time."""
 
 
+class OthersBusy(NoLane):
+    """No worker came free in time, and none was left behind in a call of this kind: it says nothing of it."""
+
+
 class _Call:
     def __init__(self, work: Callable[[], Any]):
         self.work = work
@@ -47,6 +52,7 @@ class Lane:
         self._on_late_end = on_late_end
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
         self._memory = [memoryview(b""), memoryview(b"")]
+        self.kind: Hashable = None  # of the call that it is in; read when that is left behind and ends late
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
@@ -116,12 +122,17 @@ LEFT_BEHIND = LeftBehind()
 
 
 class LanePool:
-    """At most `num_lanes` lanes, made when first needed."""
+    """At most `num_lanes` lanes in calls that somebody waits for, made when first needed.
+
+    Calls that were left behind count for those of their own kind only: with `num_lanes` reads hung no further
+    read is begun, and lookups and writes go on.
+    """
 
     def __init__(self, num_lanes: int):
         self._num_lanes = num_lanes
         self._free: list[Lane] = []
         self._num_made = 0
+        self._left: Counter[Hashable] = Counter()  # calls by kind that nobody waits for any more
         self._changed = threading.Condition()
         self._closed = False
         self._left_behind = LEFT_BEHIND
@@ -134,21 +145,26 @@ class LanePool:
             return self._num_made - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float, extra: bool = False) -> Iterator[Lane]:
+    def lane(self, timeout_s: float, extra: bool = False, kind: Hashable = None) -> Iterator[Lane]:
         """A lane of one's own; NoLane when all stay busy for `timeout_s` or the pool is closed.
 
-        extra: where all stay busy it is one more. After a CallTimeout in the body the lane comes back by
-        itself when its call ends.
+        extra: where all stay busy it is one more. kind: of the call it is for. After a CallTimeout in the
+        body the lane comes back by itself when its call ends.
         """
-        lane = self._acquire(timeout_s, extra)
+        lane = self._acquire(timeout_s, extra, kind)
         try:
             yield lane
         except CallTimeout:
+            self._leave(lane.kind, 1)
             raise
         except BaseException:
             self._put_back(lane)
             raise
         self._put_back(lane)
+
+    def is_full(self, kind: Hashable) -> bool:
+        """Whether as many calls of a kind were left behind as there may be calls at once."""
+        return self._left[kind] >= self._num_lanes
 
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
@@ -162,29 +178,40 @@ class LanePool:
         for lane in free:
             lane.stop()
 
-    def _acquire(self, timeout_s: float, extra: bool) -> Lane:
+    def _acquire(self, timeout_s: float, extra: bool, kind: Hashable) -> Lane:
         with self._changed:
-            self._changed.wait_for(self._may_acquire, max(0.0, timeout_s))
-            if self._closed or not (extra or self._may_acquire()):
-                raise NoLane("all workers are in calls that have not ended")
-            if self._free:
-                return self._free.pop()
-            self._num_made += 1
-        return Lane(self._late)
+            self._changed.wait_for(lambda: self._may_acquire(kind), max(0.0, timeout_s))
+            if self._closed or not (extra or self._may_acquire(kind)):
+                is_own = self._closed or self._left[kind] > 0
+                raise (NoLane if is_own else OthersBusy)("all workers are in calls that have not ended")
+            lane = self._free.pop() if self._free else None
+            self._num_made += lane is None
+        lane = lane or Lane(self._late)
+        lane.kind = kind
+        return lane
 
-    def _may_acquire(self) -> bool:
-        return self._closed or bool(self._free) or self._num_made < self._num_lanes
+    def _may_acquire(self, kind: Hashable) -> bool:
+        if self._closed:
+            return True
+        num_waited_for = self._num_made - len(self._free) - self._left.total()
+        return num_waited_for + self._left[kind] < self._num_lanes
+
+    def _leave(self, kind: Hashable, number: int) -> None:
+        with self._changed:
+            self._left[kind] += number
+            self._changed.notify_all()
 
     def _late(self, lane: Lane) -> None:
         with self._changed:
             self.num_late += 1
+        self._leave(lane.kind, -1)
         self._put_back(lane)
 
     def _put_back(self, lane: Lane) -> None:
         with self._changed:
             if not self._closed:
                 self._free.append(lane)
-                self._changed.notify()
+                self._changed.notify_all()
                 return
         self._left_behind.add(-1)
         lane.stop()

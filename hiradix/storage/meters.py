@@ -14,13 +14,15 @@ LATENCY_BOUNDS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0
 
 
 class Op(Enum):
-    """The calls that are measured. Each is itself only, which is a quicker key than its name is."""
+    """The kinds of calls, measured each for itself. Each is itself only, which is a quicker key than its name
+    is."""
 
     __hash__ = object.__hash__
 
     EXISTS = "exists"
     GET = "get"
     PUT = "put"
+    DELETE = "delete"
 
 
 class MissReason(Enum):
@@ -41,6 +43,15 @@ class MissReason(Enum):
     REFUSED = "refused"  # a put: the backend did not take it, and says no more
     LOST = "lost"  # what the store keeps its pages in was taken away from under it
     READ_ONLY = "read_only"  # a put: the store's folder cannot be written
+
+
+FAULTS = frozenset(
+    {
+        MissReason.ERROR, MissReason.TIMEOUT, MissReason.BUSY, MissReason.BAD_ANSWER,
+        MissReason.BREAKER_OPEN, MissReason.CLOSED, MissReason.NOT_JOINED, MissReason.LOST,
+    }
+)  # fmt: skip
+"""Reasons that say nothing of whether the store has a page."""
 
 
 @dataclass(frozen=True)

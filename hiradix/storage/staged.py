@@ -6,8 +6,7 @@ one is stored the chunk after it is copied and sealed. So neither network nor pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 
 from hiradix.errors import Misuse
 from hiradix.storage.calls import Batch, LaneSession
@@ -21,7 +20,7 @@ from hiradix.storage.spoilt import Spoilt
 Work = Callable[[range, Sequence[Page]], Callable[[], object]]
 """The backend's call for a chunk of the batch, whose bytes are in or go to those pages."""
 _Read = tuple[range, list[memoryview], list[bool]]
-_Write = tuple[range, Callable[[], object]]
+_Write = tuple[range, Callable[[], object], Collection[str]]
 _REASON = {
     Verdict.DAMAGED: MissReason.DAMAGED,
     Verdict.FOREIGN: MissReason.FOREIGN,
@@ -30,10 +29,12 @@ _REASON = {
 
 
 class Staged:
-    """Thread-safe. sealer: for pages whose backend does not verify them, else None. delete: the backend's.
+    """Thread-safe. sealer: for pages whose backend does not verify them, else None.
+
+    delete: removes names in the store during a put; False where it could not.
     """
 
-    def __init__(self, sealer: Sealer | None, delete: Callable[[Sequence[str]], None]):
+    def __init__(self, sealer: Sealer | None, delete: Callable[[LaneSession, Sequence[str]], bool]):
         self._sealer = sealer
         self._delete = delete
         self._spoilt = Spoilt()
@@ -72,7 +73,10 @@ class Staged:
                 self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
 
     def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
-        """Store the chunks `runs`; bad pages that were read under their names are deleted before."""
+        """Store the chunks `runs`; bad pages that were read under their names are deleted before.
+
+        Where they cannot be deleted they stay noted, and are not stored: the store would keep what it has.
+        """
         before: _Write | None = None
         try:
             for number, chunk in enumerate(runs):
@@ -81,11 +85,20 @@ class Staged:
                 done, before = before, None
                 _answer(batch, done)
                 spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
-                if spoilt:
-                    session.run(partial(self._delete, spoilt))
-                before = chunk, session.start(work(chunk, [[view] for view in views]))
+                kept = self._remove(session, spoilt) if spoilt else ()
+                before = chunk, session.start(work(chunk, [[view] for view in views])), kept
         finally:
             _answer(batch, before)
+
+    def _remove(self, session: LaneSession, spoilt: Sequence[str]) -> Collection[str]:
+        """Delete these; those that are still there."""
+        removed = False
+        try:
+            removed = self._delete(session, spoilt)
+        finally:
+            if not removed:
+                self._spoilt.note(spoilt)
+        return () if removed else frozenset(spoilt)
 
     def _fill(self, batch: Batch, chunk: range, views: Sequence[memoryview]) -> None:
         """Copy a chunk's pages to the staging memory, each with its seal."""
@@ -130,5 +143,7 @@ class Staged:
 def _answer(batch: Batch, write: _Write | None) -> None:
     """Wait for a chunk's call, and take its answers."""
     if write is not None:
-        chunk, ended = write
+        chunk, ended, kept = write
         batch.answered(chunk, ended())
+        for index in chunk if kept else ():
+            batch.ok[index] &= batch.names[index] not in kept

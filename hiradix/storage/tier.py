@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.breaker import Troubles
 from hiradix.storage.build import open_storage
-from hiradix.storage.calls import Answers
+from hiradix.storage.calls import Answers, as_answered
 from hiradix.storage.joining import StoragePart, WhenJoined
 from hiradix.storage.meters import MissReason
 from hiradix.storage.options import Options, flag
@@ -66,7 +67,8 @@ class TierBackend(StorageBackend):
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
     ) -> list[bool]:
         self._check([*keys, *(prefix_keys or ())])
-        ok = self.upper.get(keys, into, prefix_keys)
+        near = self.upper.get(keys, into, prefix_keys)
+        ok = list(near)
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
@@ -82,7 +84,7 @@ class TierBackend(StorageBackend):
                 self._num_promoted += sum(stored)
         if self._promote and gone:
             self.upper.delete(gone)
-        return ok
+        return as_answered(ok, answers, near)
 
     def put(
         self,
@@ -95,7 +97,7 @@ class TierBackend(StorageBackend):
         self._check([*keys, *(prefix_keys or ())])
         near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
         ok = [a or b for a, b in zip(near, far, strict=True)]
-        return Answers(ok, MissReason.READ_ONLY) if self.read_only else ok
+        return Answers(ok, MissReason.READ_ONLY) if self.read_only else as_answered(ok, far, near)
 
     @property
     def read_only(self) -> bool:
@@ -123,6 +125,11 @@ class TierBackend(StorageBackend):
         self._check(())
         if not self.upper.ping() and not self.lower.ping():
             raise StorageError("tier: neither the upper nor the lower store answers")
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of both stores."""
+        return self.upper.troubles.and_those(self.lower.troubles)
 
     def when_joined(self, call: WhenJoined) -> None:
         """`call` with each of the two stores that is joined later."""

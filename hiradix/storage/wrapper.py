@@ -8,6 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hiradix.storage.breaker import NO_TROUBLES, Troubles
+from hiradix.storage.calls import as_answered
 from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
 from hiradix.storage.spoilt import Spoilt
 
@@ -85,6 +87,12 @@ class Wrapper(StorageBackend):
     def register(self, memory: memoryview) -> None:
         getattr(self.inner, "register", _nothing)(memory)
 
+    @property
+    def troubles(self) -> Troubles:
+        """Of stores within."""
+        found: Troubles = getattr(self.inner, "troubles", NO_TROUBLES)
+        return found
+
     def when_joined(self, call: Callable[[Any], None]) -> None:
         """`call` with each store within that is joined later."""
         getattr(self.inner, "when_joined", _nothing)(call)
@@ -120,7 +128,7 @@ class CodingWrapper(Wrapper):
         stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
         ok = self._get(keys, [[view] for view in stored], prefix_keys)
         rows = zip(ok, keys, stored, into, strict=True)
-        return [good and self._read(key, view, page) for good, key, view, page in rows]
+        return as_answered([good and self._read(key, view, page) for good, key, view, page in rows], ok)
 
     def put(
         self,

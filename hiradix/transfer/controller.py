@@ -108,6 +108,7 @@ class TransferController:
         self.introduce = self._storage_jobs.introduce  # may take long: to be done on another thread
         self._detaching = False
         self._closed = False
+        self._num_attached = 0
         self._queued_loads: dict[Ticket, Copies] = {}
         self._desk = Desk(self._driver, runtime.clock)
         self._desk.on_finish = self._end_load_batch
@@ -260,6 +261,16 @@ class TransferController:
         return bool(self._storage_jobs.parts) and not self._detaching and not self._closed
 
     @property
+    def storage_troubles(self) -> tuple[int, int, int]:
+        """How often storage became another as far as what its calls cost, and how many lookups and reads
+        failed: see `storage.breaker.Troubles`. Attaching it is a change."""
+        changes, lookups, reads = self._num_attached << 32, 0, 0
+        for part in self._storage_jobs.parts:
+            more = getattr(part, "troubles", (0, 0, 0))
+            changes, lookups, reads = changes + more[0], lookups + more[1], reads + more[2]
+        return changes, lookups, reads
+
+    @property
     def attach_refusal(self) -> str | None:
         """Why no storage can be attached at the moment, or None."""
         if not self._storage_jobs.parts:
@@ -274,6 +285,7 @@ class TransferController:
         if self.attach_refusal is not None:
             raise StorageError(self.attach_refusal)
         self._storage_jobs.use(storage)
+        self._num_attached += 1
 
     def detach(self, timeout_s: float) -> bool:
         """Fail queued storage jobs, wait for running ones, let go of the backend (its owner closes it).

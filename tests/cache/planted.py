@@ -523,7 +523,7 @@ FAULTS = [
     Fault(
         "parts: a breaker each",
         "GuardedStorage.beside",
-        "_1._breaker, _1._meters, _1._ends_lanes = (self._breaker, self._meters, False)",
+        "_1.breakers, _1._meters, _1._ends_lanes = (self.breakers, self._meters, False)",
         "_1._meters, _1._meters, _1._ends_lanes = (self._meters, self._meters, False)",
     ),
     Fault(

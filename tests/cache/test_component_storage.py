@@ -167,10 +167,11 @@ class Ears:
         self._gate: NoRegret = self._reads.no_regret
         self._reads.no_regret = self
         self.takes, self.predicted_s = self._gate.takes, self._gate.predicted_s
+        self.asks, self.answered, self.ended = self._gate.asks, self._gate.answered, self._gate.ended
         self.heard: list[tuple[Move, int]] = []
 
-    def moved(self, move: Move, num_pages: int, seconds: float) -> None:
-        self.heard.append((move, num_pages))
+    def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
+        self.heard.append((Move.FETCH, num_pages))
 
     def leave(self) -> None:
         """The gate hears for itself again."""
@@ -489,7 +490,7 @@ def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
     ears.leave()
     world.restart()
     gate.enabled = True
-    gate.computed(1000, 1.0)
+    gate.computed(1000, 100.0)
     gate.moved(Move.FETCH, 1, 10.0)
     gets = len(world.gets)
     assert fetched(world, TOKENS) == 0 and len(world.gets) == gets

@@ -240,7 +240,7 @@ class Ledger:
 class ClockedWorld:
     """See the module's docstring."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.driver = ClockDriver()
         self.tiers = {move: Tier() for move in Move}

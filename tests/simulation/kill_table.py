@@ -330,6 +330,23 @@ BUGS = [
         "tests/storage/test_parts.py",
     ),
     bug(
+        "gray",
+        "calls of all kinds have one breaker",
+        "Breakers.of",
+        "self._of[_1]",
+        "self._of[Op.GET]",
+        "tests/storage/test_guard.py",
+    ),
+    bug(
+        "gray",
+        "what a fetch cost that brought nothing is not charged",
+        "NoRegret._fetch_lead_s",
+        "self._moved[Move.FETCH].fixed_s() + self._waste_s",
+        "self._moved[Move.FETCH].fixed_s()",
+        "tests/transfer/test_no_regret.py",
+        simulated=False,
+    ),
+    bug(
         "38",
         "a detach does not wait for the running job",
         "TransferController.detach",

@@ -127,6 +127,7 @@ class SimLane:
 
     def __init__(self, pool: SimLanes):
         self._pool = pool
+        self.kind: object = None
         self._memory = [memoryview(bytearray())] * 2
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
@@ -168,7 +169,7 @@ class SimLanes:
         return self._num_lanes - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float, extra: bool = False) -> Iterator[SimLane]:
+    def lane(self, timeout_s: float, extra: bool = False, kind: object = None) -> Iterator[SimLane]:
         if extra and not self._closed and not self._free:
             self.driver.advance(max(0.0, timeout_s))
             self._free.append(SimLane(self))
@@ -185,6 +186,10 @@ class SimLanes:
             self._free.append(lane)
             raise
         self._free.append(lane)
+
+    def is_full(self, kind: object) -> bool:
+        """Whether calls of a kind that were left behind have all workers: here all kinds share them."""
+        return not self._free
 
     def land(self) -> bool:
         """The oldest hung call ends after all, in its staging memory, which nobody waits for."""

@@ -122,7 +122,8 @@ def test_faults_are_misses(world: World, fault: Callable[..., Any]) -> None:
     put(world.storage, keys_of(3))
     for name in ("exists", "get", "put"):
         world.faulty.faults[name] = fault
-    assert world.storage.get(keys_of(3), [blank() for _ in range(3)]) == [False] * 3
+    for _ in range(2):
+        assert world.storage.get(keys_of(3), [blank() for _ in range(3)]) == [False] * 3
     assert world.storage.exists(keys_of(3)) == 0
     assert world.storage.state is BreakerState.OPEN
 
@@ -178,5 +179,5 @@ def test_a_probe_with_a_bad_key_ends() -> None:
     assert storage.state is BreakerState.OPEN
     storage.backend = good
     clock.now_s += LIMITS.breaker.retry_after_s
-    assert storage.exists(["../x"]) == 0
-    assert all(put(storage, keys_of(2))) and storage.state is BreakerState.CLOSED
+    assert storage.exists(["../x"]) == 0 and storage.state is BreakerState.OPEN, "that says nothing"
+    assert storage.exists(keys_of(1)) == 0 and storage.state is BreakerState.CLOSED

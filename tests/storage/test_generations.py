@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hiradix.storage import (
+    BreakerLimits,
     ComponentPages,
+    GuardedStorage,
+    GuardLimits,
     PageFingerprint,
     Trust,
     Witness,
@@ -28,6 +31,7 @@ from hiradix.storage.generations import (
     renamed,
 )
 from hiradix.storage.pieces import Use, as_use
+from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, memory_context, raise_error
 
 PAGE = 256
 KEYS = [hashlib.sha256(b"%d" % n).hexdigest() for n in range(8)]
@@ -405,3 +409,68 @@ def test_whatever_a_record_holds_is_no_fault(deployments: Deployments, content: 
     assert engine.put() == [True] * 8 and engine.reads_own()
     deployments.restart()
     assert deployments.asked("a").reads_own()
+
+
+# -- stores whose reads fail -----------------------------------------------------------------
+
+
+class Shared:
+    """A store in memory for engines of one claimed identity; `faulty.faults` is what its calls do."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.memory = MemoryBackend(memory_context(COMPONENTS[0].fingerprint, PAGE))
+        self.faulty = FaultyBackend(self.memory)
+        self.limits = GuardLimits(30.0, 1e12, breaker=BreakerLimits(3, 10.0, 10.0))
+
+    def open(self, weights: str) -> Engine:
+        guard = GuardedStorage(self.faulty, COMPONENTS[0].fingerprint, self.limits, self.clock)
+        return Engine(weights, trusted_stores(guard, COMPONENTS[:1], Trust(witness=witness_of(weights))))
+
+    def records(self) -> dict[str, bytes]:
+        """What is under the reserved names."""
+        names = tuple(record_key("", slot) for slot in range(NUM_SLOTS))
+        return {name: page for name, page in self.memory.pages.items() if name.endswith(names)}
+
+
+def test_records_that_cannot_be_read_are_not_taken_for_gone() -> None:
+    """Else a store whose writes work and whose reads do not would lose all records to the one of ours."""
+    world = Shared()
+    world.open("a").put()
+    world.open("b").put()
+    before = world.records()
+    assert len(before) == 2
+    engine = world.open("a")
+    world.faulty.faults["get"] = raise_error
+    for _ in range(2 * LOOK_AGAIN_PUTS):
+        engine.put(KEYS[:1])
+    newcomer = world.open("c")
+    assert newcomer.found() == 0 and newcomer.put() == [False] * 8
+    assert world.records() == before
+    world.faulty.faults.clear()
+    world.clock.now_s += 10.1
+    assert newcomer.put() == [True] * 8 and newcomer.reads_own() and len(world.records()) == 3
+
+
+def test_a_start_waits_for_one_read_that_hangs_and_lookups_for_few() -> None:
+    """And what was stored is found with the first lookup after reads have healed, however many there were."""
+    world = Shared()
+    world.open("a").put()
+    num_reads = 0
+
+    def hang(call: Callable[..., Any], *args: Any) -> Any:
+        nonlocal num_reads
+        num_reads += 1
+        world.clock.now_s += 31.0
+        raise OSError("no answer")
+
+    world.faulty.faults["get"] = hang
+    engine = world.open("a")
+    assert num_reads == 1
+    for _ in range(1000):
+        assert engine.found() == 0
+        engine.put(KEYS[:1])
+    assert num_reads == 3, "the breaker is open"
+    world.faulty.faults.clear()
+    world.clock.now_s += 10.1
+    assert engine.found() == 8 and engine.reads_own()

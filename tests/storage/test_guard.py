@@ -20,6 +20,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.breaker import Breaker
 from hiradix.storage.calls import LaneSession
+from hiradix.storage.meters import Op
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -563,10 +564,13 @@ THREE_THEN_TEN_S = GuardLimits(deadline_s=30.0, breaker=BreakerLimits(failures_t
 
 
 def open_breaker(world: World) -> None:
+    """All kinds of calls have failed."""
     world.fault(raise_error)
     for _ in range(3):
         assert world.storage.exists(keys_of(1)) == 0
-    assert world.storage.state is BreakerState.OPEN
+        assert not any(put(world.storage, keys_of(1))) and not any(hits(world.storage, keys_of(1)))
+    opened = [op for op, state in world.storage.breakers.states.items() if state is BreakerState.OPEN]
+    assert opened == [Op.EXISTS, Op.GET, Op.PUT] and world.storage.state is BreakerState.OPEN
 
 
 def test_failures_in_a_row_open_it_and_calls_stay_away(make: Make) -> None:
@@ -577,6 +581,7 @@ def test_failures_in_a_row_open_it_and_calls_stay_away(make: Make) -> None:
     assert world.storage.exists(keys_of(5)) == 0
     assert len(world.faulty.calls) == num_calls
     assert world.figure("get_missed_breaker_open") == 5 and world.figure("breaker_open") == 1
+    assert [world.figure(f"{op}_breaker_open") for op in ("exists", "get", "put", "delete")] == [1, 1, 1, 0]
 
 
 def test_failures_between_successes_do_not(make: Make) -> None:
@@ -586,13 +591,12 @@ def test_failures_between_successes_do_not(make: Make) -> None:
         world.storage.exists(keys_of(1))
         world.storage.exists(keys_of(1))
         world.fault(None)
-        assert all(put(world.storage, keys_of(1)))
+        world.storage.exists(keys_of(1))
     assert world.storage.state is BreakerState.CLOSED and world.figure("breaker_opened") == 0
 
 
 def test_misses_and_refusals_are_no_failures(make: Make) -> None:
     world = make(THREE_THEN_TEN_S)
-    world.memory.max_pages = 0
     world.fault(answer([False]), "put")
     for _ in range(10):
         put(world.storage, keys_of(1))
@@ -608,31 +612,174 @@ def test_back_within_one_probe_interval(make: Make) -> None:
     world.clock.now_s += 9.9
     assert not any(hits(world.storage, keys_of(3)))
     world.clock.now_s += 0.2
-    assert all(hits(world.storage, keys_of(3)))
-    assert world.storage.state is BreakerState.CLOSED and "ping" in world.faulty.calls
+    assert all(hits(world.storage, keys_of(3))) and all(put(world.storage, keys_of(3)))
+    assert world.storage.exists(keys_of(3)) == 3
+    assert world.storage.state is BreakerState.CLOSED
 
 
-def test_failed_probe_keeps_it_open(make: Make) -> None:
-    world = make(THREE_THEN_TEN_S)
-    open_breaker(world)
+def test_failed_probes_keep_it_open_and_double_the_interval(make: Make) -> None:
+    limits = BreakerLimits(failures_to_open=3, retry_after_s=10.0, retry_max_s=40.0)
+    world = make(GuardLimits(deadline_s=30.0, breaker=limits))
+    world.fault(raise_error, "put")
     for _ in range(3):
-        world.clock.now_s += 10.1
-        num_calls = world.faulty.calls.count("exists")
-        assert world.storage.exists(keys_of(1)) == 0 and world.storage.exists(keys_of(1)) == 0
-        assert world.faulty.calls.count("exists") == num_calls + 1, "one probe per interval"
+        put(world.storage, keys_of(1))
+    for interval_s in (10.0, 20.0, 40.0, 40.0):
+        num_calls = world.faulty.calls.count("put")
+        world.clock.now_s += interval_s - 0.1
+        assert not any(put(world.storage, keys_of(1))) and world.faulty.calls.count("put") == num_calls
+        world.clock.now_s += 0.2
+        assert not any(put(world.storage, keys_of(1))) and not any(put(world.storage, keys_of(1)))
+        assert world.faulty.calls.count("put") == num_calls + 1, "one probe per interval"
         assert world.storage.state is BreakerState.OPEN
-    assert world.figure("breaker_opened") == 4
+    assert world.figure("breaker_opened") == 5 == world.figure("put_breaker_opened")
 
 
-def test_failed_ping_spares_the_call(make: Make) -> None:
+def test_a_ping_says_nothing_of_calls(make: Make) -> None:
+    """One that hangs or fails keeps no call away that works."""
     world = make(THREE_THEN_TEN_S)
     open_breaker(world)
     world.fault(None)
     world.fault(raise_error, "ping")
     world.clock.now_s += 10.1
-    num_calls = world.faulty.calls.count("get")
-    assert not any(hits(world.storage, keys_of(1))) and world.faulty.calls.count("get") == num_calls
-    assert world.storage.state is BreakerState.OPEN
+    assert all(put(world.storage, keys_of(1))) and all(hits(world.storage, keys_of(1)))
+
+
+KINDS: dict[str, Callable[[World], object]] = {
+    "exists": lambda world: world.storage.exists(keys_of(2)) == 2,
+    "get": lambda world: all(hits(world.storage, keys_of(2))),
+    "put": lambda world: all(put(world.storage, keys_of(2))),
+    "delete": lambda world: world.storage.delete(keys_of(1, 90)),
+}
+
+
+@pytest.mark.parametrize("bad", KINDS)
+@pytest.mark.parametrize("how", ["error", "hang"])
+def test_a_kind_of_call_that_fails_leaves_the_others_alone(make: Make, bad: str, how: str) -> None:
+    """Others that work reset nothing of it, and are not kept from the store by it; hung calls not either."""
+    deadline_s = SHORT_S if how == "hang" else 30.0
+    world = make(GuardLimits(deadline_s, 1e12, num_workers=3, breaker=BreakerLimits(3, 10.0)))
+    put(world.storage, keys_of(2))
+    world.fault(world.faulty.hang if how == "hang" else raise_error, bad)
+    num_calls = world.faulty.calls.count(bad)
+    for _ in range(6):
+        for name, works in KINDS.items():
+            moot = bad == "get" and name == "exists" and world.storage.state is BreakerState.OPEN
+            if how == "error":  # a busy machine may miss a short deadline
+                assert bool(works(world)) == (name != bad and not moot), name
+            else:
+                works(world)
+    assert world.faulty.calls.count(bad) == num_calls + 3
+    if how == "error":
+        states = world.storage.breakers.states
+        assert [op.value for op, state in states.items() if state is BreakerState.OPEN] == [bad]
+
+
+def test_while_reads_fail_lookups_are_misses_until_a_read_has_worked(make: Make) -> None:
+    """A lookup finds out: by a page that is read, not by a call that works while reads hang."""
+    world = make(THREE_THEN_TEN_S)
+    put(world.storage, keys_of(3))
+    world.fault(raise_error, "get")
+    for _ in range(3):
+        hits(world.storage, keys_of(3))
+    world.faulty.calls.clear()
+    assert world.storage.exists(keys_of(3)) == 0 and not world.faulty.calls
+    assert world.figure("exists_missed_breaker_open") == 3 and all(put(world.storage, keys_of(3)))
+    world.clock.now_s += 10.1
+    world.faulty.calls.clear()
+    assert world.storage.exists(keys_of(2, 90)) == 0 and world.faulty.calls == ["exists", "stats"]
+    assert world.storage.exists(keys_of(3)) == 0 and world.storage.exists(keys_of(3)) == 0
+    assert world.faulty.calls.count("get") == 1, "one page by one lookup"
+    world.fault(None)
+    world.clock.now_s += 20.1
+    assert world.storage.exists(keys_of(3)) == 3 and all(hits(world.storage, keys_of(3)))
+    assert world.storage.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("bad", ["exists", "get"])
+def test_calls_that_take_most_of_their_time_are_failures(make: Make, bad: str) -> None:
+    """Their answers are used; a call that takes less than half of it is none."""
+    world = make(GuardLimits(2.0, 1e12, breaker=BreakerLimits(3, 10.0)))
+    put(world.storage, keys_of(2))
+
+    def takes(seconds: float) -> Callable[..., Any]:
+        def slow(call: Callable[..., Any], *args: Any) -> Any:
+            world.clock.now_s += seconds
+            return call(*args)
+
+        return slow
+
+    world.fault(takes(0.9), bad)
+    assert all(KINDS[bad](world) for _ in range(5)) and world.storage.state is BreakerState.CLOSED
+    world.fault(takes(1.9), bad)
+    assert all(KINDS[bad](world) for _ in range(3)) and world.storage.state is BreakerState.OPEN
+    world.fault(takes(1.9), "put")
+    assert all(KINDS["put"](world) for _ in range(5)), "nobody waits for a write"
+
+
+def test_probes_that_work_while_calls_do_not_cost_one_call_an_interval() -> None:
+    clock = FakeClock()
+    breaker = Breaker(BreakerLimits(3, 5.0, 20.0), clock)
+    num_failed = 0
+    for _ in range(1000):
+        clock.now_s += 1.0
+        while (admission := breaker.admit()) is not None:
+            is_probe = breaker.state is BreakerState.HALF_OPEN
+            num_failed += not is_probe
+            breaker.record(admission, is_probe)
+    assert num_failed <= 3 + 1000 / 20 + 3
+
+
+def test_a_breaker_may_be_opened_and_told_to_try_again() -> None:
+    clock = FakeClock()
+    breaker = Breaker(BreakerLimits(3, 5.0, 20.0), clock)
+    breaker.trip()
+    assert breaker.state is BreakerState.OPEN and breaker.admit() is None
+    breaker.retry_now()
+    probe = breaker.admit()
+    assert probe is not None and not breaker.record(probe, None) and breaker.state is BreakerState.OPEN
+    probe = breaker.admit()
+    assert probe is not None and breaker.record(probe, True) and breaker.state is BreakerState.CLOSED
+
+
+@pytest.mark.parametrize("how", ["error", "hang"])
+def test_deletions_on_a_puts_way_that_fail_are_no_failed_puts(make: Make, how: str) -> None:
+    """A damaged page is deleted before it is put again."""
+    deadline_s = SHORT_S if how == "hang" else 30.0
+    world = make(GuardLimits(deadline_s, 1e12, breaker=BreakerLimits(2, 10.0)))
+    put(world.storage, keys_of(2))
+    for name in list(world.memory.pages):
+        world.memory.pages[name] = b"x" * len(world.memory.pages[name])
+    world.fault(world.faulty.hang if how == "hang" else raise_error, "delete")
+    for _ in range(4):
+        hits(world.storage, keys_of(2))
+        assert not any(put(world.storage, keys_of(2)))
+    assert world.faulty.calls.count("delete") == 2
+    assert world.storage.breakers.states[Op.PUT] is BreakerState.CLOSED
+    assert all(put(world.storage, keys_of(1, 90)))
+    world.faulty.release.set()
+    world.fault(None, "delete")
+    world.clock.now_s += 10.1
+    assert all(put(world.storage, keys_of(2))) and all(hits(world.storage, keys_of(2)))
+
+
+def test_one_warning_for_each_change(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Hundreds of failures and a failed probe: one line that says what, of which store, and how; one when it
+    is over."""
+    world = make(THREE_THEN_TEN_S)
+    world.storage.name = "shelf"
+    put(world.storage, keys_of(1))
+    world.fault(raise_error, "get")
+    for _ in range(100):
+        hits(world.storage, keys_of(1))
+        world.clock.now_s += 1.0
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and "open for reads of shelf" in warnings[0] and "on fire" in warnings[0]
+    world.fault(None)
+    world.clock.now_s += 100.0
+    for _ in range(10):
+        hits(world.storage, keys_of(1))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 2 and "closed for reads of shelf" in warnings[1]
 
 
 @pytest.mark.parametrize("ended_well", [True, False])
@@ -653,7 +800,9 @@ def test_a_call_from_before_the_breaker_opened_says_nothing_after_it(ended_well:
 
 def test_only_one_caller_probes(make: Make) -> None:
     world = make(THREE_THEN_TEN_S)
-    open_breaker(world)
+    world.fault(raise_error)
+    for _ in range(3):
+        world.storage.exists(keys_of(1))
     world.fault(world.faulty.hang)
     world.clock.now_s += 10.1
     found: list[int] = []
@@ -682,9 +831,9 @@ def test_answer_from_before_it_opened_says_nothing(make: Make) -> None:
     slow = threading.Thread(target=lambda: hits(world.storage, keys_of(1)), daemon=True)
     slow.start()
     world.faulty.wait_until_hanging()
-    world.fault(raise_error, "exists")
+    world.fault(raise_error, "get")
     for _ in range(3):
-        world.storage.exists(keys_of(1))
+        hits(world.storage, keys_of(1))
     assert world.storage.state is BreakerState.OPEN
     world.faulty.release.set()
     slow.join(30)

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
-    GuardedStorage,
     GuardLimits,
     Page,
     PageFingerprint,
@@ -449,17 +448,6 @@ class TestDocs:
     """`docs/storage.md` says what the code does."""
 
     TEXT = (ROOT / "docs" / "storage.md").read_text(encoding="utf-8")
-
-    def test_example_backend_works(self) -> None:
-        lines = self.TEXT.partition("## Your own backend")[2].splitlines()
-        code = "\n".join(line[4:] for line in lines if line.startswith("    ") or not line)
-        assert len([line for line in code.partition("[project")[0].splitlines() if line]) <= 50
-        module = types.ModuleType("shelf")
-        exec(code.partition("[project")[0], module.__dict__)  # noqa: S102
-        storage = GuardedStorage(module.Shelf(CONTEXT), FINGERPRINT, GuardLimits(deadline_s=30.0))
-        assert all(put(storage, keys_of(4))) and hits(storage, keys_of(5)) == [True] * 4 + [False]
-        assert storage.exists(keys_of(5)) == 4 and storage.clear() and not any(hits(storage, keys_of(4)))
-        storage.close()
 
     @pytest.mark.parametrize("key", [*GUARD_KEYS, "checksum"])
     def test_guard_keys_are_in_the_table(self, key: str) -> None:

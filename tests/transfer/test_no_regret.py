@@ -129,3 +129,73 @@ def test_promise_seven_on_virtual_time() -> None:
                 spent += num_pages / computing
             gate.computed(num_pages, num_pages / computing)
         assert spent <= recomputed * 1.02, (seed, spent / recomputed)
+
+
+# -- storage that brings nothing ------------------------------------------------------------
+
+
+def test_a_fetch_that_brought_nothing_is_charged() -> None:
+    gate = measured(100, 1000)
+    for _ in range(2):
+        gate.fetched(100, 100, 0.1)
+    assert gate.takes(Move.FETCH, 100)
+    for _ in range(3):
+        gate.fetched(100, 0, 5.0)
+    assert not gate.takes(Move.FETCH, 100)
+    gate.fetched(100, 100, 0.1)
+    assert not gate.takes(Move.FETCH, 100), "one that brings something does not make up for them"
+
+
+def test_a_fetch_that_brought_a_part_is_charged_for_that() -> None:
+    gate = measured(100, 1000)
+    gate.fetched(100, 5, 0.5)
+    assert not gate.takes(Move.FETCH, 100), "ten pages a second"
+
+
+def test_failures_in_a_row_are_for_the_breaker() -> None:
+    """What failed is charged when a call of the same kind has not failed after it; never once it opened."""
+    gate, troubles = measured(100, 1000), [0, 0, 0]
+    gate.troubles = lambda: (troubles[0], troubles[1], troubles[2])
+    gate.fetched(100, 100, 0.1)
+    for _ in range(2):
+        troubles[2] += 1
+        gate.fetched(100, 0, 5.0)
+    gate.answered(100, 100, 0.001)
+    assert gate.takes(Move.FETCH, 100), "the third may open it"
+    troubles[0], troubles[2] = 1, 3
+    gate.fetched(100, 0, 5.0)
+    gate.fetched(100, 100, 0.1)
+    assert gate.takes(Move.FETCH, 100), "that is all that is known of storage now"
+    for _ in range(4):
+        troubles[2] += 1
+        gate.fetched(100, 0, 5.0)
+        gate.fetched(100, 100, 0.1)
+    assert not gate.takes(Move.FETCH, 100), "one in two fails, and no breaker opens"
+
+
+def test_fetches_that_bring_nothing_become_rare_where_computing_is_not_measured() -> None:
+    gate, taken = NoRegret(), []
+    for _ in range(300):
+        if gate.takes(Move.FETCH, 10):
+            taken.append(True)
+            gate.ended(10, 0)
+        else:
+            taken.append(False)
+    assert taken[:6] == [True, True, True, False, True, False] and 9 <= taken.count(True) <= 20
+    while not gate.takes(Move.FETCH, 10):
+        pass
+    gate.ended(10, 10)
+    assert all(gate.takes(Move.FETCH, 10) for _ in range(100))
+
+
+def test_a_lookup_that_takes_more_than_lookups_save_is_not_made() -> None:
+    gate = measured(100, 1000)
+    gate.answered(10, 10, 0.09)
+    assert gate.asks(10), "it has saved a tenth of a second"
+    for _ in range(50):
+        gate.answered(10, 0, 0.09)
+    assert not gate.asks(10) and gate.asks(1000), "a lookup is nothing beside so long a prompt"
+    assert gate.num_unasked == 10
+    assert any(gate.asks(10) for _ in range(1000)), "now and then it is tried"
+    gate.answered(10, 0, 0.001)
+    assert gate.asks(10)

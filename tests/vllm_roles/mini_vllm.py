@@ -181,7 +181,11 @@ class FakePart:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
             data = self._whole.pages.get(self._name(key))
-            if data is None or (self._whole.fault == "get" and number >= len(keys) // 2):
+            if (
+                data is None
+                or self._whole.fault == "get nothing"
+                or (self._whole.fault == "get" and number >= len(keys) // 2)
+            ):
                 ok.append(False)
                 continue
             for view in views:

@@ -411,6 +411,26 @@ def test_a_request_goes_on_at_the_prefetchs_deadline() -> None:
     late.drain()
 
 
+def test_reads_that_bring_nothing_become_rare_until_one_brings_something() -> None:
+    store: list[dict[str, bytes]] = [{}]
+    prompts = [request(f"a{n}", 4, first=1 + 10 * n) for n in range(24)]
+    first = MiniVLLM(World(), store)
+    for one in prompts:
+        first.add(one)
+        first.drain()
+    later = MiniVLLM(World(), store)
+    figures, storage = later.role.fetches.figures, later.ranks[0].storage
+    storage.fault = "get nothing"
+    for n in range(24):
+        if n == 16:
+            storage.fault = ""
+        later.add(request(f"b{n}", 4, first=1 + 10 * n))
+        later.drain()
+    assert figures.found == 24 * 4 and figures.left_out == (1 + 2 + 4 + 8) * 4
+    assert figures.read == 3 * 4
+    assert later.role.take_figures()["prefetch_left_out_pages"] == figures.left_out
+
+
 def test_a_request_that_reads_no_cache_asks_no_storage() -> None:
     """As one that wants log probabilities of its prompt: what is computed is saved all the same."""
     vllm = slow("wait_complete", 4)

@@ -17,6 +17,7 @@ from hiradix.adapters.vllm.index import READY, HostIndex
 from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.errors import Misuse
+from hiradix.policy.no_regret import Drought
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
 
@@ -47,6 +48,7 @@ class Fetch:
     end: int = 0
     first_hash: int = 0
     is_cut: bool = False  # told to end with what it has
+    is_given_up: bool = False  # before its time: nobody wanted it any more
     is_orphan: bool = False  # the index was cleared since
 
 
@@ -58,6 +60,7 @@ class FetchFigures:
     found: int = 0
     read: int = 0
     late: int = 0  # came after their request had gone on
+    left_out: int = 0  # not read, as reads before brought next to nothing
 
 
 class FetchBook:
@@ -83,6 +86,7 @@ class FetchBook:
         self.cancels: list[Ticket] = []
         self._clock = clock
         self._ticket = ticket
+        self._drought = Drought()
 
     @property
     def pages_in_flight(self) -> int:
@@ -128,6 +132,7 @@ class FetchBook:
         """Nobody wants it any more. What has been read so far still enters the tree."""
         if tracked.fetch is None:
             return
+        self.flights[tracked.fetch].is_given_up = True
         self._cut(tracked.fetch)
         self.flights[tracked.fetch].owner = None
         tracked.fetch = None
@@ -153,7 +158,10 @@ class FetchBook:
         fetch = self.flights[outcome.ticket]
         self.figures.found += outcome.num_pages
         is_wanted = not fetch.is_orphan and fetch.owner is not None
-        if is_wanted and self.policy.worth_reading(outcome.num_pages):
+        is_worth_it = is_wanted and self.policy.worth_reading(outcome.num_pages)
+        if is_worth_it and self._drought.refuses():
+            self.figures.left_out += outcome.num_pages
+        elif is_worth_it:
             fetch.hashes = outcome.hashes
             read = self._read(outcome.ticket, fetch, fetch.floor + outcome.num_pages)
             if read is not None:
@@ -194,6 +202,8 @@ class FetchBook:
             raise Misuse(f"a read of ticket {outcome.ticket}, which asked only")
         backbone, others = fetch.host[BACKBONE], fetch.host[1:]
         total = sum(len(pages) for pages in fetch.host)
+        if not (fetch.is_given_up or fetch.is_orphan):
+            self._drought.ended(total, outcome.num_pages)
         count = 0 if fetch.is_orphan or (others and outcome.num_pages < total) else outcome.num_pages
         index.free(backbone[count:])
         taken = backbone[:0]

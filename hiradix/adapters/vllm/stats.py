@@ -19,6 +19,7 @@ FIGURES = {
     "prefetch_found_pages": "Pages storage had",
     "prefetch_read_pages": "Pages read from storage",
     "prefetch_late_pages": "Pages read after their request had gone on",
+    "prefetch_left_out_pages": "Pages not read as reads before brought next to nothing",
     "stored_pages": "Pages put into storage",
     "store_failed_pages": "Pages storage did not take",
     "write_through_bytes": "Bytes copied to the host, over all workers",
