@@ -387,7 +387,7 @@ def test_who_leaves_oldest_first_takes_no_room_in_a_lane() -> None:
 def test_who_left_before_anybody_asked_waits_for_no_lane() -> None:
     life = TwoTiers(0)
     for token in range(1000):
-        done = life.tree.insert(RadixKey([token]), DEVICE, [np.zeros(1, np.int32)])
+        done = life.tree.insert(RadixKey([token]), DEVICE, [np.array([min(token, 1)], np.int32)])
         life.tree.unlock(done.lock)
         if token:
             life.tree.drop(done.lock.node)

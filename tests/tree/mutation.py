@@ -243,25 +243,25 @@ FAULTS = [
     ),
     Fault(
         "adopt: own pages come back as duplicates",
-        "RadixTree.adopt",
+        "RadixTree._adopt",
         "_1[_1 != _2.pages[_3 - _4.start:][:len(_1)]]",
         "_1",
     ),
     Fault(
         "adopt: duplicates are swallowed",
-        "RadixTree.adopt",
+        "RadixTree._adopt",
         "if not _1:\n    return NO_PAGES",
         "if True:\n    return NO_PAGES",
     ),
     Fault(
         "adopt: no split where the pages begin inside",
-        "RadixTree.adopt",
+        "RadixTree._adopt",
         "self._split(_1, _2 - _1.start)",
         "_2 = _1.start",
     ),
     Fault(
         "adopt: slices off by one",
-        "RadixTree.adopt",
+        "RadixTree._adopt",
         "(_1.start - _2, _1.end - _2)",
         "(_1.start - _2, _1.end - _2 - 1)",
     ),
@@ -285,7 +285,7 @@ FAULTS = [
     ),
     Fault(
         "adopt: a window where the backbone is not",
-        "RadixTree.adopt",
+        "RadixTree._adopt",
         "_1 == BACKBONE or _2.resident(_3)",
         "True",
     ),
