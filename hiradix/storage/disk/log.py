@@ -114,7 +114,7 @@ class Log:
         """`open` of a log that others may write and this process must not. Raises OSError, StorageError."""
         for _ in range(READ_TRIES):
             self._load()
-            if not self._moved:
+            if not self._has_moved():
                 return
         raise StorageError(f"{self._path} was replaced {READ_TRIES} times while it was read")
 
@@ -131,10 +131,8 @@ class Log:
             return True
         before = self._length
         self._apply(_read(self._fd, self.num_bytes, size), self.index)
-        if self._moved:
-            self._load()
-            if self._moved:
-                raise StorageError("the log is being replaced")
+        if self._has_moved():
+            self.look()
             return True
         return self._length != before
 
@@ -185,6 +183,11 @@ class Log:
             self._fd = -1
 
     # -- inside -------------------------------------------------------------------------
+
+    def _has_moved(self) -> bool:
+        """Whether another log has taken the place of ours. While none has, though ours says that one is to
+        come, nothing has changed: its writer is about to, or died there."""
+        return self._moved and not is_in_place(self._fd, self._path)
 
     def _is_continued(self) -> bool:
         return _read(self._fd, self.num_bytes - len(self._last), self.num_bytes) == self._last
