@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hiradix.errors import Unreachable
 from hiradix.storage import StorageContext, open_storage
 from hiradix.storage.breaker import BreakerState
+from hiradix.storage.disk.record import RECORD_BYTES, Kind, Record, header_of, pack
 from hiradix.storage.generations import COMPARED_PUTS
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
 from tests.storage.read_only_folders import in_read_only_mount, looks, read_only
@@ -99,6 +101,53 @@ def test_a_damaged_page_in_a_read_only_folder_is_read_once(name: str, tmp_path: 
         bad = OLD[hits(store, OLD).index(False)]
         assert store.exists([bad]) == 0 and put(store, [bad]) == [False]
         assert store.stats()["backend_read_damaged"] == store.stats()["get_missed_damaged"] == 1
+
+
+def moved(raw: bytes) -> bytes:
+    """Its writer was about to put another log in its place."""
+    (number, _), at = header_of(raw) or (0, 0), len(raw) // RECORD_BYTES
+    return raw + pack([Record(Kind.MOVED)], number, at)
+
+
+@pytest.mark.parametrize(
+    ("left", "num_there"),
+    [
+        (moved, 8), (lambda raw: raw + raw[:50], 8), (lambda raw: raw + bytes(960), 8),
+        (lambda raw: raw[:-500], 2),
+    ],
+    ids=["log announced", "half a record", "blocks never written", "end lost"],
+)  # fmt: skip
+def test_a_read_only_store_that_was_not_closed_serves(
+    left: Callable[[bytes], bytes], num_there: int, tmp_path: Path
+) -> None:
+    """What its writer left when it died cannot be cut off there."""
+    folder = tmp_path / "pages"
+    filled("disk", folder)
+    (folder / "log").write_bytes(left((folder / "log").read_bytes()))
+    before = looks(folder)
+    with read_only(folder), contextlib.closing(opened("disk", folder)) as store:
+        for _ in range(3):
+            assert sum(hits(store, OLD)) == num_there and store.exists(OLD) in (0, 8)
+            assert not any(put(store, NEW))
+        assert store.state is BreakerState.CLOSED
+    assert looks(folder) == before
+
+
+def test_a_read_only_store_without_a_page_is_opened_as_asked(tmp_path: Path) -> None:
+    """What the kernel can do is tried with its log."""
+    folder = tmp_path / "pages"
+    filled("disk", folder)
+    for path in folder.glob("segment-*"):
+        path.unlink()
+    with (
+        read_only(folder),
+        contextlib.closing(opened("disk", folder, io_engine="threads")) as threads,
+        contextlib.closing(opened("disk", folder)) as auto,
+    ):
+        assert not any(hits(threads, OLD))
+        with contextlib.closing(opened("disk", tmp_path / "other")) as other:
+            same = ("backend_io_uring", "backend_direct_io")
+            assert [auto.stats()[name] for name in same] == [other.stats()[name] for name in same]
 
 
 def test_a_read_only_folder_without_a_store_is_one_to_wait_for(tmp_path: Path) -> None:

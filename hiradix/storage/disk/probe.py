@@ -64,7 +64,7 @@ def _probe(folder: Path, read_only: bool) -> Iterator[Path]:
     try:
         try:
             with open(path, "xb") as file:
-                file.write(bytes(2 * ALIGNMENT))
+                file.write(bytes(ALIGNMENT))
             found = path
         except OSError as error:
             segments = sorted(folder.glob(f"segment-*{SUFFIX}"))
@@ -103,8 +103,8 @@ def _reads(engine: Engine, path: Path, flags: int) -> bool:
     try:
         memory = staging_memory(ALIGNMENT)
         spans = [(address_of(memory), ALIGNMENT)]
-        ((_, results),) = engine.run([Operation(fd, ALIGNMENT, [memory], spans)], False, 1)
-        return results == [ALIGNMENT]
+        ((_, results),) = engine.run([Operation(fd, 0, [memory], spans)], False, 1)
+        return results == [min(ALIGNMENT, kernel.file_size(fd))]
     finally:
         os.close(fd)
 
