@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -35,6 +36,7 @@ from hiradix.storage.reach import is_unreachable
 from hiradix.storage.read_only import refusal, said_of
 from hiradix.storage.room import Keep
 from hiradix.storage.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
+from hiradix.storage.spoilt import MAX_KEYS
 from hiradix.storage.states import StoreStates
 from hiradix.storage.vectored import NO_ROOM, read_into, write_from
 
@@ -42,13 +44,33 @@ logger = logging.getLogger(__name__)
 
 NAMINGS = ("hiradix", "sglang")
 SEAL_ATTRIBUTE = "user.hiradix.seal"
-"""A file's seal, for any fingerprint: who shares these names shares the pages."""
+"""A file's seal, for any fingerprint: who shares the names after the page hash shares the pages."""
+_NO_SEAL = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Errors by which a file has no seal; by others nobody knows."""
 _TEMP = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _OLD_TEMP_S = 600.0
 _SLACK_SHARE = 64
 _DRIFT_SHARE = 16
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+_Looks = tuple[int, int, int, int]
+
+
+def _looks(status: os.stat_result) -> _Looks:
+    """What changes with a file's content."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _seal_of(fd: int) -> bytes | None:
+    """A file's seal; None where it has none. Raises OSError where that cannot be known."""
+    try:
+        return os.getxattr(fd, SEAL_ATTRIBUTE)
+    except OSError as error:
+        if error.errno in _NO_SEAL:
+            return None
+        raise
 
 
 class FileByNaming(FileBackend):
@@ -97,7 +119,9 @@ class SglangFileBackend(StorageBackend):
             raise ConfigError(f"{flag('quantise')}: SGLang's file names do not tell such pages from its own")
         self._time_ns = time_ns
         checks = self.config.checksum
-        self._sealer = Sealer(bytes(16).hex(), DEFAULT_ALGORITHM if checks else NONE, checks)
+        names = hashlib.sha256(self._tail.encode()).hexdigest()
+        self._sealer = Sealer(names, DEFAULT_ALGORITHM if checks else NONE, checks)
+        self._bad: dict[str, _Looks] = {}  # damaged files that stay
         self._index = LruIndex()
         self._lock = threading.Lock()
         self._written = 0  # since the index was read
@@ -122,17 +146,22 @@ class SglangFileBackend(StorageBackend):
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check(keys)
-        return next((i for i, key in enumerate(keys) if not os.path.exists(self._path(key))), len(keys))
+        for index, key in enumerate(keys):
+            if not os.path.exists(self._path(key)) or self._is_bad(key):
+                return index
+        return len(keys)
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
         now_ns, piece = self._piece()
         numbered = enumerate(zip(keys, into, strict=True))
-        before = self._counts["read_damaged"]
-        ok = [self._read(key, page, now_ns - index) for index, (key, page) in numbered]
+        bad: list[str] = []
+        ok = [self._read(key, page, now_ns - index, bad) for index, (key, page) in numbered]
         self._use(keys, into, ok, now_ns, piece)
-        bad = self._counts["read_damaged"] - before
-        return Answers(ok, MissReason.DAMAGED, bad) if bad else ok
+        if bad:
+            return Answers(ok, MissReason.DAMAGED, len(bad))
+        self._states.leave("damaged")
+        return ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check(keys)
@@ -228,7 +257,16 @@ class SglangFileBackend(StorageBackend):
             status = os.lstat(self._path(key))
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
+        is_whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
+        return is_whole and self._bad.get(key) != _looks(status)
+
+    def _is_bad(self, key: str) -> bool:
+        """Whether the key's file is one that was found damaged and is there still."""
+        if key not in self._bad:
+            return False
+        with contextlib.suppress(OSError):
+            return self._bad.get(key) == _looks(os.lstat(self._path(key)))
+        return False
 
     def _use(
         self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, piece: Piece
@@ -246,7 +284,8 @@ class SglangFileBackend(StorageBackend):
             now_ns = self._index.now(self._time_ns())
         return piece.began(now_ns), piece
 
-    def _read(self, key: str, page: Page, now_ns: int) -> bool:
+    def _read(self, key: str, page: Page, now_ns: int, bad: list[str]) -> bool:
+        """Whether the page was read, and is what was stored. bad: gets the key of one that is not."""
         try:
             fd = os.open(self._path(key), _READ)
         except OSError:  # absent, or nothing that can be read: no page
@@ -255,6 +294,8 @@ class SglangFileBackend(StorageBackend):
             return False
         try:
             status = os.fstat(fd)
+            if self._bad.get(key) == _looks(status):
+                return False
             whole = stat.S_ISREG(status.st_mode) and status.st_size == page_bytes(page)
             if not whole or read_into(fd, page) != status.st_size:
                 verdict = Verdict.DAMAGED
@@ -269,7 +310,8 @@ class SglangFileBackend(StorageBackend):
                 self._states.enter("damaged", f"{self._path(key)} {text}")
                 with self._lock:
                     self._counts["read_damaged"] += 1
-                self._remove_damaged(key, status)
+                bad.append(key)
+                self._drop_damaged(fd, key, status)
                 return False
             is_old = abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
             if is_old and not self.read_only:
@@ -281,20 +323,21 @@ class SglangFileBackend(StorageBackend):
     def _verdict(self, fd: int, key: str, page: Page) -> Verdict:
         """Whether a page is what its seal says; a file without one is SGLang's, and believed."""
         try:
-            seal = os.getxattr(fd, SEAL_ATTRIBUTE)
+            seal = _seal_of(fd)
         except OSError:
-            return Verdict.GOOD
-        return self._sealer.check(seal, key, page)
+            return Verdict.UNKNOWN
+        return Verdict.GOOD if seal is None else self._sealer.check(seal, key, page)
 
-    def _remove_damaged(self, key: str, status: os.stat_result) -> None:
-        """Make place for the page to be stored again, unless it was already."""
-        if self.read_only:
-            return
-        try:
-            if os.path.samestat(os.lstat(self._path(key)), status):
-                remove(self._path(key))
-        except OSError:
-            return
+    def _drop_damaged(self, fd: int, key: str, status: os.stat_result) -> None:
+        """Make place for the page to be stored again, unless it was already. A file without a seal stays: it
+        may be one that another process is writing. What stays is looked at again when it has changed."""
+        with contextlib.suppress(OSError):
+            if not self.read_only and _seal_of(fd) is not None:
+                if os.path.samestat(os.lstat(self._path(key)), status):
+                    remove(self._path(key))
+                return
+        if len(self._bad) < MAX_KEYS:
+            self._bad[key] = _looks(status)
 
     def _touch(self, fd: int, used_ns: int) -> None:
         try:
@@ -315,6 +358,7 @@ class SglangFileBackend(StorageBackend):
         try:
             self._write(temp, key, page, used_ns)
             os.replace(temp, self._path(key))
+            self._bad.pop(key, None)
         except OSError as error:
             remove(temp)
             with self._lock:
@@ -333,8 +377,11 @@ class SglangFileBackend(StorageBackend):
             if write_from(fd, page) != page_bytes(page):
                 raise OSError("short write")
             if self.config.checksum:
-                with contextlib.suppress(OSError):  # a file system without attributes keeps pages
+                try:
                     os.setxattr(fd, SEAL_ATTRIBUTE, self._sealer.seal(key, page))
+                except OSError:  # a file system without attributes keeps pages
+                    with self._lock:
+                        self._counts["put_unsealed"] += 1
             os.utime(fd, ns=(used_ns, used_ns))
             if self.config.fsync:
                 os.fsync(fd)

@@ -169,3 +169,56 @@ def test_a_full_disk_refuses_pages_and_reads_go_on(
     assert hits(store, keys_of(2)) == [True, True] and store.stats()["breaker_opened"] == 0
     assert store.stats()["backend_put_no_room"] >= 5 and len(os.listdir(tmp_path / "store")) == 2
     store.close()
+
+
+@pytest.mark.parametrize("has_grown", [True, False])
+def test_a_file_that_somebody_is_writing_stays(has_grown: bool, tmp_path: Path) -> None:
+    """SGLang before 0.5.23, or a copy, writes under the page's name: a miss until all of it is there."""
+    store = SglangFileBackend(context(tmp_path))
+    path = tmp_path / "store" / f"{key_of(0)}_a-model_0_1.bin"
+    path.write_bytes(bytes_of(key_of(0))[:100])
+    for _ in range(3):
+        assert hits(store, keys_of(1)) == [False]
+    assert path.exists() and store.exists(keys_of(1)) == 0 and store.stats()["read_damaged"] == 1
+    if has_grown:
+        with open(path, "ab") as file:
+            file.write(bytes_of(key_of(0))[100:])
+    else:
+        assert all(put(store, keys_of(1)))
+    assert store.exists(keys_of(1)) == 1 and hits(store, keys_of(1)) == [True]
+
+
+def test_another_ranks_file_under_our_name_is_no_page(tmp_path: Path) -> None:
+    ranks = [dataclasses.replace(FINGERPRINT, tp_rank=rank, tp_size=2) for rank in range(2)]
+    stores = [SglangFileBackend(context(tmp_path, rank)) for rank in ranks]
+    assert all(all(put(store, keys_of(1))) for store in stores)
+    first, second = sorted((tmp_path / "store").iterdir())
+    os.replace(first, second)
+    assert hits(stores[1], keys_of(1)) == [False] and stores[1].stats()["read_damaged"] == 1
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPERM])
+def test_a_seal_that_cannot_be_read_is_not_taken_for_none(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SglangFileBackend(context(tmp_path))
+    assert all(put(store, keys_of(1)))
+
+    def fails(*_: Any) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getxattr", fails)
+        assert hits(store, keys_of(1)) == [False] and store.stats()["unknown_checksum"] == 1
+    assert hits(store, keys_of(1)) == [True]
+
+
+def test_files_that_got_no_seal_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SglangFileBackend(context(tmp_path))
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no attributes here")
+
+    monkeypatch.setattr(os, "setxattr", fails)
+    assert all(put(store, keys_of(3))) and all(hits(store, keys_of(3)))
+    assert store.stats()["put_unsealed"] == 3
