@@ -141,3 +141,39 @@ def test_what_the_thread_has_not_begun_its_owner_does() -> None:
         aside.finish()
         assert sorted(done) == [(number, threading.get_ident()) for number in range(5)]
         release.set()
+
+
+def test_what_a_thread_that_did_not_start_was_given_is_not_looked_at_later(
+    io: PageIO, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool keeps work that it could not begin, and the process is at its limit of threads for a while."""
+    moves, seen, others = moves_of(segment), list[int](), moves_of(segment)
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("hiradix-disk-check"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert all(io.read(moves, SIZE, checker(moves, seen))[0])
+        assert sorted(seen) == list(range(NUM))
+    assert all(io.read(others, SIZE, checker(others, []))[0])
+    io._checker.submit(int).result(WAIT_S)
+    assert len(seen) == NUM
+
+
+def test_what_its_owner_did_is_not_held_by_the_threads_queue() -> None:
+    """The pages' memory is the caller's again, however long the thread is busy with another's."""
+    with ThreadPoolExecutor(1) as thread:
+        release, memory = threading.Event(), bytearray(1)
+        thread.submit(release.wait, WAIT_S)
+        aside = Aside(thread)
+        aside.add(memoryview(memory).tobytes)  # type: ignore[arg-type]
+        aside.finish()
+        del aside
+        try:
+            memory.append(0)
+        finally:
+            release.set()

@@ -91,7 +91,8 @@ def test_a_folder_that_becomes_read_only_serves_on(
 def test_a_damaged_page_in_a_read_only_folder_is_read_once(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "pages"
     filled(name, folder)
-    (largest,) = [max([*folder.rglob("*.page*"), *folder.glob("*.bin")], key=lambda path: path.stat().st_size)]
+    files = [path for path in folder.rglob("*") if path.suffix in (".page", ".pages", ".bin")]
+    largest = max(files, key=lambda path: path.stat().st_size)
     with open(largest, "r+b") as file:
         file.seek(100)
         file.write(bytes(64))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from hiradix.os_memory import address_of, staging_memory
@@ -207,35 +207,47 @@ class Aside:
     """Work that a thread does beside its owner, who in the end does what the thread has not begun.
 
     Work only computes: it must not wait for anything, nor raise. `finish` is to be called before the owner
-    lets go of the memory that it looks at; what is left in the thread's queue then does nothing any more.
+    lets go of the memory that it looks at; what is left in the thread's queue then does and holds nothing.
     Used by its owner's thread alone.
     """
 
     def __init__(self, thread: ThreadPoolExecutor):
         self._thread = thread
-        self._begun: list[tuple[Future[None], Callable[[], None]]] = []
+        self._given: list[tuple[Future[None], list[Callable[[], None]]]] = []
 
     def add(self, work: Callable[[], None]) -> None:
         """Have `work` done."""
-        try:
-            self._begun.append((self._thread.submit(work), work))
-        except RuntimeError:  # the store is being closed
-            work()
+        given = Future[None](), [work]
+        self._given.append(given)
+        with suppress(RuntimeError):  # the store is being closed, or there is no thread to be had
+            self._thread.submit(_begin, *given)
 
     def finish(self) -> None:
         """Return when all is done; raises what work raised, after that."""
         faults: list[BaseException] = []
-        for future, work in reversed(self._begun):
-            if future.cancel():
+        for ended, left in reversed(self._given):
+            if ended.cancel():
                 try:
-                    work()
-                except Exception as error:  # the rest still looks at the owner's memory
+                    left.pop()()
+                except BaseException as error:  # the rest still looks at the owner's memory
                     faults.append(error)
-        for future, _ in self._begun:
-            if not future.cancelled() and (fault := future.exception()) is not None:
+        for ended, _ in self._given:
+            if not ended.cancelled() and (fault := ended.exception()) is not None:
                 faults.append(fault)
         if faults:
             raise faults[0]
+
+
+def _begin(ended: Future[None], left: list[Callable[[], None]]) -> None:
+    """Do the work that is left, unless its owner has; the queue holds it no longer."""
+    if not ended.set_running_or_notify_cancel():
+        return
+    try:
+        left.pop()()
+    except BaseException as fault:
+        ended.set_exception(fault)
+    else:
+        ended.set_result(None)
 
 
 class _Run:
