@@ -49,6 +49,7 @@ class PageDir:
         self._numbers = itertools.count()
         self._writer = uuid.uuid4().hex
         self._writer_fd: int | None = None
+        self._read_only = read_only
         if not read_only:
             self.make()
 
@@ -140,9 +141,11 @@ class PageDir:
     # -- what is there ------------------------------------------------------------------
 
     def scan(self) -> dict[str, Entry]:
-        """Every page of every fingerprint, by `name`. Call with the lock held."""
+        """Every page of every fingerprint, by `name`; call with the lock held. Of a directory that is only
+        read those of our own: others' need no room, and we may have no right to look."""
         found: dict[str, Entry] = {}
-        for space in filter(_SPACE.fullmatch, os.listdir(self.root)):
+        spaces = [self.namespace] if self._read_only else os.listdir(self.root)
+        for space in filter(_SPACE.fullmatch, spaces):
             for folder in folders_of(space):
                 for entry in _pages(os.path.join(self.root, folder)):
                     status = _status(entry)

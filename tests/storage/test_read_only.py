@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hiradix.storage import StorageContext, open_storage
 from hiradix.storage.breaker import BreakerState
 from hiradix.storage.disk.record import RECORD_BYTES, Kind, Record, header_of, pack
 from hiradix.storage.generations import COMPARED_PUTS
-from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
+from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.read_only_folders import in_read_only_mount, looks, read_only
 from tests.storage.test_generations import Deployments, page_of, witness_of
 from tests.storage.test_removed import BACKENDS, opened
@@ -102,6 +104,25 @@ def test_a_damaged_page_in_a_read_only_folder_is_read_once(name: str, tmp_path: 
         bad = OLD[hits(store, OLD).index(False)]
         assert store.exists([bad]) == 0 and put(store, [bad]) == [False]
         assert store.stats()["backend_read_damaged"] == store.stats()["get_missed_damaged"] == 1
+
+
+def test_what_others_have_in_a_read_only_folder_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's model may be in it, whose pages we have no right to list."""
+    filled("file", tmp_path)
+    with contextlib.closing(opened("file", tmp_path, OTHER)) as store:
+        assert all(put(store, OLD))
+    scandir, theirs = os.scandir, OTHER.digest()[:32]
+
+    def allowed(path: Any) -> Any:
+        if theirs in os.fspath(path):
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", allowed)
+    with read_only(tmp_path), contextlib.closing(opened("file", tmp_path)) as store:
+        assert all(hits(store, OLD)) and store.stats()["backend_files"] == len(OLD)
 
 
 def moved(raw: bytes) -> bytes:
