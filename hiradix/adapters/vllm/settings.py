@@ -74,6 +74,7 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     if unknown:
         known = ", ".join((*CONFIG_KEYS, *OWN_KEYS))
         raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known: {known}")
+    _check_texts(values)
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
@@ -85,7 +86,6 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         extra = dataclasses.replace(extra, hicache_storage_required=is_required)
         given["hicache_storage_backend_extra_config"] = extra
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
-    _check_texts(values)
     port = values.get("admin_port")
     if port is not None:
         require_int("admin_port", port, 0, MAX_PORT)
