@@ -30,7 +30,7 @@ class TierBackend(StorageBackend):
     promote: put what was read from the lower store into the upper one. Thread-safe.
     """
 
-    traits = Traits(verifies=True, namespaced=True)  # and chained or tenanted, if one of the two is
+    traits = Traits(verifies=True, namespaced=True, guarded=True)  # and what one of the two asks for
 
     def __init__(self, context: StorageContext):
         options = Options(context.extra_config)
