@@ -180,6 +180,11 @@ class GuardedStorage:
         return not self._closed and self.breakers.of(Op.GET).may_pass
 
     @property
+    def reads_in_part(self) -> bool:
+        """Whether some of the stores within can be read now, and others cannot."""
+        return bool(getattr(self.backend, "reads_in_part", False))
+
+    @property
     def troubles(self) -> Troubles:
         """Of lookups and reads, here and in stores within."""
         within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)

@@ -131,6 +131,12 @@ class TierBackend(StorageBackend):
         """Of both stores."""
         return self.upper.troubles.and_those(self.lower.troubles)
 
+    @property
+    def reads_in_part(self) -> bool:
+        """Whether one of the two can be read now, and the other cannot."""
+        is_one = self.upper.may_read != self.lower.may_read
+        return is_one or self.upper.reads_in_part or self.lower.reads_in_part
+
     def when_joined(self, call: WhenJoined) -> None:
         """`call` with each of the two stores that is joined later."""
         for store in (self.upper, self.lower):
