@@ -227,12 +227,14 @@ class Generations:
             scope.num_puts += 1
             if scope.is_due or scope.num_puts % LOOK_AGAIN_PUTS == 0:
                 self._look(scope)
-            if not scope.is_unread and (not scope.trusted[component] or scope.num_puts <= COMPARED_PUTS):
+            is_early = not scope.trusted[component] or scope.num_puts <= COMPARED_PUTS
+            if scope.may_compare and is_early:
                 self._compare(scope, component, keys, pages)
             if not self._trust.stores:
                 return None
             if not scope.trusted[component]:
                 self._begin(scope)
+            self._enlist(scope)
             trusted = scope.trusted[component]
             return trusted[0] if trusted else None
 
@@ -282,20 +284,25 @@ class Generations:
 
     def _prove(self, scope: _Scope, witness: Witness) -> None:
         self._look(scope)
-        for component in range(0 if scope.is_unread else len(self._guards)):
-            for label in scope.unknown(component):
-                self._compare_one(scope, component, label, list(witness.of(component)), needs_all=True)
+        if scope.may_compare:
+            self._compare_witness(scope, witness)
         if not all(scope.trusted) and self._trust.stores:
             self._begin(scope)
+
+    def _compare_witness(self, scope: _Scope, witness: Witness) -> None:
+        for component in range(len(self._guards)):
+            for label in scope.unknown(component):
+                self._compare_one(scope, component, label, list(witness.of(component)), needs_all=True)
 
     def _look(self, scope: _Scope) -> None:
         """Read the records; what is ours and has gone is put again.
 
         With the first that a fault keeps from being read it ends, and says nothing of what is there: what
-        could not be read is not taken for gone, and looked at again.
+        could not be read is not taken for gone, and looked at again. Where a half of a tier is away, what the
+        other half has is taken as it is.
         """
         scope.is_due = not self._stores.is_joined
-        scope.is_unread = False
+        scope.is_unread = scope.is_in_part = False
         found: dict[bytes, bytes] = {}
         if self._trust.shared_names:
             found[_NO_LABEL] = b""
@@ -304,12 +311,19 @@ class Generations:
             record = self._read_record(scope, slot)
             if record is _UNREAD:
                 scope.is_due = scope.is_unread = True
-                return
-            if record is not None:
+                if not getattr(self._guards[0], "reads_in_part", False):
+                    return
+            elif record is not None:
                 label = _label_of(record)
                 slots[label] = slot
                 found.setdefault(label, record)
+        if scope.is_unread:
+            scope.saw_some(found)
+            return
         scope.saw(found, set(slots.values()))
+        if scope.is_unlisted:  # compared with these, before it is one of them
+            scope.num_puts = 0
+            return
         mine = scope.put_label
         if mine is None or not self._trust.stores or not scope.records.get(mine):
             return
@@ -379,7 +393,7 @@ class Generations:
 
     def _begin(self, scope: _Scope) -> None:
         """Have a generation of our own, if its record can be written."""
-        if scope.is_due:  # what others have could not be looked at
+        if scope.is_due and not scope.is_in_part:  # what others have could not be looked at
             return
         if self._trust.shared_names and _NO_LABEL not in scope.rejected:
             scope.begin(_NO_LABEL, b"")
@@ -389,12 +403,28 @@ class Generations:
             if self._trust.rounds:
                 page = quantise.rounded(bytes(self._record_page(record)), self._components[0].elements)
                 record = bytes(page[: len(record)])
-            label = self._put_record(scope, record)
+            label = _label_of(record) if scope.is_in_part else self._put_record(scope, record)
             if label is None:
                 return
             scope.begin(label, record)
+            scope.is_unlisted = scope.is_in_part
         else:
             scope.begin(scope.own, scope.records.get(scope.own, b""))
+
+    def _enlist(self, scope: _Scope) -> None:
+        """Put the record of a generation that was begun while a half of a tier was away, now that all records
+        have been read; none where one of these is of the same weights, which gets our pages from now on."""
+        if not scope.is_unlisted or scope.is_due:
+            return
+        if self._trust.witness is not None:
+            self._compare_witness(scope, self._trust.witness)
+        own = scope.own
+        if scope.is_due:
+            return
+        if own is not None and scope.put_label == own:
+            if self._put_record(scope, scope.records[own], own) is None:
+                return
+        scope.is_unlisted = False
 
     def _put_witness(self, label: bytes) -> None:
         witness = self._trust.witness
@@ -458,8 +488,9 @@ class _Scope:
     """What is known of the generations of one adapter, or of the model without any.
 
     trusted: per component the labels to read, those that are put to first. records: of each label that was
-    seen. is_due: the records are to be looked at; is_unread: as a fault kept them from being read; must_put:
-    and ours is to be put again. lock: of all but reading `trusted`.
+    seen. is_due: the records are to be looked at; is_unread: as a fault kept them from being read;
+    is_in_part: but for those of the half of a tier that is not away; is_unlisted: our own has no record yet,
+    as it was begun then; must_put: and ours is to be put again. lock: of all but reading `trusted`.
     """
 
     name: str
@@ -473,6 +504,8 @@ class _Scope:
     used_slots: set[int] = field(default_factory=set)
     is_due: bool = True
     is_unread: bool = False
+    is_in_part: bool = False
+    is_unlisted: bool = False
     must_put: bool = False
     num_puts: int = 0
     num_unserved: int = 0
@@ -486,6 +519,11 @@ class _Scope:
         """Where the backbone's pages go."""
         return self.trusted[0][0] if self.trusted[0] else None
 
+    @property
+    def may_compare(self) -> bool:
+        """Whether there is something that was read to be compared with."""
+        return not self.is_unread or self.is_in_part
+
     def unknown(self, component: int) -> list[bytes]:
         """Labels that are neither trusted nor rejected."""
         return [
@@ -493,6 +531,12 @@ class _Scope:
             for label in self.records
             if label not in self.trusted[component] and label not in self.rejected
         ]
+
+    def saw_some(self, found: Mapping[bytes, bytes]) -> None:
+        """These records are there, and perhaps others."""
+        self.is_in_part = True
+        for label, record in found.items():
+            self.records.setdefault(label, record)
 
     def saw(self, found: Mapping[bytes, bytes], used_slots: set[int]) -> None:
         """These records are there, in the order of their slots. What has gone is kept if it is trusted."""

@@ -180,6 +180,11 @@ class GuardedStorage:
         return not self._closed and self.breakers.of(Op.GET).may_pass
 
     @property
+    def reads_in_part(self) -> bool:
+        """Whether some of the stores within can be read now, and others cannot."""
+        return bool(getattr(self.backend, "reads_in_part", False))
+
+    @property
     def troubles(self) -> Troubles:
         """Of lookups and reads, here and in stores within."""
         within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)
@@ -352,24 +357,26 @@ class GuardedStorage:
             return MissReason.BREAKER_OPEN, None
         bytes_s = num_bytes / self.limits.bytes_per_s
         limit_s = self.limits.deadline_s + bytes_s
-        quick_s = self.limits.deadline_s / 2 + bytes_s if op in AWAITED else limit_s
+        is_timed = op in AWAITED and not self._traits.guarded
+        quick_s = self.limits.deadline_s / 2 + bytes_s if is_timed else limit_s
         if breaker.state is BreakerState.HALF_OPEN:
             limit_s = quick_s
         reason: MissReason | None = None
         ok: bool | None = True
-        why = ""
+        why, waited_s = "", 0.0
         try:
-            self._within(op, start_s + limit_s, body)
+            waited_s = self._within(op, start_s, start_s + limit_s, body)
         except BadKey as error:
             reason, why, ok = MissReason.BAD_KEY, str(error), None
         except (CallTimeout, NoLane, BadAnswer) as error:
             is_of_others = isinstance(error, OtherKind | OthersBusy)
+            is_of_others |= self._traits.guarded and isinstance(error, CallTimeout)
             reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
         except Exception as error:  # a backend may raise anything; none of it may reach a request
             reason, why, ok = MissReason.ERROR, f"{type(error).__name__}: {error}", False
         duration_s = self._clock() - start_s
-        if ok and duration_s > quick_s:
-            why, ok = f"took {duration_s:.3f} s, more than {quick_s:.3f} s", False
+        if ok and duration_s - waited_s > quick_s:
+            why, ok = f"took {duration_s - waited_s:.3f} s, more than {quick_s:.3f} s", False
         self._record(op, breaker.record(admission, ok), why)
         return reason, duration_s
 
@@ -387,11 +394,13 @@ class GuardedStorage:
         elif why:
             logger.info("storage %s failed: %s", op.value, why)
 
-    def _within(self, op: Op, deadline: float, body: Callable[[Session], None]) -> None:
+    def _within(self, op: Op, start_s: float, deadline: float, body: Callable[[Session], None]) -> float:
+        """Run `body`; the seconds that it waited for a worker, which others had."""
         if self._direct is None:
             with self._lanes.lane(deadline - self._clock(), kind=op) as lane:
+                waited_s = self._clock() - start_s
                 body(LaneSession(self._clock, deadline, lane, self._refresh_stats))
-            return
+            return waited_s
         session = Session(self._clock, deadline)
         number = self._direct.begin(deadline)
         try:
@@ -401,6 +410,7 @@ class GuardedStorage:
         late_s = -session.left_s()
         if late_s > 0:
             raise CallTimeout(f"ended {late_s:.3f} s late")
+        return 0.0
 
     def _can_read(self, reads: Breaker, keys: Sequence[str], prefix_keys: Sequence[str]) -> bool:
         """Whether what a lookup has found may be read after all: one page is, where that is to be tried.

@@ -55,6 +55,9 @@ class StoragePart(Protocol):
     def may_read(self) -> bool: ...
 
     @property
+    def reads_in_part(self) -> bool: ...
+
+    @property
     def troubles(self) -> Troubles: ...
 
     @property
@@ -410,6 +413,12 @@ class JoiningStorage:
         """Whether a read would be let through now."""
         store = self._store
         return store is not None and store.may_read
+
+    @property
+    def reads_in_part(self) -> bool:
+        """Whether some of the stores within can be read now, and others cannot."""
+        store = self._store
+        return store is not None and store.reads_in_part
 
     @property
     def troubles(self) -> Troubles:

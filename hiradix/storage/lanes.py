@@ -48,8 +48,10 @@ class _Call:
 class Lane:
     """One worker thread and its staging memory. Used by one caller at a time."""
 
-    def __init__(self, on_late_end: Callable[[Lane], None]):
-        self._on_late_end = on_late_end
+    def __init__(
+        self, on_late_end: Callable[[Lane], None], on_left: Callable[[Lane], None] = lambda lane: None
+    ):
+        self._on_late_end, self._on_left = on_late_end, on_left
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
         self._memory = [memoryview(b""), memoryview(b"")]
         self.kind: Hashable = None  # of the call that it is in; read when that is left behind and ends late
@@ -79,6 +81,7 @@ class Lane:
         with call.lock:
             if not call.ended.is_set():
                 call.abandoned = True
+                self._on_left(self)  # before it can end late, and be another caller's with another kind
                 raise CallTimeout(f"no answer within {timeout_s:.3f} s")
         if call.error is not None:
             raise call.error
@@ -92,6 +95,8 @@ class Lane:
         while (call := self._inbox.get()) is not None:
             try:
                 call.value = call.work()
+            except CallTimeout as error:  # the work's own: the lane is not left behind
+                call.error = StorageError(f"{type(error).__name__}: {error}")
             except Exception as error:  # the caller's to handle
                 call.error = error
             except (
@@ -154,8 +159,7 @@ class LanePool:
         lane = self._acquire(timeout_s, extra, kind)
         try:
             yield lane
-        except CallTimeout:
-            self._leave(lane.kind, 1)
+        except CallTimeout:  # counted when it was left behind; it may be another caller's by now
             raise
         except BaseException:
             self._put_back(lane)
@@ -186,7 +190,7 @@ class LanePool:
                 raise (NoLane if is_own else OthersBusy)("all workers are in calls that have not ended")
             lane = self._free.pop() if self._free else None
             self._num_made += lane is None
-        lane = lane or Lane(self._late)
+        lane = lane or Lane(self._late, lambda left: self._leave(left.kind, 1))
         lane.kind = kind
         return lane
 

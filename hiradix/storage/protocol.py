@@ -89,7 +89,9 @@ class Traits:
     deletes: `delete` gives the page's bytes back. checks_keys: it raises BadKey itself, before it does
     anything else; otherwise the guard looks at all keys first, which takes 5 us for 128. lands: `get` fills
     a page that is a `Landing` by that one's methods alone, never by its buffers or addresses; the guard then
-    gives it the caller's own pages, without a copy, and takes them back when it gives the call up.
+    gives it the caller's own pages, without a copy, and takes them back when it gives the call up. guarded:
+    it passes calls on to guards of its own, whose breakers tell what is slow or hangs: that a call of the
+    whole took long is no failure of the whole.
     """
 
     verifies: bool = False
@@ -102,6 +104,7 @@ class Traits:
     deletes: bool = True
     checks_keys: bool = False
     lands: bool = False
+    guarded: bool = False
 
 
 def asked_chain(backend: Any, prefix_keys: Sequence[str] | None) -> dict[str, Any]:

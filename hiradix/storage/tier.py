@@ -30,7 +30,7 @@ class TierBackend(StorageBackend):
     promote: put what was read from the lower store into the upper one. Thread-safe.
     """
 
-    traits = Traits(verifies=True, namespaced=True)  # and chained or tenanted, if one of the two is
+    traits = Traits(verifies=True, namespaced=True, guarded=True)  # and what one of the two asks for
 
     def __init__(self, context: StorageContext):
         options = Options(context.extra_config)
@@ -130,6 +130,12 @@ class TierBackend(StorageBackend):
     def troubles(self) -> Troubles:
         """Of both stores."""
         return self.upper.troubles.and_those(self.lower.troubles)
+
+    @property
+    def reads_in_part(self) -> bool:
+        """Whether one of the two can be read now, and the other cannot."""
+        is_one = self.upper.may_read != self.lower.may_read
+        return is_one or self.upper.reads_in_part or self.lower.reads_in_part
 
     def when_joined(self, call: WhenJoined) -> None:
         """`call` with each of the two stores that is joined later."""

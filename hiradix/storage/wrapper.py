@@ -93,6 +93,11 @@ class Wrapper(StorageBackend):
         found: Troubles = getattr(self.inner, "troubles", NO_TROUBLES)
         return found
 
+    @property
+    def reads_in_part(self) -> bool:
+        """Of stores within."""
+        return bool(getattr(self.inner, "reads_in_part", False))
+
     def when_joined(self, call: Callable[[Any], None]) -> None:
         """`call` with each store within that is joined later."""
         getattr(self.inner, "when_joined", _nothing)(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.breaker import Breaker
 from hiradix.storage.calls import LaneSession
+from hiradix.storage.lanes import CallTimeout, LanePool
 from hiradix.storage.meters import Op
 from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
@@ -714,6 +716,83 @@ def test_calls_that_take_most_of_their_time_are_failures(make: Make, bad: str) -
     assert all(KINDS[bad](world) for _ in range(3)) and world.storage.state is BreakerState.OPEN
     world.fault(takes(1.9), "put")
     assert all(KINDS["put"](world) for _ in range(5)), "nobody waits for a write"
+
+
+@pytest.mark.parametrize("bad", ["exists", "get"])
+def test_what_a_store_of_guarded_stores_takes_is_for_their_breakers(make: Make, bad: str) -> None:
+    """A half of a tier that hangs takes most of the whole's time, and leaves the other half to be had."""
+    world = make(GuardLimits(2.0, 1e12, breaker=BreakerLimits(3, 10.0)))
+    world.faulty.traits = Traits(guarded=True)
+    storage = GuardedStorage(world.faulty, FINGERPRINT, world.storage.limits, world.clock)
+    put(storage, keys_of(2))
+
+    def slow(call: Callable[..., Any], *args: Any) -> Any:
+        world.clock.now_s += 1.1
+        return call(*args)
+
+    world.fault(slow, bad)
+    for _ in range(5):
+        assert storage.exists(keys_of(2)) == 2 and all(hits(storage, keys_of(2)))
+    world.fault(raise_error, bad)
+    for _ in range(3):
+        storage.exists(keys_of(2)), hits(storage, keys_of(2))
+    assert storage.state is BreakerState.OPEN, "what it says itself counts"
+    storage.close()
+    world.fault(world.faulty.hang, bad)
+    hangs = GuardedStorage(world.faulty, FINGERPRINT, GuardLimits(SHORT_S, 1e12))
+    for _ in range(3):
+        assert not (hangs.exists(keys_of(2)) if bad == "exists" else any(hits(hangs, keys_of(2))))
+    assert hangs.state is BreakerState.CLOSED
+    hangs.close()
+
+
+def test_waiting_for_workers_of_others_is_no_failure(make: Make) -> None:
+    """Writes may take long; a lookup that is answered as soon as a worker is free says nothing ill."""
+    world = make(GuardLimits(2.0, 1e12, num_workers=1, breaker=BreakerLimits(3, 10.0)))
+    put(world.storage, keys_of(2))
+    acquire = LanePool._acquire
+
+    def busy(pool: LanePool, *args: Any) -> Any:
+        world.clock.now_s += 1.5
+        return acquire(pool, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanePool, "_acquire", busy)
+        assert [world.storage.exists(keys_of(2)) for _ in range(5)] == [2] * 5
+        assert [all(hits(world.storage, keys_of(2))) for _ in range(5)] == [True] * 5
+    assert world.storage.state is BreakerState.CLOSED
+
+
+def test_a_backend_that_raises_the_guards_own_errors_keeps_no_worker(make: Make) -> None:
+    world = make(GuardLimits(30.0, 1e12, num_workers=1, breaker=BreakerLimits(9, 10.0)))
+
+    def raises(call: Callable[..., Any], *args: Any) -> Any:
+        raise CallTimeout("a guard within says so")
+
+    world.fault(raises, "get")
+    assert not any(hits(world.storage, keys_of(2))) and world.figure("get_missed_error") == 2
+    world.fault(None)
+    assert all(put(world.storage, keys_of(2))) and all(hits(world.storage, keys_of(2)))
+    assert world.figure("workers_busy") == 0
+
+
+def test_a_call_that_ends_as_it_is_left_counts_for_its_own_kind() -> None:
+    """Its worker may be in a call of another kind before whoever left it says so."""
+    pool = LanePool(2)
+    for _ in range(3):
+        done = threading.Event()
+        with pytest.raises(CallTimeout), pool.lane(30.0, kind="read") as lane:
+            try:
+                lane.run(done.wait, 0.0)
+            except CallTimeout:
+                done.set()
+                while pool.num_busy:
+                    time.sleep(0.001)
+                with pool.lane(30.0, kind="write"):
+                    pass
+                raise
+        assert pool.num_busy == 0 and not any(pool._left.values())
+    pool.close()
 
 
 def test_probes_that_work_while_calls_do_not_cost_one_call_an_interval() -> None:

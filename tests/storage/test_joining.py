@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +22,20 @@ from hiradix.storage import (
     StorageContext,
     StoragePart,
     Traits,
+    Trust,
     open_storage,
     open_stores,
     register_storage_backend,
     registry,
+    trusted_stores,
 )
+from hiradix.storage.generations import COMPARED_PUTS, NUM_SLOTS, record_key
 from hiradix.storage.joining import MAX_UNDER_WAY
 from hiradix.storage.lanes import LEFT_BEHIND
 from hiradix.storage.reach import is_unreachable
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.doubles import MemoryBackend
+from tests.storage.test_generations import COMPONENTS, KEYS, Engine, witness_of
 
 QUICK = {"join_retry_s": 0.01, "deadline_s": 30.0, "retries": 0}
 WAIT_S = 60.0
@@ -281,6 +287,83 @@ def test_the_half_of_a_tier_that_is_there_serves(down: World, away: str, tmp_pat
     with pytest.raises(Unreachable, match=f"{'upper' if away == 'both' else away}: .*moody"):
         down.fault = ConnectionResetError()
         open_storage("tier", StorageContext(FINGERPRINT, keys, PAGE_BYTES))
+
+
+class Node:
+    """An engine whose near store is a folder of its own, and whose far one all share."""
+
+    def __init__(self, folder: Path, weights: str, has_witness: bool):
+        near = {"backend": "file", "file_storage_path": str(folder), "min_free_space": 0, "deadline_s": 30.0}
+        keys = {"upper": near, "lower": {"backend": "moody", **QUICK}, "deadline_s": 60.0}
+        trust = Trust(witness=witness_of(weights) if has_witness else None)
+        stores = open_stores("tier", keys, COMPONENTS[:1], required=False)
+        self.store = trusted_stores(stores, COMPONENTS[:1], trust)
+        self.engine = Engine(weights, self.store)
+
+    def serves(self) -> bool:
+        return self.engine.found() == len(KEYS) and self.engine.reads_own()
+
+    def wait_until_joined(self) -> None:
+        until(lambda: self.store.ping() and self.store.stats()["backend_lower_joined"] == 1)
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    opened: list[Node] = []
+
+    def make(name: str, weights: str = "a", has_witness: bool = False) -> Node:
+        opened.append(Node(tmp_path / name, weights, has_witness))
+        return opened[-1]
+
+    yield make
+    for node in opened:
+        node.store.close()
+
+
+def num_records() -> int:
+    (pages,) = world.places.values()
+    return sum(name.endswith(record_key("", slot)) for name in pages for slot in range(NUM_SLOTS))
+
+
+@pytest.mark.parametrize("has_witness", [False, True])
+def test_trusted_pages_of_a_tier_whose_far_half_is_away(
+    down: World, nodes: Callable[..., Node], has_witness: bool
+) -> None:
+    """The near half stores and serves them, and the far one once it is there, for others to find."""
+    one = nodes("one", has_witness=has_witness)
+    assert all(one.engine.put()) and one.serves()
+    down.fault = None
+    one.wait_until_joined()
+    assert all(one.engine.put()) and one.serves() and num_records() == 1
+    other = nodes("other", has_witness=has_witness)
+    assert all(other.engine.put(KEYS[:1])) and other.serves() and num_records() == 1
+    one.store.close()
+    other.store.close()
+    down.fault = ConnectionRefusedError(111, "again")
+    again = nodes("one", has_witness=has_witness)
+    assert has_witness or all(again.engine.put(KEYS[:1]))
+    assert again.serves(), "what the near half had before"
+
+
+@pytest.mark.parametrize("has_witness", [False, True])
+@pytest.mark.parametrize("weights", ["a", "b"])
+def test_what_a_far_half_has_is_compared_when_it_is_back(
+    down: World, nodes: Callable[..., Node], has_witness: bool, weights: str
+) -> None:
+    """One generation of the same weights stays one; others get none of it."""
+    fault, down.fault = down.fault, None
+    first = nodes("first")
+    assert all(first.engine.put())
+    down.fault = fault
+    late = nodes("late", weights, has_witness)
+    for _ in range(COMPARED_PUTS + 1):
+        assert all(late.engine.put(KEYS[:4]))
+    down.fault = None
+    late.wait_until_joined()
+    assert all(late.engine.put(KEYS[:4])) and late.engine.reads_own(KEYS[:4])
+    assert late.serves() is (weights == "a") and num_records() == (1 if weights == "a" else 2)
+    more = [hashlib.sha256(b"more").hexdigest()]
+    assert all(late.engine.put(more)) and first.engine.found(more) == (weights == "a")
 
 
 class BotoConnectionError(Exception):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
+    BreakerState,
     GuardedStorage,
     MissReason,
     PageFingerprint,
@@ -324,6 +327,24 @@ class TestTiers:
         with pytest.raises(StorageError, match=f"tier: delete failed in {broken}"):
             store.delete(keys_of(1))
         store.close()
+
+    def test_a_store_that_is_slow_leaves_the_other(self, tmp_path: Path) -> None:
+        """What it takes is for its own breaker, not for the one of both."""
+        clock = FakeClock()
+        with contextlib.closing(open_storage("tier", tier_context(tmp_path, retries=0), clock)) as store:
+            assert all(put(store, keys_of(3)))
+
+            def slow(call: Callable[..., Any], *args: Any) -> Any:
+                clock.now_s += 1.5
+                return call(*args)
+
+            tier = cast(TierBackend, store.backend)
+            far = cast(GuardedStorage, tier.lower)
+            far.backend = faulty = FaultyBackend(far.backend)
+            faulty.faults = dict.fromkeys(("get", "exists"), slow)
+            for _ in range(5):
+                assert store.exists(keys_of(4)) == 3 and hits(store, keys_of(4)) == [True] * 3 + [False]
+            assert store.state is BreakerState.CLOSED
 
     def test_both_gone_is_an_error(self, tmp_path: Path) -> None:
         store = TierBackend(tier_context(tmp_path))
