@@ -1,9 +1,9 @@
 """LoRA adapters by their weights.
 
-SGLang keeps an adapter's pages apart by its `lora_id` at the end of the extra key, behind which elastic expert
-parallelism puts the number of its ranks. Those of `--lora-paths`
-are made of name and path, so that all nodes agree: after a restart they are the same for weights that were
-trained further, whose pages in storage are others. All other adapters get an id nobody else has.
+SGLang keeps an adapter's pages apart by its `lora_id` at the end of the extra key, behind which elastic
+expert parallelism puts the number of its ranks. Those of `--lora-paths` are made of name and path, so that
+all nodes agree: after a restart they are the same for weights that were trained further, whose pages in
+storage are others. All other adapters get an id nobody else has.
 
 What clients give as an extra key is put before the id, and is the whole of it in requests without an adapter:
 `keep_apart` has none of those end as if it were an id.
