@@ -69,7 +69,7 @@ def require_known_release() -> None:
     """
     if is_without_sources("sglang"):
         logger.warning(
-            "--radix-cache-backend hiradix: SGLang %s has no Python sources here: what is used of it is not looked for",
+            "--radix-cache-backend hiradix: SGLang %s has no Python sources here to look into",
             installed_version(),
         )
     elif pieces := lacking(installed_sources("sglang")):

@@ -28,7 +28,7 @@ def require_known_release() -> None:
     """Raise ConfigError naming the installed vLLM and the pieces that are missing or other in it."""
     if is_without_sources("vllm"):
         logger.warning(
-            "HiRadixConnector: vLLM %s has no Python sources here: what is used of it is not looked for",
+            "HiRadixConnector: vLLM %s has no Python sources here to look into",
             installed_version(),
         )
     elif pieces := lacking(installed_sources("vllm")):
