@@ -71,8 +71,8 @@ def identity(layout: str = "nhd", path: str = "m", **given: Any) -> ModelIdentit
 
 
 def test_pages_of_another_order_of_bytes_have_another_name() -> None:
-    assert identity("nhd").revision == "r:torch.float32"
-    assert identity("hnd").revision == "r:torch.float32:hnd"
+    assert identity("nhd").revision == "m@r:torch.float32"
+    assert identity("hnd").revision == "m@r:torch.float32:hnd"
 
 
 def test_a_revision_says_nothing_of_the_weights_in_a_folder(tmp_path: Path) -> None:
@@ -116,6 +116,8 @@ def test_ranks_that_cannot_agree_are_refused_over_a_host_tier(flag: str) -> None
             is_hybrid_ssm=False,
             is_hybrid_swa=False,
             enable_hierarchical_cache=hierarchical,
+            tp_worker=None,
+            server_args=None,
         )
         build._refuse_models(context, SimpleNamespace(dcp_size=asked["--dcp-size"]))
 
