@@ -44,6 +44,15 @@ def installed_sources(package: str) -> Reads:
     return lambda module: next((text for read in readers if (text := read(module)) is not None), None)
 
 
+def is_without_sources(package: str) -> bool:
+    """Whether an installed package has no source to be looked into: compiled alone, or in an archive."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        return False
+    return spec is not None and spec.loader is not None and installed_sources(package)(package) is None
+
+
 @dataclass(frozen=True)
 class Signature:
     """What a call takes. leading: parameters by position; needed: those without a default."""

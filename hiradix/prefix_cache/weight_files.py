@@ -125,10 +125,11 @@ def weights_digest(path: str, config_name: str) -> str:
     Face's cache, named there by the SHA-256 of what was fetched, the name, the size and pieces are read: the
     first MiB, and the middle of every tensor, for the case that they were written over in place.
     """
-    return _digest(sorted(file for file in Path(path).iterdir() if _decides(file, config_name)))
+    return _digest(sorted(file for file in Path(path).iterdir() if decides(file, config_name)))
 
 
-def _decides(file: Path, config_name: str) -> bool:
+def decides(file: Path, config_name: str) -> bool:
+    """Whether a file of a folder says what its weights are, or how they are read."""
     name = file.name
     is_one = name == config_name or name in _DECIDING_NAMES or name.endswith((*_WEIGHTS, *_DECIDING))
     return is_one and file.is_file()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import py_compile
+import sys
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,9 +19,12 @@ from hiradix.adapters.probe import (
     Names,
     Use,
     installed_sources,
+    is_without_sources,
     missing,
     sources_in,
 )
+from hiradix.adapters.vllm import support
+from hiradix.errors import ConfigError
 
 CACHE = """
 from abc import ABC, abstractmethod
@@ -168,6 +174,33 @@ def test_a_file_with_a_mark_of_byte_order_is_read(tmp_path: Path) -> None:
     read = sources_in(tmp_path)
     assert read("engine") == "x = 1\n" and read("engine.none") is None
     assert missing([Names("engine", ("x",))], read) == ()
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_a_package_without_sources_is_not_taken_for_one_that_lacks_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Compiled alone, or in an archive, it can be imported: what it has is found out then."""
+    source = tmp_path / "from" / "vllm" / "__init__.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    if is_archive:
+        place = tmp_path / "all.zip"
+        with zipfile.ZipFile(place, "w") as archive:
+            archive.write(source, "vllm/__init__.py")
+    else:
+        place = tmp_path / "compiled"
+        (place / "vllm").mkdir(parents=True)
+        py_compile.compile(str(source), cfile=str(place / "vllm" / "__init__.pyc"))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.syspath_prepend(str(place))
+    assert is_without_sources("vllm")
+    support.require_known_release()
+    assert "has no Python sources here" in caplog.text
+    monkeypatch.syspath_prepend(str(tmp_path / "from"))
+    assert not is_without_sources("vllm") and not is_without_sources("no_such")
+    with pytest.raises(ConfigError, match="is not supported: there is no "):
+        support.require_known_release()
 
 
 def test_a_package_that_is_not_installed_has_no_sources() -> None:

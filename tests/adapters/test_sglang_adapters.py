@@ -56,6 +56,22 @@ def test_other_keys_stay_as_they_are(tmp_path: Path, key: str | None) -> None:
     assert adapters.plain(adapters.named("a" + one.lora_id)) == "a" + one.lora_id
 
 
+def test_an_adapter_is_known_where_elastic_ranks_are_told_behind_its_id(tmp_path: Path) -> None:
+    """As SGLang does with --elastic-ep-backend, when it has made the request."""
+    one = trained(tmp_path / "l", b"w")
+    known = Adapters.given([one])
+    for client in ("", "tenant"):
+        key = f"{client}{one.lora_id}|elastic_ep_size=8"
+        name = known.named(key)
+        assert name is not None and name.startswith(ADAPTER) and known.plain(name) == key
+        assert known.of(key) == known.of(name) == one.lora_id
+        for other in (key, client + one.lora_id):
+            foreign = f"{apart(other)}|elastic_ep_size=8"
+            assert known.of(foreign) == known.of(apart(other)) == ""
+            assert not (known.named(foreign) or "").startswith(ADAPTER)
+    assert apart("|elastic_ep_size=8") == "|elastic_ep_size=8"
+
+
 def test_no_client_names_an_adapters_namespace(tmp_path: Path) -> None:
     """Not by its id, nor by what an adapter's pages are called: here, or in a server with the same store."""
     one = trained(tmp_path / "l", b"w")

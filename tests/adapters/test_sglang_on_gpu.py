@@ -71,7 +71,7 @@ def identity(layout: str = "nhd", path: str = "m", **given: Any) -> ModelIdentit
 
 
 def test_pages_of_another_order_of_bytes_have_another_name() -> None:
-    assert identity("nhd").revision == "m@r:torch.float32"  # no folder: the path and what was asked for
+    assert identity("nhd").revision == "m@r:torch.float32"
     assert identity("hnd").revision == "m@r:torch.float32:hnd"
 
 
@@ -113,10 +113,11 @@ def test_ranks_that_cannot_agree_are_refused_over_a_host_tier(flag: str) -> None
         asked = {"--pp-size": 1, "--attn-cp-size": 1, "--dcp-size": 1, flag: 2}
         context = SimpleNamespace(
             params=SimpleNamespace(pp_size=asked["--pp-size"], attn_cp_size=asked["--attn-cp-size"]),
-            tp_worker=None,
             is_hybrid_ssm=False,
             is_hybrid_swa=False,
             enable_hierarchical_cache=hierarchical,
+            tp_worker=None,
+            server_args=None,
         )
         build._refuse_models(context, SimpleNamespace(dcp_size=asked["--dcp-size"]))
 

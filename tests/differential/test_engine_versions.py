@@ -63,6 +63,41 @@ def test_the_tables_have_every_release_up_to_the_newest(package: str, least: lis
 
 
 @pytest.mark.parametrize(
+    ("package", "module", "name", "told"),
+    [
+        ("sglang", "sglang.srt.managers.schedule_batch", "lora_id", "Req has no lora_id"),
+        (
+            "sglang",
+            "sglang.srt.mem_cache.registry",
+            "model_config",
+            "TreeCacheBuildContext has no model_config",
+        ),
+        ("sglang", "sglang.srt.configs.model_config", "context_len", "ModelConfig has no context_len"),
+        (
+            "vllm",
+            "vllm.config.model",
+            "using_transformers_backend",
+            "there is no ModelConfig.using_transformers",
+        ),
+        ("vllm", "vllm.config.load", "download_dir", "LoadConfig has no download_dir"),
+        ("vllm", "vllm.lora.request", "load_inplace", "LoRARequest has no load_inplace"),
+    ],
+)
+def test_what_decides_whose_pages_these_are_is_looked_for(
+    package: str, module: str, name: str, told: str
+) -> None:
+    """It is read with a default, or by a hook: where it has another name pages would be taken for others."""
+    release = {"sglang": sglang_support.TESTED, "vllm": vllm_support.TESTED}[package]
+    read = sources_of(package, release)
+
+    def renamed(asked: str) -> str | None:
+        text = read(asked)
+        return re.sub(rf"\b{name}\b", "renamed", text) if text and asked == module else text
+
+    assert [piece for piece in LACKING[package](renamed) if piece.startswith(told)]
+
+
+@pytest.mark.parametrize(
     ("package", "tested"),
     [
         ("sglang", (sglang_support.TESTED, *sglang_support.TESTED_TOO)),

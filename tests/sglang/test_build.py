@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import pkgutil
+import sys
 from array import array
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +19,11 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import base
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import Phi3Config
 
-from hiradix.adapters.sglang import adapters, build
+from hiradix.adapters.sglang import adapters, build, updates
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.support import Api
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
@@ -97,6 +104,42 @@ def test_no_request_without_an_adapter_is_in_an_adapters_namespace() -> None:
     assert len(set(keys)) == len(cases) and keys[-2:] == ["x", None]
     known = adapters.Adapters({lora: "d" * 32}, frozenset({lora}))
     assert [known.of(known.named(key)) for key in keys] == [lora, "", lora, "", "", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("target", "put_in", "hook"),
+    [
+        (adapters._REQUEST, adapters.keep_apart, adapters._made),
+        (f"{updates._MANAGER}.end_weight_update", updates.watch_updates, updates._look),
+        (f"{updates._MANAGER}.flush_cache_after_weight_update", updates.watch_updates, updates._updated),
+    ],
+)
+def test_calls_are_heard_of_that_another_plugin_has_hooked(
+    monkeypatch: pytest.MonkeyPatch, target: str, put_in: Callable[[], None], hook: Any
+) -> None:
+    """Before ours and after: SGLang's registry applies what it has of a call once."""
+    path, _, name = target.rpartition(".")
+    owner, calls = pkgutil.resolve_name(path), []
+    original = inspect.unwrap(getattr(owner, name))
+    monkeypatch.setattr(owner, name, original)
+    monkeypatch.setattr(HookRegistry, "_hooks", defaultdict(list))
+    monkeypatch.setattr(HookRegistry, "_patched", set())
+
+    def heard(told: Any, *_: Any) -> None:
+        calls.append(told)
+
+    @functools.wraps(original)
+    def plain(*_: Any) -> str:
+        return "told"
+
+    monkeypatch.setattr(owner, name, plain)
+    monkeypatch.setattr(sys.modules[hook.__module__], hook.__name__, heard)
+    HookRegistry.register(target, lambda *_: None)
+    HookRegistry.apply_hooks()
+    put_in()
+    put_in()
+    assert getattr(owner, name)(SimpleNamespace(), SimpleNamespace()) == "told"
+    assert calls == ["told"]
 
 
 @pytest.mark.parametrize(("length", "is_refused"), [(64, False), (65, True)])

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed import parallel_state
 
 from hiradix.adapters.probe import installed_sources
 from hiradix.adapters.vllm import HiRadixConnector, connector, support
+from hiradix.adapters.vllm.layout import Interior
+from hiradix.adapters.vllm.settings import parse_settings
 from hiradix.errors import CacheError
+from hiradix.prefix_cache import ModelIdentity
 
 
 class Role:
@@ -50,6 +54,42 @@ def test_where_vllm_tells_nobody_of_its_sleep_each_step_waits(settles: bool) -> 
     role = Role(ends=False)
     worker_of(role, settles).wait_for_save()
     assert role.calls == ["after_forward", *["settle"] * settles]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_read"),
+    [({}, False), ({"hicache_storage_backend": "file"}, True), ({"admin_port": 0}, True)],
+)
+def test_weights_are_read_only_where_pages_may_be_stored(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], is_read: bool
+) -> None:
+    """Each rank reads all of them: over host memory alone that would be a long start for nothing."""
+    looked = []
+
+    def identity(*_: Any) -> ModelIdentity:
+        looked.append(True)
+        return ModelIdentity("m")
+
+    group = SimpleNamespace(rank_in_group=1, world_size=2)
+    for name in ("get_tp_group", "get_pp_group"):
+        monkeypatch.setattr(parallel_state, name, lambda: group)
+    monkeypatch.setattr(connector, "identity_of", identity)
+    monkeypatch.setattr(connector, "_interior", lambda *_: Interior.TOKENS)
+    spec = SimpleNamespace(dtype="float16", head_size_v=8)
+    one: Any = SimpleNamespace(
+        _vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=None, dtype="float16"),
+            parallel_config=SimpleNamespace(world_size=4),
+        ),
+        _kv_cache_config=SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["l.0"])], num_blocks=4
+        ),
+        _settings=parse_settings(given, 16),
+        _grouping=None,
+    )
+    plan = connector.worker_plan(one)
+    assert plan.model == ModelIdentity("m" if is_read else "", tp_rank=1, tp_size=2, pp_rank=1, pp_size=2)
+    assert bool(looked) is is_read
 
 
 def test_the_installed_release_has_all_that_is_used() -> None:

@@ -101,7 +101,7 @@ class FakeRequest:
     def _number(self, position: int) -> int:
         images = [image for image in self.mm_features if image.mm_position.offset <= position]
         lora = self.lora_request and self.lora_request.lora_name
-        space = f"{self.weights}/{self.cache_salt}/{lora}/{images}".encode()
+        space = f"{self.weights}/{self.cache_salt}/{lora}/{images}".encode(errors="surrogatepass")
         return zlib.crc32(np.array(self.all_token_ids[: position + 1], np.int64).tobytes() + space) % 999_983
 
     def name(self, page: int) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiradix.adapters.vllm import requests
 from hiradix.adapters.vllm.left import LeftBook, Pending
 from hiradix.adapters.vllm.plan import StepRequest
 from hiradix.adapters.vllm.requests import track
@@ -109,8 +110,8 @@ def test_a_salt_that_is_no_text_is_served_without_the_cache(
 
 
 def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_path: Path) -> None:
-    """Same name, same folder. vLLM loads it again under another number, or for each step if told to; what
-    it has not loaded again it computes with as it was."""
+    """Same name, same folder. vLLM loads it again under another number, or for each step if told to. What it
+    was not told to load again it may have all the same, where it had no room for it: nobody can know."""
     folder = tmp_path / "adapter"
     folder.mkdir()
 
@@ -127,8 +128,15 @@ def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_pat
     vllm, times = MiniVLLM(World()), count()
     train(b"first")
     assert [hits(), hits()] == [0, 3 * S]
+    train(b"first")
+    (folder / "optimizer.log").write_text("beside the weights")
+    assert hits() == 3 * S, "the same again"
     train(b"second")
-    assert hits() == 3 * S, "still computed with the first"
+    saved = vllm.role.figures.saved_pages
+    assert [hits(), hits()] == [0, 0] and vllm.role.figures.saved_pages == saved
+    train(b"first")
+    assert hits() == 0, "or has what was there meanwhile"
+    train(b"second")
     assert [hits(lora_int_id=2), hits(lora_int_id=2)] == [0, 3 * S]
     train(b"number three")
     assert [hits(lora_int_id=2, load_inplace=True) for _ in range(2)] == [0, 3 * S]
@@ -137,19 +145,19 @@ def test_an_adapter_trained_further_is_another_where_vllm_loads_it_again(tmp_pat
 
 
 def test_an_adapter_whose_files_go_while_they_are_looked_at_is_left_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As what a training run writes beside the weights before it renames it."""
+    """As what a training run renames just then."""
     vllm, folder = MiniVLLM(World()), tmp_path / "adapter"
     folder.mkdir()
     (folder / "adapter_model.bin").write_bytes(b"weights")
-    (folder / "adapter_model.tmp").symlink_to(folder / "gone")
     hits = []
     for name in "abcd":
-        if name == "c":
-            (folder / "adapter_model.tmp").unlink()
         before = vllm.hit_tokens
-        vllm.add(request(name, 3, lora_request=FakeLora("l", str(folder), load_inplace=True)))
+        with monkeypatch.context() as gone:
+            if name in "ab":
+                gone.setattr(requests, "decides", lambda file, _: file.with_name("gone").stat())
+            vllm.add(request(name, 3, lora_request=FakeLora("l", str(folder), load_inplace=name < "d")))
         vllm.drain()
         hits.append(vllm.hit_tokens - before)
     assert hits == [0, 0, 0, 3 * S] and vllm.role.figures.saved_pages == 3

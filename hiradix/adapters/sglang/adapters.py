@@ -1,8 +1,9 @@
 """LoRA adapters by their weights.
 
-SGLang keeps an adapter's pages apart by its `lora_id` at the end of the extra key. Those of `--lora-paths`
-are made of name and path, so that all nodes agree: after a restart they are the same for weights that were
-trained further, whose pages in storage are others. All other adapters get an id nobody else has.
+SGLang keeps an adapter's pages apart by its `lora_id` at the end of the extra key, behind which elastic
+expert parallelism puts the number of its ranks. Those of `--lora-paths` are made of name and path, so that
+all nodes agree: after a restart they are the same for weights that were trained further, whose pages in
+storage are others. All other adapters get an id nobody else has.
 
 What clients give as an extra key is put before the id, and is the whole of it in requests without an adapter:
 `keep_apart` has none of those end as if it were an id.
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hiradix.adapters.sglang.hooks import after
 from hiradix.prefix_cache import origin_of
 from hiradix.tree.key import ADAPTER, as_client_gave, of_client
 
@@ -23,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 _ID_LENGTH = 32
-_ID_LIKE = re.compile(rf"[0-9a-f]{{{_ID_LENGTH}}}\Z")
+_ID_LIKE = re.compile(rf"[0-9a-f]{{{_ID_LENGTH}}}")
+_ELASTIC = "|elastic_ep_size="
 _MARK = "\0"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
-_hooked: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,14 @@ class Adapters:
 
         Ids of adapters that were not given at start are nobody else's: the pages of each have a name anyway.
         """
-        key = self.plain(extra_key) or ""
-        return key[-_ID_LENGTH:] if key[-_ID_LENGTH:] in self.ids else ""
+        found = _id_in(self.plain(extra_key) or "")
+        return found if found in self.ids else ""
 
     def named(self, extra_key: str | None) -> str | None:
         """The extra key with the weights of the adapter it ends in, if that is one of these."""
         if not extra_key:
             return extra_key
-        digest = self.digests.get(extra_key[-_ID_LENGTH:]) if self.digests else None
+        digest = self.digests.get(_id_in(extra_key)) if self.digests else None
         return of_client(extra_key) if digest is None else f"{ADAPTER}{digest}{_MARK}{extra_key}"
 
     def plain(self, extra_key: str | None) -> str | None:
@@ -81,18 +83,19 @@ NO_ADAPTERS = Adapters()
 
 def apart(extra_key: str) -> str:
     """The extra key of a request without an adapter, so that it ends in no adapter's id; each has its own."""
-    return extra_key + _MARK if extra_key.endswith(_MARK) or _ID_LIKE.search(extra_key) else extra_key
+    is_like_one = extra_key.endswith(_MARK) or _ID_LIKE.fullmatch(_id_in(extra_key))
+    return extra_key + _MARK if is_like_one else extra_key
+
+
+def _id_in(extra_key: str) -> str:
+    """Where SGLang has put an adapter's id, if the request has one."""
+    before, _, ranks = extra_key.rpartition(_ELASTIC)
+    return (before if before and ranks.isdecimal() else extra_key)[-_ID_LENGTH:]
 
 
 def keep_apart() -> None:
     """Have this process's requests without an adapter stay out of adapters' namespaces. Idempotent."""
-    if _hooked:
-        return
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    HookRegistry.register(_REQUEST, _made)
-    HookRegistry.apply_hooks()
-    _hooked.append(_REQUEST)
+    after(_REQUEST, _made)
 
 
 def _made(_: Any, request: Any, *__: Any, **___: Any) -> None:

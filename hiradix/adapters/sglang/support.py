@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from hiradix.adapters import versions
-from hiradix.adapters.probe import Engine, Reads, installed_sources, missing
+from hiradix.adapters.probe import Engine, Reads, installed_sources, is_without_sources, missing
 from hiradix.adapters.sglang import uses
 from hiradix.errors import ConfigError
 
@@ -67,7 +67,12 @@ def require_known_release() -> None:
 
     Reads its sources: about a second.
     """
-    if pieces := lacking(installed_sources("sglang")):
+    if is_without_sources("sglang"):
+        logger.warning(
+            "--radix-cache-backend hiradix: SGLang %s has no Python sources here to look into",
+            installed_version(),
+        )
+    elif pieces := lacking(installed_sources("sglang")):
         raise unsupported_version(installed_version(), "; ".join(pieces))
 
 

@@ -1,24 +1,18 @@
-"""Weights that SGLang puts in without a flush: heard of by its hooks, as no cache is told."""
+"""Weights that SGLang puts in without a flush: heard of by hooks, as no cache is told."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.plugins.hook_registry import HookRegistry
+from hiradix.adapters.sglang.hooks import after
 
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_registered: list[str] = []
 
 
 def watch_updates() -> None:
     """Have the cache of this process look at the weights after each update. May be called again."""
-    if _registered:
-        return
-    hooks = {"flush_cache_after_weight_update": _updated, "end_weight_update": _look}
-    for call, hook in hooks.items():
-        HookRegistry.register(f"{_MANAGER}.{call}", hook)
-        _registered.append(call)
-    HookRegistry.apply_hooks()
+    after(f"{_MANAGER}.flush_cache_after_weight_update", _updated)
+    after(f"{_MANAGER}.end_weight_update", _look)
 
 
 def _updated(told: tuple[bool, str], manager: Any, request: Any, *_: Any) -> None:

@@ -1,5 +1,4 @@
-"""What the adapter uses of SGLang, one table per contract; its sources are compared with it at start.
-"""
+"""What the adapter uses of SGLang, one table per contract; its sources are compared with it at start."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ _BATCH = "sglang.srt.managers.schedule_batch"
 _PARTS = "sglang.srt.managers.scheduler_components"
 _METRICS = "sglang.srt.observability.metrics_collector"
 _EVENTS = "sglang.srt.disaggregation.kv_events"
-_HOOKS = "sglang.srt.plugins.hook_registry"
 _WORKER = "sglang.srt.managers.tp_worker:TpModelWorker"
 
 # Where SGLang calls the cache it has. The modules of disaggregated prefill and decode are left out.
@@ -92,6 +90,7 @@ _ANY: tuple[Use, ...] = (
             "enable_hierarchical_cache",
             "disable_radix_cache",
             "tp_worker",
+            "model_config",
             "full_tokens_per_layer",
         ),
     ),
@@ -111,6 +110,10 @@ _ANY: tuple[Use, ...] = (
             "enable_kv_cache_events",
         ),
     ),
+    Has("sglang.srt.configs.model_config:ModelConfig", ("context_len", "dtype", "hf_text_config")),
+    Has("sglang.srt.model_executor.model_runner:ModelRunner", ("model",)),
+    Has("sglang.srt.lora.lora_registry:LoRARef", ("lora_id", "lora_path")),
+    Has(f"{_BATCH}:Req", ("extra_key", "lora_id")),
     Has(f"{BASE}:MatchPrefixParams", ("key",)),
     Has(f"{BASE}:EvictParams", ("num_tokens",)),
     Has(f"{BASE}:InitLoadBackParams", ("best_match_node", "host_hit_length", "mem_quota")),
@@ -130,6 +133,7 @@ _ANY: tuple[Use, ...] = (
         ("size", "dtype", "head_num", "head_dim", "v_head_dim", "k_buffer", "v_buffer"),
     ),
     Has(f"{_POOLS}:MLATokenToKVPool", ("kv_buffer", "kv_lora_rank")),
+    Has(f"{_POOLS}:KVCache", ("start_layer", "end_layer")),
     Call(f"{_POOLS}:KVCache.register_layer_transfer_counter", 1),
     Call(f"{_WORKER}.register_hicache_layer_transfer_counter", 1),
     Has(_WORKER, ("model_runner",)),
@@ -141,7 +145,13 @@ _ANY: tuple[Use, ...] = (
         (
             "hicache_storage_backend",
             "hicache_storage_backend_extra_config",
+            "download_dir",
+            "enable_lora",
+            "json_model_override_args",
+            "load_format",
+            "lora_paths",
             "model_path",
+            "quantization",
             "revision",
             "served_model_name",
         ),
@@ -272,8 +282,6 @@ CHECKPOINT: tuple[Use, ...] = (
     Call("sglang.srt.layers.dp_attention:is_dp_attention_enabled"),
     Call("sglang.srt.runtime_context:get_observability"),
     Call("sglang.srt.runtime_context:get_parallel"),
-    Call(f"{_HOOKS}:HookRegistry.register", 2),
-    Call(f"{_HOOKS}:HookRegistry.apply_hooks"),
     Has(
         f"{_PARTS}.weight_updater:SchedulerWeightUpdaterManager",
         ("scheduler", "flush_cache_after_weight_update", "end_weight_update"),

@@ -48,6 +48,7 @@ from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.policy.write import WritePolicy
+from hiradix.prefix_cache import ModelIdentity
 from hiradix.prefix_cache.hiradix import prefetch_limits
 
 logger = logging.getLogger(__name__)
@@ -370,8 +371,10 @@ def worker_plan(connector: HiRadixConnector) -> WorkerPlan:
     rank_r = getattr(text, "kv_lora_rank", None)
     latent = Latent(rank_r, text.qk_rope_head_dim) if rank_r else None
     settings = connector._settings
-    stored = str(getattr(groups[0].kv_cache_spec, "dtype", config.model_config.dtype))
-    identity = identity_of(config, settings.cache.served_model_name, stored)
+    identity = ModelIdentity("")  # no page leaves this process: no weights are read for a name
+    if settings.may_store:
+        stored = str(getattr(groups[0].kv_cache_spec, "dtype", config.model_config.dtype))
+        identity = identity_of(config, settings.cache.served_model_name, stored)
     tp, pp = get_tp_group(), get_pp_group()
     return WorkerPlan(
         settings,

@@ -17,7 +17,7 @@ from hiradix.adapters.vllm.orders import Ticket
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import origin_of
-from hiradix.prefix_cache.weight_files import hub_snapshot
+from hiradix.prefix_cache.weight_files import decides, hub_snapshot
 from hiradix.tree import Lock, RadixKey, TokenLog
 from hiradix.tree.key import ADAPTER
 
@@ -98,6 +98,8 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
         return None
     try:
         adapter = _adapter(request.lora_request)
+    except AdapterChanged:
+        return None
     except OSError as error:
         logger.warning(
             "request %s: its adapter cannot be read, nothing is cached: %s", request.request_id, error
@@ -108,23 +110,68 @@ def track(request: EngineRequest, page_size: int) -> Tracked | None:
 
 
 def _adapter(lora: Any) -> str | None:
-    """What names an adapter in every process: its name and its weights, not vLLM's number for it."""
+    """What names an adapter in every process: its name and its weights, not vLLM's number for it.
+
+    AdapterChanged: which weights vLLM computes with is not known.
+    """
     if lora is None:
         return None
     path = str(lora.lora_path)
     if path.startswith("~"):  # as vLLM does
         path = os.path.expanduser(path)
-    digest = _adapter_digest(path, lora.lora_int_id, _files(path, lora.load_inplace))
+    if lora.load_inplace:
+        digest = _adapter_digest(path, lora.lora_int_id, _files(path))
+    else:
+        digest = _as_loaded(path, lora.lora_int_id).digest()
     shape = " 3d" if getattr(lora, "is_3d_lora_weight", False) else ""
     return f"{ADAPTER}{lora.lora_name}@{digest}{shape}"
 
 
-def _files(path: str, is_reloaded: bool) -> tuple[tuple[str, int, int], ...]:
-    """Of an adapter that vLLM reads anew for each step, what would tell that its files were replaced."""
-    folder = _folder(path) if is_reloaded else None
+class AdapterChanged(Exception):
+    """Files of an adapter are others than when it was first used."""
+
+
+class _AsLoaded:
+    """An adapter that vLLM has loaded as one number, by its weights when it was first used.
+
+    vLLM drops adapters that it has no room for, and reads them again with the next request: what is in the
+    files then counts for it, and nobody is told. So once they have changed, nobody knows.
+    """
+
+    def __init__(self, path: str, load: int) -> None:
+        self._path, self._load = path, load
+        self._files = _files(path)
+        self._digest = _adapter_digest(path, load, self._files)
+        self._has_changed = False
+
+    def digest(self) -> str:
+        """Looks at sizes and times of the files, and reads them where these are others."""
+        files = _files(self._path)
+        if not self._has_changed and files != self._files:
+            self._has_changed = _adapter_digest(self._path, self._load, files) != self._digest
+            self._files = files
+            if self._has_changed:
+                logger.warning(
+                    "adapter %s has changed, and vLLM was not told to load it again: nothing of it is cached",
+                    self._path,
+                )
+        if self._has_changed:
+            raise AdapterChanged(self._path)
+        return self._digest
+
+
+@lru_cache(maxsize=1024)
+def _as_loaded(path: str, load: int) -> _AsLoaded:
+    return _AsLoaded(path, load)
+
+
+def _files(path: str) -> tuple[tuple[str, int, int], ...]:
+    """What would tell that an adapter's files were replaced."""
+    folder = _folder(path)
     if folder is None:
         return ()
-    stats = ((str(file), file.stat()) for file in sorted(folder.iterdir()))
+    files = (file for file in sorted(folder.iterdir()) if decides(file, ADAPTER_CONFIG))
+    stats = ((str(file), file.stat()) for file in files)
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
@@ -137,10 +184,8 @@ def _folder(path: str) -> Path | None:
 
 @lru_cache(maxsize=1024)
 def _adapter_digest(path: str, _load: int, _as_of: tuple[tuple[str, int, int], ...]) -> str:
-    """Of the weights as they are when an adapter is first used after vLLM has loaded it as number `_load`.
-
-    Reads all of them. Of weights that are in no folder here, a name that no other process has.
-    """
+    """Of the weights that vLLM has loaded as number `_load`. Reads all of them. Of weights that are in no
+    folder here, a name that no other process has."""
     folder = _folder(path)
     return uuid.uuid4().hex if folder is None else origin_of(str(folder), config_name=ADAPTER_CONFIG).revision
 

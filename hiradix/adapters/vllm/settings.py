@@ -58,6 +58,11 @@ class Settings:
     storage_after_reset: str = "apart"
     attach_rules: AttachRules = field(default_factory=AttachRules)
 
+    @property
+    def may_store(self) -> bool:
+        """Whether there is storage, or an endpoint that may attach one."""
+        return self.cache.hicache_storage_backend is not None or self.admin_port is not None
+
     def admin_port_of(self, dp_rank: int) -> int | None:
         """The port of a data parallel rank's endpoint: its own, as ranks of a host cannot share one."""
         if not self.admin_port:

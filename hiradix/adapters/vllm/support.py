@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from hiradix.adapters import versions
-from hiradix.adapters.probe import Reads, installed_sources, missing
+from hiradix.adapters.probe import Reads, installed_sources, is_without_sources, missing
 from hiradix.adapters.vllm.uses import USES
 from hiradix.errors import ConfigError
 
@@ -26,7 +26,12 @@ def lacking(read: Reads) -> tuple[str, ...]:
 
 def require_known_release() -> None:
     """Raise ConfigError naming the installed vLLM and the pieces that are missing or other in it."""
-    if pieces := lacking(installed_sources("vllm")):
+    if is_without_sources("vllm"):
+        logger.warning(
+            "HiRadixConnector: vLLM %s has no Python sources here to look into",
+            installed_version(),
+        )
+    elif pieces := lacking(installed_sources("vllm")):
         raise unsupported("; ".join(pieces))
 
 
