@@ -88,8 +88,8 @@ class Places:
         ids.mark(self._marks, pages, False)
 
     def clear(self) -> None:
-        """No node has any. Costs the pool."""
-        self._marks[:] = False
+        """No node has any."""
+        self._marks = np.zeros(len(self._marks), np.bool_)
 
     def taken(self) -> Pages:
         """All that have a place, ascending. Costs the pool; for checks."""
