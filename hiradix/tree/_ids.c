@@ -30,6 +30,14 @@ static PyArrayObject *own_array(PyObject *object, int type, const char *name)
     return NULL;
 }
 
+/* Integers of any width as an array of `type`, those that do not fit cut to it: a new reference. NULL and TypeError
+ * for what is no integer. */
+static PyArrayObject *integers(PyObject *object, int type)
+{
+    int cast = PyArray_Check(object) && PyArray_ISINTEGER((PyArrayObject *)object) ? NPY_ARRAY_FORCECAST : 0;
+    return (PyArrayObject *)PyArray_FROMANY(object, type, 1, 1, NPY_ARRAY_IN_ARRAY | cast);
+}
+
 /* Page ids a caller gave, as an int32 array: a new reference. NULL and AssertionError for what is no id. */
 static PyArrayObject *given(PyObject *object)
 {
@@ -37,15 +45,16 @@ static PyArrayObject *given(PyObject *object)
         Py_INCREF(object);
         return (PyArrayObject *)object;
     }
-    PyArrayObject *wide = (PyArrayObject *)PyArray_FROMANY(object, NPY_INT64, 1, 1, NPY_ARRAY_IN_ARRAY);
+    PyArrayObject *wide = integers(object, NPY_INT64);
     if (wide == NULL) {
         return NULL;
     }
+    int is_unsigned = PyArray_Check(object) && PyArray_ISUNSIGNED((PyArrayObject *)object);
     npy_intp count = LENGTH(wide);
     PyArrayObject *ids = (PyArrayObject *)PyArray_SimpleNew(1, &count, NPY_INT32);
     for (npy_intp i = 0; ids != NULL && i < count; i++) {
         npy_int64 id = ((npy_int64 *)PyArray_DATA(wide))[i];
-        if (id < NPY_MIN_INT32 || id > NPY_MAX_INT32) {
+        if (id < (is_unsigned ? 0 : NPY_MIN_INT32) || id > NPY_MAX_INT32) {
             PyErr_Format(PyExc_AssertionError, "%lld is no page id", (long long)id);
             Py_CLEAR(ids);
         } else {
@@ -298,7 +307,7 @@ static PyObject *pages_of(PyObject *self, PyObject *const *args, Py_ssize_t narg
         return PyErr_Format(PyExc_AssertionError, "page_size is 0");
     }
     int type = is_plain(args[0], NPY_INT32) ? NPY_INT32 : NPY_INT64;
-    PyArrayObject *slots = (PyArrayObject *)PyArray_FROMANY(args[0], type, 1, 1, NPY_ARRAY_IN_ARRAY), *found = NULL;
+    PyArrayObject *slots = integers(args[0], type), *found = NULL;
     if (slots == NULL) {
         return NULL;
     }

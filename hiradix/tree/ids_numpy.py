@@ -19,6 +19,7 @@ Slots = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.int64]
 
 FEW_PAGES = 32  # up to here a loop is faster than calls of numpy
+_HAS = (b"\0", b"\1")  # what the bytes of an array of booleans have: False, True
 
 
 def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
@@ -31,22 +32,41 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
 
 def claim(marks: Marks, pages: Ids) -> bool:
     """See `hiradix.tree.ids`."""
+    return _turn(marks, pages, True)
+
+
+def _turn(marks: Marks, pages: Ids, value: bool) -> bool:
+    """Set the marks of `pages` to `value` if each has the other and is named once; else change nothing."""
     if len(pages) > FEW_PAGES:
-        ordered = np.sort(_narrow(pages))
-        if ordered[0] < 0 or ordered[-1] >= len(marks) or marks.take(ordered).any():
-            return False
-        if (ordered[1:] == ordered[:-1]).any():
-            return False
-        marks.put(ordered, True)
-        return True
+        return _turn_many(marks, pages, value)
     found, end, flags = pages.tolist(), len(marks), marks.data
     for number, page in enumerate(found):
-        if not 0 <= page < end or flags[page]:
-            for marked in found[:number]:
-                flags[marked] = False
+        if not 0 <= page < end or flags[page] is value:
+            for turned in found[:number]:
+                flags[turned] = not value
             return False
-        flags[page] = True
+        flags[page] = value
     return True
+
+
+def _turn_many(marks: Marks, pages: Ids, value: bool) -> bool:
+    numbers = _unsigned(pages, len(marks))
+    try:
+        found = marks.take(numbers).tobytes()
+    except IndexError:
+        return False
+    ordered = np.sort(numbers)
+    if _HAS[value] in found or _HAS[True] in (ordered[1:] == ordered[:-1]).tobytes():
+        return False
+    marks.put(numbers, value)
+    return True
+
+
+def _unsigned(pages: Ids, end: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Ids as numbers that are too large where they are negative: looking them up tells all out of range."""
+    if pages.dtype == np.int32:
+        return pages.view(np.uint32)
+    return pages.astype(np.int64, casting="same_kind").clip(-1, end).astype(np.uint32)
 
 
 def joined(parts: Sequence[Pages]) -> Pages:
@@ -56,7 +76,7 @@ def joined(parts: Sequence[Pages]) -> Pages:
 
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
     """See `hiradix.tree.ids`."""
-    if not _are_in(pages, len(marks)):
+    if not _are_in(pages, marks):
         raise Misuse(f"pages {pages[:16]} are not all in 0..{len(marks) - 1}")
     _put(marks, pages, value)
 
@@ -84,29 +104,9 @@ def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
     if not 0 <= num_free <= len(stack):
         raise Misuse(f"{num_free} pages of {len(stack)}")
     count = len(pages)
-    if count > len(stack) - num_free or not _unmark(marks, pages):
+    if count > len(stack) - num_free or not _turn(marks, pages, False):
         return False
     stack[num_free : num_free + count] = pages[::-1]
-    return True
-
-
-def _unmark(marks: Marks, pages: Ids) -> bool:
-    """Unmark `pages` if each is marked and named once; else change nothing."""
-    if len(pages) > FEW_PAGES:
-        ordered = np.sort(pages)
-        if ordered[0] < 0 or ordered[-1] >= len(marks) or not marks.take(ordered).all():
-            return False
-        if (ordered[1:] == ordered[:-1]).any():
-            return False
-        marks.put(ordered, False)
-        return True
-    found, end, flags = pages.tolist(), len(marks), marks.data
-    for number, page in enumerate(found):
-        if not 0 <= page < end or not flags[page]:
-            for unmarked in found[:number]:
-                flags[unmarked] = True
-            return False
-        flags[page] = False
     return True
 
 
@@ -175,8 +175,12 @@ def _narrow(pages: Ids) -> Pages:
     return narrow
 
 
-def _are_in(pages: Ids, end: int) -> bool:
+def _are_in(pages: Ids, marks: Marks) -> bool:
     if len(pages) > FEW_PAGES:
-        return bool(0 <= pages.min() and pages.max() < end)
+        try:
+            marks.take(_unsigned(pages, len(marks)))
+        except IndexError:
+            return False
+        return True
     found = pages.tolist()
-    return not found or (0 <= min(found) and max(found) < end)
+    return not found or (0 <= min(found) and max(found) < len(marks))

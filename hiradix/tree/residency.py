@@ -87,6 +87,10 @@ class Places:
         """No node has these any more."""
         ids.mark(self._marks, pages, False)
 
+    def clear(self) -> None:
+        """No node has any."""
+        self._marks = np.zeros(len(self._marks), np.bool_)
+
     def taken(self) -> Pages:
         """All that have a place, ascending. Costs the pool; for checks."""
         return np.flatnonzero(self._marks).astype(np.int32)
@@ -158,6 +162,9 @@ class Residencies:
         """Forget everything."""
         self.orders[:] = [[self._order_of(c, tier) for tier in TIERS] for c in range(len(self.components))]
         self.num_resident = [[0] * len(Tier) for _ in self.components]
+        for tiers in self.places:
+            for places in tiers:
+                places.clear()
         self.host_moves_once = bool(getattr(self.orders[BACKBONE][HOST], "path_moves_once", False))
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:

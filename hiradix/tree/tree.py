@@ -363,6 +363,10 @@ class RadixTree:
         per_page = self.components[component].per_page
         if not (len(pages) <= node.end and (per_page or len(pages) == 1)):
             raise Misuse(f"{len(pages)} pages end at page {node.end}")
+        if component == BACKBONE and tier == DEVICE:
+            start, known = node.end - len(pages), self.absent_from(node, tier)
+            if start > known:
+                raise Misuse(f"device pages from page {start} on; from page {known} on there are none")
         claimed = self._claimed(node, node.end, component, tier, pages)
         return self._adopt(node, component, tier, pages, claimed)
 
@@ -392,9 +396,6 @@ class RadixTree:
             else:
                 refused.append(pages[max(at.start - start, 0) : at.end - start] if per_page else pages)
             at = at.parent if per_page else None
-        grounded = component != BACKBONE or tier or at is None or at.device.pages is not None
-        if not grounded:
-            raise Misuse(f"device pages from page {start} on, below {at}, which has none")
         if taken:
             residencies.push_taken(taken, component, tier)
         if not refused:
@@ -669,7 +670,7 @@ class RadixTree:
         try:
             for c, given in enumerate(pages):
                 claimed.append(self._claimed(node, end, c, tier, given))
-        except Misuse:
+        except BaseException:  # the form in C raises its own for what is no id
             for c in range(len(claimed)):
                 if claimed[c]:
                     self._residencies.places[c][tier].leave(pages[c])
@@ -704,7 +705,7 @@ class RadixTree:
             if not will_take:
                 places.leave(pages)
             return will_take
-        new = pages[pages != own]
+        new = pages[(pages != own) | (pages < 0)]  # -1, where the tree has nothing, is no page of its own
         places.claim(new)
         places.leave(new)
         return False

@@ -176,3 +176,53 @@ def test_what_is_adopted_is_held_against_the_tree_too() -> None:
     tree.check([])
     assert tree.adopt(first, 0, Tier.HOST, np.array([6])).tolist() == [6]
     tree.check([])
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("known", [1, 40])
+@pytest.mark.parametrize("page", [-1, 64, 2**31, -(2**40)])
+def test_a_page_of_no_pool_behind_known_ones_changes_nothing(tier: Tier, known: int, page: int) -> None:
+    tree = RadixTree(1)
+    tree.limit_pages(0, tier, 64)
+    held(tree, tier, [*range(known)], [*range(known)])
+    before = tree.render()
+    with pytest.raises(AssertionError, match="no page id"):
+        tree.insert(RadixKey(range(known + 1)), tier, [np.array([*range(known), page])])
+    assert tree.render() == before
+    tree.check([])
+
+
+@pytest.mark.parametrize("page", [-1, 2**31, 2**40])
+def test_what_is_no_page_of_one_component_leaves_the_others_alone(page: int) -> None:
+    tree = RadixTree(1, (FULL, Component("swa", 2)))
+    with pytest.raises(AssertionError, match="no page id"):
+        tree.insert(RadixKey([5, 6]), DEVICE, [np.array([8, 9]), np.array([8, page])])
+    tree.check([])
+    tree.unlock(tree.insert(RadixKey([5, 6]), DEVICE, [np.array([8, 9]), np.array([8, 9])]).lock)
+    tree.check([])
+
+
+def test_device_pages_below_a_gap_are_not_adopted() -> None:
+    tree = RadixTree(1)
+    held(tree, DEVICE, [1], [7])
+    held(tree, Tier.HOST, [1, 2, 3, 4], [0, 1, 2, 3])
+    node = tree.match(RadixKey([1, 2, 3, 4])).loadable_node
+    before = tree.render()
+    with pytest.raises(Misuse, match="device pages from page 2 on"):
+        tree.adopt(node, 0, DEVICE, np.array([5, 6]))
+    assert tree.render() == before
+    tree.check([])
+    assert len(tree.adopt(node, 0, DEVICE, np.array([4, 5, 6]))) == 0
+    tree.check([])
+
+
+def test_a_cleared_tree_takes_any_page_whatever_went_wrong_before() -> None:
+    tree = RadixTree(1)
+    lock = tree.insert(RadixKey([1, 2, 3]), DEVICE, [np.arange(3)]).lock
+    with pytest.raises(Misuse, match="locked"):
+        tree.drop(tree.match(RadixKey([1])).device_node)
+    tree.clear()
+    tree.unlock(lock)
+    tree.check([])
+    assert held(tree, DEVICE, [4, 5, 6], [2, 1, 0]) == []
+    tree.check([])

@@ -184,6 +184,17 @@ def test_claim_of_what_is_no_page_id(form: ModuleType, page: int, count: int) ->
 
 
 @over_forms
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("count", [2, MANY])
+def test_ids_of_any_width(form: ModuleType, count: int, dtype: Any) -> None:
+    marks, stack = np.zeros(2**20, np.bool_), np.zeros(2**20, np.int32)
+    pages = np.arange(count).astype(dtype)
+    assert form.claim(marks, pages) and not form.claim(marks, pages)
+    assert form.give(stack, 0, pages, marks) and not form.give(stack, 0, pages, marks)
+    assert stack[:count].tolist() == list(range(count))[::-1] and not marks.any()
+
+
+@over_forms
 @pytest.mark.parametrize("num_free,count", [(-1, 0), (0, 1), (3, 4), (4, 1), (3, -1)])
 def test_take_refuses_what_is_not_there(form: ModuleType, num_free: int, count: int) -> None:
     marks = np.zeros(3, np.bool_)
