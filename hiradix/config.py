@@ -220,7 +220,8 @@ def read_small_file(path: str | Path) -> tuple[bytes, int]:
     than MAX_FILE_BYTES.
     """
     descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    until, parts, num_left = time.monotonic() + FILE_TIMEOUT_S, [], MAX_FILE_BYTES + 1
+    until, num_left = time.monotonic() + FILE_TIMEOUT_S, MAX_FILE_BYTES + 1
+    parts: list[bytes] = []
     try:
         about = os.fstat(descriptor)
         waits = select.poll()
