@@ -22,7 +22,7 @@ def zstandard_for(what: str) -> Any:
 
 
 class Packer(NamedTuple):
-    """Of one file. pack: what the file takes for a piece of text; end: what it ends with, where it is whole."""
+    """Of one file. pack: what it takes for a piece of text; end: what it ends with, where it is whole."""
 
     pack: Callable[[bytes], bytes]
     end: Callable[[], bytes]
