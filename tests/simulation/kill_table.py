@@ -134,7 +134,7 @@ BUGS = [
     bug(
         "12 h17",
         "the hash chain restarts in mid-path after an attach",
-        "_known_prior",
+        "known_prior",
         "return (0, b'')",
         "return (_a2, b'')",
     ),
@@ -223,7 +223,7 @@ BUGS = [
     bug(
         "22",
         "a failed load's slots are freed though another request has them",
-        "drop_device",
+        "RadixTree.drop_device",
         "any((_1.device.lock_ref for _1 in _2))",
         "False",
     ),
@@ -246,8 +246,8 @@ BUGS = [
         "25",
         "a prefetch without a hit never ends",
         "Prefetcher._read",
-        "return self._finish(_1)",
-        "return",
+        "self._finish(_1)\nreturn False",
+        "return False",
     ),
     bug(
         "27",
@@ -277,7 +277,7 @@ BUGS = [
     bug(
         "29",
         "an eviction prunes the node with its host copy",
-        "evict",
+        "RadixTree.evict",
         "_1.drop(_2, _3, _4, _5, _6 is not None and _6.parent is _2)\n_6 = _2",
         (
             "_1.drop(_2, _3, _4, _5, _6 is not None and _6.parent is _2)\n_6 = _2\nif _4 == DEVICE and "
@@ -420,7 +420,7 @@ BUGS = [
     bug(
         "h6",
         "storage names ignore the namespace",
-        "page_rows",
+        "RadixTree.page_rows",
         "_1 or _2.seed",
         "_1",
     ),
