@@ -55,6 +55,7 @@ COMMON_KEYS = {
     "staging_size": Setting(SettingKind.VALUE, _GIB),
     "breaker_failures": _VALUE,
     "breaker_retry_s": _VALUE,
+    "breaker_retry_max_s": _VALUE,
     "join_retry_s": _VALUE,
     "join_timeout_s": _VALUE,
     "admin_timeout_s": _VALUE,
