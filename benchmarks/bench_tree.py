@@ -147,7 +147,9 @@ def measure(
     for worker, *_ in orders:
         ask(worker, do="close")
     medians = [{metric: statistics.median(values) for metric, values in found.items()} for found in taken]
-    of_peers = dict(zip((worker.name for worker in peers), medians[len(case.ours) :]))
+    of_peers = {
+        worker.name: found for worker, found in zip(peers, medians[len(case.ours) :]) if worker not in failed
+    }
     return [
         Row(case.name + how.name, metric, UNITS[metric], value, _of(of_peers, metric))
         for how, mine in zip(case.ours, medians)

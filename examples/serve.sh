@@ -5,6 +5,10 @@
 #
 # Pages in PAGES_DIR outlive the server. Two of the three never share pages there: each has names of its own.
 set -euo pipefail
+if [ $# -lt 3 ]; then
+  echo "usage: $0 hiradix|sglang|vllm MODEL_DIR PAGES_DIR [further flags of the engine]" >&2
+  exit 2
+fi
 engine=$1 model=$2 pages=$3
 shift 3
 

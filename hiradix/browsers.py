@@ -16,6 +16,7 @@ from hiradix.errors import ConfigError
 
 Headers = Iterable[tuple[bytes, bytes]]
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 def is_loopback(host: str) -> bool:
@@ -74,7 +75,7 @@ def allowed(bound: str, hosts: str | None, origins: str | None) -> Allowed:
     found: frozenset[str] | None = None
     if "*" not in given and (given or is_loopback(bound.strip("[]").lower())):
         found = frozenset({*given, bound.strip("[]").lower()})
-    pages = frozenset(_listed(origins))
+    pages = frozenset(_origin(page) for page in _listed(origins))
     for page in pages:
         parts = urlsplit(page)
         if (
@@ -90,6 +91,12 @@ def _listed(text: str | None) -> list[str]:
     return [part.strip().lower() for part in (text or "").split(",") if part.strip()]
 
 
+def _origin(page: str) -> str:
+    """An origin as browsers send it: without the port that its scheme has anyway."""
+    scheme = page.partition("://")[0]
+    return page.removesuffix(_DEFAULT_PORTS.get(scheme, "\0"))
+
+
 def _name(host: str) -> str:
     """A host without its port, brackets, and dot at the end."""
     if host.startswith("["):
@@ -102,4 +109,4 @@ def _place(address: str) -> str:
     """Host and port of a page, as `Host` would have them; "" of what has none, such as `null`."""
     scheme, is_address, rest = address.partition("://")
     place = rest.partition("/")[0] if is_address else ""
-    return place.removesuffix({"http": ":80", "https": ":443"}.get(scheme, "\0"))
+    return place.removesuffix(_DEFAULT_PORTS.get(scheme, "\0"))

@@ -6,12 +6,16 @@ Every error is a `ConfigError` whose message starts with the flag or extra-confi
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import math
 import os
 import re
+import select
+import stat
 import sys
+import time
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +38,8 @@ RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a re
 GB = 1_000_000_000
 MAX_PORT = 65535
 MAX_SECONDS = 1e9  # thirty years: clocks and libraries can add it to today
+MAX_FILE_BYTES = 1 << 20  # of settings, or of a key
+FILE_TIMEOUT_S = 10.0  # until such a file, which may be a pipe, has been written
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
 
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
@@ -207,6 +213,36 @@ def with_secrets_of_environment(values: Mapping[str, Any], environment: Mapping[
     return found
 
 
+def read_small_file(path: str | Path) -> tuple[bytes, int]:
+    """What a file of settings or of a key holds, and its mode.
+
+    Of a pipe, such as a shell's `<(command)`, what comes within FILE_TIMEOUT_S. Raises OSError, also for more
+    than MAX_FILE_BYTES.
+    """
+    descriptor = os.open(os.path.expanduser(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    until, num_left = time.monotonic() + FILE_TIMEOUT_S, MAX_FILE_BYTES + 1
+    parts: list[bytes] = []
+    try:
+        about = os.fstat(descriptor)
+        waits = select.poll()
+        waits.register(descriptor, select.POLLIN)
+        while num_left > 0:
+            left_s = until - time.monotonic()
+            if not stat.S_ISREG(about.st_mode) and (left_s <= 0 or not waits.poll(left_s * 1000)):
+                raise OSError(errno.ETIMEDOUT, f"was not written and closed within {FILE_TIMEOUT_S:g} s")
+            try:
+                part = os.read(descriptor, num_left)
+            except BlockingIOError:
+                continue
+            if not part:
+                return b"".join(parts), stat.S_IMODE(about.st_mode)
+            parts.append(part)
+            num_left -= len(part)
+    finally:
+        os.close(descriptor)
+    raise OSError(errno.EFBIG, f"has more than {MAX_FILE_BYTES} bytes")
+
+
 def _load_yaml(text: str) -> Any:
     try:
         import yaml
@@ -225,7 +261,7 @@ def _load_file(path: Path) -> Any:
     if suffix not in (".json", ".toml", ".yaml", ".yml"):
         raise ConfigError(f"Unsupported config file {path} (config format: {suffix})")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_file(path)[0].decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if suffix == ".json":

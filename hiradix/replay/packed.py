@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hiradix.errors import ConfigError
 
@@ -21,16 +21,26 @@ def zstandard_for(what: str) -> Any:
     return zstandard
 
 
-def packer(what: str, suffix: str) -> Callable[[bytes], bytes]:
-    """What turns each piece of a text into what a file with this suffix takes for it. One file's alone."""
+class Packer(NamedTuple):
+    """Of one file. pack: what it takes for a piece of text; end: what it ends with, where it is whole."""
+
+    pack: Callable[[bytes], bytes]
+    end: Callable[[], bytes]
+
+
+def packer(what: str, suffix: str) -> Packer:
+    """How a file with this suffix is written; ConfigError, which names `what`, without its compressor."""
     if suffix == ".gz":
         gzip = zlib.compressobj(wbits=_GZIP)
-        return lambda piece: gzip.compress(piece) + gzip.flush(zlib.Z_SYNC_FLUSH)
+        return Packer(lambda piece: gzip.compress(piece) + gzip.flush(zlib.Z_SYNC_FLUSH), gzip.flush)
     if suffix == ".zst":
         module = zstandard_for(what)
         zstd = module.ZstdCompressor().compressobj()
-        return lambda piece: bytes(zstd.compress(piece) + zstd.flush(module.COMPRESSOBJ_FLUSH_BLOCK))
-    return bytes
+        return Packer(
+            lambda piece: bytes(zstd.compress(piece) + zstd.flush(module.COMPRESSOBJ_FLUSH_BLOCK)),
+            lambda: bytes(zstd.flush()),
+        )
+    return Packer(bytes, bytes)
 
 
 def unpacked_head(suffix: str, head: bytes) -> bytes:

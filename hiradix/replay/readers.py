@@ -15,6 +15,7 @@ recording that was cut off in it.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -48,8 +49,12 @@ def read_trace(path: Path, limit: int | None = None) -> Trace:
     data = _contents(path)
     source = hashlib.sha256(data).hexdigest()
     name = path.name.split(".")[0]
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:4]:
+        raise ConfigError(f"{path}: is no UTF-8 text; iconv -f UTF-16 -t UTF-8 makes it one")
     lines = io.StringIO(data.decode("utf-8-sig", "replace"))
     first = next((line for line in lines if line.strip()), "")
+    if first.lstrip().startswith("["):
+        raise ConfigError(f"{path}:1: is a JSON array, expected an object a line; jq -c '.[]' makes it so")
     lines.seek(0)
     records = _json_lines(path, lines) if first.lstrip().startswith("{") else _csv_lines(path, lines)
     found = list(_limited(records, limit))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 
+from hiradix.config import read_small_file
 from hiradix.errors import ConfigError
 
-MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 10_000
 _COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\-]{0,63}")
@@ -51,15 +49,11 @@ def read_secret_file(flag: str, path: str) -> tuple[str, tuple[str, ...]]:
     """A file's text, and a note where others than its owner may read it. Raises ConfigError naming the
     flag."""
     try:
-        with Path(path).expanduser().open("rb") as file:
-            mode = stat.S_IMODE(Path(file.name).stat().st_mode)
-            data = file.read(MAX_FILE_BYTES + 1)
+        data, mode = read_small_file(path)
         text = data.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "not a text file"
         raise ConfigError(f"{flag} {path}: {reason}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{flag} {path}: has more than {MAX_FILE_BYTES} bytes")
     others = mode & 0o077
     return text, ((f"{flag} {path}: others may read or write it (mode {mode:o})",) if others else ())
 
@@ -88,6 +82,8 @@ def read_tenants(flag: str, path: str) -> tuple[dict[str, str | None], tuple[str
 
 def _pairs(where: str, text: str) -> list[tuple[str, str, object]]:
     """Where each key is, the key and its tenant."""
+    if _is_json_list(text):  # lines of it would be taken for keys: the bracket by itself, too
+        raise ConfigError(f"{where}: is a JSON array, expected an object of tenants by key, or lines")
     if text.lstrip().startswith("{"):
         try:
             pairs = json.loads(text, object_pairs_hook=list)
@@ -102,3 +98,10 @@ def _pairs(where: str, text: str) -> list[tuple[str, str, object]]:
         if words:
             found.append((f"line {number}", words[0], words[1] if len(words) == 2 else None))
     return found
+
+
+def _is_json_list(text: str) -> bool:
+    try:
+        return text.lstrip().startswith("[") and isinstance(json.loads(text), list)
+    except (ValueError, RecursionError):
+        return False

@@ -97,7 +97,7 @@ class TraceRecorder:
             raise ConfigError(
                 f"--record-trace {path}: is text, .gz or .zst: name it without {path.suffix}"
             )
-        self._pack = packer(f"--record-trace {path}", path.suffix)
+        self._packer = packer(f"--record-trace {path}", path.suffix)
         self._path, descriptor = _new_file(path)
         if self._path != path:
             logger.warning("--record-trace %s: has a recording, this one is in %s", path, self._path)
@@ -166,7 +166,7 @@ class TraceRecorder:
             return
         self._left -= len(text)
         try:
-            self._file.write(self._pack(text.encode("ascii")))
+            self._file.write(self._packer.pack(text.encode("ascii")))
             self._file.flush()
         except OSError as error:
             self._stop(str(error))
@@ -174,6 +174,15 @@ class TraceRecorder:
     def _stop(self, why: str) -> None:
         logger.warning("--record-trace %s: %s, recording has stopped", self._path, why)
         with contextlib.suppress(OSError):  # what a full disk did not take is written once more
+            self._end_file()
+
+    def _end_file(self) -> None:
+        """Close it, whole in its format. Raises OSError; it is closed all the same."""
+        if self._file.closed:
+            return
+        try:
+            self._file.write(self._packer.end())
+        finally:
             self._file.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -190,7 +199,7 @@ class TraceRecorder:
             logger.warning("--record-trace %s: %d requests are left out", self._path, self.num_lost)
         with self._file_lock:
             try:
-                self._file.close()
+                self._end_file()
             except OSError as error:
                 logger.warning("--record-trace %s: its last line is lost: %s", self._path, error)
 

@@ -43,6 +43,7 @@ ANSWERS_SHARE = 0.2  # of it, after their abort, in which their answers may be s
 LEAST_CLOSE_S = 0.5  # for the engine to end, however late it is
 SECOND_GRACE_S = 0.5  # after a second signal aborted requests may say so for this long
 HARD_END_S = 0.5  # behind the time that is given: what hangs then ends with the process
+_READING_KEYS = threading.Lock()
 _FIELD = re.compile(r"(?P<name>[a-z_]+)=(?P<rest>.*)", re.DOTALL)
 _FIELD_FLAGS = {"max_waiting_requests": "--max-queued-requests", "seed": "--random-seed"}
 
@@ -254,7 +255,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     if config.api_keys_path is not None:
-        loop.add_signal_handler(signal.SIGHUP, _read_keys_again, server.config.app, config)
+        loop.add_signal_handler(signal.SIGHUP, _read_keys_beside, server.config.app, config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     told = False
     while True:
@@ -269,19 +270,25 @@ async def _serve(
             server.should_exit = server.force_exit = True
 
 
+def _read_keys_beside(app: Any, config: ServeConfig) -> None:
+    """`_read_keys_again` on a thread of its own: the file's disk may hang, and a pipe is waited for."""
+    threading.Thread(target=_read_keys_again, args=(app, config), name="hiradix-keys", daemon=True).start()
+
+
 def _read_keys_again(app: Any, config: ServeConfig) -> None:
     """Know the keys that the file of `--api-keys` has now; those there were where it has none that are
     good."""
     from hiradix.server.auth import Keys
 
-    try:
-        tenants, notes = tenants_of(config.api_keys_path, config.api_key, config.admin_api_key)
-    except ConfigError as error:
-        logger.error("the keys stay as they are: %s", error)
-        return
+    with _READING_KEYS:  # what was read last is what counts
+        try:
+            tenants, notes = tenants_of(config.api_keys_path, config.api_key, config.admin_api_key)
+        except ConfigError as error:
+            logger.error("the keys stay as they are: %s", error)
+            return
+        app.state.key_ring.put_in(Keys(config.api_key, config.admin_api_key, tenants))
     for note in notes:
         logger.warning("%s", note)
-    app.state.key_ring.put_in(Keys(config.api_key, config.admin_api_key, tenants))
     logger.warning("%s was read again: %d keys", config.api_keys_path, len(tenants))
 
 

@@ -14,13 +14,13 @@ import logging
 import os
 import struct
 from collections.abc import Mapping
-from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from hiradix.config import read_small_file
 from hiradix.errors import ConfigError
 from hiradix.storage.lanes import fill_head
 from hiradix.storage.options import flag
@@ -39,7 +39,7 @@ OVERHEAD_BYTES = _HEAD.size + _TAG_BYTES
 def read_key(path: str) -> bytes:
     """32 bytes from a file: raw, 64 hex digits, or base64. Raises ConfigError that does not show them."""
     try:
-        raw = Path(path).expanduser().read_bytes()
+        raw, _ = read_small_file(path)
     except OSError as error:
         raise ConfigError(f"{flag('encryption_key_file')}: cannot read {path}: {error}") from error
     for decode in (bytes, lambda text: binascii.unhexlify(text.strip()), base64.b64decode):

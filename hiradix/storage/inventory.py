@@ -118,6 +118,8 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
         yield StoredPage(fingerprint, key, num_bytes - SEAL_BYTES, misplaced)
     if is_empty and _is_disk(root):
         raise ConfigError(f"{root} is a disk store, not a file store: disk://{root}")
+    if is_empty and not (root / "writers").exists() and any(root.glob("*.bin")):
+        raise ConfigError(f"{root} is no file store: its .bin files look like those of SGLang")
 
 
 def _is_disk(root: Path) -> bool:

@@ -26,6 +26,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
+from hiradix.config import read_small_file
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.storage.options import MAX_TIMEOUT_S, Options, flag, parse_address
 from hiradix.storage.reach import causes, is_unreachable
@@ -143,7 +144,7 @@ def _secrets(options: Options, inside: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{flag(key)} is in {flag('url')}, too: give it once")
     if password_file:
         try:
-            password = Path(password_file).expanduser().read_text(encoding="utf-8").strip()
+            password = read_small_file(password_file)[0].decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{flag('password_file')}: cannot read {password_file}: {error}") from error
     found = {"username": username, "password": password}

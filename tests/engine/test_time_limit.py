@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -38,6 +39,21 @@ def test_each_thread_has_its_own_time() -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(ended) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("inner, then", [(forever, int), (int, forever)])
+def test_a_piece_within_a_piece_lifts_no_limit(
+    inner: Callable[[], object], then: Callable[[], object]
+) -> None:
+    limit = TimeLimit(0.02)
+
+    def outer() -> None:
+        limit.run(inner)
+        then()
+
+    with pytest.raises(TimeoutError, match="not done within 0.02 s"):
+        limit.run(outer)
+    assert not limit._ends
 
 
 def test_errors_of_a_piece_are_its_own() -> None:

@@ -84,6 +84,14 @@ def test_sglang_start_line_has_its_keys(tmp_path: Path) -> None:
     assert json.loads(extra) == {"disk_storage_path": "PAGES"}
 
 
+@pytest.mark.parametrize("given", [[], ["hiradix", "MODEL"]])
+def test_a_start_line_that_lacks_something_is_told_what(given: list[str]) -> None:
+    done = subprocess.run(
+        [EXAMPLES / "serve.sh", *given], capture_output=True, text=True, timeout=30, check=False
+    )  # fmt: skip
+    assert done.returncode == 2 and "MODEL_DIR PAGES_DIR" in done.stderr
+
+
 def test_an_unknown_engine_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
         [EXAMPLES / "serve.sh", "tgi", "MODEL", "PAGES"],

@@ -99,7 +99,7 @@ def test_a_compressed_trace_has_the_name_of_its_contents(suffix: str, pack, tmp_
     [
         (b"", "no requests"),
         (b'{"a": 1}\n', "unknown format"),
-        (b"[1]\n[2]\n", "unknown format"),
+        (b"[1]\n[2]\n", "JSON array"),
         (MOONCAKE + b"{broken\n", ":3: not JSON"),
         (MOONCAKE + b"[]\n", ":3: not an object"),
         (MOONCAKE + lines({"timestamp": 1, "input_length": -5, "output_length": 1, "hash_ids": []}), ":3:"),
@@ -144,6 +144,20 @@ def test_a_recording_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> Non
 def test_a_byte_order_mark_is_no_part_of_a_trace(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "trace").write_bytes(b"\xef\xbb\xbf" + data)
     assert len(read_trace(tmp_path / "trace").calls) == 2
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_text_of_another_encoding_is_named(encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_bytes(MOONCAKE.decode().encode(encoding))
+    with pytest.raises(ConfigError, match="trace: is no UTF-8 text"):
+        read_trace(tmp_path / "trace")
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_json_array_is_named(indent: int | None, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(json.dumps([ONE, ONE], indent=indent))
+    with pytest.raises(ConfigError, match="trace:1: is a JSON array"):
+        read_trace(tmp_path / "trace")
 
 
 def test_a_damaged_archive_is_an_error_that_names_it(tmp_path: Path) -> None:

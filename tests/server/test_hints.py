@@ -290,6 +290,25 @@ def test_a_compressed_recording_is_read_up_to_its_last_line(suffix: str, tmp_pat
     assert len(read_trace(asked).calls) == 5
 
 
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("max_bytes", [300, 1 << 20], ids=["full", "closed"])
+def test_a_recording_that_was_ended_is_whole_to_other_programs(
+    suffix: str, max_bytes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / f"trace.jsonl{suffix}"
+    recorder = TraceRecorder(path, max_bytes)
+    for number in range(5):
+        recorder.record(list(range(64)), number, Scope())
+    recorder.close()
+    if suffix == ".gz":
+        text = gzip.decompress(path.read_bytes())
+    else:
+        unpacked = pytest.importorskip("zstandard").ZstdDecompressor().decompressobj()
+        text = unpacked.decompress(path.read_bytes())
+        assert unpacked.eof
+    assert text.count(b"\n") == 1 + len(read_trace(path).calls) and text.endswith(b"\n")
+
+
 def test_a_compressed_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
     for data in (gzip.compress(b"mine"), b"mine"):
         (tmp_path / "trace.gz").write_bytes(data)

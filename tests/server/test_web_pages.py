@@ -137,6 +137,13 @@ def test_origins_are_origins(origin: str, tmp_path: Path) -> None:
         parsed(tmp_path, "--allowed-origins", origin)
 
 
+@pytest.mark.parametrize("given", ["http://ui.example:80", "HTTP://ui.example"])
+def test_an_origin_is_taken_as_browsers_send_it(given: str, tmp_path: Path) -> None:
+    pages = parsed(tmp_path, "--allowed-origins", given)
+    asked = {"host": "127.0.0.1:1", "origin": "http://ui.example", "content-type": JSON}
+    assert pages.refusal("POST", [(name.encode(), value.encode()) for name, value in asked.items()]) is None
+
+
 def test_a_request_of_no_browser_names_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
     headers: list[Any] = [(b"user-agent", b"HTTP/1.0 client")]
     assert LOCAL.refusal("GET", headers) is None

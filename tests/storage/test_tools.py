@@ -355,3 +355,11 @@ def test_a_store_of_another_kind_is_named(tmp_path: Path, capsys: pytest.Capture
     store.close()
     assert main(["storage", "stat", f"file://{tmp_path}"]) == 2
     assert f"is a disk store, not a file store: disk://{tmp_path}" in capsys.readouterr().err
+
+
+def test_stat_of_sglangs_own_files_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "0123abcd_model_0_1.bin").write_bytes(b"x" * 64)
+    assert main(["storage", "stat", f"file://{tmp_path}"]) == 2
+    assert "is no file store: its .bin files look like those of SGLang" in capsys.readouterr().err
+    (tmp_path / "writers").mkdir()  # one of ours, too, that is empty
+    assert main(["storage", "stat", f"file://{tmp_path}"]) == 0

@@ -53,7 +53,8 @@ def apt(*packages: str) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for command in (["update"], ["install", "-y", "--no-install-recommends", *packages]):
-            subprocess.run(["apt-get", *command], env=environment, check=False, **quiet)  # type: ignore[call-overload]
+            wait = ["-o", "DPkg::Lock::Timeout=300"]  # for another lane's packages
+            subprocess.run(["apt-get", *wait, *command], env=environment, check=False, **quiet)  # type: ignore[call-overload]
 
 
 def has_library(name: str) -> bool:
