@@ -294,6 +294,7 @@ class HierarchicalCache:
             raise StorageError(f"storage is not attached: {refusal or 'another rank could not'}")
         assert storage is not None
         self.controller.attach(storage)
+        self.no_regret.attached()
         self.tree.forget_stored()
 
     def detach_storage(self, timeout_s: float) -> None:

@@ -195,6 +195,10 @@ class NoRegret:
         """All reads of a fetch of `asked` pages are back, with so many. Agreed numbers."""
         self._drought.ended(asked, num_pages)
 
+    def attached(self) -> None:
+        """Other storage is there, on all ranks at the same step: what fetches brought says nothing of it."""
+        self._drought = Drought()
+
     def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
         """A read of `asked` pages brought so many, in seconds as measured here."""
         failed = self._failed_before(self._reads, seconds)

@@ -188,6 +188,15 @@ def test_fetches_that_bring_nothing_become_rare_where_computing_is_not_measured(
     assert all(gate.takes(Move.FETCH, 10) for _ in range(100))
 
 
+def test_other_storage_is_not_blamed_for_what_the_one_before_did_not_bring() -> None:
+    gate = NoRegret()
+    for _ in range(8):
+        gate.ended(10, 0)
+    assert not gate.takes(Move.FETCH, 10)
+    gate.attached()
+    assert all(gate.takes(Move.FETCH, 10) for _ in range(3))
+
+
 def test_a_lookup_that_takes_more_than_lookups_save_is_not_made() -> None:
     gate = measured(100, 1000)
     gate.answered(10, 10, 0.09)

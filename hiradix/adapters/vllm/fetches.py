@@ -151,6 +151,10 @@ class FetchBook:
         self.queries, self.reads, self.cancels = [], [], []
         return orders
 
+    def attached(self) -> None:
+        """Other storage is there: what fetches brought says nothing of it."""
+        self._drought = Drought()
+
     # -- outcomes, the least of all workers' --------------------------------------------------
 
     def found(self, outcome: Outcome) -> None:

@@ -77,6 +77,8 @@ class StorageBook:
         """Every worker has followed, or could not."""
         ok, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
         self.is_attached = ok and not self._is_anew
+        if ok:
+            self._fetches.attached()
         if not ok and self._is_reopening:
             self._await_it(outcome.error)
             return
