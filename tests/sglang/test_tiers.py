@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from hiradix.demo.process import free_port
+from hiradix.storage.sglang_files import SEAL_ATTRIBUTE
 from tests.sglang.conftest import DEVICE_TOKENS, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import families, prompts, tokens
 from tests.sglang.server import Answer, Reference, Server
@@ -121,6 +124,8 @@ def damage(folder: Path) -> int:
         for at in range(len(data) // 4, len(data) // 2):
             data[at] ^= 0x35
         path.write_bytes(data)
+        with suppress(OSError):  # it has none, or the file system knows none: as a file that SGLang wrote
+            os.removexattr(path, SEAL_ATTRIBUTE)
     return len(files)
 
 
@@ -131,7 +136,7 @@ def test_a_damaged_page_is_a_miss(ours: Server, reference: Reference, tmp_path: 
 
 
 def test_the_comparison_sees_a_damaged_page(ours: Server, reference: Reference, tmp_path: Path) -> None:
-    """The control: in SGLang's naming a file of the right length is believed, and the answers change."""
+    """The control: a file of SGLang's, without a seal, is believed by its length, and the answers change."""
     keys = {"file_storage_path": str(tmp_path), "naming": "sglang"}
     answers, again = _with_damage(ours, keys, tmp_path)
     assert sum(a.tier("storage") for a in again) > 0
