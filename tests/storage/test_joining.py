@@ -192,7 +192,7 @@ def test_a_constructor_that_hangs_does_not_hold_the_start(down: World) -> None:
         until(lambda: store.is_joined)
         until(lambda: sum(not one.is_closed for one in down.made) == 1)
         assert all(put(store, keys_of(1)))
-    assert LEFT_BEHIND.num_lanes == before
+    until(lambda: LEFT_BEHIND.num_lanes == before)  # the attempt that nobody wanted is closed, then booked
 
 
 def test_closing_ends_it_and_what_comes_later_is_closed(down: World) -> None:
