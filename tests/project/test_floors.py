@@ -26,6 +26,7 @@ FLOORS = {
     "adapters": 6,
     "replay": 6,
     "engine": 6,
+    "tour": 6,
     "bench_client": 6,
     "bench_report": 7,
     "server": 7,
