@@ -1,6 +1,7 @@
 # make demo          a real model behind the three-tier cache, compared answer by answer with the cache off
 # make test          ruff, mypy --strict and the tests, but for the lanes below
 # make lint          ruff and mypy alone
+# make docs          the documentation as a site, into build/site; fails on warnings (installs its tools under build/docs-venv)
 # make explore       the random tests with fresh seeds, suite by suite, for MINUTES=10; SEED=... plays a run's turns again,
 #                    ONLY="file disk" some suites; prints what it finds as a test to paste. All other lanes play the
 #                    same examples on every run
@@ -64,7 +65,7 @@ PY := $(VENV)/bin/python
 READY := $(INSTALLED)
 endif
 
-.PHONY: help .venv demo lint compiled clean \
+.PHONY: help .venv demo lint docs compiled clean \
 	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
@@ -90,6 +91,17 @@ demo: $(READY)
 lint: $(READY)
 	$(PY) -m ruff check hiradix triton_kernels benchmarks examples tests build_backend.py setup.py
 	$(PY) -m mypy
+
+# An environment of its own: these tools read the code and never import it, so nothing of it is installed there.
+DOCS := build/docs-venv
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv $(DOCS)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  | $(DOCS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -r /dev/stdin
+	@touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --clean
 
 # HIRADIX_CHECK=1: page conservation and every tree invariant after every engine step.
 # Lanes of their own are left out here: where the tests of each are is named below.

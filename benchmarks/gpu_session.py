@@ -1,4 +1,4 @@
-"""All that a GPU has still to show, in order, in pieces of at most ten minutes (see docs/kernels.md).
+"""All that a GPU has still to show, in order, in pieces of at most ten minutes (see docs/lab/kernels.md).
 
     python benchmarks/gpu_session.py                        # every piece, one after the other
     python benchmarks/gpu_session.py --piece correctness    # or one, where a command's time is limited

@@ -3,7 +3,7 @@
 #
 #     examples/serve.sh hiradix|sglang|vllm MODEL_DIR PAGES_DIR [further flags of the engine]
 #
-# Pages in PAGES_DIR outlive the server. Two of the three never share pages there: each has names of its own.
+# Pages in PAGES_DIR outlive the server. Engines may share the folder: pages meet only where docs/vllm.md says so.
 set -euo pipefail
 if [ $# -lt 3 ]; then
   echo "usage: $0 hiradix|sglang|vllm MODEL_DIR PAGES_DIR [further flags of the engine]" >&2

@@ -1,6 +1,6 @@
 """`python -m hiradix.tour`: the route that one page takes through the code, as it is today.
 
-A request with a prompt of one page, and later a second one with the same prompt, go through the real cache with
+A request with a prompt of one page, and later a second one with the same prompt, go through the real cache in
 all three tiers: small pools in main memory and a `disk` store in a temporary folder. A stand-in for a model
 computes the page. Each call into hiradix is counted, on every thread, and printed step by step. docs/tour.md
 tells the same eight steps in words; a test compares the two.
@@ -356,7 +356,7 @@ def _line(figures: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m hiradix.tour", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument(
-        "--eviction-policy", choices=eviction_policies(), default="lru", help="default: lru, with the least code"
+        "--eviction-policy", choices=eviction_policies(), default="lru", help="default: lru, the shortest"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from tests.benchmarks.quick_forms import FORMS
 from tests.project.repo import ROOT
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Parts of other programs, which those run: no commands of their own.
 PARTS = {"bench_vllm_lmcache": "benchmarks.bench_vllm_lmcache"}
 

@@ -43,7 +43,7 @@ def test_kernels_are_installed_inside_the_package() -> None:
     run_python("import hiradix.triton_kernels")
 
 
-@pytest.mark.parametrize("extra", ["engine", "server", "dev"])
+@pytest.mark.parametrize("extra", ["engine", "server", "dev", "docs"])
 def test_what_make_installs_is_pinned(extra: str) -> None:
     assert required(extra) - pins().keys() == set()
 

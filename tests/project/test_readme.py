@@ -21,7 +21,7 @@ def test_the_python_block_runs_and_prints_what_it_says() -> None:
 
 def test_links_lead_somewhere() -> None:
     lost = []
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8"))
         lost += [(page.name, to) for to in links if "://" not in to and not (page.parent / to).exists()]
     assert lost == []

@@ -445,9 +445,9 @@ def test_pages_have_bytes(num_bytes: int) -> None:
 
 
 class TestDocs:
-    """`docs/storage.md` says what the code does."""
+    """`docs/storage-keys.md` says what the code does."""
 
-    TEXT = (ROOT / "docs" / "storage.md").read_text(encoding="utf-8")
+    TEXT = (ROOT / "docs" / "storage-keys.md").read_text(encoding="utf-8")
 
     @pytest.mark.parametrize("key", [*GUARD_KEYS, "checksum"])
     def test_guard_keys_are_in_the_table(self, key: str) -> None:

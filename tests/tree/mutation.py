@@ -1,6 +1,6 @@
 """Plants faults in a copy of the tree, one at a time, and shows that the tests see each.
 
-    python -m tests.tree.mutation            every fault; prints the table of docs/tree.md
+    python -m tests.tree.mutation            every fault; prints the table of docs/lab/tree.md
     python -m tests.tree.mutation lock       those whose name contains the word
 
 Run on demand, not by `make test`: a few seconds per fault. A fault that survives is a hole in the tests.

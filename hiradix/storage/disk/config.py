@@ -1,4 +1,4 @@
-"""Keys of the `disk` backend. `docs/storage.md` lists them."""
+"""Keys of the `disk` backend. `docs/storage-keys.md` lists them."""
 
 from __future__ import annotations
 
