@@ -103,6 +103,14 @@ class SlotAllocator:
     """SGLang's token_to_kv_pool_allocator over our pages: slots of pages 1 .. num_tokens / page_size.
 
     num_tokens: rounded down to whole pages. kvcache: the device pool, handed out as it is.
+
+    >>> slots = SlotAllocator(num_tokens=8, page_size=4)
+    >>> given = slots.alloc(4)
+    >>> len(given), slots.available_size(), slots.alloc(8)
+    (4, 4, None)
+    >>> slots.free(given[:1])  # any slot of a page frees it
+    >>> slots.available_size()
+    8
     """
 
     def __init__(

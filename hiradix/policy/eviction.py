@@ -294,7 +294,13 @@ _REGISTERED: dict[str, Callable[[Mapping[str, Any]], OrderFactory]] = {}
 
 
 def register_eviction_policy(name: str, make: Callable[[Mapping[str, Any]], OrderFactory]) -> None:
-    """Add a policy: `make(config)` gives what builds one order per component and tier."""
+    """Add a policy: `make(config)` gives what builds one order per component and tier.
+
+    >>> longest = lambda node, use: -node.num_pages
+    >>> register_eviction_policy("longest-first", lambda config: lambda context: HeapOrder(context, longest))
+    >>> "longest-first" in eviction_policies()
+    True
+    """
     if name in eviction_policies():
         raise ConfigError(f"eviction policy {name!r} exists already")
     _REGISTERED[name] = make
@@ -311,7 +317,14 @@ def learning_policies() -> list[str]:
 
 
 def make_order(name: str, config: Mapping[str, Any] | None = None) -> OrderFactory:
-    """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value."""
+    """What `RadixTree(order=...)` builds the named policy's orders with. ConfigError names a bad value.
+
+    >>> make_order("slru", {"protected_threshold": 3})(OrderContext(FULL, Tier.HOST, 64, True)).num_pages
+    0
+    >>> make_order("slru", {"threshold": 3})
+    Traceback (most recent call last):
+    hiradix.errors.ConfigError: --radix-eviction-policy-config: slru does not know threshold
+    """
     config = dict(config or {})
     if "," in name:
         return _per_tier(name, config)

@@ -64,6 +64,21 @@ def build_prefix_cache(
     device_pool: the pool behind `params.token_to_kv_pool_allocator`. runtime: what runs the transfers, for
     engines with streams of their own. Allocates the host pool and starts the transfer threads: `close()` ends
     them. Raises ConfigError naming the flag, with nothing left behind.
+
+    >>> import torch
+    >>> from hiradix.memory import KVShape, ReqToTokenPool, SlotAllocator
+    >>> shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=2, v_head_dim=2, dtype=torch.float32)
+    >>> pool = DevicePool(shape, num_pages=8, page_size=4)
+    >>> slots = SlotAllocator(num_tokens=32, page_size=4, device="cpu", kvcache=pool)
+    >>> params = CacheInitParams(False, ReqToTokenPool(8, 32), slots, page_size=4)
+    >>> config = HiCacheConfig(page_size=4, enable_hierarchical_cache=True, hicache_ratio=3.0)
+    >>> cache = build_prefix_cache(config, params, pool, ModelIdentity("my-model"))
+    >>> type(cache).__name__, cache.stats().device_total, cache.stats().host_total  # tokens
+    ('HiRadixCache', 32, 96)
+    >>> cache.close()
+    >>> build_prefix_cache(HiCacheConfig(page_size=16), params, pool, ModelIdentity("my-model"))
+    Traceback (most recent call last):
+    hiradix.errors.ConfigError: --page-size 16: the allocator's page size is 4
     """
     config = config.normalised()
     if params.page_size != config.page_size:

@@ -47,6 +47,30 @@ class HiRadixCache(RadixCache):
 
     host: the host tier, whose controller this cache owns.
     storage_factory: makes a storage backend by name, fingerprinted for this model and layout.
+
+    >>> from hiradix.config import HiCacheConfig
+    >>> from hiradix.memory import DevicePool, KVShape, ReqToTokenPool, SlotAllocator
+    >>> from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+    >>> from hiradix.prefix_cache import ModelIdentity, build_prefix_cache
+    >>> shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=2, v_head_dim=2, dtype=torch.float32)
+    >>> pool = DevicePool(shape, num_pages=8, page_size=4)
+    >>> slots = SlotAllocator(num_tokens=32, page_size=4, device="cpu", kvcache=pool)
+    >>> params = CacheInitParams(False, ReqToTokenPool(8, 32), slots, page_size=4)
+    >>> config = HiCacheConfig(page_size=4, enable_hierarchical_cache=True)
+    >>> cache = build_prefix_cache(config, params, pool, ModelIdentity("my-model"))
+    >>> key = RadixKey(list(range(8)))
+    >>> cache.insert(InsertParams(key, slots.alloc(8))), cache.drain(timeout_s=10)  # the host has a copy
+    (InsertResult(prefix_len=0), True)
+    >>> cache.evict(EvictParams(8)).num_tokens_evicted
+    8
+    >>> hit = cache.match_prefix(MatchPrefixParams(key))
+    >>> len(hit.device_indices), hit.host_hit_length
+    (0, 8)
+    >>> loaded, node = cache.init_load_back(hit.last_host_node, hit.host_hit_length)
+    >>> cache.layer_done_counter.set_consumer(cache.ready_to_load_host_cache())
+    >>> len(loaded), pool.get_key_buffer(0).shape  # waits until the layer is loaded
+    (8, torch.Size([36, 1, 2]))
+    >>> cache.close()
     """
 
     def __init__(self, params: CacheInitParams, host: HostTier, storage_factory: StorageFactory):

@@ -36,7 +36,21 @@ from hiradix.tree.native import mypyc_attr
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class RadixCache(Figures):
-    """Reuses the KV of equal prefixes on the device. See the module's docstring."""
+    """Reuses the KV of equal prefixes on the device. See the module's docstring.
+
+    >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
+    >>> slots = SlotAllocator(num_tokens=64, page_size=4)
+    >>> cache = RadixCache(CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4))
+    >>> tokens = list(range(8))
+    >>> cache.insert(InsertParams(RadixKey(tokens), slots.alloc(8)))  # the tree owns these slots now
+    InsertResult(prefix_len=0)
+    >>> hit = cache.match_prefix(MatchPrefixParams(RadixKey([*tokens, 99])))
+    >>> receipt = cache.inc_lock_ref(hit.last_device_node)
+    >>> len(hit.device_indices), cache.evict(EvictParams(8)).num_tokens_evicted
+    (8, 0)
+    >>> cache.dec_lock_ref(receipt), cache.evict(EvictParams(8)).num_tokens_evicted
+    (8, 8)
+    """
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):
         self.disable = params.disable

@@ -38,6 +38,20 @@ class StateRadixCache(HybridRadixCache):
     """See the module's docstring. The plain size methods speak of full tokens.
 
     Whenever a request's tokens enter the tree, `take_record` is asked for the state behind the last of them.
+
+    >>> from hiradix.memory import PageAllocator, ReqToTokenPool, SlotAllocator
+    >>> slots, records = SlotAllocator(num_tokens=64, page_size=4), PageAllocator(8, first_page=1)
+    >>> params = CacheInitParams(False, ReqToTokenPool(8, 64), slots, page_size=4, state_records=records)
+    >>> cache = StateRadixCache(params)
+    >>> (record,) = records.alloc(1).tolist()
+    >>> cache.insert(InsertParams(RadixKey(list(range(8))), slots.alloc(8), mamba_value=record))
+    InsertResult(prefix_len=0)
+    >>> hit = cache.match_prefix(MatchPrefixParams(RadixKey([*range(8), 99])))
+    >>> len(hit.device_indices), cache.record(hit.last_device_node) == record
+    (8, True)
+    >>> hit = cache.match_prefix(MatchPrefixParams(RadixKey([0, 1, 2, 3, 99])))
+    >>> len(hit.device_indices), hit.mamba_branching_seqlen  # pages are there, and no record at their end
+    (0, 4)
     """
 
     def _further(self, params: CacheInitParams) -> tuple[Component, PageSource]:

@@ -32,7 +32,21 @@ _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_alloca
 
 
 class SWARadixCache(HybridRadixCache):
-    """See the module's docstring. The plain size methods speak of full tokens, as the `full_` ones do."""
+    """See the module's docstring. The plain size methods speak of full tokens, as the `full_` ones do.
+
+    >>> from hiradix.memory import HybridSlotAllocator, ReqToTokenPool
+    >>> from hiradix.prefix_cache import MatchPrefixParams
+    >>> slots = HybridSlotAllocator(64, 32, page_size=4)
+    >>> rows = ReqToTokenPool(8, 64)
+    >>> cache = SWARadixCache(CacheInitParams(False, rows, slots, page_size=4, sliding_window_size=8))
+    >>> key = RadixKey(list(range(16)))
+    >>> cache.insert(InsertParams(key, slots.alloc(16))), cache.total_size()  # with full, with window data
+    (InsertResult(prefix_len=0), (16, 16))
+    >>> cache.evict(EvictParams(num_tokens=0, swa_num_tokens=8)).swa_num_tokens_evicted
+    8
+    >>> len(cache.match_prefix(MatchPrefixParams(key)).device_indices)  # the last 8 tokens' window is there
+    16
+    """
 
     token_to_kv_pool_allocator: HybridAllocatorLike
 

@@ -78,6 +78,19 @@ def open_storage(
     """Backend `name`, made from the context's keys and wrapped in its guard. Raises ConfigError.
 
     Where the context does not require the store, one that does not answer is no error: see `joining`.
+
+    >>> import tempfile
+    >>> from hiradix.storage.fingerprint import PageFingerprint
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> keys = {"disk_storage_path": folder.name, "max_size": "16MiB"}
+    >>> store = open_storage("disk", StorageContext(PageFingerprint("my-model"), keys, page_bytes=4096))
+    >>> store.put(["a"], [[memoryview(bytes(4096))]]), store.exists(["a", "b"])
+    ([True], 1)
+    >>> page = memoryview(bytearray(4096))
+    >>> store.get(["a", "b"], [[page], [page]])
+    [True, False]
+    >>> store.close()
+    >>> folder.cleanup()
     """
     if context.required:
         return open_guarded(name, context, clock)

@@ -17,6 +17,10 @@ class PageFingerprint:
     model_id, revision: which weights. dtype: of the stored numbers. layout: order of axes inside a page.
     shape: the pool's shape as integers (layers, heads, head dims, ...). codec: lossy encoding, "" for none.
     component: what of a page of tokens it is, such as "window-4096"; "" for full attention.
+
+    >>> ours = PageFingerprint("my-model", "main", "bfloat16", "page_first", page_size=16)
+    >>> ours.digest() == dataclasses.replace(ours, page_size=32).digest()
+    False
     """
 
     model_id: str

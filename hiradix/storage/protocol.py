@@ -153,7 +153,34 @@ class StorageContext:
 
 
 class StorageBackend(Protocol):
-    """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults."""
+    """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults.
+
+    >>> class DictBackend(StorageBackend):
+    ...     def __init__(self, context):
+    ...         self._pages = {}
+    ...     def exists(self, keys, prefix_keys=()):
+    ...         return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
+    ...     def get(self, keys, into):
+    ...         for key, page in zip(keys, into):
+    ...             page[0][:] = self._pages.get(key, page[0])
+    ...         return [key in self._pages for key in keys]
+    ...     def put(self, keys, pages):
+    ...         for key, page in zip(keys, pages):
+    ...             self._pages.setdefault(key, bytes(page[0]))
+    ...         return [True] * len(keys)
+    ...     def delete(self, keys):
+    ...         for key in keys:
+    ...             self._pages.pop(key, None)
+    ...     def clear(self):
+    ...         self._pages.clear()
+    ...     def close(self):
+    ...         self._pages = {}
+    >>> backend, page = DictBackend(None), bytearray(4)
+    >>> backend.put(["a"], [[memoryview(b"KVKV")]]), backend.exists(["a", "b"])
+    ([True], 1)
+    >>> backend.get(["a"], [[memoryview(page)]]), page
+    ([True], bytearray(b'KVKV'))
+    """
 
     traits: Traits = Traits()
 

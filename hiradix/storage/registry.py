@@ -52,6 +52,13 @@ def register_storage_backend(name: str, target: str, install: str = "") -> None:
 
     install: a command for the error message when the class's imports are missing. An existing name is
     replaced with a warning.
+
+    >>> register_storage_backend("vault", "vault_pages:VaultBackend", "pip install vault-pages")
+    >>> "vault" in storage_backend_names()
+    True
+    >>> load_storage_backend("vault")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    hiradix.errors.ConfigError: ... cannot import vault_pages: ...; install it with: pip install vault-pages
     """
     module, _, attribute = target.partition(":")
     if not name or not module or not attribute:

@@ -75,7 +75,15 @@ def hash_run(prior: bytes, run: bytes, page_size: int) -> list[bytes]:
 
 
 def hash_pages(rows: PageRows) -> list[bytes]:
-    """The digest of each page of `rows`, 32 bytes each. About 1.5 us + 3 ns per token and page."""
+    """The digest of each page of `rows`, 32 bytes each. About 1.5 us + 3 ns per token and page.
+
+    A digest covers its page and all before it, so equal pages behind different ones have different names.
+
+    >>> rows = PageRows(b"", np.array([[1, 2], [1, 2]]))
+    >>> first, second = hash_pages(rows)
+    >>> len(first), first == second
+    (32, False)
+    """
     tokens = rows.rows
     if rows.is_bigram:
         pairs = np.stack([tokens[:, :-1], tokens[:, 1:]], axis=2)

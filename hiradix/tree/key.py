@@ -191,6 +191,17 @@ class RadixKey:
     page_extras: per page, a digest of what else decides the page's data (an image behind placeholder
         tokens), or None (or empty). Pages beyond its end have none. It counts pages from the key's start.
     bookmark: where it was found last, shared with its heads, and by all keys of a `TokenLog`.
+
+    >>> key = RadixKey([1, 2, 3, 4, 5], extra_key="adapter-1")
+    >>> len(key), key.num_pages(page_size=2)
+    (5, 2)
+    >>> key.page_aligned(2)
+    RadixKey([1, 2, 3, 4], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=False))
+    >>> key.bigrams()
+    RadixKey([1, 2, 3, 4, 5], len=4, Namespace(extra_key='adapter-1', cache_salt=None, is_bigram=True))
+    >>> RadixKey([1.5])
+    Traceback (most recent call last):
+    TypeError: token ids must be integers, got float64
     """
 
     __slots__ = (

@@ -19,6 +19,11 @@ class TokenLog:
     """Append-only tokens int64 in a namespace. Keys of it are read-only views, good for as long as they live.
 
     Remembers a node, so it keeps that node's tokens alive. One tree at a time is looked up well; others work.
+
+    >>> log = TokenLog([1, 2, 3])
+    >>> log.extend([4, 5])
+    >>> len(log), log.key(4).tokens.tolist()
+    (5, [1, 2, 3, 4])
     """
 
     __slots__ = ("_buffer", "_length", "_space", "_bookmark")

@@ -77,6 +77,17 @@ class RadixTree:
 
     Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
     method that takes a node looks up what has become of it (`current`).
+
+    >>> tree = RadixTree(page_size=2)
+    >>> done = tree.insert(RadixKey([1, 2, 3, 4, 5, 6]), DEVICE, [np.array([7, 8, 9])])  # three pages
+    >>> match = tree.match(RadixKey([1, 2, 3, 4, 9, 9]))  # the first two are shared
+    >>> tree.pages(match.device_node, DEVICE).tolist()
+    [7, 8]
+    >>> tree.evict(BACKBONE, DEVICE, 1)  # all three are locked
+    []
+    >>> tree.unlock(done.lock)
+    >>> [freed.pages.tolist() for freed in tree.evict(BACKBONE, DEVICE, 1)]
+    [[9]]
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Plants faults in a copy of the SGLang adapter, one at a time, and shows which test sees each.
 
-    build/sglang-venv/bin/python -m tests.sglang.planted            all; prints the table of docs/lab/engines.md
+    build/sglang-venv/bin/python -m tests.sglang.planted            all; the table of docs/lab/engines.md
     build/sglang-venv/bin/python -m tests.sglang.planted flush      those whose name contains the word
 
 Only the tests run that need no server; a few seconds each. On demand.
