@@ -18,7 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -138,20 +138,17 @@ class Request:
     """A request as an engine has it: `hiradix.prefix_cache.records.RequestLike`."""
 
     rid: str
-    origin_input_ids: list[int]
+    origin_input_ids: Sequence[int]
+    fill_ids: Sequence[int]
     last_node: Any
     prefix_indices: torch.Tensor
-    output_ids: list[int] = field(default_factory=list)
+    cache_protected_len: int
+    output_ids: Sequence[int] = ()
     req_pool_idx: int = 0
-    cache_protected_len: int = 0
     extra_key: str | None = None
 
-    @property
-    def fill_ids(self) -> list[int]:
-        return self.origin_input_ids + self.output_ids
-
     def pop_committed_kv_cache(self) -> int:
-        return len(self.origin_input_ids)
+        return len(self.fill_ids)
 
 
 class Engine:
@@ -162,12 +159,16 @@ class Engine:
         self.pool = DevicePool(shape, POOL_PAGES, PAGE)
         self.slots = SlotAllocator(POOL_PAGES * PAGE, PAGE, "cpu", self.pool)
         self.rows = ReqToTokenPool(2, POOL_PAGES * PAGE)
-        extra = {"disk_storage_path": str(folder), "max_size": "16MiB", "prefetch_threshold": PAGE}
+        extra = {
+            "disk_storage_path": str(folder), "max_size": "16MiB", "min_free_space": 0, "deadline_s": WAIT_S,
+            "prefetch_threshold": PAGE,
+        }  # fmt: skip
         config = HiCacheConfig(
             page_size=PAGE,
             enable_hierarchical_cache=True,
             hicache_ratio=1.0,
             hicache_storage_backend="disk",
+            hicache_storage_prefetch_policy="wait_complete",  # however slow the machine is
             hicache_storage_backend_extra_config=ExtraConfig.from_mapping(extra),
         )
         params = CacheInitParams(False, self.rows, self.slots, PAGE, eviction_policy=eviction_policy)
@@ -185,7 +186,7 @@ class Engine:
             loaded, node = self.cache.init_load_back(found.last_host_node, found.host_hit_length)
             slots = torch.cat([slots, loaded])
         self.cache.inc_lock_ref(node)
-        return Request(rid, list(tokens), node, slots, cache_protected_len=len(slots))
+        return Request(rid, tokens, tokens, node, slots, len(slots))
 
     def forward(self, request: Request) -> None:
         """Compute what the prompt has beyond its prefix; read all of it layer by layer, as attention does."""
