@@ -34,15 +34,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from hiradix.storage import quantise
-from hiradix.storage.breaker import BreakerState, Troubles
-from hiradix.storage.calls import has_failed
 from hiradix.storage.components import ComponentPages, Stores
-from hiradix.storage.guard import GuardedStorage
-from hiradix.storage.joining import WhenJoined
-from hiradix.storage.pieces import Use, as_use, current_use
+from hiradix.storage.guard.breaker import BreakerState, Troubles
+from hiradix.storage.guard.calls import has_failed
+from hiradix.storage.guard.guard import GuardedStorage
+from hiradix.storage.guard.joining import WhenJoined
+from hiradix.storage.kit.pieces import Use, as_use, current_use
 from hiradix.storage.protocol import Page, StorageBackend, chain_before
-from hiradix.storage.wrap import WrapConfig
+from hiradix.storage.wrappers import quantise
+from hiradix.storage.wrappers.wrap import WrapConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from hiradix.errors import Misuse, StorageError
-from hiradix.storage.pieces import Use, as_use
+from hiradix.storage.kit.pieces import Use, as_use
 from hiradix.transfer.jobs import BACKBONE_PAIR, Chain, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime

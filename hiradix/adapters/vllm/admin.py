@@ -28,7 +28,7 @@ from typing import Any
 from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
 from hiradix.errors import ConfigError
-from hiradix.storage.attach_rules import AttachRefused, AttachRules
+from hiradix.storage.attach.rules import AttachRefused, AttachRules
 from hiradix.storage.registry import load_storage_backend
 
 logger = logging.getLogger(__name__)
