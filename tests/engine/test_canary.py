@@ -32,7 +32,8 @@ Change = Callable[[Any], None]
 @pytest.fixture(autouse=True)
 def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the weights are, they are said to be the same."""
-    monkeypatch.setattr("hiradix.apps.engine.engine.model_identity", lambda path, name: ModelIdentity("model"))
+    same = ModelIdentity("model")
+    monkeypatch.setattr("hiradix.apps.engine.engine.model_identity", lambda path, name: same)
 
 
 def hits(engine: Engine) -> list[int]:

@@ -66,7 +66,8 @@ class TestOverMemory(
     @pytest.fixture(autouse=True)
     def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places: Places = {}
-        monkeypatch.setattr("hiradix.storage.wrappers.account.LOCK_TIMEOUT_S", 30.0)  # nobody here is to be refused
+        # Nobody here is to be refused.
+        monkeypatch.setattr("hiradix.storage.wrappers.account.LOCK_TIMEOUT_S", 30.0)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageBackend:
         keys = config or {"quota": quota_of(1000), "quota_path": str(place / "accounts")}

@@ -434,8 +434,8 @@ class TestWrapKeys:
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 monkeypatch.setitem(sys.modules, name, None)
             monkeypatch.setitem(sys.modules, package, None)
-            monkeypatch.delitem(sys.modules, f"hiradix.storage.{module}", raising=False)
-            monkeypatch.delattr(f"hiradix.storage.{module}", raising=False)
+            monkeypatch.delitem(sys.modules, f"hiradix.storage.wrappers.{module}", raising=False)
+            monkeypatch.delattr(f"hiradix.storage.wrappers.{module}", raising=False)
             with pytest.raises(ConfigError, match=rf"pip install 'hiradix\[{extra}\]'"):
                 open_storage("file", StorageContext(FINGERPRINT, keys, PAGE_BYTES))
 
