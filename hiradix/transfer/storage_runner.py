@@ -57,6 +57,10 @@ class StorageRunner:
         self.introduce(storage)
         self.parts = parts
 
+    def release(self) -> None:
+        """Serve no storage any more."""
+        self.parts = ()
+
     @property
     def wants_prefix_keys(self) -> bool:
         """Whether the storage attached asks for the chain before a call's pages."""

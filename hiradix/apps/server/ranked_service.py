@@ -14,7 +14,8 @@ from hiradix.apps.server.service import NO_HOST_TIER, AttachRequest, Outcome
 
 
 class RankedService(EngineService):
-    """See the module's docstring. With `wait_s`, an operation waits so long for an idle engine."""
+    """Serves the reference engine that runs on several ranks. With `wait_s`, an operation waits so long for
+    an idle engine."""
 
     async def attach(self, request: AttachRequest) -> Outcome:
         """Attach storage or change policies, on all ranks or none; refused unless idle."""

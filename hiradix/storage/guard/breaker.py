@@ -208,7 +208,7 @@ class Breakers:
             breaker.retry_now()
 
     def figures(self) -> dict[str, float]:
-        """See `breaker_figures`."""
+        """The breakers' states and how often each opened, by metric name."""
         return breaker_figures(self.states, {op: breaker.num_opened for op, breaker in self._of.items()})
 
 

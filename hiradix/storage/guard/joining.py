@@ -145,7 +145,7 @@ def opened(
 
 
 class Joiner:
-    """See the module's docstring. Thread-safe. Owns the store it joins."""
+    """Tries to open a store on threads of its own until it succeeds, and owns what it opens. Thread-safe."""
 
     def __init__(
         self, name: str, make: Callable[[], Joined], limits: JoinLimits, declared: Traits

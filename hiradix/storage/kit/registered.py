@@ -22,7 +22,7 @@ _NO_SEAL = memoryview(b"")
 
 
 class RegisteredMemory:
-    """See the module's docstring. Thread-safe; memory is held on to for as long as this lives.
+    """Keeps the memory that a transfer library has been told of, for as long as this lives. Thread-safe.
 
     tell: makes the library know an address and a length, or raises.
     """

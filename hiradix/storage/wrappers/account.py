@@ -73,7 +73,8 @@ class AccountError(StorageError):
 
 
 class Account:
-    """See the module's docstring. Thread-safe; everything raises AccountError when the file cannot be had."""
+    """Counts the bytes of each tenant's pages in a file that processes of a host share. Thread-safe;
+    everything raises AccountError when the file cannot be had."""
 
     def __init__(self, path: Path, backend: str, time_ns: Callable[[], int] = time.time_ns):
         """Opens or makes the file. Raises ConfigError: no such folder, no account, or another backend's."""

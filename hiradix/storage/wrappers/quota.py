@@ -102,7 +102,7 @@ def with_quota(
 
 
 class QuotaStorage(Wrapper):
-    """See the module's docstring. Owns the account. Thread-safe."""
+    """Limits how many bytes each tenant's pages take in the store within. Owns the account. Thread-safe."""
 
     def __init__(
         self,

@@ -42,7 +42,8 @@ _Writes = list[tuple[PageRecord, Move]]
 
 
 class DiskBackend(StorageBackend):
-    """See the module's docstring. Raises ConfigError naming the key when the directory cannot be used."""
+    """Stores pages in preallocated slots on a local disk. Raises ConfigError naming the key when the
+    directory cannot be used."""
 
     traits = Traits(verifies=True, namespaced=True, direct=True, checks_keys=True)
 

@@ -115,7 +115,8 @@ class SegmentInfo:
 
 
 class Index:
-    """See the module's docstring. `namespace` is our own: 16 bytes."""
+    """Holds in memory where each page is, which slots are free, and which page was used last.
+    `namespace` is our own: 16 bytes."""
 
     def __init__(self, namespace: bytes):
         self._namespace = namespace

@@ -31,7 +31,8 @@ Place = tuple[int, int]
 
 
 class Store:
-    """See the module's docstring. `slot_size`: of our pages. `mutex` guards index and log of this process.
+    """Holds the directory's lock, log and segment files, and makes room for pages. `slot_size`: of our
+    pages. `mutex` guards index and log of this process.
 
     Methods that say "locked" are for inside `locked` and the mutex; they may raise OSError and StorageError.
     read_only: why nothing can be written in the directory; then `locked` raises StorageError, and pages that

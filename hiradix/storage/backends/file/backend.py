@@ -72,7 +72,8 @@ class FileRead:
 
 
 class FileBackend(StorageBackend):
-    """See the module's docstring. Raises ConfigError naming the key when the directory cannot be used."""
+    """Stores one file per page in a directory that processes share. Raises ConfigError naming the key when
+    the directory cannot be used."""
 
     traits = Traits(verifies=True, namespaced=True)
 

@@ -55,7 +55,8 @@ _LOCAL_BUFFER_BYTES = 16 << 20  # the library's own, for calls that are not used
 
 
 class MooncakeBackend(StorageBackend):
-    """See the module's docstring. Raises ConfigError when the master cannot be joined. Thread-safe."""
+    """Stores pages in memory that a Mooncake store's members lend. Raises ConfigError when the master cannot
+    be joined. Thread-safe."""
 
     traits = Traits(verifies=True, namespaced=True, direct=True)
 

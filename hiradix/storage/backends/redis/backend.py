@@ -28,7 +28,8 @@ be read is one that stores nothing meanwhile. None where the last put found page
 
 
 class RedisBackend(StorageBackend):
-    """See the module's docstring. Raises ConfigError when the server cannot be used. Thread-safe."""
+    """Stores pages as strings in Redis or Valkey. Raises ConfigError when the server cannot be used.
+    Thread-safe."""
 
     traits = Traits(namespaced=True, ragged=True, lands=True)
 

@@ -44,7 +44,7 @@ for each connection, and the processor less than to be asked for every piece."""
 
 
 class S3Backend(StorageBackend):
-    """See the module's docstring. Raises ConfigError when the bucket cannot be listed. Thread-safe."""
+    """Stores pages as objects of a bucket. Raises ConfigError when it cannot be listed. Thread-safe."""
 
     def __init__(self, context: StorageContext):
         self.config = config = S3Config.from_mapping(context.extra_config)

@@ -96,7 +96,8 @@ def suffix_of(context: StorageContext, model_name: str, is_mla: bool) -> str:
 
 
 class SglangFileBackend(StorageBackend):
-    """See the module's docstring. Capped by its own LRU over the files of its suffix. Thread-safe.
+    """Reads and writes the files of SGLang's own file backend. Capped by its own LRU over the files of its
+    suffix. Thread-safe.
 
     Other processes may write to the directory: the index is read anew before anything is evicted, and after
     every sixteenth of the cap that was written here.

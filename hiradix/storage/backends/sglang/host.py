@@ -65,9 +65,9 @@ class SglangBackend(StorageBackend):
         self, context: StorageContext, build: Callable[[Any, ArenaPool], Any], v1: bool, latent: bool = True
     ):
         slot_bytes = context.page_bytes + SEAL_BYTES
-        self._pool = ArenaPool(ARENA_PAGES if v1 else 1, slot_bytes, context.fingerprint.page_size)
-        if not latent:
-            self._pool.layout = "layer_first"
+        layout = "page_first" if latent else "layer_first"
+        num_slots = ARENA_PAGES if v1 else 1
+        self._pool = ArenaPool(num_slots, slot_bytes, context.fingerprint.page_size, layout)
         self._v1 = v1
         self._forgotten: set[str] = set()
         self._lock = threading.Lock()

@@ -22,15 +22,15 @@ class ArenaPool:
     one piece each, so keys get no `_k` and `_v`. A page's host indices are `page_size` tokens of its slot.
     """
 
-    layout = "page_first"
     device = "cpu"
     start_layer, layer_num, target_layer_num, end_layer = 0, 1, 1, 1
     head_num, head_dim = 1, 1
     stores_page_envelope = False
 
-    def __init__(self, num_slots: int, slot_bytes: int, page_size: int):
+    def __init__(self, num_slots: int, slot_bytes: int, page_size: int, layout: str = "page_first"):
         import torch
 
+        self.layout = layout
         self.page_size = page_size
         self.size = num_slots * page_size
         self.page_num = num_slots

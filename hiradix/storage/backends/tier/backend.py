@@ -25,7 +25,8 @@ DEADLINES_S = {"upper": 0.5, "lower": 1.0}
 
 
 class TierBackend(StorageBackend):
-    """See the module's docstring. Keys: `upper`, `lower`: objects with `backend` and that backend's keys.
+    """Serves pages from a near store, and from a far one behind it. Keys: `upper`, `lower`: objects with
+    `backend` and that backend's keys.
 
     promote: put what was read from the lower store into the upper one. Thread-safe.
     """
