@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.build import (
@@ -31,8 +31,12 @@ from hiradix.storage.protocol import Page, StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
 from hiradix.storage.wrappers.wrap import coded
 
-if TYPE_CHECKING:
-    from hiradix.storage.generations import PageDifference
+
+class PageDifference(Protocol):
+    """What two pages differ in; as text, in what most."""
+
+    @property
+    def is_same(self) -> bool: ...
 
 
 class Stores(Protocol):
