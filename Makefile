@@ -86,7 +86,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@$(PY) -m hiradix.demo $(DEMO_FLAGS)
+	@$(PY) -m hiradix.apps.demo $(DEMO_FLAGS)
 
 lint: $(READY)
 	$(PY) -m ruff check hiradix triton_kernels benchmarks examples tests build_backend.py setup.py

@@ -11,7 +11,7 @@ AT_EACH_TURN = {
     "cache": "backup core flights load_back pages storing",
     "transfer": "controller counters desk drivers gate jobs runners worker",
     "memory": "allocator",
-    "prefix_cache": "figures hiradix lower_tiers radix slots",
+    "prefix_cache": "hiradix radix slots",
 }
 BY_HAND = {
     f"hiradix.{folder}.{name}": f"hiradix/{folder}/{name}.c"

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from common import Report, Row
 
-from hiradix.engine.smollm2 import smollm2_path
+from hiradix.apps.engine.smollm2 import smollm2_path
 from hiradix.memory import KVShape
 from hiradix.memory.compare import PageComparer
-from hiradix.storage.quantise import rounded
+from hiradix.storage.wrappers.quantise import rounded
 
 PAGE = 64
 NUM_TOKENS = 192

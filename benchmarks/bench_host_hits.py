@@ -28,8 +28,8 @@ import torch
 from common import Report, Row, interval, need_device
 from copy_bandwidth import machine
 
+from hiradix.apps.engine import Engine, EngineConfig, SamplingParams
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, EngineConfig, SamplingParams
 from hiradix.prefix_cache import EvictParams, build_prefix_cache
 from hiradix.transfer import JobKind
 

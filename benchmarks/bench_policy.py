@@ -22,11 +22,11 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from common import Report, Row  # noqa: E402
 
-from hiradix.replay.generate import KINDS  # noqa: E402
-from hiradix.replay.lab import Cell, Outcome, Source  # noqa: E402
-from hiradix.replay.main import play, tokens  # noqa: E402
-from hiradix.replay.report import span_of  # noqa: E402
-from hiradix.replay.stage import Tiers  # noqa: E402
+from hiradix.apps.replay.generate import KINDS  # noqa: E402
+from hiradix.apps.replay.lab import Cell, Outcome, Source  # noqa: E402
+from hiradix.apps.replay.main import play, tokens  # noqa: E402
+from hiradix.apps.replay.report import span_of  # noqa: E402
+from hiradix.apps.replay.stage import Tiers  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
 SIZES = ("0.5M", "1M", "3M", "5M", "10M", "25M")

@@ -33,13 +33,13 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from common import Report, Row  # noqa: E402
 
+from hiradix.apps.engine.api import EngineConfig, SamplingParams  # noqa: E402
+from hiradix.apps.engine.engine import Engine  # noqa: E402
+from hiradix.apps.replay.lab import Cell, Outcome, Source, run_cell  # noqa: E402
+from hiradix.apps.replay.stage import Tiers  # noqa: E402
+from hiradix.apps.replay.timing import Machine  # noqa: E402
+from hiradix.apps.replay.trace import Call, Trace  # noqa: E402
 from hiradix.config import HiCacheConfig  # noqa: E402
-from hiradix.engine.api import EngineConfig, SamplingParams  # noqa: E402
-from hiradix.engine.engine import Engine  # noqa: E402
-from hiradix.replay.lab import Cell, Outcome, Source, run_cell  # noqa: E402
-from hiradix.replay.stage import Tiers  # noqa: E402
-from hiradix.replay.timing import Machine  # noqa: E402
-from hiradix.replay.trace import Call, Trace  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
 OUT = Path("build/bench/policy_e2e.json")

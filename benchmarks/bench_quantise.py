@@ -41,7 +41,7 @@ from quantised_answers import measure_answers  # noqa: E402
 from storage_peers.remote import Pages, Way, memcpy  # noqa: E402
 from storage_peers.systems import host_memory  # noqa: E402
 
-from hiradix.storage.lanes import scatter  # noqa: E402
+from hiradix.storage.kit.lanes import scatter  # noqa: E402
 
 PEERS = ("exact", "zstd", "fp8-zstd", "memcpy")
 WAYS: dict[str, dict[str, Any]] = {
@@ -72,7 +72,7 @@ def measure_codes(pages: KVPages, rounds: int) -> list[Row]:
     """Coding alone, page by page, and how long a page is then."""
     import zstandard
 
-    from hiradix.storage.quantise import decode, encode
+    from hiradix.storage.wrappers.quantise import decode, encode
 
     packer, reader = zstandard.ZstdCompressor(level=1, write_checksum=True), zstandard.ZstdDecompressor()
     codes = [encode([view], ELEMENTS) for view in pages.views]

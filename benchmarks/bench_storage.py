@@ -210,7 +210,7 @@ def cold(store: Worker) -> None:
 
 def uncache(paths: Sequence[str | Path]) -> None:
     """Take these files out of the page cache, or fail."""
-    from hiradix.storage.disk.kernel import cached_share
+    from hiradix.storage.backends.disk.kernel import cached_share
 
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -235,7 +235,7 @@ def warm(store: Worker) -> None:
 
 def as_stored(store: Worker, num_bytes: int) -> None:
     """The files are in the page cache as they came there, by being written; fails where some left it."""
-    from hiradix.storage.disk.kernel import cached_share
+    from hiradix.storage.backends.disk.kernel import cached_share
 
     if store.name in DIRECT:
         return
@@ -302,8 +302,8 @@ def cases(bench: Bench) -> list[tuple[str, Callable[[], list[Row]]]]:
 REOPENING = """
 import random, sys, time
 from hiradix.storage import PageFingerprint, StorageContext
-from hiradix.storage.disk import DiskBackend, size_for
-from hiradix.storage.disk.store import PageRecord
+from hiradix.storage.backends.disk import DiskBackend, size_for
+from hiradix.storage.backends.disk.store import PageRecord
 
 count, rng = int(sys.argv[1]), random.Random(1)
 keys = {"disk_storage_path": sys.argv[2], "max_size": size_for(count, 4096), "min_free_space": 0}

@@ -49,7 +49,7 @@ from storage_peers.remote import (  # noqa: E402
     tcp,
 )
 
-from hiradix.demo.process import free_port  # noqa: E402
+from hiradix.apps.demo.process import free_port  # noqa: E402
 from tests.storage_servers import servers  # noqa: E402
 
 PEERS = ("tcp", "memcpy", "redis-py", "boto3", "library", "checked")

@@ -34,8 +34,8 @@ import torch
 from bench_policy_e2e import MODEL, write_model
 from common import Report, Row
 
+from hiradix.apps.engine.smollm2 import smollm2_path
 from hiradix.cache import HierarchicalCache, HostTier
-from hiradix.engine.smollm2 import smollm2_path
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy

@@ -26,9 +26,9 @@ import numpy as np
 import xxhash
 from common import Row
 
+from hiradix.apps.engine.api import EngineConfig, SamplingParams
+from hiradix.apps.engine.engine import Engine
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.engine.api import EngineConfig, SamplingParams
-from hiradix.engine.engine import Engine
 
 PAGE = 16
 ROUNDS = 5

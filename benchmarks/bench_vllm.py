@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.bench_vllm_lmcache import LMCachePlayer, LMCacheServer
 from benchmarks.common import Report, Row
-from hiradix.engine.smollm2 import smollm2_path
+from hiradix.apps.engine.smollm2 import smollm2_path
 from tests.vllm.player import Player
 
 BLOCK_SIZE = 32

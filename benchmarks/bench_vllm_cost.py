@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import Report, Row, interval
-from hiradix.engine.smollm2 import smollm2_path
+from hiradix.apps.engine.smollm2 import smollm2_path
 from tests.vllm.play import FIRST, Play
 
 LIMIT = 0.01

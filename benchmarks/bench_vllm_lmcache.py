@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hiradix.demo.process import free_port
+from hiradix.apps.demo.process import free_port
 from tests.storage_servers.servers import can_connect
 from tests.vllm.player import Player
 

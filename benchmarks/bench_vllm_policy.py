@@ -33,12 +33,12 @@ from hiradix.adapters.vllm.index import HostIndex  # noqa: E402
 from hiradix.adapters.vllm.orders import Orders, Outcome, Stage  # noqa: E402
 from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest  # noqa: E402
 from hiradix.adapters.vllm.scheduler import SchedulerRole  # noqa: E402
+from hiradix.apps.replay.main import tokens  # noqa: E402
+from hiradix.apps.replay.readers import read_trace  # noqa: E402
+from hiradix.apps.replay.trace import Call, Trace  # noqa: E402
 from hiradix.policy.eviction import make_order  # noqa: E402
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy  # noqa: E402
 from hiradix.policy.write import WritePolicy  # noqa: E402
-from hiradix.replay.main import tokens  # noqa: E402
-from hiradix.replay.readers import read_trace  # noqa: E402
-from hiradix.replay.trace import Call, Trace  # noqa: E402
 from hiradix.tree import FULL  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"

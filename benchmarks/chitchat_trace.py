@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hiradix.engine.smollm2 import smollm2_path
-from hiradix.engine.tokenizer import Tokenizer
+from hiradix.apps.engine.smollm2 import smollm2_path
+from hiradix.apps.engine.tokenizer import Tokenizer
 
 BLOCK = 16
 OUT = Path("build/bench/chitchat.jsonl.gz")

@@ -12,12 +12,12 @@ from typing import Any
 
 from common import Row
 
-from hiradix.bench_client import Conversation
-from hiradix.bench_report import TIE_GAP
+from hiradix.apps.bench.client import Conversation
+from hiradix.apps.bench.report import TIE_GAP
+from hiradix.apps.bench.workload import Size, make_workload
+from hiradix.apps.engine import Engine, EngineConfig, SamplingParams
+from hiradix.apps.engine.api import TokenLogprob
 from hiradix.config import ExtraConfig, HiCacheConfig
-from hiradix.demo.workload import Size, make_workload
-from hiradix.engine import Engine, EngineConfig, SamplingParams
-from hiradix.engine.api import TokenLogprob
 
 TURNS = 4  # the first of them fills the store
 ANSWER_TOKENS = 24
@@ -48,7 +48,7 @@ class Compared:
 
 def measure_answers(folder: Path, model_path: str | None, quick: bool) -> list[Row]:
     """Shares of equal answers and tokens, and how far the first token's log-probabilities are off."""
-    from hiradix.engine.smollm2 import smollm2_path
+    from hiradix.apps.engine.smollm2 import smollm2_path
 
     path = model_path or str(smollm2_path())
     size = Size(0, 1, 0, 0, 0, 0) if quick else Size(4, 4, 4, 1, 1, 1)

@@ -24,23 +24,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "serve":
-        from hiradix.server.serve import serve
+        from hiradix.apps.server.serve import serve
 
         return serve(rest)
     if command == "bench":
-        from hiradix.bench import main as bench
+        from hiradix.apps.bench.main import main as bench
 
         return bench(rest)
     if command == "replay":
-        from hiradix.replay.main import main as replay
+        from hiradix.apps.replay.main import main as replay
 
         return replay(rest)
     if command == "size":
-        from hiradix.replay.advice import main as size
+        from hiradix.apps.replay.advice import main as size
 
         return size(rest)
     if command == "storage":
-        from hiradix.storage_tools import main as storage
+        from hiradix.apps.storage_tools import main as storage
 
         return storage(rest)
     if command in ("-h", "--help", "--version"):

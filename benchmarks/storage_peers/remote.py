@@ -256,7 +256,7 @@ def mooncake_way(store: Any, pages: Pages) -> tuple[Way, Way]:
 
 def checked(pages: Pages, ways: tuple[Way, Way]) -> tuple[Way, Way]:
     """Put and get of a library with a checksum of each page before or after, and nothing else of ours."""
-    from hiradix.storage.seal import CHECKSUMS, DEFAULT_ALGORITHM
+    from hiradix.storage.kit.seal import CHECKSUMS, DEFAULT_ALGORITHM
 
     put, get = ways
 

@@ -153,9 +153,9 @@ class Hiradix(System):
 
     def spans(self) -> list[Span]:
         """Where the pages are, in the order of slots."""
-        from hiradix.storage.disk.config import slot_bytes
-        from hiradix.storage.disk.log import pages_in
-        from hiradix.storage.disk.segments import SegmentFolder
+        from hiradix.storage.backends.disk.config import slot_bytes
+        from hiradix.storage.backends.disk.log import pages_in
+        from hiradix.storage.backends.disk.segments import SegmentFolder
 
         size, folder = slot_bytes(self.pool.page_bytes), SegmentFolder(self.folder, False)
         found: list[Span] = []

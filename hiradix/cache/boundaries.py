@@ -63,8 +63,9 @@ class BoundaryReads:
         flights: Flights,
         ends: Ends,
         step_pages: int,
+        no_regret: NoRegret,
     ):
-        self.no_regret = NoRegret(False)
+        self.no_regret = no_regret
         self.step_pages = step_pages
         self._arrivals = arrivals
         self._supply = arrivals.supply

@@ -25,7 +25,6 @@ import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
 from hiradix.cache.backup import Backup
-from hiradix.cache.boundaries import BoundaryReads
 from hiradix.cache.flights import Flights
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import (
@@ -66,7 +65,7 @@ class HostTier:
 
 
 class HierarchicalCache:
-    """See the module's docstring. Owns the tree and the host pool; shares the device pools.
+    """Keeps prefixes over device, host and storage. Owns the tree and the host pool; shares the device pools.
 
     device: the pages of each of the tree's components, or of its only one.
     agree: the elementwise minimum over all ranks; None when there is one rank only.
@@ -104,16 +103,14 @@ class HierarchicalCache:
             share = self._ranks.share
         self._clock = share(self._clock)
         self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
-        self.no_regret = NoRegret(host.no_regret, share)
-        self._load_back = LoadBack(self.supply, host.controller, self.flights, self.make_room, share)
-        self.prefetcher = Prefetcher(
-            self.supply, host.controller, self.flights, host.prefetch_policy, self._clock
+        self.no_regret = NoRegret(host.no_regret, share, lambda: host.controller.storage_troubles)
+        self._load_back = LoadBack(
+            self.supply, host.controller, self.flights, self.make_room, share, self.no_regret
         )
-        reads = self.prefetcher.reads
-        self.no_regret.troubles = lambda: host.controller.storage_troubles
-        self._load_back.no_regret = reads.no_regret = self.no_regret
-        if agree is not None and isinstance(reads, BoundaryReads):
-            reads.step_pages = -least(agree, -reads.step_pages)[0]
+        self.prefetcher = Prefetcher(
+            self.supply, host.controller, self.flights, host.prefetch_policy, self._clock, self.no_regret,
+            agree,
+        )  # fmt: skip
         self._apply(True)
 
     # -- one request's life -------------------------------------------------------------

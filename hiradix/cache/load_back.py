@@ -63,6 +63,7 @@ class LoadBack:
         flights: Flights,
         make_room: Callable[[int, int], int],
         share: Share,
+        no_regret: NoRegret,
     ):
         self._tree: RadixTree = supply.tree
         self._supply = supply
@@ -77,7 +78,7 @@ class LoadBack:
         self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
         self._lost: set[Ticket] = set()  # tickets in `_started` whose results were failures
         self._batch_pages: dict[Ticket, int] = {}  # of loads under way: pages of the whole batch
-        self.no_regret = NoRegret(False)
+        self._no_regret = no_regret
         self._first_failed_slot = share(self._find_failed_slot)
 
     def clear(self) -> None:
@@ -109,7 +110,7 @@ class LoadBack:
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
             return None
-        if not self.no_regret.takes(Move.LOAD, total):
+        if not self._no_regret.takes(Move.LOAD, total):
             self._counters.load_too_slow += asked
             return None
         locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))
@@ -159,7 +160,7 @@ class LoadBack:
         def done(result: Result) -> None:
             batch_pages = self._batch_pages.pop(result.ticket, 0)
             if result.num_pages == num_pages:
-                self.no_regret.moved(Move.LOAD, batch_pages, result.duration_s)
+                self._no_regret.moved(Move.LOAD, batch_pages, result.duration_s)
                 self._counters.loaded += len(pages[BACKBONE])
                 self._unlock(locks)
             else:

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
+from hiradix.cache.agreement import Agree, least
 from hiradix.cache.boundaries import BoundaryReads, Ends, pages_of_a_step
 from hiradix.cache.flights import Flight, Flights
 from hiradix.cache.found import Arrivals, Found, Phase, Prefetch
 from hiradix.cache.pages import PageSupply
 from hiradix.cache.reads import Reads
 from hiradix.errors import Misuse
+from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, TransferController
 from hiradix.tree import Node, RadixKey, RadixTree, Tier
@@ -32,6 +34,8 @@ class Prefetcher:
         flights: Flights,
         policy: PrefetchPolicy,
         clock: Callable[[], float],
+        no_regret: NoRegret,
+        agree: Agree | None = None,
     ):
         self.policy = policy
         self._tree: RadixTree = supply.tree
@@ -39,20 +43,22 @@ class Prefetcher:
         self._controller = controller
         self._flights = flights
         self._clock = clock
-        self.reads = self._make_reads()
+        self.reads = self._make_reads(no_regret, agree)
         self._active: dict[Hashable, Prefetch] = {}
         self._running: list[Prefetch] = []  # not DONE; outlives the handle of an aborted request
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
 
-    def _make_reads(self) -> Reads | BoundaryReads:
+    def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
         arrivals, controller = Arrivals(self._supply), self._controller
         if not arrivals.others:
-            return Reads(arrivals, controller, self._flights, self._finish)
+            return Reads(arrivals, controller, self._flights, self._finish, no_regret)
         step_pages = pages_of_a_step(
             self._tree.components, controller.page_bytes, controller.runtime.limits.batch_pages
         )
+        if agree is not None:
+            step_pages = -least(agree, -step_pages)[0]  # the most that any rank would read at once
         ends = Ends(self._finish, self._ask_again)
-        return BoundaryReads(arrivals, controller, self._flights, ends, step_pages)
+        return BoundaryReads(arrivals, controller, self._flights, ends, step_pages, no_regret)
 
     def __len__(self) -> int:
         return len(self._running)

@@ -25,8 +25,9 @@ class Reads:
         controller: TransferController,
         flights: Flights,
         finish: Callable[[Prefetch], None],
+        no_regret: NoRegret,
     ):
-        self.no_regret = NoRegret(False)
+        self.no_regret = no_regret
         self._arrivals = arrivals
         self._supply = arrivals.supply
         self._controller = controller

@@ -34,7 +34,8 @@ RANK = 0  # of the data-parallel replica: there is one
 
 
 class Publisher:
-    """See the module's docstring. Owns its sockets and threads; `flush` and `close` are the scheduler's.
+    """Sends events to subscribers over ZeroMQ. Owns its sockets and threads; `flush` and `close` are the
+    scheduler's.
 
     host: the address that stands for `*`. Raises ConfigError naming the key of an endpoint it cannot have.
     num_queued, num_done, num_dropped: steps given to the sender, those it is done with, and those that could

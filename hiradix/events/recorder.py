@@ -49,7 +49,7 @@ def _external() -> Medium:
 
 
 class KVEvents:
-    """See the module's docstring. The `Watch` of an empty tree from here on.
+    """Watches an empty tree from here on, and turns what enters and leaves its tiers into events.
 
     storage_medium: what the wire calls the storage tier there is.
     """

@@ -23,7 +23,8 @@ _NOBODY = Use(0, 0, EMPTY)
 
 
 class LaneOrder:
-    """See the module's docstring. O(log n) per leaf that may have to leave, O(classes) per victim or less.
+    """Orders the leaves of one tier by GHD's index. O(log n) per leaf that may have to leave, O(classes) per
+    victim or less.
 
     An entry's rank is its place. It keeps that while it is locked, and while its node is no leaf, for as long
     as nobody comes across it: so a place is good only if its entry is in the order and a leaf, and stands for

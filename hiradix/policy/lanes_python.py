@@ -169,7 +169,7 @@ class Lane:
 
 
 class Lanes:
-    """See `hiradix.policy.lanes`."""
+    """Keeps the leaves of a tier by class, oldest first, and finds the one of least index."""
 
     def __init__(self, tables: ClassTables):
         self._tables = tables

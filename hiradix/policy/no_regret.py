@@ -159,14 +159,19 @@ class NoRegret:
     call that failed is charged only when one after it has not: failures in a row are for the breaker.
     """
 
-    def __init__(self, enabled: bool = True, share: Callable[[Source], Source] = lambda source: source):
+    def __init__(
+        self,
+        enabled: bool = True,
+        share: Callable[[Source], Source] = lambda source: source,
+        troubles: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+    ):
         self.enabled = enabled
         self.num_refused = dict.fromkeys(Move, 0)
         self.num_probes = 0
         self._computed = Cost(MIN_SLOPE)
         self._moved = {move: Cost() for move in Move}
         self._asked = Cost()
-        self.troubles: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        self._troubles = troubles
         self._num_changes = 0
         self._lookups, self._reads = _Calls(1), _Calls(2)
         self._waste_s = 0.0  # of a fetch: what those that brought nothing took, on average of the last few
@@ -247,7 +252,7 @@ class NoRegret:
     def _failed_before(self, calls: _Calls, seconds: float) -> list[float] | None:
         """Of calls in a row that failed before one that has not, how long they took. None: it has failed, or
         says nothing of what storage costs now."""
-        troubles = self.troubles()
+        troubles = self._troubles()
         if troubles[0] != self._num_changes:
             self._num_changes, self._waste_s = troubles[0], 0.0
             for cost in (self._asked, self._moved[Move.FETCH]):

@@ -43,7 +43,7 @@ class OpenedStorage:
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class HiRadixCache(RadixCache):
-    """See the module's docstring. Built by `build_prefix_cache`.
+    """Serves prefixes from device, host and storage to an engine. Built by `build_prefix_cache`.
 
     host: the host tier, whose controller this cache owns.
     storage_factory: makes a storage backend by name, fingerprinted for this model and layout.

@@ -6,8 +6,10 @@ work is done in pages by `HierarchicalCache`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sized
+from dataclasses import asdict, fields
 from operator import index
-from typing import Any
+from typing import Any, SupportsFloat, SupportsIndex
 
 import numpy as np
 import torch
@@ -16,9 +18,11 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.errors import Misuse
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
-from hiradix.prefix_cache.figures import Figures
 from hiradix.prefix_cache.records import (
+    STATE,
+    WINDOW,
     CacheInitParams,
+    CacheStats,
     EvictParams,
     EvictResult,
     InsertParams,
@@ -26,17 +30,20 @@ from hiradix.prefix_cache.records import (
     LockReceipt,
     MatchPrefixParams,
     MatchResult,
+    PoolStats,
     RequestLike,
+    SlotAllocatorLike,
 )
-from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of
-from hiradix.tree import DEVICE, Lock, Match, Node, RadixKey, RadixTree
+from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of, slots_of
+from hiradix.storage import Stores
+from hiradix.tree import BACKBONE, DEVICE, Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
 from hiradix.tree.native import mypyc_attr
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class RadixCache(Figures):
-    """Reuses the KV of equal prefixes on the device. See the module's docstring.
+class RadixCache:
+    """Reuses the KV of equal prefixes on the device. Sizes are in tokens.
 
     >>> from hiradix.memory import ReqToTokenPool, SlotAllocator
     >>> slots = SlotAllocator(num_tokens=64, page_size=4)
@@ -51,6 +58,14 @@ class RadixCache(Figures):
     >>> cache.dec_lock_ref(receipt), cache.evict(EvictParams(8)).num_tokens_evicted
     (8, 8)
     """
+
+    cache: HierarchicalCache
+    tree: RadixTree  # the cache's
+    page_size: int
+    disable: bool
+    device: Any
+    token_to_kv_pool_allocator: SlotAllocatorLike
+    _pages: SlotPages
 
     def __init__(self, params: CacheInitParams, host: HostTier | None = None):
         self.disable = params.disable
@@ -79,6 +94,10 @@ class RadixCache(Figures):
         return HierarchicalCache(tree, self._pages, host, agree=params.agree)
 
     # -- reading ------------------------------------------------------------------------
+
+    @property
+    def root_node(self) -> Node:
+        return self.cache.tree.root
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest cached prefix of `params.key`, in whole pages. Splits a node the match ends in.
@@ -283,6 +302,182 @@ class RadixCache(Figures):
                 raise Misuse(f"{at} is in neither tier")
             at = at.parent
         return Match(at, loadable)
+
+    # -- sizes --------------------------------------------------------------------------
+
+    def evictable_size(self) -> int:
+        """Device tokens no request holds."""
+        return self.tree.evictable_pages(Tier.DEVICE) * self.page_size
+
+    def protected_size(self) -> int:
+        """Device tokens in the tree that a request or a transfer holds."""
+        return self.tree.protected_pages(Tier.DEVICE) * self.page_size
+
+    def total_size(self) -> int:
+        """Device tokens in the tree."""
+        return self.tree.resident_pages(Tier.DEVICE) * self.page_size
+
+    def full_evictable_size(self) -> int:
+        return self.evictable_size()
+
+    def full_protected_size(self) -> int:
+        return self.protected_size()
+
+    def swa_evictable_size(self) -> int:
+        return 0
+
+    def swa_protected_size(self) -> int:
+        return 0
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """int64 [total tokens]: every device slot in the tree. O(tree); for leak hunts."""
+        return slots_of(self.tree.all_pages(Tier.DEVICE), self.page_size, self.device)
+
+    # -- kinds --------------------------------------------------------------------------
+
+    def supports_swa(self) -> bool:
+        return False
+
+    def supports_mamba(self) -> bool:
+        return False
+
+    def is_chunk_cache(self) -> bool:
+        return self.disable
+
+    def is_tree_cache(self) -> bool:
+        return not self.disable
+
+    # -- for people and metrics ---------------------------------------------------------
+
+    def pretty_print(self) -> None:
+        """Print the tree: tokens, tiers, locks, hits."""
+        print(self.tree.render())
+
+    def available_and_evictable_str(self) -> str:
+        """One line for an out-of-memory message."""
+        free, evictable = self.token_to_kv_pool_allocator.available_size(), self.evictable_size()
+        return f"Available tokens: {free + evictable} (available_size={free} + evictable_size={evictable})\n"
+
+    def stats(self) -> CacheStats:
+        """A snapshot for metrics. O(1)."""
+        return self._stats(None, None)
+
+    def _stats(self, storage_name: str | None, storage: Stores | None) -> CacheStats:
+        size, counters = self.page_size, self.cache.counters
+        total = {f.name: getattr(counters, f.name) for f in fields(counters)}
+        unfulfilled = total.pop("unfulfilled")
+        controller = self.cache.controller
+        return CacheStats(
+            **asdict(self._pool_stats(BACKBONE, size)),
+            unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
+            num_in_flight=len(self.cache.flights),
+            storage_attached=storage is not None,
+            storage_backend=storage_name,
+            storage=dict(storage.stats()) if storage is not None else {},
+            transfers=controller.stats() if controller is not None else None,
+            window=self._stats_beside(per_page=True),
+            state=self._stats_beside(per_page=False),
+            **{name: count * size for name, count in total.items()},
+        )
+
+    def _stats_beside(self, *, per_page: bool) -> PoolStats | None:
+        """Of the component beside full attention, if there is one of this kind."""
+        further = self.tree.components[1:]
+        if not further or further[0].per_page != per_page:
+            return None
+        return self._pool_stats(WINDOW, self.page_size) if per_page else self._pool_stats(STATE, 1)
+
+    def _pool_stats(self, component: int, size: int) -> PoolStats:
+        """In pages of `size` tokens, or records of 1."""
+        tree, supply = self.tree, self.cache.supply
+        device = supply.device_pools[component]
+        host = supply.host_pools[component] if supply.host_pools else None
+        return PoolStats(
+            device_total=device.num_pages * size,
+            device_available=device.available * size,
+            device_evictable=tree.evictable_pages(Tier.DEVICE, component) * size,
+            device_protected=tree.protected_pages(Tier.DEVICE, component) * size,
+            host_total=host.num_pages * size if host else 0,
+            host_used=(host.num_pages - host.available) * size if host else 0,
+        )
+
+    def check_conservation(self, num_held: SupportsIndex) -> None:
+        """Assert that no slot is lost or counted twice, in either tier; cheap enough for every step. O(1).
+
+        num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
+        from `cache_protected_len` on. Between steps.
+        """
+        self.cache.supply.check_conservation(index(num_held) // self.page_size, self.cache.flights.num_owned)
+
+    def check(self) -> None:
+        """Assert all invariants, O(tree)."""
+        self.cache.check()
+
+    def sanity_check(self) -> None:
+        self.check()
+
+    # -- lower tiers: here there are none, so engines need not ask which class they have ------
+
+    @property
+    def enable_storage(self) -> bool:
+        return False
+
+    @property
+    def ongoing_write_through(self) -> Sized:
+        return ()
+
+    @property
+    def ongoing_load_back(self) -> Sized:
+        return ()
+
+    @property
+    def ongoing_prefetch(self) -> Sized:
+        return ()
+
+    @property
+    def ongoing_backup(self) -> Sized:
+        return ()
+
+    def check_hicache_events(self) -> None:
+        return None
+
+    def ready_to_load_host_cache(self) -> int:
+        return -1
+
+    def init_load_back(
+        self, last_host_node: Node, host_hit_length: SupportsIndex, mem_quota: SupportsIndex | None = None
+    ) -> tuple[torch.Tensor, Node]:
+        return torch.empty(0, dtype=torch.int64), last_host_node
+
+    def prefetch_from_storage(self, req_id: Hashable, last_host_node: Node, *_: Any, **__: Any) -> bool:
+        return False
+
+    def check_prefetch_progress(self, req_id: Hashable) -> bool:
+        return True
+
+    def pop_prefetch_loaded_tokens(self, req_id: Hashable) -> int:
+        return 0
+
+    def release_aborted_request(self, req_id: Hashable) -> None:
+        return None
+
+    def attach_storage_backend(self, storage_backend: str, *_: Any, **__: Any) -> tuple[bool, str]:
+        return False, "Hierarchical cache is not enabled."
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        return False, "Hierarchical cache is not enabled."
+
+    def clear_storage_backend(self) -> bool:
+        return False
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        return None
+
+    def drain(self, timeout_s: SupportsFloat) -> bool:
+        return True
+
+    def close(self, timeout_s: SupportsFloat = 10.0) -> None:
+        return None
 
 
 def _priority_of(req: Any) -> int:

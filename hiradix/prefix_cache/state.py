@@ -35,7 +35,7 @@ from hiradix.tree import DEVICE, Component, Lock, Node, RadixKey
 
 
 class StateRadixCache(HybridRadixCache):
-    """See the module's docstring. The plain size methods speak of full tokens.
+    """Caches prefixes with the recurrent state at their ends. The plain size methods speak of full tokens.
 
     Whenever a request's tokens enter the tree, `take_record` is asked for the state behind the last of them.
 

@@ -32,7 +32,8 @@ _SURFACE = ("full_to_swa_index_mapping", "full_attn_allocator", "swa_attn_alloca
 
 
 class SWARadixCache(HybridRadixCache):
-    """See the module's docstring. The plain size methods speak of full tokens, as the `full_` ones do.
+    """Caches prefixes whose window layers keep the last tokens only. The plain size methods speak of full
+    tokens, as the `full_` ones do.
 
     >>> from hiradix.memory import HybridSlotAllocator, ReqToTokenPool
     >>> from hiradix.prefix_cache import MatchPrefixParams

@@ -7,7 +7,6 @@ gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol`
 
 from __future__ import annotations
 
-from hiradix.storage.breaker import BreakerLimits, BreakerState
 from hiradix.storage.build import guard_limits, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
@@ -20,9 +19,10 @@ from hiradix.storage.generations import (
     trusted_stores,
     whole_key,
 )
-from hiradix.storage.guard import GuardedStorage, GuardLimits
-from hiradix.storage.joining import JoiningStorage, StoragePart, WhenJoined
-from hiradix.storage.meters import Histogram, MissReason, Op
+from hiradix.storage.guard.breaker import BreakerLimits, BreakerState
+from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.joining import JoiningStorage, StoragePart, WhenJoined
+from hiradix.storage.kit.meters import Histogram, MissReason, Op
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
 from hiradix.storage.registry import (
     create_storage_backend,

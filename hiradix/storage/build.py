@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hiradix.errors import ConfigError, Unreachable
-from hiradix.storage.breaker import BreakerLimits
-from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.breaker import BreakerLimits
+from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
+from hiradix.storage.guard.not_joined import NotJoined
 from hiradix.storage.identities import remember
-from hiradix.storage.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
-from hiradix.storage.lanes import LEFT_BEHIND
-from hiradix.storage.not_joined import NotJoined
-from hiradix.storage.options import MAX_TIMEOUT_S, Options
+from hiradix.storage.kit.lanes import LEFT_BEHIND
+from hiradix.storage.kit.options import MAX_TIMEOUT_S, Options
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
-from hiradix.storage.quota import with_quota
 from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
-from hiradix.storage.wrap import WRAP_KEYS, WrapConfig, coded, inner_context, wrap
+from hiradix.storage.wrappers.quota import with_quota
+from hiradix.storage.wrappers.wrap import WRAP_KEYS, WrapConfig, coded, inner_context, wrap
 
 GUARD_KEYS = (
     "deadline_s",

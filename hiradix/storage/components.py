@@ -12,10 +12,9 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
-from hiradix.storage.breaker import BreakerState
 from hiradix.storage.build import (
     declared_traits,
     join_limits,
@@ -24,15 +23,20 @@ from hiradix.storage.build import (
     open_storage,
 )
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.guard import GuardedStorage
-from hiradix.storage.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
-from hiradix.storage.options import flag, parse_size
+from hiradix.storage.guard.breaker import BreakerState
+from hiradix.storage.guard.guard import GuardedStorage
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
+from hiradix.storage.kit.options import flag, parse_size
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
-from hiradix.storage.wrap import coded
+from hiradix.storage.wrappers.wrap import coded
 
-if TYPE_CHECKING:
-    from hiradix.storage.generations import PageDifference
+
+class PageDifference(Protocol):
+    """What two pages differ in; as text, in what most."""
+
+    @property
+    def is_same(self) -> bool: ...
 
 
 class Stores(Protocol):

@@ -32,17 +32,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from hiradix.storage import quantise
-from hiradix.storage.breaker import BreakerState, Troubles
-from hiradix.storage.calls import has_failed
-from hiradix.storage.components import ComponentPages, Stores
-from hiradix.storage.guard import GuardedStorage
-from hiradix.storage.joining import WhenJoined
-from hiradix.storage.pieces import Use, as_use, current_use
+from hiradix.storage.components import ComponentPages, PageDifference, Stores
+from hiradix.storage.guard.breaker import BreakerState, Troubles
+from hiradix.storage.guard.calls import has_failed
+from hiradix.storage.guard.guard import GuardedStorage
+from hiradix.storage.guard.joining import WhenJoined
+from hiradix.storage.kit.pieces import Use, as_use, current_use
 from hiradix.storage.protocol import Page, StorageBackend, chain_before
-from hiradix.storage.wrap import WrapConfig
+from hiradix.storage.wrappers import quantise
+from hiradix.storage.wrappers.wrap import WrapConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,6 @@ _BITS = 256
 _NUMBER_ONE = {"bfloat16": b"\x80\x3f", "float16": b"\x00\x3c", "float32": b"\x00\x00\x80\x3f"}
 _NO_LABEL = bytes(32)
 _UNREAD = b"a record that a fault kept from being read"
-
-
-class PageDifference(Protocol):
-    """What two pages differ in; as text, in what most."""
-
-    @property
-    def is_same(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.backends.file.page_dir import pages_below
 from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.page_dir import pages_below
+from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.storage.protocol import is_key
 from hiradix.storage.registry import load_storage_backend
-from hiradix.storage.seal import SEAL_BYTES
-from hiradix.storage.wrap import encryption
+from hiradix.storage.wrappers.wrap import encryption
 
 URL_FORMS = "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -124,7 +124,7 @@ def _scan_files(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
 def _is_disk(root: Path) -> bool:
     """Whether the log of a disk store is in the folder."""
-    from hiradix.storage.disk.log import pages_in
+    from hiradix.storage.backends.disk.log import pages_in
 
     try:
         pages_in(root)
@@ -135,7 +135,7 @@ def _is_disk(root: Path) -> bool:
 
 def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     """What the log says, without its lock. Names that are no page hashes are kept as hashes: left out."""
-    from hiradix.storage.disk.log import pages_in
+    from hiradix.storage.backends.disk.log import pages_in
 
     root = Path(str(config["disk_storage_path"])).expanduser()
     try:
@@ -148,7 +148,7 @@ def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
 
 def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
-    from hiradix.storage.redis_link import RedisConfig, connect
+    from hiradix.storage.backends.redis.link import RedisConfig, connect
 
     options = RedisConfig.from_mapping(backend_keys(config))
     client = connect(options)
@@ -179,7 +179,7 @@ def _redis_pages(client: Any, prefix: str, names: Sequence[bytes]) -> Iterator[S
 def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     import obstore
 
-    from hiradix.storage.s3_config import S3Config
+    from hiradix.storage.backends.s3.config import S3Config
 
     for part in obstore.list(S3Config.from_mapping(backend_keys(config)).client()):
         for entry in part:

@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from typing import Any, cast
 
 from hiradix.errors import ConfigError, Unreachable
+from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
-from hiradix.storage.reach import is_unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +31,20 @@ class BackendSpec:
 _SGLANG = (
     "hf3fs", "aibrix", "eic", "simm", "mori", "tensorcast", "npu_memcache", "seaweedfs", "infinistore",
 )  # fmt: skip
-_REDIS = BackendSpec("hiradix.storage.redis_backend:RedisBackend", "pip install 'hiradix[redis]'")
+_REDIS = BackendSpec("hiradix.storage.backends.redis.backend:RedisBackend", "pip install 'hiradix[redis]'")
 _registered: dict[str, BackendSpec] = {
-    "disk": BackendSpec("hiradix.storage.disk:DiskBackend"),
-    "file": BackendSpec("hiradix.storage.sglang_files:FileByNaming"),
+    "disk": BackendSpec("hiradix.storage.backends.disk:DiskBackend"),
+    "file": BackendSpec("hiradix.storage.backends.sglang.files:FileByNaming"),
     "redis": _REDIS,
     "valkey": _REDIS,
-    "s3": BackendSpec("hiradix.storage.s3_backend:S3Backend", "pip install 'hiradix[s3]'"),
+    "s3": BackendSpec("hiradix.storage.backends.s3.backend:S3Backend", "pip install 'hiradix[s3]'"),
     "mooncake": BackendSpec(
-        "hiradix.storage.mooncake_backend:MooncakeBackend", "pip install 'hiradix[mooncake]'"
+        "hiradix.storage.backends.mooncake.backend:MooncakeBackend", "pip install 'hiradix[mooncake]'"
     ),
-    "nixl": BackendSpec("hiradix.storage.nixl_backend:NixlBackend", "pip install 'hiradix[nixl]'"),
-    "tier": BackendSpec("hiradix.storage.tier:TierBackend"),
-    "dynamic": BackendSpec("hiradix.storage.sglang_host:DynamicBackend"),
-} | {name: BackendSpec(f"hiradix.storage.sglang_known:{name}") for name in _SGLANG}
+    "nixl": BackendSpec("hiradix.storage.backends.nixl.backend:NixlBackend", "pip install 'hiradix[nixl]'"),
+    "tier": BackendSpec("hiradix.storage.backends.tier.backend:TierBackend"),
+    "dynamic": BackendSpec("hiradix.storage.backends.sglang.host:DynamicBackend"),
+} | {name: BackendSpec(f"hiradix.storage.backends.sglang.known:{name}") for name in _SGLANG}
 
 
 def register_storage_backend(name: str, target: str, install: str = "") -> None:

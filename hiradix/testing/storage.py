@@ -23,7 +23,7 @@ import pytest
 
 from hiradix.errors import StorageError
 from hiradix.storage import PageFingerprint
-from hiradix.storage.disk import recency
+from hiradix.storage.backends.disk import recency
 
 PAGE_BYTES = 6000
 FINGERPRINT = PageFingerprint("a/model", "rev1", "float32", "page_first", 64, shape=(2, 3, 16))

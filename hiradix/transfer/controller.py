@@ -16,7 +16,7 @@ All public methods belong to one thread, the scheduler's, but `introduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hiradix.errors import Misuse, StorageError
 from hiradix.transfer.counters import TransferStats
@@ -51,7 +51,7 @@ from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
-from hiradix.transfer.worker import Crew, Steps, Task, Worker
+from hiradix.transfer.worker import Task
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.native import mypyc_attr
 
@@ -97,8 +97,8 @@ class TransferController:
             limits.num_load_slots,
             waiter=self._driver,
             timeout_s=limits.gate_timeout_s,
+            wait_event=self._streams.wait_event,
         )
-        gate.wait_event = self._streams.wait_event
         for pair in pairs:
             counter = gate if pair.layers is None else gate.view(pair.layers)
             pair.device.register_layer_transfer_counter(counter)
@@ -110,9 +110,8 @@ class TransferController:
         self._closed = False
         self._num_attached = 0
         self._queued_loads: dict[Ticket, Copies] = {}
-        self._desk = Desk(self._driver, runtime.clock)
-        self._desk.on_finish = self._end_load_batch
-        self._desk.workers = _workers(self._desk, {**self._copies.jobs, **self._storage_jobs.jobs}, runtime)
+        jobs = {**self._copies.jobs, **self._storage_jobs.jobs}
+        self._desk = Desk(runtime, jobs, self._end_load_batch)
 
     # -- jobs ---------------------------------------------------------------------------
 
@@ -298,7 +297,7 @@ class TransferController:
         self._desk.stop_all(STORAGE_KINDS, FailReason.DETACHED)
         if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):
             return False
-        self._storage_jobs.parts = ()
+        self._storage_jobs.release()
         self._detaching = False
         return True
 
@@ -378,14 +377,3 @@ class TransferController:
         payload = task.job.payload
         if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
             self.layer_done_counter.end(payload.producer, error)
-
-
-def _workers(desk: Desk, jobs: Mapping[JobKind, Steps], runtime: Runtime) -> dict[JobKind, Worker]:
-    crew = Crew(jobs, desk.finish, runtime.driver.notify, desk.lock, runtime.clock)
-    workers: dict[JobKind, Worker] = {}
-    for name, kinds in runtime.workers.items():
-        lanes = [desk.lanes[kind] for kind in kinds]
-        workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
-    if set(workers) != set(JobKind):
-        raise Misuse(f"workers for {list(workers)} only")
-    return workers

@@ -14,40 +14,56 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from hiradix.errors import Misuse
 from hiradix.transfer.counters import Counters
 from hiradix.transfer.drivers import Driver
 from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
 from hiradix.transfer.ports import Clock
-from hiradix.transfer.worker import BadAnswer, Lane, Stopped, Task, Worker
+from hiradix.transfer.runtime import Runtime
+from hiradix.transfer.worker import BadAnswer, Crew, Lane, Steps, Stopped, Task, Worker
 
 MAX_ERROR_CHARS = 300
 
 
 class Desk:
-    """Lanes, open tickets and the outbox.
+    """Lanes and their workers, open tickets and the outbox.
 
-    on_finish(task, error): called before a job's results are posted, on the posting thread.
-    wakeup(): called after.
+    jobs: how each kind of job is done. on_finish(task, error): called before a job's results are posted, on
+    the posting thread; wakeup(): called after.
     """
 
-    def __init__(self, driver: Driver, clock: Clock):
+    def __init__(
+        self,
+        runtime: Runtime,
+        jobs: Mapping[JobKind, Steps],
+        on_finish: Callable[[Task, str | None], None],
+    ):
         self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
         self.lanes = {kind: Lane(kind) for kind in JobKind}
-        self.workers: dict[JobKind, Worker] = {}
         self.counters = Counters()
         self.wakeup: Callable[[], None] | None = None
-        self.on_finish: Callable[[Task, str | None], None] = lambda task, error: None
-        self._driver = driver
-        self._clock = clock
+        self._on_finish = on_finish
+        self._driver: Driver = runtime.driver
+        self._clock: Clock = runtime.clock
         self._tickets = itertools.count()
         self._open: dict[Ticket, Task | None] = {}  # None: submitted, but no task yet (a load not started)
         self._pending = dict.fromkeys(JobKind, 0)
         self._outbox: deque[Result] = deque()
         self._num_deferred = 0  # tasks whose worker was not woken for them
         self._num_polls = 0  # since the first of those
+        self.workers = self._make_workers(runtime, jobs)
+
+    def _make_workers(self, runtime: Runtime, jobs: Mapping[JobKind, Steps]) -> dict[JobKind, Worker]:
+        crew = Crew(jobs, self.finish, runtime.driver.notify, self.lock, runtime.clock)
+        workers: dict[JobKind, Worker] = {}
+        for name, kinds in runtime.workers.items():
+            lanes = [self.lanes[kind] for kind in kinds]
+            workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
+        if set(workers) != set(JobKind):
+            raise Misuse(f"workers for {list(workers)} only")
+        return workers
 
     # -- in -----------------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Desk:
         job = task.job
         reason = None if error is None else reason_of(job.kind, error)
         text = None if error is None else describe(error)
-        self.on_finish(task, text)
+        self._on_finish(task, text)
         duration_s = 0.0 if task.started_s is None else self._clock() - task.started_s
         total = sum(part.num_pages for part in job.parts)
         for part in job.parts:

@@ -45,11 +45,17 @@ class LayerDoneCounter:
     """Tells per layer how far each batch of loads has come.
 
     The scheduler thread calls `update_producer` and `set_consumer`, the load worker `layer_done` and
-    `end`, the model's thread `wait_until`. wait(event) orders the current stream behind an event.
+    `end`, the model's thread `wait_until`. wait_event(event) orders the current stream behind an event.
     """
 
     def __init__(
-        self, num_layers: int, num_slots: int = 3, *, waiter: Waiter | None = None, timeout_s: float = 30.0
+        self,
+        num_layers: int,
+        num_slots: int = 3,
+        *,
+        waiter: Waiter | None = None,
+        timeout_s: float = 30.0,
+        wait_event: Callable[[Any], None] = lambda event: event.wait(),
     ):
         if waiter is None:
             from hiradix.transfer.drivers import ThreadDriver
@@ -58,7 +64,7 @@ class LayerDoneCounter:
         self.num_layers = num_layers
         self.num_slots = num_slots
         self.timeout_s = timeout_s
-        self.wait_event: Callable[[Any], None] = lambda event: event.wait()
+        self._wait_event = wait_event
         self._waiter = waiter
         self._slots: list[_Batch | None] = [None] * num_slots
         self._failures: OrderedDict[int, str] = OrderedDict()
@@ -160,7 +166,7 @@ class LayerDoneCounter:
             raise LoadFailed(f"load {index}: {batch.error}")
         event = batch.events[layer]
         if event is not None:
-            self.wait_event(event)
+            self._wait_event(event)
 
     def _raise_if_failed(self, index: int) -> None:
         error = self._failures.get(index)

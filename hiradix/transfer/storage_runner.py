@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from hiradix.errors import Misuse, StorageError
-from hiradix.storage.pieces import Use, as_use
+from hiradix.storage.kit.pieces import Use, as_use
 from hiradix.transfer.jobs import BACKBONE_PAIR, Chain, JobKind, Query, Read, Store, Tail, Trail
 from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
 from hiradix.transfer.runtime import Runtime
@@ -56,6 +56,10 @@ class StorageRunner:
             raise StorageError(f"storage for {len(parts)} components of {len(self._hosts)}")
         self.introduce(storage)
         self.parts = parts
+
+    def release(self) -> None:
+        """Serve no storage any more."""
+        self.parts = ()
 
     @property
     def wants_prefix_keys(self) -> bool:

@@ -24,7 +24,7 @@ MAX_TOKENS_SHOWN = 6
 
 
 def check_tree(tree: RadixTree, residencies: Residencies, locks: Iterable[Lock] | None) -> None:
-    """See the module's docstring. With `locks`, all outstanding ones, lock counts must be exact."""
+    """Assert every invariant of a tree. With `locks`, all outstanding ones, lock counts must be exact."""
     nodes = list(tree.nodes())
     listed = {
         id(entry): (c, t)

@@ -23,7 +23,7 @@ _HAS = (b"\0", b"\1")  # what the bytes of an array of booleans have: False, Tru
 
 
 def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
-    """See `hiradix.tree.ids`."""
+    """Copy pages[first:last]."""
     end = len(pages) if last is None else last
     if not 0 <= first <= end <= len(pages):
         raise Misuse(f"[{first}, {end}) of {len(pages)} pages")
@@ -31,7 +31,7 @@ def copied(pages: Ids, first: int = 0, last: int | None = None) -> Pages:
 
 
 def claim(marks: Marks, pages: Ids) -> bool:
-    """See `hiradix.tree.ids`."""
+    """Mark pages; False, and nothing changed, unless each is in range, unmarked and named once."""
     return _turn(marks, pages, True)
 
 
@@ -70,12 +70,12 @@ def _unsigned(pages: Ids, end: int) -> npt.NDArray[np.unsignedinteger[Any]]:
 
 
 def joined(parts: Sequence[Pages]) -> Pages:
-    """See `hiradix.tree.ids`."""
+    """Join arrays of ids into one."""
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
 
 def mark(marks: Marks, pages: Ids, value: bool) -> None:
-    """See `hiradix.tree.ids`."""
+    """Set marks[page] = value for each page."""
     if not _are_in(pages, marks):
         raise Misuse(f"pages {pages[:16]} are not all in 0..{len(marks) - 1}")
     _put(marks, pages, value)
@@ -91,7 +91,7 @@ def _put(marks: Marks, pages: Ids, value: bool) -> None:
 
 
 def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
-    """See `hiradix.tree.ids`."""
+    """Take the last `count` of stack[:num_free], last first, and mark them."""
     if not 0 <= count <= num_free <= len(stack):
         raise Misuse(f"{count} pages of {num_free} of {len(stack)}")
     pages = stack[num_free - count : num_free][::-1].copy()
@@ -100,7 +100,7 @@ def take(stack: Pages, num_free: int, count: int, marks: Marks) -> Pages:
 
 
 def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
-    """See `hiradix.tree.ids`."""
+    """Put pages back where `take` finds them; False, and nothing changed, where one cannot be."""
     if not 0 <= num_free <= len(stack):
         raise Misuse(f"{num_free} pages of {len(stack)}")
     count = len(pages)
@@ -111,7 +111,7 @@ def give(stack: Pages, num_free: int, pages: Ids, marks: Marks) -> bool:
 
 
 def slots_of(pages: Ids, page_size: int) -> Slots:
-    """See `hiradix.tree.ids`."""
+    """Slots of pages, page after page: page * page_size + offset."""
     slots = pages.astype(np.int64)
     if page_size != 1:
         slots *= page_size
@@ -125,7 +125,7 @@ def _offsets(page_size: int) -> Slots:
 
 
 def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
-    """See `hiradix.tree.ids`."""
+    """Pages of each page_size-th of slots[start:stop]."""
     if not 0 <= start <= stop <= len(slots) or page_size <= 0:
         raise Misuse(f"slots {start}..{stop} of {len(slots)}")
     first = slots[start:stop:page_size]
@@ -137,7 +137,7 @@ def pages_of(slots: Ids, page_size: int, start: int, stop: int) -> Pages:
 
 
 def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:
-    """See `hiradix.tree.ids`."""
+    """tokens[start:stop] as bytes of int32; None if one is not in [0, 2**31)."""
     if not 0 <= start <= stop <= len(tokens):
         raise Misuse(f"tokens {start}..{stop} of {len(tokens)}")
     part = np.array(tokens[start:stop], np.int64) if isinstance(tokens, array) else tokens[start:stop]
@@ -147,7 +147,7 @@ def narrow(tokens: Tokens | array[int], start: int, stop: int) -> bytes | None:
 
 
 def num_equal(run: bytes, width: int, tokens: Tokens, start: int, stop: int) -> int:
-    """See `hiradix.tree.ids`."""
+    """Count how many of tokens[start:stop], from the first on, a packed run has too."""
     if not 0 <= start <= stop <= len(tokens):
         raise Misuse(f"tokens {start}..{stop} of {len(tokens)}")
     own = np.frombuffer(run, np.int32 if width == 4 else np.int64)[: stop - start]
@@ -159,11 +159,11 @@ def num_equal(run: bytes, width: int, tokens: Tokens, start: int, stop: int) -> 
 
 
 def track(*objects: object) -> None:
-    """See `hiradix.tree.ids`."""
+    """Do nothing: Python cannot hide objects from its collector."""
 
 
 def untrack(*objects: object) -> None:
-    """See `hiradix.tree.ids`."""
+    """Do nothing: Python cannot hide objects from its collector."""
 
 
 def _narrow(pages: Ids) -> Pages:

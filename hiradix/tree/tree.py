@@ -73,7 +73,8 @@ _GRAIN: Final = Grain()
 
 
 class RadixTree:
-    """See the module's docstring. components[0] is the backbone: full attention, every page its own data.
+    """Maps prefixes to pages in device and host tiers. components[0] is the backbone: full attention, every
+    page its own data.
 
     Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
     method that takes a node looks up what has become of it (`current`).

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hiradix.bench_client import (
+from hiradix.apps.bench.client import (
     Answer,
     BenchError,
     ChatServer,

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hiradix.bench_client import Sources
-from hiradix.bench_report import compare
-from hiradix.demo.driver import Demo, DemoConfig
-from hiradix.demo.process import ServerFailed, ServerProcess
-from hiradix.demo.view import View, result_table, show_verdict
-from hiradix.demo.workload import Workload
+from hiradix.apps.bench.client import Sources
+from hiradix.apps.bench.report import compare
+from hiradix.apps.bench.workload import Workload
+from hiradix.apps.demo.driver import Demo, DemoConfig
+from hiradix.apps.demo.process import ServerFailed, ServerProcess
+from hiradix.apps.demo.view import View, result_table, show_verdict
 from tests.bench.test_report import made
 
 HEALTHY = """

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.bench import main
-from hiradix.bench_client import Answer, ChatRequest, Message, Sources, TokenChoice
-from hiradix.bench_report import compare, first_difference, long_rows, percentile, rows, summary, tier_shares
+from hiradix.apps.bench.client import Answer, ChatRequest, Message, Sources, TokenChoice
+from hiradix.apps.bench.main import main
+from hiradix.apps.bench.report import (
+    compare,
+    first_difference,
+    long_rows,
+    percentile,
+    rows,
+    summary,
+    tier_shares,
+)
 from tests.bench.fake_server import Reply, fake_server
 
 

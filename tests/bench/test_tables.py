@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hiradix import bench as serve
-from hiradix.bench_client import Answer, ChatRequest, Message, Sources
+from hiradix.apps.bench import main as serve
+from hiradix.apps.bench.client import Answer, ChatRequest, Message, Sources
 from hiradix.errors import CacheError
 from tests.project.repo import ROOT
 

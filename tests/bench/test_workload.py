@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.demo import workload
-from hiradix.demo.workload import Size, long_text, make_workload
+from hiradix.apps.bench import workload
+from hiradix.apps.bench.workload import Size, long_text, make_workload
 from hiradix.errors import ConfigError
 
 pytest.importorskip("chitchat_dataset")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.demo.process import ServerProcess
+from hiradix.apps.demo.process import ServerProcess
 from tests.benchmarks.quick_forms import FORMS, Quick
 from tests.e2e.tiny_model import write_tiny_model
 from tests.project.repo import ROOT

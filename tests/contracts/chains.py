@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage.pieces import Use, as_piece, as_use, pieces_of
+from hiradix.storage.kit.pieces import Use, as_piece, as_use, pieces_of
 from tests.contracts.storage import Base, Make, hits, hits_without_using, key_of, keys_of, put
 from tests.seeds import seeded, seeds
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.storage import PageFingerprint, StorageContext
-from hiradix.storage.disk import DiskBackend, size_for
+from hiradix.storage.backends.disk import DiskBackend, size_for
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES
 
 MODES: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.storage.disk.engines import Engine, ThreadEngine, UringEngine
-from hiradix.storage.disk.moves import CHECKED_ASIDE_BYTES, Aside, Move, PageIO
-from hiradix.storage.disk.segments import Segment
+from hiradix.storage.backends.disk.engines import Engine, ThreadEngine, UringEngine
+from hiradix.storage.backends.disk.moves import CHECKED_ASIDE_BYTES, Aside, Move, PageIO
+from hiradix.storage.backends.disk.segments import Segment
 
 SIZE, NUM = 64 << 10, 64
 WAIT_S = 60.0

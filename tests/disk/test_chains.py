@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.storage.disk import DiskBackend
-from hiradix.storage.disk.chains import Linked, Waiting, coldest, link
-from hiradix.storage.disk.record import Name
-from hiradix.storage.pieces import Use, as_piece, as_use, pieces_of
-from hiradix.storage_tools import main
+from hiradix.apps.storage_tools import main
+from hiradix.storage.backends.disk import DiskBackend
+from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
+from hiradix.storage.backends.disk.record import Name
+from hiradix.storage.kit.pieces import Use, as_piece, as_use, pieces_of
 from tests.contracts.storage import OTHER, hits, keys_of, put
 from tests.disk.places import cap_of, open_disk
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, open_storage
-from hiradix.storage.disk import DiskBackend
+from hiradix.storage.backends.disk import DiskBackend
 from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,

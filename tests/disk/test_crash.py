@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.storage.disk import DiskBackend
+from hiradix.storage.backends.disk import DiskBackend
 from tests.contracts.storage import key_of
 from tests.disk.crash_writer import BATCH, PAGE_BYTES, bytes_of_version
 from tests.disk.places import bytes_on_disk, cap_of, open_disk

@@ -15,9 +15,9 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import StorageContext, open_storage
-from hiradix.storage.disk import DiskBackend
-from hiradix.storage.disk import log as log_module
-from hiradix.storage.disk.record import RECORD_BYTES
+from hiradix.storage.backends.disk import DiskBackend
+from hiradix.storage.backends.disk import log as log_module
+from hiradix.storage.backends.disk.record import RECORD_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,
@@ -96,7 +96,7 @@ def test_unaligned_pages_bounce(make: Make) -> None:
 
 
 def test_more_than_a_bounce_buffer_bounces_in_turns(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.storage.disk.moves.BOUNCE_BYTES", 3 * 8192)
+    monkeypatch.setattr("hiradix.storage.backends.disk.moves.BOUNCE_BYTES", 3 * 8192)
     store = make(direct_io="on", direct_writes=True, use_page_cache=False)
     assert all(put(store, keys_of(20))) and all(hits(store, keys_of(20)))
 
@@ -133,7 +133,7 @@ def test_batch_that_is_partly_cached(make: Make) -> None:
 
 
 def test_batches_longer_than_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.storage.disk.moves.DIRECT_OPERATION_BYTES", ALIGNED)
+    monkeypatch.setattr("hiradix.storage.backends.disk.moves.DIRECT_OPERATION_BYTES", ALIGNED)
     store = make(page_bytes=ALIGNED, io_engine="io_uring", direct_io="on", direct_writes=True)
     Pool(600).round_trip(store)
 
@@ -150,7 +150,7 @@ def test_io_uring_that_is_forbidden_gives_threads(make: Make, monkeypatch: pytes
     def forbidden(*_: Any) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("hiradix.storage.disk.kernel.io_uring_setup", forbidden)
+    monkeypatch.setattr("hiradix.storage.backends.disk.kernel.io_uring_setup", forbidden)
     store = make()
     assert store.stats()["io_uring"] == 0
     assert all(put(store, keys_of(5))) and all(hits(store, keys_of(5)))
@@ -213,7 +213,7 @@ def test_read_errors_raise_only_if_nothing_came(make: Make, monkeypatch: pytest.
             raise OSError(errno.EIO, "bad sector")
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr("hiradix.storage.vectored.preadv", preadv)
+    monkeypatch.setattr("hiradix.storage.kit.vectored.preadv", preadv)
     assert store.get(pool.keys, pool.pages) == [False, True, True, True]
     bad |= {1, 2, 3}
     with pytest.raises(StorageError, match="bad sector"):
@@ -230,7 +230,7 @@ def test_failed_write_is_not_published(make: Make, monkeypatch: pytest.MonkeyPat
         raise OSError(errno.EIO, "bad sector")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hiradix.storage.disk.moves.write_from", lambda *_: pwritev(*_))
+        patch.setattr("hiradix.storage.backends.disk.moves.write_from", lambda *_: pwritev(*_))
         with pytest.raises(StorageError, match="bad sector"):
             store.put(pool.keys, pool.pages)
     assert store.exists(pool.keys) == 0 and not any(store.get(pool.keys, pool.pages))
@@ -589,16 +589,16 @@ def test_a_store_of_another_format_is_left_as_it_is(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as newer:
-        newer.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 2)
-        newer.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.backends.disk.log.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.backends.disk.record.FORMAT_VERSION", 2)
         store = make()
         assert all(put(store, keys_of(4)))
         with pytest.raises(ConfigError, match="is of format 2, this is 1"):
-            monkeypatch.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 1)
-            monkeypatch.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 1)
+            monkeypatch.setattr("hiradix.storage.backends.disk.log.FORMAT_VERSION", 1)
+            monkeypatch.setattr("hiradix.storage.backends.disk.record.FORMAT_VERSION", 1)
             make()
-        newer.setattr("hiradix.storage.disk.log.FORMAT_VERSION", 2)
-        newer.setattr("hiradix.storage.disk.record.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.backends.disk.log.FORMAT_VERSION", 2)
+        newer.setattr("hiradix.storage.backends.disk.record.FORMAT_VERSION", 2)
         assert hits(store, keys_of(4)) == hits(make(), keys_of(4)) == [True] * 4
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.storage.disk import DiskBackend
-from hiradix.storage.disk.record import RECORD_BYTES
+from hiradix.storage.backends.disk import DiskBackend
+from hiradix.storage.backends.disk.record import RECORD_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, keys_of
 from tests.disk.places import log_file, open_disk, segment_files
 from tests.seeds import is_enough, seeded, seeds

@@ -12,7 +12,7 @@ import pytest
 
 from hiradix.errors import ConfigError
 from hiradix.storage import BreakerState, GuardedStorage, open_storage
-from hiradix.storage.disk import log as log_module
+from hiradix.storage.backends.disk import log as log_module
 from tests.contracts.storage import hits, keys_of, put
 from tests.disk.places import context
 
@@ -26,7 +26,7 @@ class FullDisk:
         self.left: int | None = None
         self._write, self._open = log_module.write_from, open
         patch.setattr(log_module, "write_from", self.write)
-        patch.setattr("hiradix.storage.disk.probe.open", self.open, raising=False)
+        patch.setattr("hiradix.storage.backends.disk.probe.open", self.open, raising=False)
 
     def write(self, fd: int, parts: Any, offset: int = 0) -> int:
         if self.left is None:

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.os_memory import address_of
-from hiradix.storage.disk import kernel
-from hiradix.storage.disk.engines import Engine, Operation, ThreadEngine, UringEngine
-from hiradix.storage.disk.log import Log
-from hiradix.storage.disk.moves import PageIO, _Batch
-from hiradix.storage.disk.recency import MOMENT_NS, Recency
-from hiradix.storage.disk.record import (
+from hiradix.storage.backends.disk import kernel
+from hiradix.storage.backends.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.backends.disk.log import Log
+from hiradix.storage.backends.disk.moves import PageIO, _Batch
+from hiradix.storage.backends.disk.recency import MOMENT_NS, Recency
+from hiradix.storage.backends.disk.record import (
     RECORD_BYTES,
     Kind,
     Record,
@@ -33,8 +33,8 @@ from hiradix.storage.disk.record import (
     unpack,
     unpacked_name,
 )
-from hiradix.storage.disk.segments import Segment
-from hiradix.storage.disk.uring import OPERATION, READ, Ring
+from hiradix.storage.backends.disk.segments import Segment
+from hiradix.storage.backends.disk.uring import OPERATION, READ, Ring
 from tests.contracts.storage import HOSTILE_KEYS, hits, key_of, keys_of, put
 from tests.disk.places import open_disk
 from tests.seeds import seeded, seeds

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from hiradix.storage.disk import DiskBackend
+from hiradix.storage.backends.disk import DiskBackend
 from tests.contracts.storage import FINGERPRINT, OTHER
 from tests.disk.places import MODES, bytes_on_disk, cap_of, log_file, open_disk, segment_files
 from tests.storage.states import CAP_PAGES, KEYS, StoreStates, handles

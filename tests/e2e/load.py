@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from hiradix.bench_client import Answer, ChatRequest, ChatServer, Limits, Message, replay
-from hiradix.demo.workload import long_text
+from hiradix.apps.bench.client import Answer, ChatRequest, ChatServer, Limits, Message, replay
+from hiradix.apps.bench.workload import long_text
 from tests.e2e.warm import WarmServer
 
 MODEL_NAME = "tiny"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.demo.process import START_TIMEOUT_S, ServerProcess
+from hiradix.apps.demo.process import START_TIMEOUT_S, ServerProcess
 from tests.e2e.load import three_tiers
 
 pytestmark = pytest.mark.timeout(300)  # an interpreter that imports everything, on a machine that is busy

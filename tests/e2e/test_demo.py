@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hiradix.bench_report import compare
-from hiradix.demo.driver import Demo, DemoConfig
-from hiradix.demo.view import View
-from hiradix.demo.workload import Size, make_workload
+from hiradix.apps.bench.report import compare
+from hiradix.apps.bench.workload import Size, make_workload
+from hiradix.apps.demo.driver import Demo, DemoConfig
+from hiradix.apps.demo.view import View
 
 pytest.importorskip("chitchat_dataset")
 

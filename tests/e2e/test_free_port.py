@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hiradix.demo import process
-from hiradix.demo.process import ServerFailed, free_port
+from hiradix.apps.demo import process
+from hiradix.apps.demo.process import ServerFailed, free_port
 
 
 def test_no_port_is_given_twice_or_is_one_that_connections_get() -> None:
@@ -39,7 +39,7 @@ def test_a_port_that_is_taken_is_passed_over(
 
 def test_a_port_that_another_process_was_given_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found: two looked at once, and the servers of both, which listen seconds later, had one port."""
-    code = "from hiradix.demo.process import free_port; print(free_port(), flush=True); input()"
+    code = "from hiradix.apps.demo.process import free_port; print(free_port(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

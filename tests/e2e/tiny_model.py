@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hiradix.demo.workload import long_text
+from hiradix.apps.bench.workload import long_text
 from tests.seeded_model import seeded_model
 
 VOCAB_SIZE = 512

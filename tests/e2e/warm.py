@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from hiradix.demo.process import Child, ServerProcess
+from hiradix.apps.demo.process import Child, ServerProcess
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.e2e.warm_imports"])

@@ -7,13 +7,13 @@ import transformers.models.gemma3.modeling_gemma3
 import transformers.models.llama.modeling_llama  # noqa: F401
 import uvicorn  # noqa: F401
 
+import hiradix.apps.engine.async_engine
+import hiradix.apps.engine.ranks
+import hiradix.apps.server.app
+import hiradix.apps.server.engine_service
+import hiradix.apps.server.ranked_service
+import hiradix.apps.server.recorder
+import hiradix.apps.server.serve
 import hiradix.cli
-import hiradix.engine.async_engine
-import hiradix.engine.ranks
-import hiradix.server.app
-import hiradix.server.engine_service
-import hiradix.server.ranked_service
-import hiradix.server.recorder
-import hiradix.server.serve
-import hiradix.storage.disk
-import hiradix.storage.file  # noqa: F401
+import hiradix.storage.backends.disk
+import hiradix.storage.backends.file.backend  # noqa: F401

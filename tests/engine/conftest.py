@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hiradix.engine import Engine, EngineConfig
+from hiradix.apps.engine import Engine, EngineConfig
 from hiradix.memory import HostPool
 from hiradix.prefix_cache import build
 from hiradix.storage import PageFingerprint, Trust

@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 
+from hiradix.apps.engine import Engine, EngineConfig
+from hiradix.apps.engine.smollm2 import find_gguf
 from hiradix.config import parse_extra_config
-from hiradix.engine import Engine, EngineConfig
-from hiradix.engine.smollm2 import find_gguf
 from hiradix.prefix_cache import ModelIdentity, model_identity, run_with
 from hiradix.storage import PageFingerprint
 from tests.engine.checkpoints import write_checkpoint
@@ -167,8 +167,8 @@ def see(deployment: Deployment, folder: Path, store: Path, name: str = "model") 
     keys = {**cache.hicache_storage_backend_extra_config.backend, "prefetch_threshold": 8, **deployment.extra}
     cache = replace(cache, hicache_storage_backend_extra_config=parse_extra_config(json.dumps(keys)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hiradix.engine.engine.model_identity", claim)
-        patch.setattr("hiradix.engine.engine.run_with", claim_with)
+        patch.setattr("hiradix.apps.engine.engine.model_identity", claim)
+        patch.setattr("hiradix.apps.engine.engine.run_with", claim_with)
         opened = recorded_openings(patch)
         deployment.patch(patch)
         fields = {"model_name": name, "dtype": "bfloat16", "max_total_tokens": 256, **deployment.engine}

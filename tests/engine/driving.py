@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hiradix.engine import Engine, Output, SamplingParams, TokenLogprob, Usage
+from hiradix.apps.engine import Engine, Output, SamplingParams, TokenLogprob, Usage
 from hiradix.prefix_cache.records import STATE
 from hiradix.tree import Tier
 from tests.engine.checkpoints import Reference, prompts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hiradix.apps.engine import Engine, EngineBusy, SamplingParams
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, EngineBusy, SamplingParams
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import Answer, assert_empty, collect, drain

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hiradix.apps.engine import Engine, RequestError, SamplingParams, Scope
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, RequestError, SamplingParams, Scope
 from hiradix.transfer import LoadFailed
 from hiradix.tree.key import ADAPTER
 from tests.engine.checkpoints import Reference, prompts

@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
+from hiradix.apps.engine import Engine
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.engine import Engine
 from hiradix.prefix_cache import ModelIdentity, build_prefix_cache
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import TIERED, with_storage
@@ -32,7 +32,8 @@ Change = Callable[[Any], None]
 @pytest.fixture(autouse=True)
 def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the weights are, they are said to be the same."""
-    monkeypatch.setattr("hiradix.engine.engine.model_identity", lambda path, name: ModelIdentity("model"))
+    same = ModelIdentity("model")
+    monkeypatch.setattr("hiradix.apps.engine.engine.model_identity", lambda path, name: same)
 
 
 def hits(engine: Engine) -> list[int]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.engine import Engine
+from hiradix.apps.server.flags import parse_serve_args
 from hiradix.config import IO_BACKENDS, MEM_LAYOUTS, PREFETCH_POLICIES, REFUSED, WRITE_POLICIES
-from hiradix.engine import Engine
-from hiradix.server.flags import parse_serve_args
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import stored_in
 from tests.engine.driving import Answer, assert_empty, serve, tokens

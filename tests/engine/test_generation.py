@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.engine import EngineConfig, RequestError, SamplingParams, Scope
 from hiradix.config import HiCacheConfig
-from hiradix.engine import EngineConfig, RequestError, SamplingParams, Scope
 from hiradix.errors import ConfigError
 from tests.engine.checkpoints import CONTEXT, FAMILIES, VOCAB, Reference, prompts
 from tests.engine.conftest import MakeEngine

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.engine import Engine, SamplingParams, Scope
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, SamplingParams, Scope
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.checkpoints import VOCAB, Reference
 from tests.engine.conftest import MakeEngine

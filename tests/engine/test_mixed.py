@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hiradix.engine import Engine
+from hiradix.apps.engine import Engine
 from hiradix.memory import HostPool
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.tree import Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import with_storage

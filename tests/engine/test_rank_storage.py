@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from hiradix.engine.rank_storage import MAX_OPEN_S, clear_on_ranks, open_timeout_s
+from hiradix.apps.engine.rank_storage import MAX_OPEN_S, clear_on_ranks, open_timeout_s
 from hiradix.prefix_cache import HiRadixCache
 
 DEADLINE_S = 60.0

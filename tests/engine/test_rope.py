@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hiradix.engine import Engine, EngineConfig
-from hiradix.engine.rope import OF_LENGTHS, OF_POSITIONS
+from hiradix.apps.engine import Engine, EngineConfig
+from hiradix.apps.engine.rope import OF_LENGTHS, OF_POSITIONS
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.checkpoints import Reference, prompts, write_checkpoint

@@ -16,7 +16,7 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, quants
 
-from hiradix.engine import canary
+from hiradix.apps.engine import canary
 from hiradix.memory import KVShape
 from hiradix.memory.compare import BEHIND_OTHERS, PageComparer
 from hiradix.prefix_cache import ModelIdentity, model_identity, page_fingerprint, run_with
@@ -182,7 +182,7 @@ def attention_by_hand(cap: float | None = None, scaled: float = 1.0) -> Patch:
         logits = logits if attn_mask is None else logits + attn_mask
         return torch.softmax(logits, -1, dtype=torch.float32).to(query.dtype) @ value
 
-    return lambda patch: patch.setattr("hiradix.engine.attention.scaled_dot_product_attention", attend)
+    return lambda patch: patch.setattr("hiradix.apps.engine.attention.scaled_dot_product_attention", attend)
 
 
 def without_onednn(patch: pytest.MonkeyPatch) -> None:

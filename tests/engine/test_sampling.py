@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hiradix.apps.engine import SamplingParams
+from hiradix.apps.engine.sampler import Draw, SeedSource, sample
 from hiradix.config import HiCacheConfig
-from hiradix.engine import SamplingParams
-from hiradix.engine.sampler import Draw, SeedSource, sample
 from tests.engine.checkpoints import VOCAB, Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import serve, tokens

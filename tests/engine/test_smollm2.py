@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.engine import smollm2
+from hiradix.apps.engine import smollm2
 from hiradix.errors import ConfigError
 
 

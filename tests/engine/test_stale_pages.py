@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from hiradix.apps.engine import Engine, SamplingParams
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, SamplingParams
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine

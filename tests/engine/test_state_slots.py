@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from hiradix.apps.engine import EngineConfig, SamplingParams
+from hiradix.apps.engine.ranks import build_engine
+from hiradix.apps.server.engine_service import snapshot_of
 from hiradix.config import parse_extra_config
-from hiradix.engine import EngineConfig, SamplingParams
-from hiradix.engine.ranks import build_engine
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import EvictParams, MatchPrefixParams
 from hiradix.prefix_cache.records import STATE
-from hiradix.server.engine_service import snapshot_of
 from hiradix.tree import RadixKey, Tier
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, stored_in, with_storage

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.engine import SamplingParams
+from hiradix.apps.engine import SamplingParams
 from hiradix.prefix_cache import MatchPrefixParams
 from hiradix.storage import ComponentPages, Stores, open_stores
 from hiradix.tree import RadixKey

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiradix.engine import RequestError, SamplingParams
-from hiradix.engine.time_limit import TimeLimit
-from hiradix.engine.tokenizer import TextStream, Tokenizer
+from hiradix.apps.engine import RequestError, SamplingParams
+from hiradix.apps.engine.time_limit import TimeLimit
+from hiradix.apps.engine.tokenizer import TextStream, Tokenizer
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import serve

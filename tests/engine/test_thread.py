@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from hiradix.apps.engine import Engine, EngineStopped, EngineThread, Output, RequestError, SamplingParams
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, EngineStopped, EngineThread, Output, RequestError, SamplingParams
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
 from tests.engine.driving import assert_empty
@@ -168,7 +168,7 @@ def test_when_idle_waits_for_the_requests(served: EngineThread) -> None:
 def test_who_gave_up_waiting_for_an_idle_engine_takes_no_place(
     served: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hiradix.engine.async_engine.MAX_COMMANDS", 4)
+    monkeypatch.setattr("hiradix.apps.engine.async_engine.MAX_COMMANDS", 4)
 
     async def run() -> str | None:
         outputs = served.generate("a", [1, 2, 3], SamplingParams(max_new_tokens=1000))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hiradix.apps.engine import Engine, SamplingParams, Scope
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.engine import Engine, SamplingParams, Scope
 from hiradix.memory import HostPool, make_transport
 from hiradix.prefix_cache import MatchPrefixParams, build_prefix_cache
 from hiradix.transfer import JobKind

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hiradix.engine.time_limit import TimeLimit
+from hiradix.apps.engine.time_limit import TimeLimit
 
 
 def forever() -> None:

@@ -10,9 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from hiradix.engine import RequestError
-from hiradix.engine import tokenizer as engine_tokenizer
-from hiradix.engine.token_bound import TokenBound
+from hiradix.apps.engine import RequestError
+from hiradix.apps.engine import tokenizer as engine_tokenizer
+from hiradix.apps.engine.token_bound import TokenBound
 from tests.engine.checkpoints import Reference
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())

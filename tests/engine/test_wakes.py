@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.engine import Engine, SamplingParams
+from hiradix.apps.engine import Engine, SamplingParams
 from hiradix.prefix_cache import build_prefix_cache
 from hiradix.transfer import Runtime, StepDriver
 from tests.engine.checkpoints import prompts

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hiradix.apps.engine import Engine, EngineConfig, SamplingParams
 from hiradix.config import parse_extra_config
-from hiradix.engine import Engine, EngineConfig, SamplingParams
 from hiradix.errors import ConfigError
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import CONFIGS, DEVICE_ONLY, TIERED, stored_in

@@ -18,7 +18,7 @@ from radixview.discover import load_publishers
 from radixview.subscribe import listen
 from radixview.tree import CacheTree
 
-from hiradix.demo.process import ServerProcess
+from hiradix.apps.demo.process import ServerProcess
 from hiradix.tree import RadixKey
 from tests.e2e.tiny_model import write_tiny_model
 from tests.events.model import Router, key_names

@@ -14,7 +14,7 @@ import pytest
 
 from examples.storage_backend import FolderBackend
 from hiradix.adapters.vllm.settings import parse_settings
-from hiradix.server.flags import parse_serve_args
+from hiradix.apps.server.flags import parse_serve_args
 from hiradix.storage import PageFingerprint, StorageContext
 from hiradix.testing.storage import (
     FINGERPRINT,

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hiradix.bench_client import ChatRequest
-from hiradix.bench_report import compare
+from hiradix.apps.bench.client import ChatRequest
+from hiradix.apps.bench.report import compare
 from tests.e2e.load import ask_all, leave_early, prompts, reference_answers, three_tiers
 from tests.e2e.warm import WarmServer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hiradix.bench_client import Answer
-from hiradix.bench_report import compare, tokens_by_source
-from hiradix.demo.process import ServerProcess
+from hiradix.apps.bench.client import Answer
+from hiradix.apps.bench.report import compare, tokens_by_source
+from hiradix.apps.demo.process import ServerProcess
 from tests.e2e.load import PAGE_SIZE, ask_all, flags, prompts, reference_answers
 
 NUM_CYCLES = int(os.environ.get("HIRADIX_ATTACH_CYCLES", "50"))

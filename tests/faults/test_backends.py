@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.engine.api import SamplingParams
-from hiradix.server.engine_service import EngineService
-from hiradix.server.flags import parse_serve_args
-from hiradix.server.serve import build_service
-from hiradix.server.service import AttachRequest, Generation, Outcome
+from hiradix.apps.engine.api import SamplingParams
+from hiradix.apps.server.engine_service import EngineService
+from hiradix.apps.server.flags import parse_serve_args
+from hiradix.apps.server.serve import build_service
+from hiradix.apps.server.service import AttachRequest, Generation, Outcome
 from hiradix.storage import StorageContext, register_storage_backend
 from tests.e2e.load import flags
 from tests.faults.misbehaving import BEHAVIOUR, KINDS, PHASES
@@ -168,7 +168,7 @@ def test_what_was_opened_and_not_taken_in_time_is_closed(
     def engine_is_away() -> None:
         """From here on alone: the steps before an open may take as long as they like."""
         service._thread.submit(lambda engine: go_on.wait(REQUEST_LIMIT_S))
-        monkeypatch.setattr("hiradix.server.engine_service.ADMIN_TIMEOUT_S", 0.3)
+        monkeypatch.setattr("hiradix.apps.server.engine_service.ADMIN_TIMEOUT_S", 0.3)
 
     Watched.opened, Watched.num_closed = engine_is_away, 0
     try:

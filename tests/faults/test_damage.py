@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.bench_client import Answer
-from hiradix.bench_report import compare, tokens_by_source
+from hiradix.apps.bench.client import Answer
+from hiradix.apps.bench.report import compare, tokens_by_source
 from tests.e2e.load import ask_all, prompts, three_tiers
 from tests.e2e.warm import WarmServer
 

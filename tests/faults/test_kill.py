@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from hiradix.bench_client import BenchError, ChatRequest, ChatServer, Limits, replay
-from hiradix.bench_report import compare, tokens_by_source
-from hiradix.demo.process import ServerProcess
+from hiradix.apps.bench.client import BenchError, ChatRequest, ChatServer, Limits, replay
+from hiradix.apps.bench.report import compare, tokens_by_source
+from hiradix.apps.demo.process import ServerProcess
+from hiradix.apps.storage_tools import main as verify
 from hiradix.errors import ConfigError
 from hiradix.storage.inventory import StoreAddress, scan
-from hiradix.storage_tools import main as verify
 from tests.e2e.load import MODEL_NAME, ask_all, prompts, reference_answers, tiers_over
 from tests.e2e.tiny_model import write_window_model
 from tests.e2e.warm import WarmServer

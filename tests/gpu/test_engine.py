@@ -8,8 +8,8 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
+from hiradix.apps.engine import Engine, EngineConfig
 from hiradix.config import HiCacheConfig
-from hiradix.engine import Engine, EngineConfig
 from hiradix.prefix_cache import build_prefix_cache
 from tests.engine.checkpoints import Reference, write_checkpoint
 from tests.engine.conftest import recorded_host_pools

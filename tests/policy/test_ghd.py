@@ -14,6 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiradix.apps.replay.generate import generate
+from hiradix.apps.replay.play import Player
+from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.trace import Trace
 from hiradix.cache import HierarchicalCache
 from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
@@ -21,10 +25,6 @@ from hiradix.policy.eviction import GhdPolicy, make_order
 from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, Trail, extend
 from hiradix.policy.uses import HINTS, Finished, Note, Use, UseLog
-from hiradix.replay.generate import generate
-from hiradix.replay.play import Player
-from hiradix.replay.stage import Tiers
-from hiradix.replay.trace import Trace
 from hiradix.tree import RadixKey, RadixTree, Tier, ids
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

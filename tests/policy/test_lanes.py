@@ -12,6 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiradix.apps.replay.generate import generate
+from hiradix.apps.replay.play import Player
+from hiradix.apps.replay.readers import read_trace
+from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.trace import Trace
 from hiradix.policy import ghd
 from hiradix.policy.ghd_learner import GhdLearner
 from hiradix.policy.ghd_order import LaneOrder
@@ -23,11 +28,6 @@ from hiradix.policy.leaves import is_blocked
 from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.uses import Finished, Note, Use
-from hiradix.replay.generate import generate
-from hiradix.replay.play import Player
-from hiradix.replay.readers import read_trace
-from hiradix.replay.stage import Tiers
-from hiradix.replay.trace import Trace
 from hiradix.tree import OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.node import Node, Residency
 from tests.seeds import seeded, seeds

@@ -35,7 +35,7 @@ def test_every_benchmark_has_a_quick_form() -> None:
     forms = [form.program for form in FORMS]
     assert sorted(forms) == sorted(found.keys() - PARTS.keys())
     for name in forms:
-        text = found[name] if name != "serve_multiturn" else (ROOT / "hiradix" / "bench.py").read_text()
+        text = found[name] if name != "serve_multiturn" else (ROOT / "hiradix/apps/bench/main.py").read_text()
         assert '"--quick"' in text and '"--out"' in text, f"{name} takes no --quick or no --out"
 
 

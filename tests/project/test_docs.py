@@ -11,8 +11,8 @@ import re
 import pytest
 import yaml
 
+from hiradix.apps.server import metrics
 from hiradix.prefix_cache import HiRadixCache, StateHiRadixCache, SWAHiRadixCache
-from hiradix.server import metrics
 from hiradix.storage import Traits
 from hiradix.tree import RadixTree
 from tests.project.repo import ROOT

@@ -135,7 +135,7 @@ def drawn(tmp_path: Path, *arguments: str, **env: str) -> str:
 
 def test_every_run_draws_the_same_whatever_else_is_loaded(tmp_path: Path) -> None:
     alone = drawn(tmp_path, PYTHONHASHSEED="1")
-    loaded = ["-p", "hiradix.config", "-p", "hiradix.replay.generate", "-p", "hiradix.tree"]
+    loaded = ["-p", "hiradix.config", "-p", "hiradix.apps.replay.generate", "-p", "hiradix.tree"]
     assert drawn(tmp_path, *loaded, PYTHONHASHSEED="2") == alone
     assert drawn(tmp_path, "--hypothesis-seed=5", CI="1") == alone
     fresh = drawn(tmp_path, **{SEED_VARIABLE: "5"})

@@ -17,22 +17,21 @@ FLOORS = {
     "events": 2,
     "memory": 2,
     "storage": 2,
-    "storage_tools": 3,
     "transfer": 3,
     "policy": 3,
     "cache": 4,
     "prefix_cache": 5,
     "testing": 3,
     "adapters": 6,
-    "replay": 6,
-    "engine": 6,
     "tour": 6,
-    "bench_client": 6,
-    "bench_report": 7,
-    "server": 7,
-    "demo": 8,
-    "bench": 9,
-    "cli": 10,
+    "apps": 6,
+    "apps.storage_tools": 6,
+    "apps.replay": 6,
+    "apps.engine": 6,
+    "apps.bench": 6,
+    "apps.server": 7,
+    "apps.demo": 8,
+    "cli": 9,
 }
 HEAVY = {"torch", "triton", "transformers"}
 # Modules that must import without torch and triton, and those that must not even have them installed.
@@ -44,11 +43,9 @@ TORCH_FREE_FLOORS = {
     "tree",
     "events",
     "storage",
-    "storage_tools",
-    "bench_client",
-    "bench_report",
-    "demo",
-    "bench",
+    "apps.storage_tools",
+    "apps.bench",
+    "apps.demo",
     "cli",
 }
 
@@ -56,7 +53,9 @@ TORCH_FREE_FLOORS = {
 def floor_name(dotted: str) -> str | None:
     """The part of the package a dotted name belongs to; None for other packages and for hiradix itself."""
     parts = dotted.split(".")
-    return parts[1] if parts[0] == "hiradix" and len(parts) > 1 and parts[1] in FLOORS else None
+    if parts[0] != "hiradix":
+        return None
+    return next((name for name in (".".join(parts[1:3]), ".".join(parts[1:2])) if name in FLOORS), None)
 
 
 def offences(module: Module) -> list[str]:
@@ -100,9 +99,9 @@ def test_light_modules_need_no_tensor_library() -> None:
 
 
 def test_the_rule_sees_an_upward_import() -> None:
-    source = "from hiradix.cache import core\nfrom ..engine import api\nimport hiradix.tree.node"
+    source = "from hiradix.cache import core\nfrom ..apps.engine import api\nimport hiradix.tree.node"
     bad = Module("hiradix.memory.pool", Path(__file__), ast.parse(source))
     shown = [text.split(": ", 1)[1] for text in offences(bad)]
     assert any("imports hiradix.cache " in text for text in shown)
-    assert any("imports hiradix.engine " in text for text in shown)
+    assert any("imports hiradix.apps.engine " in text for text in shown)
     assert not any("hiradix.tree" in text for text in shown)

@@ -54,7 +54,7 @@ def run(rank: int, plan: Plan) -> None:
     """One rank's life; what it saw is in rank-N.json, what ended it in its "error"."""
     import torch
 
-    from hiradix.engine import Engine, EngineConfig
+    from hiradix.apps.engine import Engine, EngineConfig
     from hiradix.transfer.process_group import Membership, ProcessGroup
 
     torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def run(rank: int, plan: Plan) -> None:
 
 def serve(engine: Any, talks: list[list[int]]) -> dict[str, Any]:
     """Answers and cached tokens by tier; one step at a time, as all ranks must make the same steps."""
-    from hiradix.engine import SamplingParams
+    from hiradix.apps.engine import SamplingParams
 
     for number, talk in enumerate(talks):
         engine.add_request(f"r{number}", talk, SamplingParams(max_new_tokens=NUM_NEW))
@@ -134,7 +134,7 @@ def from_storage(engine: Any, rank: int) -> Any:
 
 def one_bad_backend(engine: Any, rank: int) -> Any:
     """Rank 1's backend errs, is slow, forgets and keeps nothing for a while; nobody else's does."""
-    from hiradix.storage.file import FileBackend
+    from hiradix.storage.backends.file.backend import FileBackend
 
     settle(engine)
     rng = random.Random(5)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.engine import ranks
+from hiradix.apps.engine import ranks
 from hiradix.errors import CacheError, ConfigError
 from hiradix.transfer.process_group import Membership, ProcessGroup, RankLost
 

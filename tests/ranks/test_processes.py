@@ -123,7 +123,7 @@ def test_a_hanging_rank_is_noticed_within_the_deadline(model: Path, tmp_path: Pa
 @FULL
 @pytest.mark.timeout(600)
 def test_smollm2_on_three_ranks(tmp_path: Path) -> None:
-    from hiradix.engine.smollm2 import smollm2_path
+    from hiradix.apps.engine.smollm2 import smollm2_path
 
     model = smollm2_path(dtype="float32")
     seen, codes = play(Plan(model, tmp_path, 3, ("converse", "from_storage"), device_tokens=1024), 540.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from hiradix.apps.demo.process import ServerProcess
 from hiradix.cli import main
-from hiradix.demo.process import ServerProcess
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flags, serving, tokens
 

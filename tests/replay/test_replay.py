@@ -19,17 +19,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hiradix.apps.replay.generate import KINDS, generate
+from hiradix.apps.replay.lab import Cell, Source, run, run_cell
+from hiradix.apps.replay.models import MODELS, belady
+from hiradix.apps.replay.play import Player
+from hiradix.apps.replay.readers import read_trace
+from hiradix.apps.replay.report import plot, row
+from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.timing import Machine
+from hiradix.apps.replay.trace import Call, Namer, Trace
 from hiradix.cli import main as hiradix
 from hiradix.errors import ConfigError
-from hiradix.replay.generate import KINDS, generate
-from hiradix.replay.lab import Cell, Source, run, run_cell
-from hiradix.replay.models import MODELS, belady
-from hiradix.replay.play import Player
-from hiradix.replay.readers import read_trace
-from hiradix.replay.report import plot, row
-from hiradix.replay.stage import Tiers
-from hiradix.replay.timing import Machine
-from hiradix.replay.trace import Call, Namer, Trace
 from tests.seeds import seeded, seeds
 
 TRACE = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "conversation_trace.jsonl.xz"

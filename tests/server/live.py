@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from hiradix.server.connection import http_settings
-from hiradix.server.serve import bind
+from hiradix.apps.server.connection import http_settings
+from hiradix.apps.server.serve import bind
 
 DEADLINE_S = 60.0
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from fastapi import FastAPI
 
-from hiradix.config import HiCacheConfig
-from hiradix.engine.api import (
+from hiradix.apps.engine.api import (
     FINISH_ABORT,
     EngineInfo,
     Output,
@@ -18,10 +17,18 @@ from hiradix.engine.api import (
     TokenLogprob,
     Usage,
 )
-from hiradix.server.app import AppSettings, create_app
-from hiradix.server.auth import Keys
-from hiradix.server.service import AttachRequest, CacheFigures, Generation, Outcome, Snapshot, TransferFigures
-from hiradix.storage.attach_rules import AttachRules
+from hiradix.apps.server.app import AppSettings, create_app
+from hiradix.apps.server.auth import Keys
+from hiradix.apps.server.service import (
+    AttachRequest,
+    CacheFigures,
+    Generation,
+    Outcome,
+    Snapshot,
+    TransferFigures,
+)
+from hiradix.config import HiCacheConfig
+from hiradix.storage.attach.rules import AttachRules
 
 MODEL = "tiny"
 INFO = EngineInfo(

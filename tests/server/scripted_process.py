@@ -16,10 +16,10 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from hiradix.engine.api import EngineStopped, Output
-from hiradix.server import serve as serve_module
-from hiradix.server.flags import ServeConfig
-from hiradix.server.service import Generation
+from hiradix.apps.engine.api import EngineStopped, Output
+from hiradix.apps.server import serve as serve_module
+from hiradix.apps.server.flags import ServeConfig
+from hiradix.apps.server.service import Generation
 from tests.server.scripted import ScriptedService, piece
 
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.server.admin import CLEARED, DEPRECATED, FLUSH_BUSY, FLUSHED
-from hiradix.server.auth import NO_ADMIN_KEY
-from hiradix.server.service import NO_HOST_TIER, AttachRequest, Outcome
-from hiradix.storage.attach_rules import AttachRules, Prepared, parse_rule
+from hiradix.apps.server.admin import CLEARED, DEPRECATED, FLUSH_BUSY, FLUSHED
+from hiradix.apps.server.auth import NO_ADMIN_KEY
+from hiradix.apps.server.service import NO_HOST_TIER, AttachRequest, Outcome
+from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
 from tests.server.scripted import ScriptedService, application
 
 STORAGE = "/hicache/storage-backend"

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from hiradix.server import audit
-from hiradix.server.service import Outcome
+from hiradix.apps.server import audit
+from hiradix.apps.server.service import Outcome
 from tests.server.scripted import ScriptedService
 from tests.server.test_admin import ATTACH, CLEAR, STORAGE, bearer, client
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.server import connection, schema
-from hiradix.server import serve as serve_module
-from hiradix.server.refusals import REFUSALS, WARN_EVERY_S, Sparing
+from hiradix.apps.server import connection, schema
+from hiradix.apps.server import serve as serve_module
+from hiradix.apps.server.refusals import REFUSALS, WARN_EVERY_S, Sparing
 from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
 

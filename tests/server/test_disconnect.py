@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
-from hiradix.engine.api import EngineBusy
+from hiradix.apps.engine.api import EngineBusy
 from tests.server.live import DEADLINE_S, running
 from tests.server.scripted import ScriptedService, application, piece
 

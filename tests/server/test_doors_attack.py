@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.storage.attach_keys import SETTINGS, settings_of
+from hiradix.storage.attach.keys import SETTINGS, settings_of
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, STORAGE, flags, real_application
 

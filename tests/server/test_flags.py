@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.server.flag_table import FLAGS, flags_markdown
+from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args
 from hiradix.errors import ConfigError
-from hiradix.server.flag_table import FLAGS, flags_markdown
-from hiradix.server.flags import ServeConfig, make_parser, parse_serve_args
 
 # Cache flags of SGLang 0.5.9 and 0.5.23.
 UPSTREAM = """
@@ -199,7 +199,7 @@ def test_the_path_reaches_the_disk_backend_under_its_own_key(model: str) -> None
 
 
 def test_the_file_backends_path_is_for_that_backend(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.server.flags.load_storage_backend", lambda name: None)
+    monkeypatch.setattr("hiradix.apps.server.flags.load_storage_backend", lambda name: None)
     arguments = "--enable-hicache --hicache-storage-backend other --file-storage-path /x"
     assert "--file-storage-path" in refusal("--model-path", model, *arguments.split())
 

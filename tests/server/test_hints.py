@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.engine.api import EngineStopped, Output, SamplingParams, Scope
+from hiradix.apps.engine.api import EngineStopped, Output, SamplingParams, Scope
+from hiradix.apps.replay.readers import read_trace
+from hiradix.apps.server.engine_service import EngineService
+from hiradix.apps.server.recorder import BLOCK_TOKENS, MAX_WAITING, TraceRecorder
+from hiradix.apps.server.service import Generation
 from hiradix.errors import ConfigError
-from hiradix.replay.readers import read_trace
-from hiradix.server.engine_service import EngineService
-from hiradix.server.recorder import BLOCK_TOKENS, MAX_WAITING, TraceRecorder
-from hiradix.server.service import Generation
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.scripted import ScriptedService, application, piece
 from tests.server.test_real_engine import flags, real_application
@@ -238,7 +238,7 @@ def test_a_restarted_server_records_beside_what_it_recorded(tmp_path: Path, torn
 
 
 def test_recordings_beside_each_other_have_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.server.recorder.MAX_FILES", 3)
+    monkeypatch.setattr("hiradix.apps.server.recorder.MAX_FILES", 3)
     for _ in range(3):
         TraceRecorder(tmp_path / "trace").close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.1", "trace.2"]

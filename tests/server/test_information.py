@@ -8,11 +8,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from hiradix.engine.api import EngineBusy
-from hiradix.server.app import AppSettings, create_app
-from hiradix.server.flags import OWN_LABELS
-from hiradix.server.refusals import REFUSALS
-from hiradix.server.service import CacheFigures
+from hiradix.apps.engine.api import EngineBusy
+from hiradix.apps.server.app import AppSettings, create_app
+from hiradix.apps.server.flags import OWN_LABELS
+from hiradix.apps.server.refusals import REFUSALS
+from hiradix.apps.server.service import CacheFigures
 from tests.server.scripted import INFO, MODEL, ScriptedService, application, piece
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]

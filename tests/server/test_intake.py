@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hiradix.engine.api import EngineBusy
-from hiradix.server import intake as intake_module
-from hiradix.server.intake import FREE_BYTES, LARGE_CHARS, Intake
-from hiradix.server.off_loop import Lane
-from hiradix.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
+from hiradix.apps.engine.api import EngineBusy
+from hiradix.apps.server import intake as intake_module
+from hiradix.apps.server.intake import FREE_BYTES, LARGE_CHARS, Intake
+from hiradix.apps.server.off_loop import Lane
+from hiradix.apps.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
 from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
 WAIT_S = 60.0
@@ -129,7 +129,7 @@ def test_a_stop_string_which_is_kept_to_the_end_has_a_length(stop: object) -> No
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/keep_alive"])
 def test_a_body_that_never_comes_is_given_up(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.server.schema.BODY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("hiradix.apps.server.schema.BODY_TIMEOUT_S", 0.01)
 
     async def work() -> None:
         call = await Call(application(ScriptedService()), path).send(b"{", more=True)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiradix.server import json_text, schema
-from hiradix.server.intake import FREE_BYTES
+from hiradix.apps.server import json_text, schema
+from hiradix.apps.server.intake import FREE_BYTES
 from tests.server.scripted import ScriptedService, application
 from tests.server.test_intake import WAIT_S, Call, run
 

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.engine.api import RequestError
-from hiradix.server.schema import MAX_NAME_CHARS, MAX_STOP_CHARS, NEUTRAL
-from hiradix.storage.attach_rules import AttachRules, Prepared
+from hiradix.apps.engine.api import RequestError
+from hiradix.apps.server.schema import MAX_NAME_CHARS, MAX_STOP_CHARS, NEUTRAL
+from hiradix.storage.attach.rules import AttachRules, Prepared
 from tests.server.scripted import ScriptedService, application
 
 USER = [{"role": "user", "content": "hi"}]

@@ -16,17 +16,17 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from hiradix.apps.bench.workload import long_text
+from hiradix.apps.demo.process import ServerProcess
+from hiradix.apps.engine.api import Output
+from hiradix.apps.engine.async_engine import EngineThread
+from hiradix.apps.engine.engine import Engine
+from hiradix.apps.server.app import AppSettings, create_app
+from hiradix.apps.server.auth import Keys
+from hiradix.apps.server.engine_service import EngineService
+from hiradix.apps.server.flags import parse_serve_args
+from hiradix.apps.server.serve import build_service
 from hiradix.cli import main
-from hiradix.demo.process import ServerProcess
-from hiradix.demo.workload import long_text
-from hiradix.engine.api import Output
-from hiradix.engine.async_engine import EngineThread
-from hiradix.engine.engine import Engine
-from hiradix.server.app import AppSettings, create_app
-from hiradix.server.auth import Keys
-from hiradix.server.engine_service import EngineService
-from hiradix.server.flags import parse_serve_args
-from hiradix.server.serve import build_service
 from hiradix.transfer.process_group import RankLost
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.live import DEADLINE_S, running

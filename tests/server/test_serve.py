@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.server import serve as serve_module
+from hiradix.apps.server.flags import ServeConfig
+from hiradix.apps.server.serve import start_up_line
 from hiradix.cli import main
-from hiradix.engine.api import EngineConfig
 from hiradix.errors import CacheError
-from hiradix.server import serve as serve_module
-from hiradix.server.flags import ServeConfig
-from hiradix.server.serve import start_up_line
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60.0

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from hiradix.apps.engine.api import Scope
+from hiradix.apps.server.app import AppSettings, create_app
+from hiradix.apps.server.auth import KeyRing, Keys
+from hiradix.apps.server.flags import ServeConfig, parse_serve_args
 from hiradix.config import HiCacheConfig, parse_extra_config
-from hiradix.engine.api import Scope
 from hiradix.errors import ConfigError
-from hiradix.server.app import AppSettings, create_app
-from hiradix.server.auth import KeyRing, Keys
-from hiradix.server.flags import ServeConfig, parse_serve_args
-from hiradix.storage.options import Options
-from hiradix.storage.quota import QuotaConfig
+from hiradix.storage.kit.options import Options
+from hiradix.storage.wrappers.quota import QuotaConfig
 from hiradix.tree.key import Namespace
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.scripted import MODEL, ScriptedService

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from hiradix.apps.server.app import AppSettings, create_app
+from hiradix.apps.server.auth import Keys
+from hiradix.apps.server.flags import parse_serve_args
 from hiradix.browsers import Allowed, allowed
 from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError
-from hiradix.server.app import AppSettings, create_app
-from hiradix.server.auth import Keys
-from hiradix.server.flags import parse_serve_args
 from tests.server.scripted import MODEL, ScriptedService
 
 LOCAL = allowed("127.0.0.1", "box.lan", "http://ui.example:8080")

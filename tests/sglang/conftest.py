@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.demo.process import free_port
+from hiradix.apps.demo.process import free_port
 from tests.e2e.tiny_model import write_tiny_model
 from tests.sglang.server import ADMIN_KEY, Reference, Server
 

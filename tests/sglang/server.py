@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from hiradix.demo.process import free_port
+from hiradix.apps.demo.process import free_port
 from tests.identity import Identity, first_difference
 from tests.sglang.install import python
 

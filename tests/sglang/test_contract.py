@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackPara
 
 from hiradix.adapters.sglang.weights import Weights
 from hiradix.config import parse_extra_config
-from hiradix.storage.attach_rules import AttachRules, parse_rule
+from hiradix.storage.attach.rules import AttachRules, parse_rule
 from hiradix.tree import Tier
 from tests.sglang.rig import LAYERS, NUM_TOKENS, PAGE, Request, Rig, stored_in
 from tests.sglang.test_named_after_upstream import PROMPT, STEM, in_storage, on_host

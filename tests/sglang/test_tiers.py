@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.demo.process import free_port
-from hiradix.storage.sglang_files import SEAL_ATTRIBUTE
+from hiradix.apps.demo.process import free_port
+from hiradix.storage.backends.sglang.files import SEAL_ATTRIBUTE
 from tests.sglang.conftest import DEVICE_TOKENS, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.prompts import families, prompts, tokens
 from tests.sglang.server import Answer, Reference, Server

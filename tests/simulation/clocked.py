@@ -18,16 +18,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hiradix.apps.engine.api import Scope
+from hiradix.apps.engine.scheduler import Limits, Scheduler
 from hiradix.cache import HostTier
-from hiradix.engine.api import Scope
-from hiradix.engine.scheduler import Limits, Scheduler
 from hiradix.memory import ReqToTokenPool
 from hiradix.policy.no_regret import Move
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
-from hiradix.storage.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.transfer import Runtime, TransferController, TransferLimits
 from tests.simulation.engine import Parts, SimEngine, SimRequest
 from tests.simulation.memory import (

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.engine.api import SamplingParams, Scope
-from hiradix.engine.request import Request
-from hiradix.engine.scheduler import Part, Scheduler
+from hiradix.apps.engine.api import SamplingParams, Scope
+from hiradix.apps.engine.request import Request
+from hiradix.apps.engine.scheduler import Part, Scheduler
 from hiradix.prefix_cache import HiRadixCache
 from hiradix.transfer import LoadFailed, StepDriver
 from tests.simulation.memory import NUM_LAYERS, Broken, DevicePages, Streams

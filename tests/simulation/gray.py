@@ -16,9 +16,9 @@ from typing import Any
 
 from hiradix.policy.no_regret import Move
 from hiradix.storage import PageFingerprint
-from hiradix.storage.guard import GuardedStorage, GuardLimits
-from hiradix.storage.lanes import CallTimeout, NoLane
-from hiradix.storage.meters import Op
+from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.kit.lanes import CallTimeout, NoLane
+from hiradix.storage.kit.meters import Op
 from tests.simulation.clocked import PAGE_S, SIZE, ClockBackend, ClockDriver, ClockedWorld, Ledger
 from tests.simulation.storage import SimLane
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hiradix.errors import StorageError
-from hiradix.storage.breaker import BreakerLimits
-from hiradix.storage.guard import GuardedStorage, GuardLimits
-from hiradix.storage.lanes import CallTimeout, NoLane
+from hiradix.storage.guard.breaker import BreakerLimits
+from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.kit.lanes import CallTimeout, NoLane
 from hiradix.storage.protocol import Traits
 from hiradix.transfer import StepDriver
 from tests.simulation.memory import Broken

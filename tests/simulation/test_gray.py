@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hiradix.policy.no_regret import Drought, NoRegret
-from hiradix.storage.breaker import Breaker, Breakers
-from hiradix.storage.meters import Op
+from hiradix.storage.guard.breaker import Breaker, Breakers
+from hiradix.storage.kit.meters import Op
 from tests.simulation.gray import CASES, LIMITS, Story, play
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.apps.engine.api import Scope
+from hiradix.apps.engine.checks import check_conservation
+from hiradix.apps.engine.scheduler import Limits, Scheduler
 from hiradix.cache import HostTier
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig
-from hiradix.engine.api import Scope
-from hiradix.engine.checks import check_conservation
-from hiradix.engine.scheduler import Limits, Scheduler
 from hiradix.errors import CacheError
 from hiradix.memory import ReqToTokenPool
 from hiradix.policy.eviction import eviction_policies

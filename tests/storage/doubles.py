@@ -9,7 +9,7 @@ from typing import Any
 
 from hiradix.errors import StorageError
 from hiradix.storage import Page, PageFingerprint, StorageBackend, StorageContext, Traits, check_key
-from hiradix.storage.landing import Landing
+from hiradix.storage.kit.landing import Landing
 
 HANG_LIMIT_S = 60.0
 

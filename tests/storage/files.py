@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.storage import PageFingerprint, StorageContext
-from hiradix.storage.file import FileBackend
-from hiradix.storage.ledger import Ledger
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.backends.file.backend import FileBackend
+from hiradix.storage.backends.file.ledger import Ledger
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES
 
 FILE_BYTES = footprint(SEAL_BYTES + PAGE_BYTES)

@@ -11,8 +11,8 @@ import pytest
 
 from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig
 from hiradix.errors import ConfigError
-from hiradix.storage.attach_keys import CACHE_KEYS, COMMON_KEYS, SETTINGS, settings_of
-from hiradix.storage.attach_rules import (
+from hiradix.storage.attach.keys import CACHE_KEYS, COMMON_KEYS, SETTINGS, settings_of
+from hiradix.storage.attach.rules import (
     DEFAULT,
     AttachRefused,
     AttachRules,
@@ -24,11 +24,11 @@ from hiradix.storage.attach_rules import (
     parse_rule,
     rules_from,
 )
+from hiradix.storage.backends.disk.config import DiskConfig
+from hiradix.storage.backends.file.config import FileConfig
+from hiradix.storage.backends.mooncake.config import MooncakeConfig
 from hiradix.storage.build import GUARD_KEYS
-from hiradix.storage.disk.config import DiskConfig
-from hiradix.storage.file_config import FileConfig
-from hiradix.storage.mooncake_config import MooncakeConfig
-from hiradix.storage.wrap import WRAP_KEYS
+from hiradix.storage.wrappers.wrap import WRAP_KEYS
 
 SECRETS = {"password": "hunter2", "nested": {"secret_access_key": "wJalrXUtn"}}
 
@@ -64,8 +64,8 @@ def test_the_table_is_what_the_backends_read() -> None:
         "tier": {"upper", "lower", "promote"},
     }
     try:
-        from hiradix.storage.redis_link import RedisConfig
-        from hiradix.storage.s3_config import S3Config
+        from hiradix.storage.backends.redis.link import RedisConfig
+        from hiradix.storage.backends.s3.config import S3Config
 
         read["redis"] = known_keys(RedisConfig.from_mapping)
         read["s3"] = known_keys(S3Config.from_mapping, url="s3://b/x")

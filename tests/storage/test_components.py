@@ -22,7 +22,7 @@ from hiradix.storage import (
     register_storage_backend,
 )
 from hiradix.storage.protocol import StorageContext
-from hiradix.storage.quota import QuotaStorage
+from hiradix.storage.wrappers.quota import QuotaStorage
 from tests.disk.places import cap_of
 from tests.storage.doubles import MemoryBackend, raise_error
 from tests.storage.files import FILE_BYTES, bytes_on_disk
@@ -189,7 +189,7 @@ def test_caps_of_a_fingerprint_are_split_and_those_of_a_place_are_not(
 def test_the_stores_of_a_tier_get_their_shares(vaults: list[Vault]) -> None:
     register_storage_backend("s3", f"{__name__}:Vault")
     keys = {"upper": {"backend": "vault"}, "lower": {"backend": "s3", "max_size": 4000}}
-    register_storage_backend("tier", "hiradix.storage.tier:TierBackend")
+    register_storage_backend("tier", "hiradix.storage.backends.tier.backend:TierBackend")
     open_stores("tier", keys, BOTH).close()
     assert [found.get("max_size") for found in inner_keys(vaults)] == [None, 3000, None, 1000]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hiradix.storage import GuardedStorage, GuardLimits, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.file import FileBackend
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.backends.file.backend import FileBackend
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import BreakerLimits, BreakerState, GuardedStorage, GuardLimits
-from hiradix.storage.direct import DirectCalls
+from hiradix.storage.guard.direct import DirectCalls
 from hiradix.storage.protocol import check_keys
 from tests.contracts.storage import FINGERPRINT, HOSTILE_KEYS, PAGE_BYTES, blank, hits, keys_of, page_of, put
 from tests.storage.doubles import (
@@ -110,7 +110,7 @@ def test_one_overdue_call_of_several_is_enough() -> None:
 
 
 def test_no_piece_is_begun_after_the_deadline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hiradix.storage.guard.DIRECT_PIECE_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr("hiradix.storage.guard.guard.DIRECT_PIECE_BYTES", 2 * PAGE_BYTES)
     put(world.storage, keys_of(8))
     world.faulty.faults["get"] = world.late(1.5)
     assert hits(world.storage, keys_of(8)) == [True] * 4 + [False] * 4

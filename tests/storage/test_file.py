@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import file, open_storage, vectored
-from hiradix.storage.file import FileBackend
-from hiradix.storage.file_config import PATH_ENV, FileConfig
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage import open_storage
+from hiradix.storage.backends.file import backend as file
+from hiradix.storage.backends.file.backend import FileBackend
+from hiradix.storage.backends.file.config import PATH_ENV, FileConfig
+from hiradix.storage.kit import vectored
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hiradix.storage import GuardedStorage, StorageContext, open_storage
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.pieces import Use, as_use
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.kit.pieces import Use, as_use
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
 
 ROOM = 64

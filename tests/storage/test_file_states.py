@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from hiradix.storage.file import FileBackend
+from hiradix.storage.backends.file.backend import FileBackend
 from tests.contracts.storage import FINGERPRINT, OTHER
 from tests.storage.files import FILE_BYTES, bytes_in_ledger, bytes_on_disk, open_file, page_files
 from tests.storage.states import CAP_PAGES, StoreStates, handles

@@ -30,7 +30,7 @@ from hiradix.storage.generations import (
     record_key,
     renamed,
 )
-from hiradix.storage.pieces import Use, as_use
+from hiradix.storage.kit.pieces import Use, as_use
 from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, memory_context, raise_error
 
 PAGE = 256

@@ -19,11 +19,11 @@ from hiradix.storage import (
     PageFingerprint,
     Traits,
 )
-from hiradix.storage.breaker import Breaker
-from hiradix.storage.calls import LaneSession
-from hiradix.storage.lanes import CallTimeout, LanePool
-from hiradix.storage.meters import Op
-from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.guard.breaker import Breaker
+from hiradix.storage.guard.calls import LaneSession
+from hiradix.storage.kit.lanes import CallTimeout, LanePool
+from hiradix.storage.kit.meters import Op
+from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.apps.storage_tools import main
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
 from hiradix.storage.identities import differences, recall, remember
 from hiradix.storage.inventory import stored_fingerprint
-from hiradix.storage_tools import main
 
 MINE = PageFingerprint("tiny", "r1", "float32", "page_first", 32, shape=(2, 2, 32, 32))
 

@@ -30,9 +30,9 @@ from hiradix.storage import (
     trusted_stores,
 )
 from hiradix.storage.generations import COMPARED_PUTS, NUM_SLOTS, record_key
-from hiradix.storage.joining import MAX_UNDER_WAY
-from hiradix.storage.lanes import LEFT_BEHIND
-from hiradix.storage.reach import is_unreachable
+from hiradix.storage.guard.joining import MAX_UNDER_WAY
+from hiradix.storage.kit.lanes import LEFT_BEHIND
+from hiradix.storage.kit.reach import is_unreachable
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.doubles import MemoryBackend
 from tests.storage.test_generations import COMPONENTS, KEYS, Engine, witness_of

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page
-from hiradix.storage import landing as landing_module
-from hiradix.storage.landing import Landing
-from hiradix.storage.lanes import Lane
-from hiradix.storage.seal import CRC32, DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.kit import landing as landing_module
+from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.lanes import Lane
+from hiradix.storage.kit.seal import CRC32, DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,

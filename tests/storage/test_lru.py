@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.storage.lru import SKEW_NS, Entry, LruIndex
-from hiradix.storage.pieces import Piece, Use
+from hiradix.storage.kit.lru import SKEW_NS, Entry, LruIndex
+from hiradix.storage.kit.pieces import Piece, Use
 
 NOW_NS = 1_700_000_000 * 10**9
 DAY_NS = 24 * 3600 * 10**9

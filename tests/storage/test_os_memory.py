@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from hiradix.os_memory import HUGE_PAGE, address_of, staging_memory
-from hiradix.storage.disk.engines import ThreadEngine
-from hiradix.storage.disk.moves import PageIO
-from hiradix.storage.lanes import Lane
-from hiradix.storage.registered import RegisteredMemory
+from hiradix.storage.backends.disk.engines import ThreadEngine
+from hiradix.storage.backends.disk.moves import PageIO
+from hiradix.storage.kit.lanes import Lane
+from hiradix.storage.kit.registered import RegisteredMemory
 
 MIB = 1 << 20
 

@@ -32,23 +32,22 @@ from hiradix.storage import (
     build,
     create_storage_backend,
     guard_limits,
-    lanes,
     load_storage_backend,
     open_storage,
     register_storage_backend,
     registry,
-    resp,
     storage_backend_names,
-    vectored,
 )
+from hiradix.storage.backends.file.config import FileConfig
+from hiradix.storage.backends.redis import resp
+from hiradix.storage.backends.redis.resp import Frame, RespStream, encode_around
 from hiradix.storage.build import GUARD_KEYS
-from hiradix.storage.file_config import FileConfig
-from hiradix.storage.landing import Landing
-from hiradix.storage.lanes import fill_head
-from hiradix.storage.options import parse_size
-from hiradix.storage.resp import Frame, RespStream, encode_around
-from hiradix.storage.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
-from hiradix.storage.vectored import WRITE_CALL_BYTES, read_into, write_from
+from hiradix.storage.kit import lanes, vectored
+from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.lanes import fill_head
+from hiradix.storage.kit.options import parse_size
+from hiradix.storage.kit.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
+from hiradix.storage.kit.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
 from tests.seeds import seeded, seeds
 from tests.storage.doubles import MemoryBackend

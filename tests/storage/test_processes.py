@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from hiradix.errors import StorageError
-from hiradix.storage.file import FileBackend
-from hiradix.storage.file_config import PATH_ENV
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.backends.file.backend import FileBackend
+from hiradix.storage.backends.file.config import PATH_ENV
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import blank, bytes_of, content, keys_of
 from tests.storage.files import bytes_in_ledger, bytes_on_disk, open_file, page_files
 from tests.storage.writer import BATCH, PAGE_BYTES

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hiradix.apps.storage_tools import main as tools
 from hiradix.errors import ConfigError
 from hiradix.memory import HostPool
 from hiradix.memory.shape import CacheShape, KVShape, MLAShape, ScaledKVShape, SparseMLAShape, StateShape
 from hiradix.prefix_cache.identity import ModelIdentity, stored_pages
 from hiradix.storage import PageFingerprint, StorageContext, open_storage, open_stores
-from hiradix.storage.quantise import CODEC, ELEMENTS, QuantisedStorage, coded_bytes, decode, encode
-from hiradix.storage_tools import main as tools
+from hiradix.storage.wrappers.quantise import CODEC, ELEMENTS, QuantisedStorage, coded_bytes, decode, encode
 from tests.contracts.storage import keys_of
 from tests.storage.doubles import MemoryBackend
 

@@ -27,9 +27,9 @@ from hiradix.storage import (
     StorageContext,
     open_storage,
 )
-from hiradix.storage.account import Account, Entered, Entry
-from hiradix.storage.options import Options
-from hiradix.storage.quota import QuotaConfig, QuotaStorage, account_name, with_quota
+from hiradix.storage.kit.options import Options
+from hiradix.storage.wrappers.account import Account, Entered, Entry
+from hiradix.storage.wrappers.quota import QuotaConfig, QuotaStorage, account_name, with_quota
 from hiradix.tree import RadixTree, Tier
 from hiradix.tree.key import Namespace, RadixKey
 from tests.contracts.storage import (
@@ -66,7 +66,8 @@ class TestOverMemory(
     @pytest.fixture(autouse=True)
     def _fresh(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places: Places = {}
-        monkeypatch.setattr("hiradix.storage.account.LOCK_TIMEOUT_S", 30.0)  # nobody here is to be refused
+        # Nobody here is to be refused.
+        monkeypatch.setattr("hiradix.storage.wrappers.account.LOCK_TIMEOUT_S", 30.0)
 
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageBackend:
         keys = config or {"quota": quota_of(1000), "quota_path": str(place / "accounts")}
@@ -168,7 +169,7 @@ class TestAccountFile:
         assert not any(b"secret" in path.read_bytes() for path in tmp_path.iterdir())
 
     def test_no_more_tenants_than_it_holds(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hiradix.storage.account.MAX_TENANTS", 2)
+        monkeypatch.setattr("hiradix.storage.wrappers.account.MAX_TENANTS", 2)
         store = open_quota(tmp_path, memory(tmp_path, {}))
         for tenant, number in (("salt:a", 0), ("salt:b", 1)):
             assert put_for(store, [key_of(number)], tenant) == [True]
@@ -189,7 +190,7 @@ class TestAccountFile:
     def test_while_it_is_locked_puts_fail_and_reads_do_not(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hiradix.storage.account.LOCK_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("hiradix.storage.wrappers.account.LOCK_TIMEOUT_S", 0.01)
         store = open_quota(tmp_path, memory(tmp_path, {}))
         put_for(store, keys_of(1), "salt:a")
         (path,) = tmp_path.glob("*.quota")
@@ -206,7 +207,7 @@ class TestAccountFile:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
     ) -> None:
         """Its third fault opened the breaker, and nobody was served from a store that was well."""
-        monkeypatch.setattr("hiradix.storage.account.LOCK_TIMEOUT_S", 0.01)
+        monkeypatch.setattr("hiradix.storage.wrappers.account.LOCK_TIMEOUT_S", 0.01)
         store = GuardedStorage(
             open_quota(tmp_path, memory(tmp_path, {}), 1000), FINGERPRINT, GuardLimits(deadline_s=60.0)
         )

@@ -15,9 +15,9 @@ import pytest
 
 from hiradix.errors import Unreachable
 from hiradix.storage import StorageContext, open_storage
-from hiradix.storage.breaker import BreakerState
-from hiradix.storage.disk.record import RECORD_BYTES, Kind, Record, header_of, pack
+from hiradix.storage.backends.disk.record import RECORD_BYTES, Kind, Record, header_of, pack
 from hiradix.storage.generations import COMPARED_PUTS
+from hiradix.storage.guard.breaker import BreakerState
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.read_only_folders import in_read_only_mount, looks, read_only
 from tests.storage.test_generations import Deployments, page_of, witness_of

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.os_memory import address_of
+from hiradix.storage.kit.registered import MAX_SPANS, LaidOut, RegisteredMemory, Span
+from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.protocol import Page, page_bytes
-from hiradix.storage.registered import MAX_SPANS, LaidOut, RegisteredMemory, Span
-from hiradix.storage.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import FINGERPRINT, blank, bytes_of, content, key_of, keys_of, page_of
 
 BLOCK_BYTES = 4096

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import StorageContext, StoragePart, open_storage
-from hiradix.storage.states import QUIET_S, StoreStates
+from hiradix.storage.kit.states import QUIET_S, StoreStates
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 
 BACKENDS: dict[str, dict[str, Any]] = {

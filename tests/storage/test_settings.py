@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from hiradix.apps.storage_tools import main
 from hiradix.config import EXTRA_CONFIG_FLAG, parse_extra_config
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
-from hiradix.storage_tools import main
 
 TOO_MUCH: tuple[Any, ...] = (float("inf"), float("-inf"), float("nan"), 1e308, 10**30, 10**400, 1e12, -1)
 SECONDS = {

@@ -12,9 +12,9 @@ import pytest
 
 from hiradix.errors import ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.file import FileBackend
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.sglang_files import FileByNaming, SglangFileBackend
+from hiradix.storage.backends.file.backend import FileBackend
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.backends.sglang.files import FileByNaming, SglangFileBackend
 from tests.contracts.chains import ChainContract
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -164,7 +164,7 @@ def test_a_full_disk_refuses_pages_and_reads_go_on(
     def full(*args: object) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("hiradix.storage.sglang_files.write_from", full)
+    monkeypatch.setattr("hiradix.storage.backends.sglang.files.write_from", full)
     assert not any(put(store, keys_of(3, 10 * number)).count(True) for number in range(1, 6))
     assert hits(store, keys_of(2)) == [True, True] and store.stats()["breaker_opened"] == 0
     assert store.stats()["backend_put_no_room"] >= 5 and len(os.listdir(tmp_path / "store")) == 2

@@ -11,9 +11,9 @@ import pytest
 
 from hiradix.errors import ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage, open_stores
-from hiradix.storage.sglang_base import MODULE, base_module, make_config
-from hiradix.storage.sglang_host import DynamicBackend
-from hiradix.storage.sglang_known import KNOWN
+from hiradix.storage.backends.sglang.base import MODULE, base_module, make_config
+from hiradix.storage.backends.sglang.host import DynamicBackend
+from hiradix.storage.backends.sglang.known import KNOWN
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

@@ -21,17 +21,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page, StorageBackend, StorageContext, Traits
-from hiradix.storage import tier as tier_module
-from hiradix.storage.account import Account
-from hiradix.storage.breaker import BreakerLimits
-from hiradix.storage.compress import CompressedStorage
-from hiradix.storage.encrypt import EncryptedStorage
-from hiradix.storage.landing import Landing
-from hiradix.storage.lanes import fill_head
-from hiradix.storage.negative import NegativeCache
+from hiradix.storage.backends.tier import backend as tier_module
+from hiradix.storage.guard.breaker import BreakerLimits
+from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.lanes import fill_head
 from hiradix.storage.protocol import fits
-from hiradix.storage.quota import QuotaStorage
-from hiradix.storage.retry import RetryingStorage
+from hiradix.storage.wrappers.account import Account
+from hiradix.storage.wrappers.compress import CompressedStorage
+from hiradix.storage.wrappers.encrypt import EncryptedStorage
+from hiradix.storage.wrappers.negative import NegativeCache
+from hiradix.storage.wrappers.quota import QuotaStorage
+from hiradix.storage.wrappers.retry import RetryingStorage
 from tests.contracts.storage import FINGERPRINT, OTHER, blank, bytes_of, content, key_of
 from tests.storage.doubles import FakeClock, MemoryBackend
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from hiradix import storage_tools
+from hiradix.apps import storage_tools
 from hiradix.cli import main
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
-from hiradix.storage.file_config import PATH_ENV, FileConfig
+from hiradix.storage.backends.file.config import PATH_ENV, FileConfig
+from hiradix.storage.backends.file.page_dir import footprint
 from hiradix.storage.inventory import StoreAddress
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, bytes_of, hits, key_of, keys_of, put
 
 OURS, THEIRS = FINGERPRINT.digest()[:32], OTHER.digest()[:32]

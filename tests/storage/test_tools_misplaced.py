@@ -11,7 +11,7 @@ import pytest
 
 from hiradix.cli import main
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, put
 
 OURS, THEIRS = FINGERPRINT.digest()[:32], OTHER.digest()[:32]
@@ -56,7 +56,7 @@ def another_name(path: Path) -> Path:
 
 
 def is_place(path: Path) -> bool:
-    from hiradix.storage.page_dir import PageDir
+    from hiradix.storage.backends.file.page_dir import PageDir
 
     return PageDir(path.parents[3], OURS).path(path.stem) == str(path)
 

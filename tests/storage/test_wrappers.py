@@ -24,11 +24,11 @@ from hiradix.storage import (
     open_storage,
     register_storage_backend,
 )
-from hiradix.storage.negative import MAX_KEYS, NegativeCache
+from hiradix.storage.backends.tier.backend import TierBackend
 from hiradix.storage.protocol import BadKey, check_keys
-from hiradix.storage.retry import RetryingStorage
-from hiradix.storage.tier import TierBackend
-from hiradix.storage.wrap import WrapConfig, wrap
+from hiradix.storage.wrappers.negative import MAX_KEYS, NegativeCache
+from hiradix.storage.wrappers.retry import RetryingStorage
+from hiradix.storage.wrappers.wrap import WrapConfig, wrap
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,
@@ -434,8 +434,8 @@ class TestWrapKeys:
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 monkeypatch.setitem(sys.modules, name, None)
             monkeypatch.setitem(sys.modules, package, None)
-            monkeypatch.delitem(sys.modules, f"hiradix.storage.{module}", raising=False)
-            monkeypatch.delattr(f"hiradix.storage.{module}", raising=False)
+            monkeypatch.delitem(sys.modules, f"hiradix.storage.wrappers.{module}", raising=False)
+            monkeypatch.delattr(f"hiradix.storage.wrappers.{module}", raising=False)
             with pytest.raises(ConfigError, match=rf"pip install 'hiradix\[{extra}\]'"):
                 open_storage("file", StorageContext(FINGERPRINT, keys, PAGE_BYTES))
 

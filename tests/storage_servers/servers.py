@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hiradix.demo import process as ports
+from hiradix.apps.demo import process as ports
 from hiradix.errors import ConfigError
 
 T = TypeVar("T")

@@ -14,9 +14,9 @@ import redis
 
 from hiradix.errors import ConfigError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.compress import CompressedStorage
-from hiradix.storage.encrypt import EncryptedStorage, read_key
-from hiradix.storage.wrap import WrapConfig, wrap
+from hiradix.storage.wrappers.compress import CompressedStorage
+from hiradix.storage.wrappers.encrypt import EncryptedStorage, read_key
+from hiradix.storage.wrappers.wrap import WrapConfig, wrap
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from hiradix.demo.process import ServerProcess
+from hiradix.apps.demo.process import ServerProcess
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.storage import StorageContext, StoragePart, open_storage
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put

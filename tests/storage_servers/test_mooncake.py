@@ -13,16 +13,10 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import (
-    BreakerState,
-    GuardedStorage,
-    PageFingerprint,
-    StorageContext,
-    mooncake_backend,
-    open_storage,
-)
-from hiradix.storage.mooncake_backend import LATE_S, TRANSFER_FAILED, MooncakeBackend
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.backends.mooncake import backend as mooncake_backend
+from hiradix.storage.backends.mooncake.backend import LATE_S, TRANSFER_FAILED, MooncakeBackend
+from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

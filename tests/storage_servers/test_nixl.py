@@ -13,11 +13,12 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, file, open_storage
-from hiradix.storage.nixl_backend import NixlBackend
-from hiradix.storage.nixl_link import POSIX_ENGINES, NixlConfig, NixlLink, Transfer
-from hiradix.storage.retry import RetryingStorage
-from hiradix.storage.s3_backend import S3Backend
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.backends.file import backend as file
+from hiradix.storage.backends.nixl.backend import NixlBackend
+from hiradix.storage.backends.nixl.link import POSIX_ENGINES, NixlConfig, NixlLink, Transfer
+from hiradix.storage.backends.s3.backend import S3Backend
+from hiradix.storage.wrappers.retry import RetryingStorage
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

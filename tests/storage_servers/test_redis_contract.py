@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.redis_backend import RedisBackend
+from hiradix.storage.backends.redis.backend import RedisBackend
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

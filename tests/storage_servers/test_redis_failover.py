@@ -13,8 +13,8 @@ import pytest
 import redis
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.redis_backend import RedisBackend
-from hiradix.storage.redis_commands import SocketCommands
+from hiradix.storage.backends.redis.backend import RedisBackend
+from hiradix.storage.backends.redis.commands import SocketCommands
 from tests.contracts.storage import hits, keys_of, put
 from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
 from tests.storage_servers.test_redis_faults import context, is_whole, meet, url_of

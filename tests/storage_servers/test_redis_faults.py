@@ -14,8 +14,8 @@ import redis
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import BreakerState, StorageContext, open_storage
-from hiradix.storage.redis_backend import RedisBackend
-from hiradix.storage.redis_commands import socket_of
+from hiradix.storage.backends.redis.backend import RedisBackend
+from hiradix.storage.backends.redis.commands import socket_of
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

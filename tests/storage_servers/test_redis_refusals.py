@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from hiradix.storage import BreakerState, GuardedStorage, open_storage
-from hiradix.storage.redis_commands import Refusals
+from hiradix.storage.backends.redis.commands import Refusals
 from tests.contracts.storage import hits, keys_of, put
 from tests.storage_servers.servers import Server, free_port, wait_for
 from tests.storage_servers.test_redis_faults import context, url_of

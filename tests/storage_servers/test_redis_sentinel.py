@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage.redis_backend import RedisBackend
+from hiradix.storage.backends.redis.backend import RedisBackend
 from tests.contracts.storage import blank, bytes_of, content, keys_of, put
 from tests.storage_servers.servers import Server, binary, free_port, redis_like, wait_for
 from tests.storage_servers.test_redis_faults import context, make_certificate

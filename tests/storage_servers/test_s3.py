@@ -12,18 +12,12 @@ import pytest
 from obstore.exceptions import GenericError
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import (
-    BreakerState,
-    GuardedStorage,
-    PageFingerprint,
-    StorageContext,
-    open_storage,
-    s3_backend,
-)
-from hiradix.storage.pieces import Use, as_use
-from hiradix.storage.retry import RetryingStorage
-from hiradix.storage.s3_backend import STREAM_BYTES, S3Backend, key_in
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage.backends.s3 import backend as s3_backend
+from hiradix.storage.backends.s3.backend import STREAM_BYTES, S3Backend, key_in
+from hiradix.storage.kit.pieces import Use, as_use
+from hiradix.storage.kit.seal import SEAL_BYTES
+from hiradix.storage.wrappers.retry import RetryingStorage
 from tests.contracts.storage import (
     FINGERPRINT,
     OTHER,

@@ -17,8 +17,8 @@ pytest.importorskip("obstore", reason="pip install 'hiradix[s3]'")
 from obstore.store import MemoryStore
 
 from hiradix.storage import PageFingerprint, StorageContext
-from hiradix.storage.s3_backend import S3Backend
-from hiradix.storage.s3_config import S3Config
+from hiradix.storage.backends.s3.backend import S3Backend
+from hiradix.storage.backends.s3.config import S3Config
 from tests.contracts.chains import ChainContract
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, Make, hits, keys_of, put
 from tests.storage.states import CAP_PAGES, StoreStates, handles

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hiradix.bench_report import compare
-from hiradix.demo.driver import Demo, DemoConfig
-from hiradix.demo.view import View
-from hiradix.demo.workload import Size, make_workload
+from hiradix.apps.bench.report import compare
+from hiradix.apps.bench.workload import Size, make_workload
+from hiradix.apps.demo.driver import Demo, DemoConfig
+from hiradix.apps.demo.view import View
 from tests.e2e.tiny_model import write_tiny_model
 from tests.e2e.warm import WarmServer
 from tests.server.test_real_engine import ADMIN, PAGE, PROMPT, STORAGE, ask, cached, flush, serving, tokens
@@ -89,7 +89,7 @@ def test_demo_on(
     name: str, model: Path, servers: dict[str, Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six conversations, a restart of the server, and the answers of a server with the cache off."""
-    monkeypatch.setattr("hiradix.demo.driver.ServerProcess", WarmServer)
+    monkeypatch.setattr("hiradix.apps.demo.driver.ServerProcess", WarmServer)
     out = io.StringIO()
     view = View(Console(file=out, force_terminal=False, width=100, highlight=False))
     workload = make_workload(Size(6, 2, 1, 2, 1, 1))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.sglang_base import make_config
+from hiradix.storage.backends.sglang.base import make_config
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

@@ -19,8 +19,8 @@ import torch
 from benchmarks.storage_peers.install import SGLANG
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.sglang_known import KNOWN
-from hiradix.storage.sglang_pool import ArenaPool
+from hiradix.storage.backends.sglang.known import KNOWN
+from hiradix.storage.backends.sglang.pool import ArenaPool
 from tests.contracts.storage import (
     FINGERPRINT,
     PAGE_BYTES,

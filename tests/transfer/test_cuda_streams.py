@@ -94,8 +94,7 @@ def test_a_copy_comes_after_what_was_computed_before_it_was_ordered(kind: JobKin
 
 def test_a_forward_waits_for_its_layers_copy_alone(cuda: FakeCuda) -> None:
     streams, done = CudaStreams("cuda"), list[str]()
-    gate = LayerDoneCounter(2, timeout_s=0.0)
-    gate.wait_event = streams.wait_event
+    gate = LayerDoneCounter(2, timeout_s=0.0, wait_event=streams.wait_event)
     index, after = gate.update_producer(), streams.mark()
 
     def work() -> None:

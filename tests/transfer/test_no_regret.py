@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hiradix.policy.no_regret import PROBE_SHARE, Move, NoRegret
 from tests.seeds import seeded, seeds
 
 
-def measured(computing: float, loading: float) -> NoRegret:
+def measured(computing: float, loading: float, troubles: Sequence[int] = (0, 0, 0)) -> NoRegret:
     """A gate that has measured these rates, in pages per second."""
-    gate = NoRegret()
+    gate = NoRegret(troubles=lambda: (troubles[0], troubles[1], troubles[2]))
     for _ in range(100):
         gate.computed(computing, 1.0)
         gate.moved(Move.LOAD, 100, 100 / loading)
@@ -154,8 +155,8 @@ def test_a_fetch_that_brought_a_part_is_charged_for_that() -> None:
 
 def test_failures_in_a_row_are_for_the_breaker() -> None:
     """What failed is charged when a call of the same kind has not failed after it; never once it opened."""
-    gate, troubles = measured(100, 1000), [0, 0, 0]
-    gate.troubles = lambda: (troubles[0], troubles[1], troubles[2])
+    troubles = [0, 0, 0]
+    gate = measured(100, 1000, troubles)
     gate.fetched(100, 100, 0.1)
     for _ in range(2):
         troubles[2] += 1

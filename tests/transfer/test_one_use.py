@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
-from hiradix.storage.page_dir import footprint
-from hiradix.storage.seal import SEAL_BYTES
+from hiradix.storage.backends.file.page_dir import footprint
+from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.transfer.jobs import Read, Store, Tail
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages

@@ -31,7 +31,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pla
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """SmolLM2-135M."""
-    from hiradix.engine.smollm2 import smollm2_path
+    from hiradix.apps.engine.smollm2 import smollm2_path
 
     return smollm2_path(dtype="float32")
 

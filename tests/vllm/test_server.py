@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.demo.process import free_port
+from hiradix.apps.demo.process import free_port
 from tests.vllm.play import FIRST
 from tests.vllm.player import KV_BYTES, Player
 from tests.vllm.test_host import shared_prefixes

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from hiradix.apps.demo.process import free_port
+from hiradix.apps.engine import Engine, EngineConfig, SamplingParams
+from hiradix.apps.storage_tools import main as storage_tool
 from hiradix.config import ExtraConfig, HiCacheConfig
-from hiradix.demo.process import free_port
-from hiradix.engine import Engine, EngineConfig, SamplingParams
-from hiradix.storage_tools import main as storage_tool
 from tests.engine.driving import serve
 from tests.storage_servers.servers import Server, redis_like
 from tests.vllm.conftest import REAL

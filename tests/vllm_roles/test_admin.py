@@ -15,7 +15,7 @@ from hiradix.adapters.vllm.orders import Outcome, Stage
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
 from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.storage.attach_rules import AttachRules, Prepared, parse_rule
+from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
 

@@ -35,7 +35,7 @@ from hiradix.prefix_cache import (
     origin_of,
     run_with,
 )
-from hiradix.storage.attach_rules import rules_from
+from hiradix.storage.attach.rules import rules_from
 from hiradix.transfer import Runtime
 from hiradix.transfer.process_group import least_over, place_in
 

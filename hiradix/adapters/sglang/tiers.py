@@ -22,7 +22,7 @@ from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.prefix_cache import HiRadixCache, RadixKey
 from hiradix.prefix_cache.build import NamedStorage
 from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
-from hiradix.storage.attach_rules import AttachRefused, AttachRules, in_log, over_http
+from hiradix.storage.attach.rules import AttachRefused, AttachRules, in_log, over_http
 from hiradix.transfer.process_group import place_in
 from hiradix.tree import Node
 from hiradix.tree.key import as_tokens

@@ -28,7 +28,7 @@ from typing import Any
 from hiradix.browsers import allowed
 from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
 from hiradix.errors import ConfigError
-from hiradix.storage.attach_rules import AttachRefused, AttachRules
+from hiradix.storage.attach.rules import AttachRefused, AttachRules
 from hiradix.storage.registry import load_storage_backend
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,10 @@ class _Sparing:
 
 class _Listener(ThreadingHTTPServer):
     daemon_threads = True
-    calls: AdminCalls
-    refused: _Sparing
+
+    def __init__(self, port: int, calls: AdminCalls):
+        self.calls, self.refused = calls, _Sparing()
+        super().__init__(("127.0.0.1", port), _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -159,10 +161,9 @@ class AdminServer:
 
     def __init__(self, port: int, calls: AdminCalls) -> None:
         try:
-            self._server = _Listener(("127.0.0.1", port), _Handler)
+            self._server = _Listener(port, calls)
         except OSError as error:
             raise ConfigError(f"admin_port {port}: {error}") from error
-        self._server.calls, self._server.refused = calls, _Sparing()
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="hiradix-vllm-admin", daemon=True).start()
         logger.info("hiradix: admin endpoint on 127.0.0.1:%d", self.port)

@@ -86,7 +86,8 @@ class Handshake(KVConnectorHandshakeMetadata):
 
 
 class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module's docstring. One instance is one role; what belongs to the other is None."""
+    """Translates vLLM's connector calls for our two roles. One instance is one role; what belongs to the
+    other is None."""
 
     _cache_hit_source = CacheHitSource.HOST
 

@@ -47,7 +47,8 @@ class Found:
 
 
 class HostIndex:
-    """See the module's docstring. One thread. Component c of the tree is KV cache group `groups[c]`."""
+    """Knows which pages are on the host, by prefix. One thread. Component c of the tree is KV cache group
+    `groups[c]`."""
 
     def __init__(
         self, page_size: int, components: Sequence[Component], order: OrderFactory = LruOrder

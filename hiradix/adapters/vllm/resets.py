@@ -14,7 +14,7 @@ MAP = "cached_block_hash_to_block"
 
 
 class ResetWatch:
-    """See the module's docstring. Sees nothing before `bind`."""
+    """Notices that vLLM has emptied its own prefix cache. Sees nothing before `bind`."""
 
     def __init__(self) -> None:
         self._pool: Any = None

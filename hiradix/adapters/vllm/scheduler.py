@@ -40,7 +40,7 @@ NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
 
 
 class SchedulerRole:
-    """See the module's docstring."""
+    """Decides what is promised to vLLM's scheduler, and orders the copies and reads that keep the promise."""
 
     def __init__(self, plan: SchedulerPlan) -> None:
         self.plan = plan

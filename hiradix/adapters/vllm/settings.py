@@ -19,7 +19,7 @@ from hiradix.config import (
     require_number,
 )
 from hiradix.errors import ConfigError
-from hiradix.storage.attach_rules import AttachRules, default_of, parse_prepared, parse_rule
+from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared, parse_rule
 
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
 LOAD_MODES = ("auto", "sync", "async")

@@ -25,7 +25,9 @@ RETRY_S = 10.0
 
 
 class StorageBook:
-    """See the module's docstring. is_attached: every worker has storage, and none is switching."""
+    """Keeps which storage the workers have attached. Any thread asks; orders go out with a step.
+
+    is_attached: every worker has storage, and none is switching."""
 
     def __init__(self, fetches: FetchBook, ticket: Callable[[], Ticket], clock: Callable[[], float]) -> None:
         self.is_attached = False

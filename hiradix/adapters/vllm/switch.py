@@ -31,7 +31,9 @@ def on_a_thread(work: Work) -> None:
 
 
 class StorageSwitch:
-    """See the module's docstring. lock: makes its caller the controller's one. take_in: applies results."""
+    """Opens, attaches and detaches a worker's storage on a thread beside the model's.
+
+    lock: makes its caller the controller's one. take_in: applies results."""
 
     def __init__(
         self,

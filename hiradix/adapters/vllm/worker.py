@@ -62,7 +62,8 @@ NOTHING = Collected()
 
 
 class WorkerRole:
-    """See the module's docstring. Public methods belong to the model's thread.
+    """Carries out the scheduler role's orders and reports outcomes. Public methods belong to the model's
+    thread.
 
     pairs: device and host pool per component, the backbone's first; groups: their KV cache groups.
     """

@@ -1,0 +1,1 @@
+"""`hiradix bench`: the multi-turn benchmark against any OpenAI-compatible server."""

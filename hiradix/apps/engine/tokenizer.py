@@ -1,0 +1,189 @@
+"""Text in and out: the model directory's tokenizer, incremental detokenisation, stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hiradix.apps.engine.api import RequestError
+from hiradix.apps.engine.time_limit import TimeLimit
+from hiradix.apps.engine.token_bound import TokenBound
+from hiradix.errors import ConfigError, Misuse
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+_UNFINISHED = "\ufffd"
+MOST_PENDING = 32  # tokens of an answer that show nothing yet and are decoded again with each further one
+CHARACTER_TOKENS = 4  # at most, of one character: a byte each
+TEMPLATE_TIMEOUT_S = 5.0  # of a chat template, which is a program and takes a millisecond
+
+
+class Tokenizer:
+    """A transformers tokenizer from a local directory; safe to use from several threads for encoding."""
+
+    def __init__(self, path: str):
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
+        is_fast = getattr(self._tokenizer, "is_fast", False)
+        self._bound = TokenBound(self._tokenizer.backend_tokenizer.to_str()) if is_fast else None
+        self._template_limit = TimeLimit(TEMPLATE_TIMEOUT_S)
+
+    @staticmethod
+    def find(path: str) -> Tokenizer | None:
+        """The tokenizer of a model directory, None where the directory has none."""
+        if not any((Path(path) / name).is_file() for name in _TOKENIZER_FILES):
+            return None
+        return Tokenizer(path)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat` can be used."""
+        return bool(self._tokenizer.chat_template)
+
+    def encode(self, text: str, context_length: int | None = None) -> list[int]:
+        """Token ids of a prompt, with the special tokens the model wants at its start.
+
+        RequestError where the text has half a surrogate pair, which JSON can carry and no tokenizer takes,
+        and where its length alone says that it does not fit `context_length` tokens: before it is tokenised.
+        """
+        return self._encode(text, context_length, add_special_tokens=True)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens; an unfinished character shows as U+FFFD."""
+        return self._decode(list(token_ids), skip_special=True)
+
+    def token_text(self, token_id: int) -> str:
+        """One token by itself, special tokens shown, as logprob listings want it."""
+        return self._decode([token_id], skip_special=False)
+
+    def _decode(self, token_ids: list[int], *, skip_special: bool) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, str]], context_length: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation with the assistant's turn opened; RequestError where it has none.
+
+        The same where the text is none, as in `encode`, and where the template fails or does not end in time.
+        """
+        if not self.has_chat_template:
+            raise RequestError("the model has no chat template; use completions")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._template_limit.run(
+                lambda: self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                )
+            )
+        except TimeoutError as error:
+            raise RequestError(f"messages: the chat template ran for too long: {error}") from error
+        except Exception as error:  # a template is a program: it may divide by zero or call itself for ever
+            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+            raise RequestError(f"messages: the chat template refused them: {why}") from error
+        return self._encode(text, context_length, add_special_tokens=False)
+
+    def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise RequestError(f"half a character at {error.start} of the text") from error
+        least = 0 if self._bound is None or context_length is None else self._bound.least(text)
+        if context_length is not None and 0 < context_length <= least:
+            raise RequestError(
+                f"the prompt has at least {least} tokens, but the context length is {context_length} tokens "
+                "including at least one of the answer"
+            )
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+class TextStream:
+    """The text of one growing answer: pieces that are final, cut before the first stop string.
+
+    Text is held back while it may be part of an unfinished character or the beginning of a stop string.
+    Cost per token: the tokens since the last finished piece, at most about `MOST_PENDING`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._token_ids: list[int] = []
+        self._before = 0  # tokens [before, shown) give the context that tokens from shown on are decoded in
+        self._shown = 0
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """New final text after one more token; sets `stopped` when a stop string is complete."""
+        if self.stopped:
+            raise Misuse("a token after a stop string")
+        self._token_ids.append(token_id)
+        piece = self._decode_new(final=False)
+        return self._release(piece) if piece else ""
+
+    def finish(self) -> str:
+        """What was held back, at the end of the answer; nothing after a stop string."""
+        if self.stopped:
+            return ""
+        text = self._release(self._decode_new(final=True))
+        if self.stopped:
+            return text
+        text, self._held = text + self._held, ""
+        return text
+
+    def _decode_new(self, final: bool) -> str:
+        old = self._tokenizer.decode(self._token_ids[self._before : self._shown])
+        new = self._tokenizer.decode(self._token_ids[self._before :])
+        if not final and (len(new) <= len(old) or new.endswith(_UNFINISHED)):
+            return self._cut_short(old) if len(self._token_ids) - self._shown >= MOST_PENDING else ""
+        self._before, self._shown = self._shown, len(self._token_ids)
+        return new[len(old) :]
+
+    def _cut_short(self, old: str) -> str:
+        """What is final of a long run that shows nothing yet.
+
+        Tokens without text, special ones, are forgotten first (a space by itself may show none, two do). In
+        front of an unfinished character is a finished one, a few tokens
+        back; where there is none, the bytes are no text, and are shown as such but for the last, which may
+        begin a character.
+        """
+        pending = self._token_ids[self._shown :]
+        kept = [token for token in pending if self._tokenizer.decode([token, token])]
+        if len(kept) < len(pending):
+            self._token_ids[self._shown :] = kept
+            return ""
+        end = len(self._token_ids)
+        for stop in range(end - 1, end - 1 - CHARACTER_TOKENS, -1):
+            new = self._tokenizer.decode(self._token_ids[self._before : stop])
+            if not new.endswith(_UNFINISHED):
+                break
+        if len(new) <= len(old):
+            del self._token_ids[self._shown : stop]
+            return ""
+        self._before, self._shown = self._shown, stop
+        return new[len(old) :]
+
+    def _release(self, piece: str) -> str:
+        text = self._held + piece
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

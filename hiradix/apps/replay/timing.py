@@ -1,0 +1,69 @@
+"""What hits are worth in time: a model of the time to first token, from rates a user can measure."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.apps.replay.lab import Outcome
+from hiradix.errors import ConfigError
+
+_PERCENT = 0.01
+
+
+@dataclass(frozen=True)
+class Machine:
+    """prefill_rate: tokens/s. bytes_per_token: of KV. host_rate, storage_rate: bytes/s to the device, to the
+    host. overhead_s: of any request. Transfers and prefill of one request follow each other; no queueing.
+    """
+
+    prefill_rate: float = 10_000.0
+    bytes_per_token: float = 131_072.0
+    host_rate: float = 20e9
+    storage_rate: float = 3e9
+    overhead_s: float = 0.02
+
+    def ttft_s(self, outcome: Outcome, span: slice = slice(None)) -> npt.NDArray[np.float64]:
+        """Seconds to the first token of each request of `span`.
+
+        Where fetching from storage would take longer than computing it, it is computed.
+        """
+        hits = {name: tokens[span] for name, tokens in outcome.played.hits.items()}
+        found = hits["device"] + hits["host"] + hits["storage"]
+        prefill = (outcome.prompt_tokens[span] - found) / self.prefill_rate
+        host = (hits["host"] + hits["storage"]) * self.bytes_per_token / self.host_rate
+        stored = hits["storage"] * self.bytes_per_token / self.storage_rate
+        fetch: npt.NDArray[np.float64] = np.minimum(stored, hits["storage"] / self.prefill_rate)
+        return fetch + self.overhead_s + prefill + host
+
+
+_RATES = {
+    "prefill_rate": "tokens/s", "bytes_per_token": "of KV", "host_rate": "bytes/s", "storage_rate": "bytes/s",
+}  # fmt: skip
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that `machine_of` reads."""
+    for name, unit in _RATES.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(Machine, name)
+        parser.add_argument(flag, type=float, default=default, help=f"{unit} (default: %(default)g)")
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The machine that the flags say; ConfigError names a bad one."""
+    for name in _RATES:
+        if not 0 < getattr(args, name) < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be > 0, got {getattr(args, name):g}")
+    return Machine(**{name: getattr(args, name) for name in _RATES})
+
+
+def summary_ms(seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Mean and percentiles in ms."""
+    shown = {"mean": float(seconds.mean())}
+    for percent in (50, 90, 99):
+        shown[f"p{percent}"] = float(np.quantile(seconds, percent * _PERCENT))
+    return {name: round(value * 1000, 1) for name, value in shown.items()}

@@ -1,0 +1,1 @@
+"""What a request over HTTP may attach, and what each key can do."""

@@ -1,0 +1,1 @@
+"""The backends, a folder each; `hiradix.storage.registry` loads them by name."""

@@ -1,0 +1,1 @@
+"""The `mooncake` backend: pages in the memory that members of a store lend it."""

@@ -1,0 +1,1 @@
+"""The `nixl` backend: files or objects, moved by NIXL's plugins."""

@@ -1,0 +1,1 @@
+"""The `redis` backend: Redis, Valkey or anything that speaks RESP."""

@@ -1,0 +1,1 @@
+"""SGLang's storage: its file format, and its storage classes hosted here."""

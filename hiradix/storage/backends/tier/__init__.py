@@ -1,0 +1,1 @@
+"""The `tier` backend: a near store over a far one."""

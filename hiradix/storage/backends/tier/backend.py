@@ -1,0 +1,179 @@
+"""The `tier` backend: a near store over a far one, for example `disk` over `s3`.
+
+Both are whole stores of their own, each behind its own guard, so one that fails or stalls leaves the other's
+pages to be had. Pages go to both; what is found far only is put near on its way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.backends.tier.promotions import Promotions
+from hiradix.storage.build import open_storage
+from hiradix.storage.guard.breaker import Troubles
+from hiradix.storage.guard.calls import Answers, as_answered
+from hiradix.storage.guard.joining import StoragePart, WhenJoined
+from hiradix.storage.kit.meters import MissReason
+from hiradix.storage.kit.options import Options, flag
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
+from hiradix.storage.wrappers.quota import QUOTA_KEYS
+
+DEADLINES_S = {"upper": 0.5, "lower": 1.0}
+
+
+class TierBackend(StorageBackend):
+    """Serves pages from a near store, and from a far one behind it. Keys: `upper`, `lower`: objects with
+    `backend` and that backend's keys.
+
+    promote: put what was read from the lower store into the upper one. Thread-safe.
+    """
+
+    traits = Traits(verifies=True, namespaced=True, guarded=True)  # and what one of the two asks for
+
+    def __init__(self, context: StorageContext):
+        options = Options(context.extra_config)
+        options.accept("upper", "lower", "checksum")
+        self._promote = options.boolean("promote", True)
+        options.finish("tier")
+        self._closed = False
+        self._num_promoted = 0
+        self._promotions = Promotions()
+        self.upper = _open("upper", context)
+        try:
+            self.lower = _open("lower", context)
+        except ConfigError:
+            self.upper.close()
+            raise
+        chained = self.upper.wants_prefix_keys or self.lower.wants_prefix_keys
+        deletes = self.upper.frees_deleted and self.lower.frees_deleted
+        tenanted = self.upper.wants_tenant or self.lower.wants_tenant
+        self.traits = dataclasses.replace(self.traits, chained=chained, deletes=deletes, tenanted=tenanted)
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        self._check([*keys, *prefix_keys])
+        found = self.upper.exists(keys, prefix_keys)
+        while found < len(keys):
+            before = found
+            for store in (self.lower, self.upper):
+                if found < len(keys):
+                    found += store.exists(keys[found:], [*prefix_keys, *keys[:found]])
+            if found == before:
+                break
+        return found
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        self._check([*keys, *(prefix_keys or ())])
+        near = self.upper.get(keys, into, prefix_keys)
+        ok = list(near)
+        missing = [index for index, good in enumerate(ok) if not good]
+        if not missing:
+            return ok
+        before = chain_before(keys, missing, prefix_keys)
+        with self._promotions.promoting([keys[index] for index in missing]) as gone:
+            answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing], before)
+            found = [index for index, good in zip(missing, answers) if good]
+            for index in found:
+                ok[index] = True
+            if self._promote and found and not self.upper.is_read_only:
+                before = chain_before(keys, found, prefix_keys)
+                stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
+                self._num_promoted += sum(stored)
+        if self._promote and gone:
+            self.upper.delete(gone)
+        return as_answered(ok, answers, near)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        """True where at least one of the two took the page."""
+        self._check([*keys, *(prefix_keys or ())])
+        near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
+        ok = [a or b for a, b in zip(near, far, strict=True)]
+        return Answers(ok, MissReason.READ_ONLY) if self.read_only else as_answered(ok, far, near)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether neither of the two takes pages, as their folders cannot be written."""
+        return self.upper.is_read_only and self.lower.is_read_only
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._check(keys)
+        with self._promotions.deleting(keys):
+            self._both("delete", lambda store: store.delete(keys))
+
+    def clear(self) -> None:
+        self._check(())
+        with self._promotions.deleting(None):
+            self._both("clear", lambda store: store.clear())
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.upper.close()
+            self.lower.close()
+
+    def ping(self) -> None:
+        """Raises when neither answers."""
+        self._check(())
+        if not self.upper.ping() and not self.lower.ping():
+            raise StorageError("tier: neither the upper nor the lower store answers")
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of both stores."""
+        return self.upper.troubles.and_those(self.lower.troubles)
+
+    @property
+    def reads_in_part(self) -> bool:
+        """Whether one of the two can be read now, and the other cannot."""
+        is_one = self.upper.may_read != self.lower.may_read
+        return is_one or self.upper.reads_in_part or self.lower.reads_in_part
+
+    def when_joined(self, call: WhenJoined) -> None:
+        """`call` with each of the two stores that is joined later."""
+        for store in (self.upper, self.lower):
+            if not store.is_joined:
+                store.when_joined(call)
+
+    def register(self, memory: memoryview) -> None:
+        self._both("register", lambda store: store.register(memory))
+
+    def stats(self) -> Mapping[str, float]:
+        found: dict[str, float] = {"promoted": self._num_promoted}
+        for name, store in (("upper", self.upper), ("lower", self.lower)):
+            found |= {f"{name}_{figure}": value for figure, value in store.stats().items()}
+        return found
+
+    def _check(self, keys: Sequence[str]) -> None:
+        if self._closed:
+            raise StorageError("storage backend is closed")
+        check_keys(keys)
+
+    def _both(self, what: str, call: Callable[[StoragePart], bool]) -> None:
+        done = {name: call(store) for name, store in (("upper", self.upper), ("lower", self.lower))}
+        if not all(done.values()):
+            failed = ", ".join(name for name, ok in done.items() if not ok)
+            raise StorageError(f"tier: {what} failed in {failed}")
+
+
+def _open(name: str, context: StorageContext) -> StoragePart:
+    value: Any = context.extra_config.get(name)
+    if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
+        raise ConfigError(f'{flag(name)} must be an object with "backend": the name of a storage backend')
+    for key in QUOTA_KEYS:
+        if key in value:
+            raise ConfigError(f"{flag(name)}: {flag(key)} is a key of the tier, for both stores together")
+    keys = {"deadline_s": DEADLINES_S[name]} | {key: item for key, item in value.items() if key != "backend"}
+    try:
+        return open_storage(value["backend"], dataclasses.replace(context, extra_config=keys))
+    except ConfigError as error:
+        raise type(error)(f"{flag(name)}: {error}") from error

@@ -1,0 +1,1 @@
+"""The guard before every backend: deadlines, circuit breakers, checksums, joining later."""

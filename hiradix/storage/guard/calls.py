@@ -1,0 +1,163 @@
+"""What the guard hands around during one call: its pages, where it runs, and the answers it may give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from hiradix.errors import StorageError
+from hiradix.storage.kit.lanes import CallTimeout, Lane
+from hiradix.storage.kit.meters import FAULTS, MissReason
+from hiradix.storage.protocol import Page, StorageBackend, asked_chain, chain_before, page_bytes
+
+T = TypeVar("T")
+
+
+class BadAnswer(Exception):
+    """A backend returned something that is no answer to its call."""
+
+
+class Answers(list[bool]):
+    """A backend's flags of a `get` or `put`, and the one reason of those that are False.
+
+    number: of how many of them, if not of all: of the others the backend says no more.
+    """
+
+    def __init__(self, flags: Sequence[bool], why: MissReason, number: int | None = None):
+        super().__init__(flags)
+        self.why = why
+        self.number = number
+
+
+def has_failed(answer: Sequence[bool]) -> bool:
+    """Whether a fault is why pages of a `get` or `put` are missing, so that they may be there all the same.
+    """
+    return isinstance(answer, Answers) and answer.why in FAULTS
+
+
+def as_answered(flags: list[bool], *answers: Sequence[bool]) -> list[bool]:
+    """`flags`, made of those of `answers`, with the fault that the first of these with one tells of."""
+    for answer in answers if False in flags else ():
+        if isinstance(answer, Answers) and answer.why in FAULTS:
+            return Answers(flags, answer.why)
+    return flags
+
+
+@dataclass
+class Batch:
+    """One call's pages and what became of them. before: names of the chain before them, where it is known.
+
+    tenant: whose pages they are, in a put.
+    """
+
+    keys: Sequence[str]
+    names: Sequence[str]
+    pages: Sequence[Page]
+    before: Sequence[str] | None = None
+    tenant: str = ""
+    ok: list[bool] = field(init=False)
+    refused: dict[MissReason, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ok = [False] * len(self.keys)
+
+    def chain(self, backend: StorageBackend, chunk: range) -> dict[str, Any]:
+        """The chain before a chunk as an argument for `backend`, if it asks for it."""
+        return asked_chain(backend, chain_before(self.names, chunk, self.before))
+
+    def answered(self, chunk: range, answer: object) -> None:
+        """Take a backend's flags for a chunk; raises BadAnswer."""
+        self.ok[chunk.start : chunk.stop] = self.flags(chunk, answer)
+
+    def flags(self, chunk: range, answer: object) -> list[bool]:
+        """The flags of an answer, noting why pages are missing where it says so; raises BadAnswer."""
+        flags = checked_flags(answer, len(chunk))
+        if isinstance(answer, Answers) and (missing := flags.count(False)):
+            number = missing if answer.number is None else min(missing, answer.number)
+            self.refused[answer.why] = self.refused.get(answer.why, 0) + number
+        return flags
+
+
+class OtherKind(CallTimeout):
+    """What did not end in time is a call of another kind, made on this one's way: it says nothing of this."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One call: until when it may take, by `clock`, and where it runs. This one runs on the caller's thread.
+    """
+
+    clock: Callable[[], float]
+    deadline: float
+
+    def left_s(self) -> float:
+        """Seconds until the deadline; less than 0 behind it."""
+        return self.deadline - self.clock()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. CallTimeout, without asking, when no time is left."""
+        if self.clock() > self.deadline:
+            raise CallTimeout("no time left for the rest of the batch")
+        try:
+            return work()
+        except SystemExit as error:  # a caller's thread is no backend's to end
+            raise StorageError(f"{type(error).__name__}: {error}") from error
+
+
+@dataclass(slots=True)
+class LaneSession(Session):
+    """Runs on a lane, which can be left behind. afterwards: to be called there when the work has ended."""
+
+    lane: Lane
+    afterwards: Callable[[], None]
+
+    def run(self, work: Callable[[], T]) -> T:
+        return self.start(work)()
+
+    def start(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begin `work`. What comes back waits for it; it is to be called whatever happens meanwhile, as the
+        lane is the backend's until then."""
+
+        def work_and_more() -> T:
+            value = work()
+            self.afterwards()
+            return value
+
+        call = self.lane.start(work_and_more)
+        return lambda: cast(T, self.lane.finish(call, self.left_s()))
+
+    def stage(self, batch: Batch, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
+        """Staging memory for each page of the chunk, `extra_bytes` longer than the page.
+
+        which: 0 or 1, as a lane has two pieces of memory.
+        """
+        sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
+        memory = self.lane.staging(sum(sizes), which)
+        views, start = [], 0
+        for size in sizes:
+            views.append(memory[start : start + size])
+            start += size
+        return views
+
+
+def checked_count(answer: object, limit: int) -> int:
+    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    if type(answer) is int and 0 <= answer <= limit:
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
+        raise BadAnswer(f"exists answered {answer!r:.80} for {limit} keys")
+    return int(answer)
+
+
+def checked_flags(answer: object, num_pages: int) -> list[bool]:
+    """`answer` as one bool per page; raises BadAnswer unless it is exactly that."""
+    if not isinstance(answer, list | tuple) or len(answer) != num_pages:
+        raise BadAnswer(f"answered {answer!r:.80} for {num_pages} pages")
+    if set(map(type, answer)) <= {bool}:
+        return list(answer)
+    if not all(isinstance(ok, bool | np.bool_) for ok in answer):
+        raise BadAnswer(f"answered {answer!r:.80}, which are not all bool")
+    return [bool(ok) for ok in answer]

@@ -1,0 +1,533 @@
+"""The guard every backend gets: deadline, circuit breaker, identity, checksum and figures, wrapped once.
+
+`GuardedStorage` answers, it never raises: whatever a backend does, a page that was not proven good in time is
+a miss with a reason. A caller waits at most the deadline, and its pages are never in a backend's hands
+(`lanes`). The exception are backends with the trait `direct`: theirs are the caller's thread and pages, and
+a call that is past its deadline is waited for, while everybody else gets misses (`direct`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from hiradix.errors import Misuse
+from hiradix.os_memory import address_of, staging_memory
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.guard.breaker import (
+    NO_TROUBLES,
+    Breaker,
+    BreakerLimits,
+    Breakers,
+    BreakerState,
+    Troubles,
+)
+from hiradix.storage.guard.calls import (
+    Answers,
+    BadAnswer,
+    Batch,
+    LaneSession,
+    OtherKind,
+    Session,
+    checked_count,
+)
+from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
+from hiradix.storage.guard.staged import Staged, Work
+from hiradix.storage.kit.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
+from hiradix.storage.kit.meters import FAULTS, Histogram, Meters, MissReason, Op
+from hiradix.storage.kit.pieces import Piece, as_piece, pieces_of
+from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
+from hiradix.storage.kit.states import StoreStates
+from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
+
+logger = logging.getLogger(__name__)
+
+SHORT_PIECE_BYTES = 1 << 20
+WIDE_PIECE_BYTES = 64 << 20
+"""Most that `Traits.width` makes of a piece."""
+DELETE_KEY_S = 0.001
+"""What a deletion may take for each key, beside the deadline."""
+AWAITED = (Op.EXISTS, Op.GET)
+"""Calls that requests wait for: one that takes most of its time is as bad as one that takes all of it."""
+_CLOSED = BreakerState.CLOSED
+_NAMES = {Op.EXISTS: "lookups", Op.GET: "reads", Op.PUT: "writes", Op.DELETE: "deletions"}
+
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """How far a backend is trusted.
+
+    deadline_s: longest wait of one call, plus one second for every `bytes_per_s` of its pages. A lookup or
+    read that takes more than half of it, plus what its pages may take, counts as a failure; its answer is
+    used.
+    num_workers: calls that may be in a backend at once; with all of them hung, calls are misses.
+    staging_bytes: memory of each worker; longer batches pass in pieces, and two of these are in memory then.
+    checksum: False stores and checks identity and length only.
+    """
+
+    deadline_s: float = 2.0
+    bytes_per_s: float = 100e6
+    num_workers: int = 4
+    staging_bytes: int = 8 << 20
+    checksum: bool = True
+    breaker: BreakerLimits = field(default_factory=BreakerLimits)
+    admin_timeout_s: float = 60.0
+
+
+class GuardedStorage:
+    """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend."""
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        fingerprint: PageFingerprint,
+        limits: GuardLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        lanes: LanePool | None = None,
+        name: str = "",
+    ):
+        self.name = name or type(backend).__name__
+        self.limits = limits = limits or GuardLimits()
+        self.backend = backend
+        self._clock = clock
+        self._traits = getattr(backend, "traits", Traits())
+        self._ping = getattr(backend, "ping", _nothing)
+        self._stats = getattr(backend, "stats", dict)
+        self._register = getattr(backend, "register", _nothing)
+        self._digest = fingerprint.digest()
+        sealer = Sealer(self._digest, DEFAULT_ALGORITHM if limits.checksum else NONE, limits.checksum)
+        self._staged = Staged(None if self._traits.verifies else sealer, self._delete_within)
+        self._direct = DirectCalls() if self._traits.direct else None
+        if not (self._traits.verifies or not self._traits.direct):
+            raise Misuse("a direct backend must verify its pages")
+        self.breakers = Breakers(limits.breaker, clock)
+        self._lanes = lanes or LanePool(limits.num_workers)
+        self._meters = Meters()
+        self._page_bytes = 0  # of a page that was read or stored here
+        self._states = StoreStates(type(backend).__name__)
+        self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
+        self._backend_stats: Mapping[str, float] = {}
+        self._closed = False
+        self._ends_lanes = True
+
+    def beside(self, backend: StorageBackend, fingerprint: PageFingerprint) -> GuardedStorage:
+        """A guard of other pages in the same store, with this one's workers, breakers and figures of calls.
+
+        Close it before this one.
+        """
+        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._lanes, self.name)
+        other.breakers, other._meters, other._ends_lanes = self.breakers, self._meters, False
+        return other
+
+    @property
+    def parts(self) -> tuple[GuardedStorage, ...]:
+        """The guard of each component of a model's cache: this one alone."""
+        return (self,)
+
+    @property
+    def is_joined(self) -> bool:
+        """True: a guard has its backend. See `joining` for stores that are not there yet."""
+        return True
+
+    def when_joined(self, call: Callable[[Any], None]) -> None:
+        """`call` with this store, now; later with each store within it that is joined then."""
+        call(self)
+        getattr(self.backend, "when_joined", _nothing)(call)
+
+    # -- pages --------------------------------------------------------------------------
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        """How many leading keys are there: a hint. 0 on any fault, and while nothing can be read.
+
+        The first lookup that finds something after reads' retry interval reads a page, to see whether that
+        works again.
+        """
+        found, reads = 0, self.breakers.of(Op.GET)
+
+        def ask(session: Session) -> None:
+            nonlocal found
+            work = partial(self.backend.exists, self._names(keys), self._names(prefix_keys))
+            found = checked_count(session.run(work), len(keys))
+
+        if reads.may_pass:
+            reason, duration_s = self._call(Op.EXISTS, keys, 0, ask)
+        else:
+            reason, duration_s = MissReason.BREAKER_OPEN, None
+        if found and reads.state is not _CLOSED and not self._can_read(reads, keys[:1], prefix_keys):
+            reason, found = MissReason.BREAKER_OPEN, 0
+        absent = len(keys) - found
+        missed = ((reason or MissReason.ABSENT, absent),) if absent else ()
+        self._meters.of(Op.EXISTS).ended(duration_s, found, 0, missed)
+        return found
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        """Read pages into `into`; True only for pages proven to be what was stored.
+
+        Others are untouched, or undefined if the backend is direct or fills pages in place. `has_failed` of
+        the answer tells whether a fault has kept pages from being read.
+        """
+        batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
+        return self._move(Op.GET, batch)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
+
+        tenant: whose pages they are, as `Namespace.tenant` names him.
+        """
+        batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
+        return self._move(Op.PUT, batch)
+
+    @property
+    def may_read(self) -> bool:
+        """Whether a read would be let through now, be it as the one that finds out."""
+        return not self._closed and self.breakers.of(Op.GET).may_pass
+
+    @property
+    def reads_in_part(self) -> bool:
+        """Whether some of the stores within can be read now, and others cannot."""
+        return bool(getattr(self.backend, "reads_in_part", False))
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of lookups and reads, here and in stores within."""
+        within: Troubles = getattr(self.backend, "troubles", NO_TROUBLES)
+        lookups, reads = self.breakers.of(Op.EXISTS), self.breakers.of(Op.GET)
+        changes = lookups.num_changes + reads.num_changes
+        return within.and_those(Troubles(changes, lookups.num_failed, reads.num_failed))
+
+    @property
+    def wants_prefix_keys(self) -> bool:
+        """Whether the backend asked for the keys before those of a call."""
+        return self._traits.chained
+
+    @property
+    def frees_deleted(self) -> bool:
+        """Whether a deleted page's bytes are given back."""
+        return self._traits.deletes
+
+    @property
+    def wants_tenant(self) -> bool:
+        """Whether the backend asked whose the pages of a put are."""
+        return self._traits.tenanted
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether the store takes no pages, as its folder cannot be written."""
+        return bool(getattr(self.backend, "read_only", False))
+
+    def refuse(self, num_pages: int) -> list[bool]:
+        """The answer to a put of so many pages in a store that is read-only, without asking it."""
+        self._meters.of(Op.PUT).ended(None, 0, 0, ((MissReason.READ_ONLY, num_pages),))
+        return [False] * num_pages
+
+    def delete(self, keys: Sequence[str]) -> bool:
+        """Forget keys; False when the backend failed, or did not answer within the deadline."""
+        work = partial(self.backend.delete, self._names(keys))
+        num_bytes = int(DELETE_KEY_S * len(keys) * self.limits.bytes_per_s)
+        reason, duration_s = self._call(Op.DELETE, keys, num_bytes, lambda session: session.run(work))
+        missed = () if reason is None else ((reason, len(keys)),)
+        self._meters.of(Op.DELETE).ended(duration_s, 0 if reason else len(keys), 0, missed)
+        return reason is None
+
+    # -- lifecycle ----------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Forget all pages of this fingerprint; False when the backend failed or did not answer in time."""
+        return self._admin("clear", self.backend.clear)
+
+    def ping(self) -> bool:
+        """Whether the store can be reached now."""
+        return self._admin("ping", self._ping, self.limits.deadline_s)
+
+    def register(self, memory: memoryview) -> bool:
+        """Tell the backend of a host pool's memory, once: what came of it is remembered."""
+        place = address_of(memory), memory.nbytes
+        if place not in self._told:
+            self._told[place] = self._admin("register", lambda: self._register(memory))
+        return self._told[place]
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Close the backend, waiting at most `timeout_s`; calls from now on are misses. Idempotent.
+
+        With all workers hung one more closes it, which may be what ends their calls.
+        """
+        if not self._closed:
+            self._closed = True
+            self._admin("close", self.backend.close, timeout_s, extra=True)
+            if self._ends_lanes:
+                self._lanes.close()
+
+    @property
+    def state(self) -> BreakerState:
+        """The worst state of the breakers of all kinds of calls; `breakers` has them one by one."""
+        return self.breakers.state
+
+    def histograms(self) -> Mapping[Op, Histogram]:
+        """Durations of calls that reached the backend."""
+        return {op: self._meters.of(op).histogram() for op in Op}
+
+    def stats(self) -> Mapping[str, float]:
+        """Figures by name; the backend's own as `backend_*`, as of its last call. Never waits for I/O."""
+        if self._direct is not None:
+            self._refresh_stats()
+        return {
+            **self._meters.snapshot(),
+            **self.breakers.figures(),
+            "workers_busy": self._lanes.num_busy,
+            "late_answers": self._lanes.num_late,
+            "joined": 1.0,
+            "read_only": float(self.is_read_only or self._backend_stats.get("read_only", 0)),
+            **{f"backend_{name}": value for name, value in self._backend_stats.items()},
+        }
+
+    # -- one call -----------------------------------------------------------------------
+
+    def _names(self, keys: Sequence[str]) -> Sequence[str]:
+        """What the backend knows `keys` as; the caller's own sequence only where it is waited for."""
+        if self._traits.namespaced:
+            return keys if self._traits.direct else list(keys)
+        return [f"{self._digest[:32]}-{key}" for key in keys]
+
+    def _before(self, prefix_keys: Sequence[str] | None) -> Sequence[str] | None:
+        return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
+
+    def _move(self, op: Op, batch: Batch) -> list[bool]:
+        keys, sizes = batch.keys, sizes_of(batch.pages)
+        if len(keys) != len(sizes):
+            raise Misuse(f"{len(keys)} keys for {len(sizes)} pages")
+        if sizes and not self._page_bytes:
+            self._page_bytes = sizes[0]
+        total_bytes = sum(sizes)
+
+        def move(session: Session) -> None:
+            more = self._staged.seal_bytes
+            staged = [size + more for size in sizes] if more else sizes
+            self._move_chunks(op, session, batch, self._pieces(op, staged))
+
+        reason, duration_s = self._call(op, keys, total_bytes, move)
+        lost = batch.ok.count(False) - sum(batch.refused.values())
+        missed = (*batch.refused.items(), (reason or _UNTOLD[op], lost))
+        if not self._traits.verifies:
+            self._tell(batch)
+        num_done = batch.ok.count(True)
+        if num_done < len(sizes):
+            total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
+        self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
+        if reason is None:
+            reason = next((why for why in batch.refused if why in FAULTS), None)
+        return batch.ok if reason is None or num_done == len(sizes) else Answers(batch.ok, reason)
+
+    def _tell(self, batch: Batch) -> None:
+        """Say that pages did not pass the checks here; a backend that verifies says so itself."""
+        bad = batch.refused.get(MissReason.DAMAGED, 0) + batch.refused.get(MissReason.FOREIGN, 0)
+        if bad:
+            self._states.enter("damaged", f"{bad} pages of a call are not what was stored: misses")
+        else:
+            self._states.leave("damaged")
+
+    def _lands(self, op: Op) -> bool:
+        """Whether pages are filled in place, each checked as it comes."""
+        return op is Op.GET and self._traits.lands and not self._traits.verifies
+
+    def _pieces(self, op: Op, sizes: Sequence[int]) -> list[range]:
+        """What of pages of such sizes goes to the backend at once. A staged piece is filled while the backend
+        has the one before: so the first of a put, which it waits for, is a short one."""
+        if self._direct is not None or self._lands(op):
+            return chunks(sizes, DIRECT_PIECE_BYTES)
+        wide = min(self._traits.width * max(sizes, default=0), WIDE_PIECE_BYTES)
+        runs = chunks(sizes, max(self.limits.staging_bytes, wide))
+        if op is Op.PUT and runs:
+            runs[:1] = growing(runs[0], sizes, max(SHORT_PIECE_BYTES, wide))
+        return runs
+
+    def _call(
+        self, op: Op, keys: Sequence[str], num_bytes: int, body: Callable[[Session], None]
+    ) -> tuple[MissReason | None, float | None]:
+        """Run `body` behind breaker and deadline: why it did not come to its end, and the seconds it took.
+
+        None for these: it did; it was not begun.
+        """
+        if not (self._traits.checks_keys or _keys_ok(op, keys)):
+            return MissReason.BAD_KEY, None
+        start_s = self._clock()
+        if self._closed:
+            return MissReason.CLOSED, None
+        if self._direct is not None and self._direct.overdue(start_s):
+            return MissReason.BUSY, None
+        breaker = self.breakers.of(op)
+        admission = breaker.admit()
+        if admission is None:
+            return MissReason.BREAKER_OPEN, None
+        bytes_s = num_bytes / self.limits.bytes_per_s
+        limit_s = self.limits.deadline_s + bytes_s
+        is_timed = op in AWAITED and not self._traits.guarded
+        quick_s = self.limits.deadline_s / 2 + bytes_s if is_timed else limit_s
+        if breaker.state is BreakerState.HALF_OPEN:
+            limit_s = quick_s
+        reason: MissReason | None = None
+        ok: bool | None = True
+        why, waited_s = "", 0.0
+        try:
+            waited_s = self._within(op, start_s, start_s + limit_s, body)
+        except BadKey as error:
+            reason, why, ok = MissReason.BAD_KEY, str(error), None
+        except (CallTimeout, NoLane, BadAnswer) as error:
+            is_of_others = isinstance(error, OtherKind | OthersBusy)
+            is_of_others |= self._traits.guarded and isinstance(error, CallTimeout)
+            reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
+        except Exception as error:  # a backend may raise anything; none of it may reach a request
+            reason, why, ok = MissReason.ERROR, f"{type(error).__name__}: {error}", False
+        duration_s = self._clock() - start_s
+        if ok and duration_s - waited_s > quick_s:
+            why, ok = f"took {duration_s - waited_s:.3f} s, more than {quick_s:.3f} s", False
+        self._record(op, breaker.record(admission, ok), why)
+        return reason, duration_s
+
+    def _record(self, op: Op, is_news: bool, why: str) -> None:
+        """Say how a call ended: where that changes what is done with calls of its kind, in a warning."""
+        breaker, what = self.breakers.of(op), f"{_NAMES[op]} of {self.name}"
+        if is_news and breaker.state is _CLOSED:
+            logger.warning("storage breaker is now closed for %s: they work again", what)
+        elif is_news:
+            also = "; lookups are misses until then" if op is Op.GET else ""
+            logger.warning(
+                "storage breaker is now open for %s, the last one: %s; one is tried in %g s%s",
+                what, why or "no answer", breaker.retry_s, also,
+            )  # fmt: skip
+        elif why:
+            logger.info("storage %s failed: %s", op.value, why)
+
+    def _within(self, op: Op, start_s: float, deadline: float, body: Callable[[Session], None]) -> float:
+        """Run `body`; the seconds that it waited for a worker, which others had."""
+        if self._direct is None:
+            with self._lanes.lane(deadline - self._clock(), kind=op) as lane:
+                waited_s = self._clock() - start_s
+                body(LaneSession(self._clock, deadline, lane, self._refresh_stats))
+            return waited_s
+        session = Session(self._clock, deadline)
+        number = self._direct.begin(deadline)
+        try:
+            body(session)
+        finally:
+            self._direct.end(number)
+        late_s = -session.left_s()
+        if late_s > 0:
+            raise CallTimeout(f"ended {late_s:.3f} s late")
+        return 0.0
+
+    def _can_read(self, reads: Breaker, keys: Sequence[str], prefix_keys: Sequence[str]) -> bool:
+        """Whether what a lookup has found may be read after all: one page is, where that is to be tried.
+
+        A direct backend's pages have to be the caller's own, and how long a page is may not be known yet:
+        then the read that follows the lookup is the one that is tried.
+        """
+        if self._direct is not None or not self._page_bytes:
+            return reads.may_pass
+        self.get(keys, [[staging_memory(self._page_bytes)]], prefix_keys or None)
+        return reads.state is _CLOSED
+
+    def _delete_within(self, session: LaneSession, names: Sequence[str]) -> bool:
+        """Delete names on a put's way. A deletion that fails is none of the put's faults, and one that hangs
+        keeps no worker from puts."""
+        breaker = self.breakers.of(Op.DELETE)
+        admission = None if self._lanes.is_full(Op.DELETE) else breaker.admit()
+        if admission is None:
+            return False
+        lane = session.lane
+        before, lane.kind = lane.kind, Op.DELETE
+        try:
+            session.run(partial(self.backend.delete, names))
+        except CallTimeout as error:
+            self._record(Op.DELETE, breaker.record(admission, False), str(error))
+            raise OtherKind(f"a deletion before it: {error}") from error
+        except Exception as error:  # as in _call
+            lane.kind = before
+            self._record(Op.DELETE, breaker.record(admission, False), f"{type(error).__name__}: {error}")
+            return False
+        lane.kind = before
+        self._record(Op.DELETE, breaker.record(admission, True), "")
+        return True
+
+    def _refresh_stats(self) -> None:
+        """Take the backend's figures: after a call, on its worker; a direct one's when they are asked for."""
+        try:
+            self._backend_stats = dict(self._stats())
+        except Exception:  # figures are not worth a page
+            self._meters.count("stats_failed")
+
+    def _work(self, op: Op, batch: Batch) -> Work:
+        call, piece_at = getattr(self.backend, op.value), pieces_of((id(self), op), batch.names)
+
+        def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
+            names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
+            more |= {"tenant": batch.tenant} if op is Op.PUT and self._traits.tenanted else {}
+            return partial(_in_piece, piece_at(chunk.start), partial(call, names, pages, **more))
+
+        return work
+
+    def _move_chunks(self, op: Op, session: Session, batch: Batch, runs: Sequence[range]) -> None:
+        work = self._work(op, batch)
+        if not isinstance(session, LaneSession):
+            for chunk in runs:
+                pages = batch.pages[chunk.start : chunk.stop]
+                batch.answered(chunk, session.run(work(chunk, pages)))
+        elif self._lands(op):
+            self._staged.land(session, batch, runs, work)
+        elif op is Op.GET:
+            self._staged.read(session, batch, runs, work)
+        else:
+            self._staged.write(session, batch, runs, work)
+
+    def _admin(
+        self, what: str, work: Callable[[], None], timeout_s: float | None = None, extra: bool = False
+    ) -> bool:
+        timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
+        deadline = self._clock() + timeout_s
+        try:
+            with self._lanes.lane(timeout_s / 2 if extra else timeout_s, extra) as lane:
+                LaneSession(self._clock, deadline, lane, self._refresh_stats).run(work)
+        except Exception as error:  # as in _call
+            logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
+            return False
+        return True
+
+
+def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
+    try:
+        check_keys(keys)
+    except BadKey as error:
+        logger.warning("storage %s: %s", op.value, error)
+        return False
+    return True
+
+
+def _in_piece(piece: Piece, call: Callable[[], object]) -> object:
+    with as_piece(piece):
+        return call()
+
+
+def _nothing(*_: object) -> None:
+    """Stands for an optional call that a backend does not have."""
+
+
+_UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
+"""Of pages that a backend answered no for, and nothing more."""
+_FAULTS: Mapping[type[Exception], MissReason] = {
+    CallTimeout: MissReason.TIMEOUT,
+    OtherKind: MissReason.TIMEOUT,
+    NoLane: MissReason.BUSY,
+    OthersBusy: MissReason.BUSY,
+    BadAnswer: MissReason.BAD_ANSWER,
+}

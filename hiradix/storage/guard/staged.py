@@ -1,0 +1,149 @@
+"""Pages on their way through a worker's staging memory, with their seals: copied, checked, and copied out.
+
+A long batch passes in chunks. While one is being read the chunk before it is checked and copied out; while
+one is stored the chunk after it is copied and sealed. So neither network nor processor wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from hiradix.errors import Misuse
+from hiradix.storage.guard.calls import Batch, LaneSession
+from hiradix.storage.kit.landing import Landing
+from hiradix.storage.kit.lanes import gather, scatter
+from hiradix.storage.kit.meters import MissReason
+from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.kit.spoilt import Spoilt
+from hiradix.storage.protocol import Page
+
+Work = Callable[[range, Sequence[Page]], Callable[[], object]]
+"""The backend's call for a chunk of the batch, whose bytes are in or go to those pages."""
+_Read = tuple[range, list[memoryview], list[bool]]
+_Write = tuple[range, Callable[[], object], Collection[str]]
+_REASON = {
+    Verdict.DAMAGED: MissReason.DAMAGED,
+    Verdict.FOREIGN: MissReason.FOREIGN,
+    Verdict.UNKNOWN: MissReason.FOREIGN,
+}
+
+
+class Staged:
+    """Thread-safe. sealer: for pages whose backend does not verify them, else None.
+
+    delete: removes names in the store during a put; False where it could not.
+    """
+
+    def __init__(self, sealer: Sealer | None, delete: Callable[[LaneSession, Sequence[str]], bool]):
+        self._sealer = sealer
+        self._delete = delete
+        self._spoilt = Spoilt()
+        self.seal_bytes = 0 if sealer is None else SEAL_BYTES
+
+    def read(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Read the chunks `runs`. What was read before a fault is in the batch's pages, if it is good."""
+        before: _Read | None = None
+        try:
+            for number, chunk in enumerate(runs):
+                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
+                ended = session.start(work(chunk, [[view] for view in views]))
+                try:
+                    done, before = before, None
+                    self._take(batch, done)
+                finally:
+                    answer = ended()
+                before = chunk, views, batch.flags(chunk, answer)
+        finally:
+            self._take(batch, before)
+
+    def land(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Read the chunks `runs` straight into the batch's pages. What is whole and good there when a fault
+        comes stays; nothing is written to them after this."""
+        for chunk in runs:
+            seals = memoryview(bytearray(len(chunk) * SEAL_BYTES))
+            landings = [
+                Landing([*batch.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True)
+                for at, index in enumerate(chunk)
+            ]
+            flags = [True] * len(chunk)
+            try:
+                flags = batch.flags(chunk, session.run(work(chunk, landings)))
+            finally:
+                whole = [landing.withdraw() for landing in landings]
+                self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
+
+    def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+        """Store the chunks `runs`; bad pages that were read under their names are deleted before.
+
+        Where they cannot be deleted they stay noted, and are not stored: the store would keep what it has.
+        """
+        before: _Write | None = None
+        try:
+            for number, chunk in enumerate(runs):
+                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
+                self._fill(batch, chunk, views)
+                done, before = before, None
+                _answer(batch, done)
+                spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
+                kept = self._remove(session, spoilt) if spoilt else ()
+                before = chunk, session.start(work(chunk, [[view] for view in views])), kept
+        finally:
+            _answer(batch, before)
+
+    def _remove(self, session: LaneSession, spoilt: Sequence[str]) -> Collection[str]:
+        """Delete these; those that are still there."""
+        removed = False
+        try:
+            removed = self._delete(session, spoilt)
+        finally:
+            if not removed:
+                self._spoilt.note(spoilt)
+        return () if removed else frozenset(spoilt)
+
+    def _fill(self, batch: Batch, chunk: range, views: Sequence[memoryview]) -> None:
+        """Copy a chunk's pages to the staging memory, each with its seal."""
+        for index, view in zip(chunk, views):
+            payload = view[: len(view) - self.seal_bytes]
+            gather(batch.pages[index], payload)
+            if self._sealer is not None:
+                view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
+
+    def _look(
+        self, batch: Batch, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
+    ) -> None:
+        """Check those that came."""
+        if self._sealer is None:
+            raise Misuse("pages that are not checked passed the staging memory by")
+        for index, landing, ok in zip(chunk, landings, came):
+            if ok:
+                batch.ok[index] = self._is_good(batch, index, landing.check(batch.keys[index], self._sealer))
+
+    def _take(self, batch: Batch, read: _Read | None) -> None:
+        """Check what was read, and copy to the batch's pages what is good."""
+        for index, view, ok in zip(*read) if read is not None else ():
+            if ok and self._is_good(batch, index, self._check(batch.keys[index], view)):
+                scatter(view[: len(view) - self.seal_bytes], batch.pages[index])
+                batch.ok[index] = True
+
+    def _is_good(self, batch: Batch, index: int, verdict: Verdict) -> bool:
+        """Whether the page may be used; takes down why not."""
+        if verdict is not Verdict.GOOD:
+            reason = _REASON[verdict]
+            batch.refused[reason] = batch.refused.get(reason, 0) + 1
+            if verdict is not Verdict.UNKNOWN:
+                self._spoilt.note([batch.names[index]])
+        return verdict is Verdict.GOOD
+
+    def _check(self, key: str, view: memoryview) -> Verdict:
+        if self._sealer is None:
+            return Verdict.GOOD
+        return self._sealer.check(view[-SEAL_BYTES:], key, [view[:-SEAL_BYTES]])
+
+
+def _answer(batch: Batch, write: _Write | None) -> None:
+    """Wait for a chunk's call, and take its answers."""
+    if write is not None:
+        chunk, ended, kept = write
+        batch.answered(chunk, ended())
+        for index in chunk if kept else ():
+            batch.ok[index] &= batch.names[index] not in kept

@@ -1,0 +1,1 @@
+"""What a backend's author builds with: seals, vectored IO, locks, registered memory, option parsing."""

@@ -1,0 +1,1 @@
+"""Backends around backends: compression, encryption, quantisation, quotas, retries."""

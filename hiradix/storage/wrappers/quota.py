@@ -1,0 +1,268 @@
+"""Byte quotas: how much of a store each tenant's pages may take.
+
+A tenant at his limit makes room with his own pages, coldest first; nobody else's leave for his. Where a
+backend cannot delete, his further pages are refused. What counts is a page's length as it comes from the
+guard, whatever compression makes of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.backends.disk.recency import Recency
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.kit.options import Options, flag, parse_size
+from hiradix.storage.protocol import Page, StorageBackend, check_keys, page_bytes
+from hiradix.storage.wrappers.account import Account, AccountError, Entered, Entry
+from hiradix.storage.wrappers.wrapper import Wrapper
+
+logger = logging.getLogger(__name__)
+
+QUOTA_KEYS = ("quota", "quotas", "quota_path")
+SHOWN_TENANTS = 16
+"""Those with the most bytes have a figure of their own."""
+MAX_USES = 1 << 14
+"""Reads remembered until somebody has to leave."""
+_ROUNDS = 4  # of making room; more than one only where other processes take it
+_KINDS = ("salt:", "key:", "tenant:")
+
+
+@dataclass(frozen=True)
+class QuotaConfig:
+    """default_bytes: of each tenant without an entry in `own`; None: no limit. path: the accounts' folder."""
+
+    default_bytes: int | None = None
+    own: Mapping[str, int] = field(default_factory=dict)
+    path: str = ""
+
+    @property
+    def is_on(self) -> bool:
+        return self.default_bytes is not None or bool(self.own)
+
+    @staticmethod
+    def from_options(options: Options) -> QuotaConfig:
+        """From the keys `quota`, `quotas`, `quota_path`. Raises ConfigError naming the bad one."""
+        default = options.size("quota", 0) if options.given("quota") else None
+        own = _sizes(options.mapping("quotas"))
+        path = options.text("quota_path", "")
+        made = QuotaConfig(default, own, path)
+        if made.is_on and not path:
+            raise ConfigError(f"{flag('quota_path')}: a quota needs a folder for its accounts, one per store")
+        return made
+
+    def limit(self, tenant: str, num_ranks: int) -> int | None:
+        """Of one rank of a model: its share of the tenant's quota; None: no limit."""
+        whole = self.own.get(tenant, self.default_bytes)
+        return None if whole is None else whole // num_ranks
+
+
+def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
+    found = {}
+    for tenant, size in values.items():
+        if tenant and not tenant.startswith(_KINDS):
+            kinds = '"tenant:" and a tenant, "salt:" and the cache_salt, "key:" and the extra_key, or ""'
+            raise ConfigError(f"{flag('quotas')}: {tenant!r} names no tenant; expected {kinds}")
+        named = f"salt:{tenant}" if tenant.startswith("tenant:") else tenant  # his salt begins so
+        found[named] = parse_size(f"quotas {tenant!r}", size)
+    return found
+
+
+def account_name(tenant: str) -> str:
+    """32 hex digits that stand for a tenant in files and figures: of its SHA-256, as salts may be secrets."""
+    return hashlib.sha256(tenant.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def with_quota(
+    backend: StorageBackend, name: str, fingerprint: PageFingerprint, config: QuotaConfig
+) -> StorageBackend:
+    """`backend`, called `name`, within the quotas of `config`, if any. Raises ConfigError, having closed it.
+
+    The account is that of the fingerprint's pages; a quota is for all ranks of a model together.
+    """
+    if not config.is_on:
+        return backend
+    ranks = fingerprint.tp_size * fingerprint.pp_size
+    path = Path(config.path).expanduser() / f"{fingerprint.digest()[:32]}.quota"
+    try:
+        account = Account(path, name)
+    except ConfigError:
+        backend.close()
+        raise
+    return QuotaStorage(backend, account, lambda tenant: config.limit(tenant, ranks))
+
+
+class QuotaStorage(Wrapper):
+    """Limits how many bytes each tenant's pages take in the store within. Owns the account. Thread-safe."""
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        account: Account,
+        limit: Callable[[str], int | None],
+        time_ns: Callable[[], int] = time.time_ns,
+    ):
+        super().__init__(inner)
+        self._deletes = self.traits.deletes
+        self.traits = dataclasses.replace(self.traits, tenanted=True)
+        self._account, self._limit, self._time_ns = account, limit, time_ns
+        self._lock = threading.Lock()
+        self._recency = Recency()
+        self._uses: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._largest = account.largest(SHOWN_TENANTS)
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        ok = self._get(keys, into, prefix_keys)
+        read = [key for key, good in zip(keys, ok) if good]
+        if read:
+            with self._lock:
+                self._uses |= self._stamps("get", read)
+                while len(self._uses) > MAX_USES:
+                    del self._uses[next(iter(self._uses))]
+        return ok
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        """True: stored, and within the tenant's limit. A batch that is too long keeps its head."""
+        check_keys(keys)
+        limit_bytes = self._limit(tenant)
+        if limit_bytes is None or not keys or self.read_only:
+            return self._put(keys, pages, prefix_keys, tenant)
+        try:
+            return self._put_within(limit_bytes, keys, pages, prefix_keys, tenant)
+        except AccountError as error:  # no fault of the store, from which others are to read on
+            with self._lock:
+                self._counts["quota_refused_account"] += len(keys)
+                is_first = self._counts["quota_refused_account"] == len(keys)
+            if is_first:
+                logger.warning("%s: pages are refused for as long as that lasts", error)
+            return [False] * len(keys)
+
+    def _put_within(
+        self,
+        limit_bytes: int,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None,
+        tenant: str,
+    ) -> list[bool]:
+        name, entries = account_name(tenant), self._entries(keys, pages)
+        entered = self._make_room(name, entries, limit_bytes)
+        which = [index for index, key in enumerate(keys) if key in entered.keys]
+        ok = [False] * len(keys)
+        if which:
+            before = prefix_keys if which[0] == 0 and len(which) == which[-1] + 1 else None
+            answers = self._put([keys[i] for i in which], [pages[i] for i in which], before, tenant)
+            for index, good in zip(which, answers, strict=True):
+                ok[index] = bool(good)
+        self._settle(name, {key: entries[key] for key in entered.keys}, keys, ok)
+        self._count_refused(entered, len(keys) - len(which))
+        return ok
+
+    def delete(self, keys: Sequence[str]) -> None:
+        check_keys(keys)
+        if self._deletes:
+            self._take_out(keys)
+        else:
+            self.inner.delete(keys)
+
+    def clear(self) -> None:
+        self._account.leave_all()
+        self.inner.clear()
+        self._account.gone_all()
+        self._look()
+
+    def close(self) -> None:
+        try:
+            self._note_uses()
+        except StorageError as error:
+            logger.warning("the last reads are not in the quota account: %s", error)
+        self._account.close()
+        self.inner.close()
+
+    def own_stats(self) -> Mapping[str, float]:
+        num_tenants, largest = self._largest
+        with self._lock:
+            counts = dict(self._counts)
+        shown = {f"quota_used_bytes_{name[:12]}": float(size) for name, size in largest}
+        return {"quota_tenants": num_tenants, **shown, **counts}
+
+    # -- inside -------------------------------------------------------------------------
+
+    def _entries(self, keys: Sequence[str], pages: Sequence[Page]) -> dict[str, Entry]:
+        """Each key once, in order, the first hottest."""
+        with self._lock:
+            stamps = self._stamps("put", keys)
+        sizes = {key: page_bytes(page) for key, page in zip(keys, pages, strict=True)}
+        return {key: Entry(size, stamps[key]) for key, size in sizes.items()}
+
+    def _stamps(self, kind: str, keys: Sequence[str]) -> dict[str, int]:
+        """When each counts as used, coldest first. Locked."""
+        return {str(key): at_ns for key, at_ns in self._recency.stamps(kind, keys, self._time_ns())}
+
+    def _make_room(self, name: str, entries: Mapping[str, Entry], limit_bytes: int) -> Entered:
+        """Enter what may be put, after as many of the tenant's coldest pages left as it takes."""
+        entered = self._account.enter(name, entries, limit_bytes)
+        for _ in range(_ROUNDS if self._deletes else 0):
+            if not entered.short_bytes:
+                break
+            self._note_uses()
+            victims = self._account.coldest(name, entered.short_bytes, entries)
+            if not victims:
+                break
+            self.inner.delete(victims)
+            self._account.gone(victims)
+            with self._lock:
+                self._counts["quota_evicted"] += len(victims)
+            entered = self._account.enter(name, entries, limit_bytes)
+        return entered
+
+    def _settle(self, name: str, entries: Mapping[str, Entry], keys: Sequence[str], ok: list[bool]) -> None:
+        """After a put: what was refused leaves first; what somebody deleted meanwhile is no success."""
+        stored = {key for key, good in zip(keys, ok) if good}
+        refused = [key for key in entries if key not in stored]
+        if refused:
+            self._account.leave(refused)
+        lost = set(self._account.confirm(name, {key: entries[key] for key in entries if key in stored}))
+        if lost:
+            self._take_out(list(lost))
+            ok[:] = [good and key not in lost for key, good in zip(keys, ok)]
+        self._look()
+
+    def _take_out(self, keys: Sequence[str]) -> None:
+        self._account.leave(keys)
+        self.inner.delete(keys)
+        self._account.gone(keys)
+        self._look()
+
+    def _note_uses(self) -> None:
+        with self._lock:
+            uses, self._uses = self._uses, {}
+        if uses:
+            self._account.use(uses)
+
+    def _look(self) -> None:
+        self._largest = self._account.largest(SHOWN_TENANTS)
+
+    def _count_refused(self, entered: Entered, num_pages: int) -> None:
+        if num_pages:
+            reason = "tenants" if entered.too_many else "room" if self._deletes else "no_delete"
+            with self._lock:
+                self._counts[f"quota_refused_{reason}"] += num_pages

@@ -1,0 +1,164 @@
+"""A backend around a backend: passes every call on. Subclasses change what they are about."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hiradix.storage.guard.breaker import NO_TROUBLES, Troubles
+from hiradix.storage.guard.calls import as_answered
+from hiradix.storage.kit.spoilt import Spoilt
+from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
+
+
+class Wrapper(StorageBackend):
+    """Owns `inner`; has its traits unless a subclass says otherwise.
+
+    Pages that a subclass notes in `_spoilt` are removed before they are put again.
+    """
+
+    def __init__(self, inner: StorageBackend):
+        self.inner = inner
+        self.traits: Traits = getattr(inner, "traits", Traits())
+        self._spoilt = Spoilt()
+
+    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        return self.inner.exists(keys, prefix_keys)
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        return self._get(keys, into, prefix_keys)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        return self._put(keys, pages, prefix_keys, tenant)
+
+    def _get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None
+    ) -> list[bool]:
+        """The inner backend's, with the chain if it asks for that."""
+        call: Callable[..., list[bool]] = self.inner.get
+        return call(keys, into, **asked_chain(self.inner, prefix_keys))
+
+    def _put(
+        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None, tenant: str
+    ) -> list[bool]:
+        """The inner backend's, with the chain and the tenant if it asks for those."""
+        spoilt = self._spoilt.take(keys)
+        if spoilt and not self.read_only:
+            self.inner.delete(spoilt)
+        call: Callable[..., list[bool]] = self.inner.put
+        more = asked_chain(self.inner, prefix_keys) | asked_tenant(self.inner, tenant)
+        return call(keys, pages, **more)
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the inner backend takes no pages, as its folder cannot be written."""
+        return bool(getattr(self.inner, "read_only", False))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self.inner.delete(keys)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def stats(self) -> Mapping[str, float]:
+        return {**getattr(self.inner, "stats", dict)(), **self.own_stats()}
+
+    def own_stats(self) -> Mapping[str, float]:
+        """Figures of the wrapper itself."""
+        return {}
+
+    def ping(self) -> None:
+        getattr(self.inner, "ping", _nothing)()
+
+    def register(self, memory: memoryview) -> None:
+        getattr(self.inner, "register", _nothing)(memory)
+
+    @property
+    def troubles(self) -> Troubles:
+        """Of stores within."""
+        found: Troubles = getattr(self.inner, "troubles", NO_TROUBLES)
+        return found
+
+    @property
+    def reads_in_part(self) -> bool:
+        """Of stores within."""
+        return bool(getattr(self.inner, "reads_in_part", False))
+
+    def when_joined(self, call: Callable[[Any], None]) -> None:
+        """`call` with each store within that is joined later."""
+        getattr(self.inner, "when_joined", _nothing)(call)
+
+
+class CodingWrapper(Wrapper):
+    """Pages are stored as something else, in one buffer each. Subclasses say what. Thread-safe.
+
+    What cannot be read is a miss, and is replaced when it is put again.
+    """
+
+    def __init__(self, inner: StorageBackend):
+        super().__init__(inner)
+        self.traits = dataclasses.replace(self.traits, lands=False)
+        self._lock = threading.Lock()
+        self._num_damaged = 0
+
+    @abstractmethod
+    def _most_bytes(self, num_bytes: int) -> int:
+        """The longest that a page of so many bytes is stored as."""
+
+    @abstractmethod
+    def _pack(self, key: str, page: Page) -> bytes | bytearray:
+        """What is stored of a page."""
+
+    @abstractmethod
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
+        """Whether `stored`, of `_most_bytes`, begins with what makes this page; the page is filled then."""
+
+    def get(
+        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
+    ) -> list[bool]:
+        stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
+        ok = self._get(keys, [[view] for view in stored], prefix_keys)
+        rows = zip(ok, keys, stored, into, strict=True)
+        return as_answered([good and self._read(key, view, page) for good, key, view, page in rows], ok)
+
+    def put(
+        self,
+        keys: Sequence[str],
+        pages: Sequence[Page],
+        prefix_keys: Sequence[str] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
+        packed = [[memoryview(self._pack(key, page))] for key, page in zip(keys, pages, strict=True)]
+        return self._put(keys, packed, prefix_keys, tenant)
+
+    def _read(self, key: str, stored: memoryview, page: Page) -> bool:
+        if self._unpack(key, stored, page):
+            return True
+        self._spoilt.note([key])
+        with self._lock:
+            self._num_damaged += 1
+            is_first = self._num_damaged == 1
+        if is_first:
+            self._tell_first()
+        return False
+
+    def _tell_first(self) -> None:
+        """The first page that cannot be read was just met."""
+
+
+def _nothing(*_: object) -> None:
+    """Stands for an optional call that a backend does not have."""
