@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -52,7 +53,8 @@ def test_each_method_of_the_tree_has_a_row() -> None:
 
 
 def test_each_trait_of_a_backend_has_a_row() -> None:
-    rows = {re.split("=", name)[0] for name in first_cells(page("your-backend.md").split("## 3.")[0])}
+    text = page("your-backend.md").split("`hiradix.storage.kit`")[0]
+    rows = {re.split("=", name)[0] for name in first_cells(text)}
     assert {field.name for field in dataclasses.fields(Traits)} - {"guarded"} == rows
 
 
@@ -83,3 +85,15 @@ def test_paths_on_a_page_exist(name: str) -> None:
     """Files and folders of the repository in backticks; `*` stands for any."""
     paths = re.findall(r"`((?:hiradix|tests|benchmarks|examples|triton_kernels)/[\w./*-]+)`", page(name))
     assert [path for path in paths if not list(ROOT.glob(path.split("::")[0]))] == []
+
+
+@pytest.mark.parametrize("name", [str(p.relative_to(DOCS)) for p in PAGES])
+def test_dotted_names_on_a_page_exist(name: str) -> None:
+    """Modules, and names in them, in backticks; `hiradix.audit` is a logger."""
+    lost = []
+    for dotted in set(re.findall(r"`(hiradix(?:\.\w+)+)`", page(name))) - {"hiradix.audit"}:
+        try:
+            pkgutil.resolve_name(dotted)
+        except (ImportError, AttributeError):
+            lost.append(dotted)
+    assert lost == []
