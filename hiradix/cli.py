@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import hiradix
 
-USAGE = """usage: hiradix {serve,bench,storage,replay,size} ...
+USAGE = """usage: hiradix {serve,bench,storage,replay,size,tour} ...
 
   serve    serve a model over HTTP through a three-tier prefix cache
   bench    play multi-turn conversations against a server and report cached tokens and latency
   storage  list, check, empty, copy or time a store of pages
   replay   play traces through the real cache: policies by capacities, hits, writes, time to first token
   size     what more host memory and disk would buy for the traffic of a trace
+  tour     the route that one page takes through the code, from the device to storage and back
 
 `hiradix COMMAND --help` lists the flags of a command; `hiradix --version` says the version.
 """
@@ -43,6 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hiradix.apps.storage_tools import main as storage
 
         return storage(rest)
+    if command == "tour":
+        from hiradix.apps.tour import main as tour
+
+        return tour(rest)
     if command in ("-h", "--help", "--version"):
         print(f"hiradix {hiradix.__version__}" if command == "--version" else USAGE, end="\n")
         return 0

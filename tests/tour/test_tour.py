@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hiradix import tour
+from hiradix.apps import tour
 from tests.project.repo import ROOT
 
 PAGE = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
@@ -84,7 +84,7 @@ def test_figures_count_what_was_called(calls: list[tour.Call]) -> None:
 @pytest.mark.skipif(COMPILED, reason="the compiled form has no calls to show")
 def test_the_command_prints_json() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hiradix.tour", "--json"],
+        [sys.executable, "-m", "hiradix.apps.tour", "--json"],
         capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`python -m hiradix.tour`: the route that one page takes through the code, as it is today.
+"""`hiradix tour`: the route that one page takes through the code, as it is today.
 
 A request with a prompt of one page, and later a second one with the same prompt, go through the real cache in
 all three tiers: small pools in main memory and a `disk` store in a temporary folder. A stand-in for a model
@@ -355,7 +355,7 @@ def _line(figures: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m hiradix.tour", description=(__doc__ or "").split("\n\n")[1])
+    parser = argparse.ArgumentParser("hiradix tour", description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument(
         "--eviction-policy", choices=eviction_policies(), default="lru", help="default: lru, the shortest"
     )
