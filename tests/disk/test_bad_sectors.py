@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_said_to_be_an_error(make: Make, disk: Disk) -> N
     assert all(put(store, keys))
     disk.unreadable = {slot_of(store, keys[1])}
     answer = store.get(keys, [blank() for _ in keys])
-    assert isinstance(answer, Answers) and (answer.why, answer.number) == (MissReason.ERROR, 1)
+    assert isinstance(answer, Answers) and answer.reasons == {MissReason.ERROR: 1}
 
 
 def test_no_other_page_comes_into_a_bad_slot(make: Make, disk: Disk) -> None:

@@ -136,9 +136,8 @@ class DiskBackend(StorageBackend):
         if faults and not any(ok):
             fault = next(iter(faults.values()))
             raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
-        if damaged:
-            return Answers(ok, MissReason.DAMAGED, len(damaged))
-        return Answers(ok, MissReason.ERROR, len(faults)) if faults else ok
+        told = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
+        return Answers(ok, told) if damaged or faults else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
