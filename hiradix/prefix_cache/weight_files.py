@@ -28,6 +28,7 @@ _HEADER_BYTES = 100_000_000  # safetensors' own limit
 _SHARED_BYTES = 1 << 26  # of larger files processes of a host share the reading
 _WHOLE_BYTES = 1 << 28  # files of the hub's cache up to here are read, whatever their name says
 _SHA256 = re.compile("[0-9a-f]{64}")
+_KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -53,16 +54,38 @@ def origin_of(
     """The weights that an engine takes for `path`: a folder, a file, or a name.
 
     revision, cache_dir: what the engine was given with it; None: the main branch, the hub's own cache.
-    is_hub: whether names are Hugging Face's. A name whose snapshot is in the cache is that commit; any other
-    is known by its text. Reads the files whole, but for large ones that the hub has named by their contents.
+    is_hub: whether names are Hugging Face's. A name whose snapshot is in the cache is that commit, and with
+    `:quantisation` behind it those GGUF files of it; any other is known by its text. Reads the files whole,
+    but for large ones that the hub has named by their contents.
     """
     place = Path(path)
     if place.is_dir():
         return _of_folder(place, config_name)
     if place.is_file():
         return Origin(_digest(sorted(_shards_of(place))), True)
+    if is_hub and (quantised := _of_quantisation(path, revision, cache_dir, config_name)) is not None:
+        return quantised
     found = hub_snapshot(path, revision, cache_dir) if is_hub else None
     return Origin(f"{path}@{revision or 'main'}", False) if found is None else _of_folder(found, config_name)
+
+
+def _of_quantisation(
+    path: str, revision: str | None, cache_dir: str | None, config_name: str
+) -> Origin | None:
+    """The weights of `repository:quantisation`: those GGUF files of the repository that are called so.
+
+    None of another name, and where none of them is in the cache.
+    """
+    name, _, kind = path.rpartition(":")
+    folder = hub_snapshot(name, revision, cache_dir) if _KIND.fullmatch(kind) else None
+    if folder is None:
+        return None
+    called = re.compile(rf"(.*[-._])?{re.escape(kind)}(-\d{{5}}-of-\d{{5}})?", re.IGNORECASE)
+    files = [file for file in sorted(folder.rglob("*.gguf")) if called.fullmatch(file.stem)]
+    if not files:
+        return None
+    beside = [file for file in folder.iterdir() if file.suffix != ".gguf" and decides(file, config_name)]
+    return Origin(f"{name}@{folder.name}:{kind}:{_digest(files + sorted(beside))}", True)
 
 
 def hub_snapshot(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
