@@ -146,13 +146,26 @@ def _shards_of(file: Path) -> Iterable[Path]:
 def weights_digest(path: str, config_name: str) -> str:
     """32 hex digits of a folder's config file, weight files, and what else says how these are read.
 
-    All bytes count, so that one row that was changed is other weights. Costs as much as reading the files
-    once more, once for all processes of a host (`shared_digests`): several at once, 64 MiB each, at most a
-    core's SHA-256 each. Of files above 256 MiB in Hugging
-    Face's cache, named there by the SHA-256 of what was fetched, the name, the size and pieces are read: the
-    first MiB, and the middle of every tensor, for the case that they were written over in place.
+    Files in other folders count where an index names them. All bytes count, so that one row that was changed
+    is other weights. Costs as much as reading the files once more, once for all processes of a host
+    (`shared_digests`): several at once, 64 MiB each, at most a core's SHA-256 each. Of files above 256 MiB in
+    Hugging Face's cache, named there by the SHA-256 of what was fetched, the name, the size and pieces are
+    read: the first MiB, and the middle of every tensor, for the case that they were written over in place.
     """
-    return _digest(sorted(file for file in Path(path).iterdir() if decides(file, config_name)))
+    files = {file for file in Path(path).iterdir() if decides(file, config_name)}
+    return _digest(sorted(files.union(*map(_named_by, files))))
+
+
+def _named_by(file: Path) -> list[Path]:
+    """The files that an index takes tensors out of; none of another file."""
+    if not file.name.endswith(".index.json"):
+        return []
+    try:
+        names = set(json.loads(file.read_bytes())["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []  # whether it can be used is the engine's to say
+    found = (file.parent / name for name in names if isinstance(name, str))
+    return [one for one in found if os.path.isfile(one)]
 
 
 def decides(file: Path, config_name: str) -> bool:

@@ -77,6 +77,19 @@ def test_what_says_how_weights_are_read_counts(tmp_path: Path, name: str) -> Non
     assert len(set(found)) == 3
 
 
+def test_a_shard_below_the_folder_counts_where_the_index_names_it(tmp_path: Path) -> None:
+    shard, index = tmp_path / "deep" / "one.safetensors", tmp_path / "model.safetensors.index.json"
+    shard.parent.mkdir()
+    found = []
+    named = '{"weight_map": {"a": "deep/one.safetensors", "b": 1, "c": "\\u0000"}}'
+    for text in ("{}", "[", '{"weight_map": 7}', named):
+        index.write_text(text)
+        for data in (b"one", b"two"):
+            shard.write_bytes(data)
+            found.append(origin_of(str(tmp_path)).revision)
+    assert [one == other for one, other in zip(found[::2], found[1::2])] == [True, True, True, False]
+
+
 def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
