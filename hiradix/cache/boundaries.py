@@ -197,6 +197,7 @@ class BoundaryReads:
             came = count if result.num_pages == num_pages else 0
             p.num_asked += count
             p.num_came += came
+            p.read_s += result.duration_s
             if step.counts[BACKBONE] == count and p.is_measured:  # else it cost less than these pages do
                 self.no_regret.fetched(count, came, result.duration_s)
             if result.num_pages == num_pages and found.start < p.end_page:

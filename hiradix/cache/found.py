@@ -46,6 +46,7 @@ class Prefetch:
     primary: Prefetch | None = None
     num_asked: int = 0  # pages of its reads since the last were all back
     num_came: int = 0  # and those of them that came
+    read_s: float = 0.0  # what those reads took
     tries: int = 0  # boundaries that were found and did not arrive
     again_end: int = 0  # where the next one is looked for: up to that page
 
@@ -57,8 +58,8 @@ class Prefetch:
     def told(self, gate: NoRegret) -> None:
         """All its reads are back: the gate hears what they were for, and what they brought."""
         if self.is_measured:
-            gate.ended(self.num_asked, self.num_came)
-        self.num_asked = self.num_came = 0
+            gate.ended(self.num_asked, self.num_came, self.read_s)
+        self.num_asked, self.num_came, self.read_s = 0, 0, 0.0
 
     def lost(self, num_pages: int, counters: Counters) -> None:
         """Count pages that failed to come: no fault of storage where nobody waits for them any more."""

@@ -71,6 +71,7 @@ class Reads:
             p.unread_pages -= len(host_pages)
             p.num_asked += len(host_pages)
             p.num_came += result.num_pages
+            p.read_s += result.duration_s
             if p.is_measured:
                 self.no_regret.fetched(len(host_pages), result.num_pages, result.duration_s)
             usable = result.num_pages if start < p.end_page else 0

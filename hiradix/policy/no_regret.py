@@ -6,8 +6,9 @@ transfer is not. A fetch is followed by a load, so both together must be worth i
 counts as nothing.
 
 What a fetch took that brought nothing is charged all the same: on average of the last few, to each of them;
-one that brought a part took its seconds for that. Without a measured cost of computing, as inside other
-engines, a fetch after several in a row that brought next to nothing is taken ever more rarely (`Drought`).
+one that brought a part took its seconds for that. After several in a row that brought nothing, fetches are
+taken ever more rarely (`Drought`). Without a measured cost of computing, as inside other engines, those that
+brought a part too late for it count likewise (`worth_s`).
 Lookups are measured, too: one that takes more of what computing the prompt would than lookups have saved
 lately is not made.
 
@@ -18,6 +19,7 @@ that takes less than half of what was predicted makes the gate forget that the t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from enum import Enum
 
@@ -27,7 +29,8 @@ MIN_SPREAD = 0.2  # of the mean length: with less, lengths are too alike to tell
 MIN_SLOPE = 0.1  # of the mean cost: computing a page costs no less than that
 FASTEST = 1e12  # pages per second
 MIN_USE = 1 / 16  # of what lookups may take: such a share of computing, however little they have saved
-DRY_FETCHES = 3  # in a row that brought next to nothing: then some are left out
+DRY_FETCHES = 3  # in a row that brought less than they took: then some are left out
+HIT_S = 1.0  # what a hit is worth where nobody measures computing: half of a store's default deadline
 MOST_OWED = 16  # failures in a row that are charged at most
 MOST_LEFT_OUT = 32  # between two that find out whether fetches bring something again
 
@@ -103,27 +106,38 @@ class Cost:
 
 
 class Drought:
-    """Fetches in a row that brought less than half of what they were for. From agreed numbers alone.
+    """Fetches in a row that brought less than they took: after `DRY_FETCHES` one is left out, after each
+    further one twice as many, at most `MOST_LEFT_OUT`.
 
-    After `DRY_FETCHES` of them one is left out, after each further one twice as many, at most
-    `MOST_LEFT_OUT`.
+    share: as of `NoRegret`; ranks leave out the same fetches, by the one that has had most dry ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: Callable[[Source], Source] = lambda source: source) -> None:
         self._num_dry = self._num_left_out = 0
+        self._fewest = share(lambda: -float(self._num_dry))
 
-    def ended(self, asked: int, num_pages: int) -> None:
-        """A fetch of `asked` pages brought so many."""
-        self._num_dry = 0 if 2 * num_pages >= asked else self._num_dry + 1
-        over = self._num_dry - DRY_FETCHES
-        self._num_left_out = 0 if over < 0 else min(1 << min(over, 30), MOST_LEFT_OUT)
+    def ended(self, seconds: float, saved_s: float) -> None:
+        """A fetch took `seconds`, and what it brought saves so many."""
+        self._num_dry = 0 if seconds < saved_s else self._num_dry + 1
 
     def refuses(self) -> bool:
         """Whether the next fetch is left out. To be asked once for each."""
-        if not self._num_left_out:
-            return False
-        self._num_left_out -= 1
-        return True
+        over = round(-self._fewest()) - DRY_FETCHES
+        if over >= 0 and self._num_left_out < min(1 << min(over, 30), MOST_LEFT_OUT):
+            self._num_left_out += 1
+            return True
+        self._num_left_out = 0
+        return False
+
+    def forget(self) -> None:
+        """Other storage is there."""
+        self._num_dry = self._num_left_out = 0
+
+
+def worth_s(asked: int, num_pages: int) -> float:
+    """Seconds that `num_pages` of `asked` are taken to save where computing is not measured: `HIT_S` is what
+    all of them would."""
+    return HIT_S * num_pages / asked if asked else 0.0
 
 
 class _Calls:
@@ -176,7 +190,6 @@ class NoRegret:
         self._lookups, self._reads = _Calls(1), _Calls(2)
         self._waste_s = 0.0  # of a fetch: what those that brought nothing took, on average of the last few
         self.num_unasked = 0
-        self._drought = Drought()
         self._use = 1.0  # which share of the pages asked for was read, of late
         self._allowance_s = self._ask_allowance_s = 0.0
         self._computing = share(self._computed.speed)
@@ -184,6 +197,7 @@ class NoRegret:
         leads = {move: cost.fixed_s for move, cost in self._moved.items()} | {Move.FETCH: self._fetch_lead_s}
         self._lead = {move: share(_negative(lead_s)) for move, lead_s in leads.items()}
         self._asking = share(_negative(self._ask_s))
+        self._drought = Drought(share)
 
     def computed(self, num_pages: float, seconds: float) -> None:
         """A forward computed that many pages of prompts."""
@@ -196,13 +210,20 @@ class NoRegret:
             cost.forget()
         cost.add(num_pages, seconds)
 
-    def ended(self, asked: int, num_pages: int) -> None:
-        """All reads of a fetch of `asked` pages are back, with so many. Agreed numbers."""
-        self._drought.ended(asked, num_pages)
+    def ended(self, asked: int, num_pages: int, seconds: float) -> None:
+        """All reads of a fetch of `asked` pages are back: with so many, agreed on; so long, as measured here.
+
+        Where computing is measured, a part that came is charged by the page (`fetched`).
+        """
+        if self._computing() > 0:
+            saved_s = math.inf if num_pages else 0.0
+        else:
+            saved_s = worth_s(asked, num_pages)
+        self._drought.ended(seconds, saved_s)
 
     def attached(self) -> None:
         """Other storage is there, on all ranks at the same step: what fetches brought says nothing of it."""
-        self._drought = Drought()
+        self._drought.forget()
 
     def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
         """A read of `asked` pages brought so many, in seconds as measured here."""

@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hiradix.prefix_cache.shared_digests import digests_of
 
 CONFIG_NAME = "config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", ".npz")
@@ -23,8 +25,10 @@ _HEAD_BYTES = 1 << 20
 _PIECE_BYTES = 4096
 _NUM_PIECES = 1024  # of a file that does not say where its tensors are
 _HEADER_BYTES = 100_000_000  # safetensors' own limit
+_SHARED_BYTES = 1 << 26  # of larger files processes of a host share the reading
 _WHOLE_BYTES = 1 << 28  # files of the hub's cache up to here are read, whatever their name says
 _SHA256 = re.compile("[0-9a-f]{64}")
+_KIND = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*")
 _SHARD = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 
 
@@ -50,16 +54,38 @@ def origin_of(
     """The weights that an engine takes for `path`: a folder, a file, or a name.
 
     revision, cache_dir: what the engine was given with it; None: the main branch, the hub's own cache.
-    is_hub: whether names are Hugging Face's. A name whose snapshot is in the cache is that commit; any other
-    is known by its text. Reads the files whole, but for large ones that the hub has named by their contents.
+    is_hub: whether names are Hugging Face's. A name whose snapshot is in the cache is that commit, and with
+    `:quantisation` behind it those GGUF files of it; any other is known by its text. Reads the files whole,
+    but for large ones that the hub has named by their contents.
     """
     place = Path(path)
     if place.is_dir():
         return _of_folder(place, config_name)
     if place.is_file():
         return Origin(_digest(sorted(_shards_of(place))), True)
+    if is_hub and (quantised := _of_quantisation(path, revision, cache_dir, config_name)) is not None:
+        return quantised
     found = hub_snapshot(path, revision, cache_dir) if is_hub else None
     return Origin(f"{path}@{revision or 'main'}", False) if found is None else _of_folder(found, config_name)
+
+
+def _of_quantisation(
+    path: str, revision: str | None, cache_dir: str | None, config_name: str
+) -> Origin | None:
+    """The weights of `repository:quantisation`: those GGUF files of the repository that are called so.
+
+    None of another name, and where none of them is in the cache.
+    """
+    name, _, kind = path.rpartition(":")
+    folder = hub_snapshot(name, revision, cache_dir) if _KIND.fullmatch(kind) else None
+    if folder is None:
+        return None
+    called = re.compile(rf"(.*[-._])?{re.escape(kind)}(-\d{{5}}-of-\d{{5}})?", re.IGNORECASE)
+    files = [file for file in sorted(folder.rglob("*.gguf")) if called.fullmatch(file.stem)]
+    if not files:
+        return None
+    beside = [file for file in folder.iterdir() if file.suffix != ".gguf" and decides(file, config_name)]
+    return Origin(f"{name}@{folder.name}:{kind}:{_digest(files + sorted(beside))}", True)
 
 
 def hub_snapshot(name: str, revision: str | None = None, cache_dir: str | None = None) -> Path | None:
@@ -120,12 +146,26 @@ def _shards_of(file: Path) -> Iterable[Path]:
 def weights_digest(path: str, config_name: str) -> str:
     """32 hex digits of a folder's config file, weight files, and what else says how these are read.
 
-    All bytes count, so that one row that was changed is other weights. Costs as much as reading the files
-    once more: several at once, 64 MiB each, at most a core's SHA-256 each. Of files above 256 MiB in Hugging
-    Face's cache, named there by the SHA-256 of what was fetched, the name, the size and pieces are read: the
-    first MiB, and the middle of every tensor, for the case that they were written over in place.
+    Files in other folders count where an index names them. All bytes count, so that one row that was changed
+    is other weights. Costs as much as reading the files once more, once for all processes of a host
+    (`shared_digests`): several at once, 64 MiB each, at most a core's SHA-256 each. Of files above 256 MiB in
+    Hugging Face's cache, named there by the SHA-256 of what was fetched, the name, the size and pieces are
+    read: the first MiB, and the middle of every tensor, for the case that they were written over in place.
     """
-    return _digest(sorted(file for file in Path(path).iterdir() if decides(file, config_name)))
+    files = {file for file in Path(path).iterdir() if decides(file, config_name)}
+    return _digest(sorted(files.union(*map(_named_by, files))))
+
+
+def _named_by(file: Path) -> list[Path]:
+    """The files that an index takes tensors out of; none of another file."""
+    if not file.name.endswith(".index.json"):
+        return []
+    try:
+        names = set(json.loads(file.read_bytes())["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return []  # whether it can be used is the engine's to say
+    found = (file.parent / name for name in names if isinstance(name, str))
+    return [one for one in found if os.path.isfile(one)]
 
 
 def decides(file: Path, config_name: str) -> bool:
@@ -136,28 +176,26 @@ def decides(file: Path, config_name: str) -> bool:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    digest = hashlib.sha256()
+    digest, sizes = hashlib.sha256(), {file: file.stat().st_size for file in files}
     with ThreadPoolExecutor(_NUM_READERS) as readers:
-        parts = [(file, size, list(_parts_of(readers, file, size))) for file, size in _sized(files)]
-        for file, size, found in parts:
+
+        def parts_of(file: Path, alive: Callable[[], None] = lambda: None) -> list[Future[bytes]]:
+            begins = range(0, sizes[file], _PART_BYTES)
+            return [readers.submit(_part_digest, file, begin, alive) for begin in begins]
+
+        def whole(file: Path, alive: Callable[[], None]) -> bytes:
+            return b"".join(part.result() for part in parts_of(file, alive))
+
+        blobs = {file: _blob_name(file) for file, size in sizes.items() if size > _WHOLE_BYTES}
+        own = {file: parts_of(file) for file, size in sizes.items() if size <= _SHARED_BYTES}
+        own |= {
+            file: [readers.submit(_sampled, file, sizes[file], blob)] for file, blob in blobs.items() if blob
+        }
+        shared = digests_of((file for file in sizes if file not in own), whole, _pieces)
+        for file, size in sizes.items():
             digest.update(f"{file.name} {size}\n".encode())
-            for part in found:
-                digest.update(part.result())
+            digest.update(shared[file] if file in shared else b"".join(part.result() for part in own[file]))
     return digest.hexdigest()[:32]
-
-
-def _sized(files: Iterable[Path]) -> Iterator[tuple[Path, int]]:
-    for file in files:
-        yield file, file.stat().st_size
-
-
-def _parts_of(readers: ThreadPoolExecutor, file: Path, size: int) -> Iterator[Future[bytes]]:
-    blob = _blob_name(file) if size > _WHOLE_BYTES else None
-    if blob is not None:
-        yield readers.submit(_sampled, file, size, blob)
-        return
-    for begin in range(0, size, _PART_BYTES):
-        yield readers.submit(_part_digest, file, begin)
 
 
 def _blob_name(file: Path) -> str | None:
@@ -167,24 +205,32 @@ def _blob_name(file: Path) -> str | None:
     return target.name if is_blob else None
 
 
-def _part_digest(file: Path, begin: int) -> bytes:
+def _part_digest(file: Path, begin: int, alive: Callable[[], None]) -> bytes:
+    """alive: called for each buffer that was read."""
     digest, left, buffer = hashlib.sha256(), _PART_BYTES, memoryview(bytearray(_BUFFER_BYTES))
     with file.open("rb", buffering=0) as stream:
         stream.seek(begin)
         while left and (count := stream.readinto(buffer[: min(left, _BUFFER_BYTES)])):
             digest.update(buffer[:count])
             left -= count
+            alive()
     return digest.digest()
 
 
 def _sampled(file: Path, size: int, blob: str) -> bytes:
-    digest = hashlib.sha256(blob.encode())
     with file.open("rb") as stream:
-        digest.update(stream.read(_HEAD_BYTES))
-        for middle in _middles(stream, size):
-            stream.seek(max(0, middle - _PIECE_BYTES // 2))
-            digest.update(stream.read(_PIECE_BYTES))
-    return digest.digest()
+        return hashlib.sha256(blob.encode() + _pieces(stream)).digest()
+
+
+def _pieces(stream: BinaryIO) -> bytes:
+    """The first MiB of a weight file and a piece from the middle of each tensor."""
+    size = os.fstat(stream.fileno()).st_size
+    stream.seek(0)
+    found = [stream.read(_HEAD_BYTES)]
+    for middle in _middles(stream, size):
+        stream.seek(max(0, middle - _PIECE_BYTES // 2))
+        found.append(stream.read(_PIECE_BYTES))
+    return b"".join(found)
 
 
 def _middles(stream: BinaryIO, size: int) -> list[int]:

@@ -41,7 +41,7 @@ def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
         if target.exists():
             os.utime(target)
             return
-        _prune(folder)
+        prune(folder, MOST)
         written = target.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
         written.replace(target)
@@ -49,12 +49,13 @@ def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
         logger.debug("a fingerprint is not remembered: %s", error)
 
 
-def _prune(folder: Path) -> None:
-    """Make room for one more: what was opened longest ago goes, and a tenth with it."""
+def prune(folder: Path, most: int) -> None:
+    """Make room for one more of at most `most` files: what was written longest ago goes, and a tenth with
+    it."""
     with os.scandir(folder) as entries:
         notes = sorted((entry.stat().st_mtime, entry.path) for entry in entries if entry.is_file())
-    if len(notes) >= MOST:
-        for _, path in notes[: len(notes) - MOST + max(1, MOST // 10)]:
+    if len(notes) >= most:
+        for _, path in notes[: len(notes) - most + max(1, most // 10)]:
             Path(path).unlink(missing_ok=True)  # another process may prune, too
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang import plugin
+from hiradix.adapters.sglang.build import build_cache
 from hiradix.adapters.sglang.ports import AllocatorPort, HybridPort
-from hiradix.adapters.sglang.support import Api, api_of, refuse_flags, warn_if_untested
+from hiradix.adapters.sglang.support import Api, api_of, refuse_allocator, refuse_flags, warn_if_untested
 from hiradix.errors import ConfigError
 from hiradix.memory import HybridSlotAllocator
 
@@ -99,13 +100,73 @@ def test_an_sglang_that_lacks_what_is_used_is_refused_before_anything_is_built(
 
 
 @pytest.mark.parametrize(
-    "attribute", ["enable_lmcache", "enable_flexkv", "enable_unified_memory", "enable_session_radix_cache"]
+    "attribute",
+    [
+        "enable_lmcache",
+        "enable_flexkv",
+        "enable_unified_memory",
+        "enable_session_radix_cache",
+        "enable_kv_cache_sharding",
+    ],
 )
 def test_an_option_that_cannot_be_served_is_named(attribute: str) -> None:
     flag = "--" + attribute.replace("_", "-")
     with pytest.raises(ConfigError, match=f"^{flag} is not supported with --radix-cache-backend hiradix: "):
         refuse_flags(SimpleNamespace(**{attribute: True}))
     refuse_flags(SimpleNamespace(**{attribute: False}))
+
+
+def allocator(kind: str, base: type = object) -> type:
+    return type(kind, (base,), {})
+
+
+INTERLEAVED = allocator("PageInterleavePoolAllocator", allocator("PagedTokenToKVPoolAllocator"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            INTERLEAVED,
+            "The allocator PageInterleavePoolAllocator .--enable-kv-cache-sharding. is not supported",
+        ),
+        (
+            allocator("NewPool", INTERLEAVED),
+            "The allocator NewPool .--enable-kv-cache-sharding. is not supported",
+        ),
+        (
+            allocator("Striped", allocator("PagedTokenToKVPoolAllocator")),
+            "This model's allocator Striped is not",
+        ),
+        (
+            allocator("UnifiedMambaTokenToKVPoolAllocator"),
+            "UnifiedMambaTokenToKVPoolAllocator is not supported",
+        ),
+        (
+            allocator("PureSWATokenToKVPoolAllocator", allocator("SWATokenToKVPoolAllocator")),
+            "PureSWA.* is not",
+        ),
+    ],
+)
+def test_an_allocator_that_may_hand_pages_out_otherwise_is_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, kind: type, said: str
+) -> None:
+    for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    contract = ModuleType("base_prefix_cache")
+    contract.BasePrefixCache = base_class("checkpoint")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.mem_cache.base_prefix_cache", contract)
+    params = SimpleNamespace(token_to_kv_pool_allocator=kind())
+    context = SimpleNamespace(disable_radix_cache=False, server_args=SimpleNamespace(), params=params)
+    with pytest.raises(ConfigError, match=said):
+        build_cache(context)
+
+
+@pytest.mark.parametrize(
+    "kind", ["TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator"]
+)
+def test_the_known_allocators_are_served(kind: str) -> None:
+    refuse_allocator(allocator(kind)())
 
 
 class Registry(ModuleType):

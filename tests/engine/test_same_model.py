@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ import torch
 import transformers
 from gguf import GGMLQuantizationType, quants
 
+from hiradix.adapters.vllm import names
 from hiradix.apps.engine import canary
 from hiradix.memory import KVShape
 from hiradix.memory.compare import BEHIND_OTHERS, PageComparer
-from hiradix.prefix_cache import ModelIdentity, model_identity, page_fingerprint, run_with
+from hiradix.prefix_cache import ModelIdentity, model_identity, origin_of, page_fingerprint, run_with
 from hiradix.storage import PageFingerprint
 from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from tests.engine.checkpoints import write_tokenizer
@@ -317,6 +320,39 @@ def adapters(bases: Bases) -> tuple[str, str]:
     return name, judge(row, bases, bases.scratch()).canary
 
 
+def out_of_a_repository(bases: Bases) -> tuple[str, str]:
+    """Two GGUF files of one hub repository, as vLLM is told of them: `org/model:Q4_0`."""
+    cache = bases.scratch()
+    folder = cache / "models--org--model" / "snapshots" / "c1"
+    folder.mkdir(parents=True)
+    (cache / "models--org--model" / "refs").mkdir()
+    (cache / "models--org--model" / "refs" / "main").write_text("c1")
+    for kind in ("Q4_0", "Q5_0"):
+        (folder / f"model-{kind}.gguf").write_text(kind)
+    first, second = (origin_of(f"org/model:{kind}", cache_dir=str(cache)) for kind in ("Q4_0", "Q5_0"))
+    row = WEIGHTS["two quantisations of one file, GGUF Q4_0 and Q5_0"]
+    return said(first == second), judge(row, bases, bases.scratch()).canary
+
+
+def modelscope_name(bases: Bases) -> tuple[str, str]:
+    """A name of ModelScope, whose client has other weights for it by now."""
+    place, found = bases.scratch(), []
+    client = ModuleType("modelscope.hub.snapshot_download")
+    client.snapshot_download = lambda *_, **__: str(place)  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_USE_MODELSCOPE", "1")
+        for name in ("modelscope", "modelscope.hub"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        patch.setitem(sys.modules, client.__name__, client)
+        for weights in ("one", "two"):
+            (place / "model.safetensors").write_text(weights)
+            names._of_modelscope.cache_clear()
+            found.append(origin_of(names.local_place("org/model"), is_hub=names.names_are_hub()))
+        names._of_modelscope.cache_clear()
+    row = NAMES["a folder, or a hub name's commit, whose weights moved"]
+    return said(found[0] == found[1]), judge(row, bases, bases.scratch()).canary
+
+
 def by_transformers(bases: Bases) -> tuple[str, str]:
     """The canary's first page by transformers' own forward."""
     own, _ = bases.get(Deployment(cache={"hicache_mem_layout": "page_first_direct"}))
@@ -477,6 +513,8 @@ NAMES: dict[str, Row | Measured] = {
     "served name": Row("same", Deployment(), name="another"),
     "path of the folder": Row("same", Deployment()),
     "a folder, or a hub name's commit, whose weights moved": Row("other", Deployment(change=trained(0.3))),
+    "two quantisations out of one hub repository (`org/model:Q4_0`)": Measured("other", out_of_a_repository),
+    "a name of ModelScope's whose weights moved": Measured("other", modelscope_name),
     "release of hiradix": Row("same", Deployment(patch=of_another_release)),
     "the operator's label (`--hicache-storage-identity`)": Row(
         "same", Deployment(cache={"hicache_storage_identity": "b"}),

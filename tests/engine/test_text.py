@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hiradix.apps.engine import RequestError, SamplingParams
-from hiradix.apps.engine.time_limit import TimeLimit
 from hiradix.apps.engine.tokenizer import TextStream, Tokenizer
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -135,34 +134,3 @@ def test_special_tokens_anywhere_change_no_text() -> None:
         tokens += [byte, *[300] * (byte % 50)]
     stream = TextStream(tokenizer)  # type: ignore[arg-type]
     assert "".join(map(stream.push, tokens)) + stream.finish() == words.decode()
-
-
-LONG = "{% for i in range(99999) %}{% for j in range(99999) %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [*((template, "refused them") for template in (
-        "{{ 1 // 0 }}", "{{ 1 % 0 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% for i in range(10 ** 9) %}{% endfor %}", "{{ messages[0].x.y }}",
-        "{{ 2 ** 10 ** 5 | string }}{{ 1 / 0 }}",
-     )),
-     (LONG + "{% endfor %}{% endfor %}", "ran for too long"),
-     (LONG + "{{ loop.index }}{% endfor %}{% endfor %}", "ran for too long"),
-     ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
-      "ran for too long")],
-)  # fmt: skip
-def test_a_template_that_fails_is_the_requests_error(template: str, why: str) -> None:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Templated:
-        chat_template = template
-
-        def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
-            return ImmutableSandboxedEnvironment().from_string(template).render(messages=messages)
-
-    tokenizer = Tokenizer.__new__(Tokenizer)
-    tokenizer._tokenizer, tokenizer._bound = Templated(), None
-    tokenizer._template_limit = TimeLimit(60.0 if why == "refused them" else 0.1)
-    with pytest.raises(RequestError, match=f"^messages: the chat template {why}: "):
-        tokenizer.apply_chat([{"role": "user", "content": "hi"}])

@@ -77,6 +77,19 @@ def test_what_says_how_weights_are_read_counts(tmp_path: Path, name: str) -> Non
     assert len(set(found)) == 3
 
 
+def test_a_shard_below_the_folder_counts_where_the_index_names_it(tmp_path: Path) -> None:
+    shard, index = tmp_path / "deep" / "one.safetensors", tmp_path / "model.safetensors.index.json"
+    shard.parent.mkdir()
+    found = []
+    named = '{"weight_map": {"a": "deep/one.safetensors", "b": 1, "c": "\\u0000"}}'
+    for text in ("{}", "[", '{"weight_map": 7}', named):
+        index.write_text(text)
+        for data in (b"one", b"two"):
+            shard.write_bytes(data)
+            found.append(origin_of(str(tmp_path)).revision)
+    assert [one == other for one, other in zip(found[::2], found[1::2])] == [True, True, True, False]
+
+
 def test_a_folder_is_the_same_model_wherever_it_lies(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -154,6 +167,35 @@ def test_a_gguf_file_is_what_is_in_all_its_shards(tmp_path: Path) -> None:
     assert origin_of(str(files[0])) == first and first.is_read
     files[1].write_bytes(b"GGU!")
     assert origin_of(str(files[0])) != first
+
+
+def test_a_quantisation_out_of_a_repository_is_its_own_files(cache: Path, tmp_path: Path) -> None:
+    """A name as `org/model:Q4_K_M`, whose main branch moves as others do."""
+    names = [f"org/model:{kind}" for kind in ("Q4_K_M", "Q5_K_M", "Q8_0", "IQ1_S")]
+    unknown = [origin_of(name) for name in names]
+    assert unknown == [Origin(f"{name}@main", False) for name in names]
+    folder = fetched(cache, COMMIT, b"of transformers")
+    assert origin_of(names[0]) == unknown[0], "a repository without such files"
+    files = {"model-Q4_K_M.gguf": b"4", "model-Q5_K_M.gguf": b"5", "deep/x-q8_0-00001-of-00002.gguf": b"8",
+             "deep/x-q8_0-00002-of-00002.gguf": b"9", "model-Q14_K_M.gguf": b"14"}  # fmt: skip
+    for name, data in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    found = [origin_of(name) for name in names]
+    assert len({one.revision for one in found}) == 4 and found[3] == unknown[3]
+    assert all(one.is_read for one in found[:3]) and COMMIT in found[0].revision
+    (folder / "model-Q14_K_M.gguf").write_bytes(b"another")
+    (folder / "model.safetensors").unlink()
+    assert [origin_of(name) for name in names[1:3]] != found[1:3], "what is beside may be read, too"
+    now = [origin_of(name) for name in names]
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"trained")
+    (folder / "deep/x-q8_0-00002-of-00002.gguf").write_bytes(b"trained")
+    after = [origin_of(name) for name in names]
+    assert [one == other for one, other in zip(now, after)] == [False, True, False, True]
+    fetched(cache, OTHER, b"moved")
+    assert origin_of(names[0]) == unknown[0], "the main branch has moved, and has none"
+    assert origin_of(names[0], COMMIT) == after[0]
+    assert origin_of(names[0], is_hub=False) == unknown[0]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.page_interleave import PageInterleavePoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.pool_host import base
@@ -25,7 +27,7 @@ from transformers import Phi3Config
 
 from hiradix.adapters.sglang import adapters, build, updates
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
-from hiradix.adapters.sglang.support import Api
+from hiradix.adapters.sglang.support import Api, refuse_allocator
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import Origin
@@ -81,6 +83,15 @@ def test_every_rank_on_the_machine_counts_in_its_memory(
     monkeypatch.setattr(base, "ranks_per_host", lambda: 1 << 40)
     with pytest.raises(ConfigError, match=rf"--hicache-ratio 2 requests .* per rank x {1 << 40} ranks"):
         built(tmp_path, True)
+
+
+def test_pages_that_are_spread_over_ranks_are_refused() -> None:
+    """SGLang's own allocator of them: it gives no pages by their number alone."""
+    kvcache, paged = Rig.make_pool(None)  # type: ignore[arg-type]
+    refuse_allocator(paged)
+    spread = PageInterleavePoolAllocator(NUM_TOKENS, PAGE, 2, torch.float32, "cpu", kvcache, need_sort=False)
+    with pytest.raises(ConfigError, match="PageInterleavePoolAllocator .--enable-kv-cache-sharding. is not"):
+        refuse_allocator(spread)
 
 
 def test_no_request_without_an_adapter_is_in_an_adapters_namespace() -> None:

@@ -45,13 +45,22 @@ HOW: dict[str, Callable[[int], float]] = {
     "slows": lambda num_pages: 0.95 * LIMITS.deadline_s,
     "stops": lambda num_pages: 1e9 if num_pages > 1 else 0.0,
     "just in time": lambda num_pages: 0.49 * LIMITS.deadline_s,
+    "at once": lambda num_pages: 0.0002 * num_pages,
+    "slowly": lambda num_pages: 0.02 * num_pages,
 }
 """Seconds that a call of so many pages takes."""
+PARTS = {
+    f"{share:.0%} {how}": (how, share)
+    for how in ("at once", "slowly", "drips", "just in time")
+    for share in (0.4, 0.6, 0.9)
+}
+"""Reads of which a part comes: how long they take, and how much it is."""
 
 
 class GrayBackend(ClockBackend):
     """`ills`: what is wrong with calls, by kind: one of `HOW`, "errs", "every second hangs", and of reads
-    "brings nothing", which takes nearly half of the deadline."""
+    "brings nothing", which takes nearly half of the deadline, and of `PARTS`, how long and which share of the
+    pages comes."""
 
     def __init__(self, driver: ClockDriver, tier: Any) -> None:
         super().__init__(driver, tier)
@@ -66,11 +75,20 @@ class GrayBackend(ClockBackend):
             raise OSError(f"injected: {op.value}")
         if ill == "brings nothing":
             raise Takes(HOW["just in time"](num_pages), lambda: [False] * num_pages)
+        if ill in PARTS:
+            how, share = PARTS[ill]
+            raise Takes(HOW[how](num_pages), lambda: self._part(work(), share))
         if ill == "every second hangs":
             ill = "hangs" if self.calls[op] % 2 else None
         if ill is not None:
             raise Takes(HOW[ill](num_pages), work)
         return work()
+
+    def _part(self, answer: list[bool], share: float) -> list[bool]:
+        """The leading share of what would come."""
+        kept = int(share * len(answer))
+        self.num_served -= answer[kept:].count(True)
+        return answer[:kept] + [False] * (len(answer) - kept)
 
     def exists(self, keys: Any, prefix_keys: Any = ()) -> Any:
         return self._ill(Op.EXISTS, len(keys), lambda: super(GrayBackend, self).exists(keys))

@@ -13,7 +13,7 @@ import pytest
 from hiradix.policy.no_regret import Drought, NoRegret
 from hiradix.storage.guard.breaker import Breaker, Breakers
 from hiradix.storage.kit.meters import Op
-from tests.simulation.gray import CASES, LIMITS, Story, play
+from tests.simulation.gray import CASES, LIMITS, PARTS, Story, play
 
 DOCS = Path(__file__).parents[2] / "docs" / "reliability.md"
 PATTERN = (
@@ -52,6 +52,19 @@ def test_what_a_gray_failure_costs_is_bounded(op: Op, how: str) -> None:
         assert sum(story.ill.losses) < 0.1, "and nobody waits for a write"
     elif how in FAILS:
         assert story.served_again > 30, "70 s after it was cured it is of use again, at once"
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("how", PARTS)
+def test_a_store_that_brings_a_part_costs_no_more(how: str, has_gate: bool) -> None:
+    """And what comes at once is taken, however small a part it is."""
+    if "slowly" in how and not has_gate:
+        pytest.skip("half a second a hit is less than a hit is taken to be worth: see the docs")
+    story = play(1, {Op.GET: how}, has_gate)
+    check(story)
+    assert story.calls[Op.GET] > 0, "the fault was met"
+    if "at once" in how:
+        assert story.served_ill > 400 and sum(story.ill.losses) < 0.1, "it is worth its time"
 
 
 def test_a_long_run_costs_no_more() -> None:

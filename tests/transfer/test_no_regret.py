@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from hiradix.policy.no_regret import PROBE_SHARE, Move, NoRegret
+import pytest
+
+from hiradix.policy.no_regret import PROBE_SHARE, Move, NoRegret, Source
 from tests.seeds import seeded, seeds
 
 
@@ -179,20 +181,87 @@ def test_fetches_that_bring_nothing_become_rare_where_computing_is_not_measured(
     for _ in range(300):
         if gate.takes(Move.FETCH, 10):
             taken.append(True)
-            gate.ended(10, 0)
+            gate.ended(10, 0, 0.1)
         else:
             taken.append(False)
     assert taken[:6] == [True, True, True, False, True, False] and 9 <= taken.count(True) <= 20
     while not gate.takes(Move.FETCH, 10):
         pass
-    gate.ended(10, 10)
+    gate.ended(10, 10, 0.1)
     assert all(gate.takes(Move.FETCH, 10) for _ in range(100))
+
+
+def taken(gate: NoRegret, num_pages: int, seconds: float) -> int:
+    """How many of 100 fetches of ten pages are taken, each of which brings so many in so long."""
+    count = 0
+    for _ in range(100):
+        if gate.takes(Move.FETCH, 10):
+            count += 1
+            gate.fetched(10, num_pages, seconds)
+            gate.ended(10, num_pages, seconds)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "seconds", "is_worth_it"),
+    [
+        (10, 0.9, True), (10, 1.1, False), (9, 0.5, True), (9, 0.95, False), (6, 0.59, True),
+        (6, 0.61, False), (4, 0.01, True), (4, 0.39, True), (4, 0.41, False), (1, 0.05, True),
+        (1, 0.2, False), (0, 0.0, False),
+    ],
+)  # fmt: skip
+def test_without_a_measured_cost_of_computing_a_part_is_worth_its_part_of_a_hit(
+    num_pages: int, seconds: float, is_worth_it: bool
+) -> None:
+    count = taken(NoRegret(), num_pages, seconds)
+    assert count == 100 if is_worth_it else count < 12
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "seconds", "is_worth_it"),
+    [
+        (4, 0.004, True),
+        (1, 0.009, True),
+        (4, 0.06, False),
+        (10, 0.09, True),
+        (10, 0.2, False),
+        (0, 0.001, False),
+    ],
+)
+def test_a_part_is_compared_with_what_computing_it_takes(
+    num_pages: int, seconds: float, is_worth_it: bool
+) -> None:
+    """100 pages are computed a second."""
+    count = taken(measured(100, 1e6), num_pages, seconds)
+    assert count == 100 if is_worth_it else count < 12
+
+
+def test_ranks_leave_out_the_same_fetches() -> None:
+    """By the one for which they were dry, though for the others they were not."""
+    told: list[list[Source]] = [[], []]
+
+    def agreed(number: int) -> Callable[[Source], Source]:
+        def share(source: Source) -> Source:
+            place = len(told[number])
+            told[number].append(source)
+            return lambda: min(sources[place]() for sources in told)
+
+        return share
+
+    quick, slow = NoRegret(share=agreed(0)), NoRegret(share=agreed(1))
+    decisions = []
+    for _ in range(60):
+        decisions.append((quick.takes(Move.FETCH, 10), slow.takes(Move.FETCH, 10)))
+        if decisions[-1][0]:
+            quick.ended(10, 10, 0.01)
+            slow.ended(10, 10, 1.5)
+    assert all(one == other for one, other in decisions) and (False, False) in decisions
 
 
 def test_other_storage_is_not_blamed_for_what_the_one_before_did_not_bring() -> None:
     gate = NoRegret()
     for _ in range(8):
-        gate.ended(10, 0)
+        gate.ended(10, 0, 0.1)
     assert not gate.takes(Move.FETCH, 10)
     gate.attached()
     assert all(gate.takes(Move.FETCH, 10) for _ in range(3))

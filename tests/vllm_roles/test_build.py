@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hiradix.adapters.vllm import build
+from hiradix.adapters.vllm import build, names
 from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.adapters.vllm.layout import Interior, grouping
 from hiradix.adapters.vllm.settings import parse_settings
@@ -190,6 +191,50 @@ def test_a_name_of_the_hub_is_the_commit_that_vllm_loads(
     assert identity_of(online, "") == first != identity_of(Config("org/model"), "")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
     assert identity_of(Config("org/model"), "") == ModelIdentity("model", "org/model@main")
+
+
+class ModelScope:
+    """ModelScope's client, which has these folders by names and revisions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folders: dict[tuple[str, str | None, str | None], Path] = {}
+        for known in (names._of_modelscope, names._warn_unknown):
+            known.cache_clear()
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+        for name in ("modelscope", "modelscope.hub", "modelscope.hub.snapshot_download"):
+            module = ModuleType(name)
+            monkeypatch.setitem(sys.modules, name, module)
+        module.snapshot_download = self.snapshot_download  # type: ignore[attr-defined]
+
+    def snapshot_download(
+        self, model_id: str, revision: str | None, cache_dir: str | None, local_files_only: bool
+    ) -> str:
+        assert local_files_only, "nothing is fetched for a name"
+        try:
+            return str(self.folders[model_id, revision, cache_dir])
+        except KeyError:
+            raise ValueError(f"Cannot find cached snapshot for {model_id}") from None
+
+
+def test_a_name_of_modelscope_is_what_its_client_has_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not what the other hub's cache has under that name."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    snapshot(tmp_path, "c1", b"of the other hub")
+    client = ModelScope(monkeypatch)
+    assert identity_of(Config("org/model"), "") == ModelIdentity("model", "org/model@main")
+    assert "org/model is in no cache of ModelScope's here" in caplog.text
+    folder = tmp_path / "org" / "my___model"
+    folder.mkdir(parents=True)
+    client.folders["org/model", None, None] = folder
+    found = []
+    for weights in (b"one", b"two", b"one"):
+        (folder / "model.safetensors").write_bytes(weights)
+        found.append(identity_of(Config("org/model"), ""))
+    assert found[0] == found[2] != found[1] and found[0].model_id == "model"
+    assert found[0] == identity_of(Config(str(folder)), "model")
+    assert identity_of(Config(str(folder)), "") != found[0], "a folder is a folder"
 
 
 def test_weights_in_object_storage_are_known_by_their_path(tmp_path: Path) -> None:

@@ -15,7 +15,15 @@ import torch
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
 from hiradix.adapters.sglang.adapters import Adapters, keep_apart
 from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
-from hiradix.adapters.sglang.support import TESTED, Api, api_of, installed_version, refusal, refuse_flags
+from hiradix.adapters.sglang.support import (
+    TESTED,
+    Api,
+    api_of,
+    installed_version,
+    refusal,
+    refuse_allocator,
+    refuse_flags,
+)
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.config import (
     ExtraConfig,
@@ -57,6 +65,7 @@ def build_cache(context: Any) -> Any:
         return default_radix_cache_factory(context)
     api, flags = api_of(BasePrefixCache), _Flags(context.server_args)
     refuse_flags(flags)
+    refuse_allocator(context.params.token_to_kv_pool_allocator)
     _refuse_models(context, flags)
     if api is Api.FINISHED_REQ:
         _refuse_legacy(context, flags)

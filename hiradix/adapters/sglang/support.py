@@ -86,6 +86,11 @@ def api_of(base_class: type) -> Api:
     raise unsupported_version(installed_version(), f"its BasePrefixCache has no {known}")
 
 
+_SHARDED = "its pages are spread over ranks, each prefix in an order of its own that pages do not carry"
+# Allocators of exactly these classes: one that inherits from them may hand pages out otherwise.
+_ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator", "SWATokenToKVPoolAllocator")
+_INTERLEAVED = "PageInterleavePoolAllocator"  # of --enable-kv-cache-sharding
+
 # attribute of the resolved flags: the flag, and what to do instead
 _REFUSED_FLAGS = {
     "enable_lmcache": ("--enable-lmcache", "it is a cache hierarchy of its own"),
@@ -98,6 +103,7 @@ _REFUSED_FLAGS = {
     "enable_page_major_kv_layout": ("--enable-page-major-kv-layout", "its pools are one buffer of records"),
     "enable_session_radix_cache": ("--enable-session-radix-cache", "sessions are not tracked"),
     "enable_hisparse": ("--enable-hisparse", "it moves pages of running requests itself"),
+    "enable_kv_cache_sharding": ("--enable-kv-cache-sharding", _SHARDED),
 }
 
 
@@ -106,6 +112,18 @@ def refuse_flags(flags: Any) -> None:
     for attribute, (flag, reason) in _REFUSED_FLAGS.items():
         if getattr(flags, attribute, False):
             raise refusal(flag, reason)
+
+
+def refuse_allocator(allocator: Any) -> None:
+    """Raise ConfigError for an allocator of SGLang's that is not known, by its class and what asks for it."""
+    kind = type(allocator).__name__
+    if _INTERLEAVED in (base.__name__ for base in type(allocator).__mro__):
+        raise refusal(f"The allocator {kind} (--enable-kv-cache-sharding)", _SHARDED)
+    if kind not in _ALLOCATORS:
+        known = ", ".join(_ALLOCATORS)
+        raise refusal(
+            f"This model's allocator {kind}", f"only {known} are known, another may hand pages out otherwise"
+        )
 
 
 def refusal(flag: str, reason: str) -> ConfigError:

@@ -21,7 +21,7 @@ from hiradix.adapters.vllm.layout import (
     pool_of,
     shape_of,
 )
-from hiradix.adapters.vllm.names import names_are_hub
+from hiradix.adapters.vllm.names import local_place, names_are_hub
 from hiradix.adapters.vllm.orders import WorkerFacts
 from hiradix.adapters.vllm.settings import Settings
 from hiradix.adapters.vllm.switch import OpenStorage
@@ -91,7 +91,8 @@ def identity_of(config: Any, name: str, dtype: str | None = None) -> ModelIdenti
     remote = getattr(model, "model_weights", None)
     wanted = getattr(model.revision, "resolved", None) or model.revision  # a branch as it was when it loaded
     cache_dir = getattr(config.load_config, "download_dir", None)
-    revision = origin_of(str(model.model), wanted, cache_dir, is_hub=names_are_hub()).revision
+    place = local_place(str(model.model), wanted, cache_dir)
+    revision = origin_of(place, wanted, cache_dir, is_hub=names_are_hub()).revision
     if remote and remote != model.model:
         pulled = Path(model.model)
         revision = f"{remote}:{weights_digest(str(pulled), CONFIG_NAME) if pulled.is_dir() else wanted}"

@@ -17,7 +17,7 @@ from hiradix.adapters.vllm.index import READY, HostIndex
 from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.errors import Misuse
-from hiradix.policy.no_regret import Drought
+from hiradix.policy.no_regret import Drought, worth_s
 from hiradix.policy.prefetch import PrefetchPolicy
 from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
 
@@ -60,7 +60,7 @@ class FetchFigures:
     found: int = 0
     read: int = 0
     late: int = 0  # came after their request had gone on
-    left_out: int = 0  # not read, as reads before brought next to nothing
+    left_out: int = 0  # not read, as reads before brought less than they took
 
 
 class FetchBook:
@@ -153,7 +153,7 @@ class FetchBook:
 
     def attached(self) -> None:
         """Other storage is there: what fetches brought says nothing of it."""
-        self._drought = Drought()
+        self._drought.forget()
 
     # -- outcomes, the least of all workers' --------------------------------------------------
 
@@ -207,7 +207,7 @@ class FetchBook:
         backbone, others = fetch.host[BACKBONE], fetch.host[1:]
         total = sum(len(pages) for pages in fetch.host)
         if not (fetch.is_given_up or fetch.is_orphan):
-            self._drought.ended(total, outcome.num_pages)
+            self._drought.ended(outcome.seconds, worth_s(total, outcome.num_pages))
         count = 0 if fetch.is_orphan or (others and outcome.num_pages < total) else outcome.num_pages
         index.free(backbone[count:])
         taken = backbone[:0]

@@ -138,6 +138,7 @@ class Outcome:
     num_pages: int
     hashes: tuple[bytes, ...] = ()
     error: str | None = None
+    seconds: float = 0.0  # that it took, once it was begun
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from hiradix.adapters.vllm.names import names_are_hub
+from hiradix.adapters.vllm.names import local_place, names_are_hub
 from hiradix.adapters.vllm.orders import Ticket
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
@@ -177,8 +177,9 @@ def _files(path: str) -> tuple[tuple[str, int, int], ...]:
 
 def _folder(path: str) -> Path | None:
     """The folder that vLLM takes an adapter's path for, which may be a name of the hub."""
-    if Path(path).is_dir():
-        return Path(path)
+    place = Path(local_place(path))
+    if place.is_dir():
+        return place
     return hub_snapshot(path) if names_are_hub() else None
 
 

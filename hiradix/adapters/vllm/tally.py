@@ -1,4 +1,4 @@
-"""From each worker's answers to one answer: the least any of them did, when the last has spoken."""
+"""From each worker's answers to one, when the last has spoken: the least any did, the longest any took."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Tally:
             min(outcome.num_pages, so_far.num_pages),
             outcome.hashes or so_far.hashes,
             outcome.error or so_far.error,
+            max(outcome.seconds, so_far.seconds),
         )
         if seen + 1 == self.num_workers:
             return least

@@ -319,7 +319,8 @@ class WorkerRole:
             self._answer(order, Stage.FOUND if isinstance(order, Query) else Stage.READ, result)
 
     def _answer(self, order: Order, stage: Stage, result: Result) -> None:
-        self._outcomes.append(Outcome(order.ticket, stage, result.num_pages, result.hashes, result.error))
+        done = result.num_pages, result.hashes, result.error, result.duration_s
+        self._outcomes.append(Outcome(order.ticket, stage, *done))
 
     def _written(self, save: Save, error: str | None) -> None:
         self._saving.discard(save.ticket)

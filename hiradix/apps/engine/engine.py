@@ -339,7 +339,11 @@ class Engine:
         self, build_cache: BuildCache, params: CacheInitParams, group: ProcessGroup | None
     ) -> PrefixCache:
         config, pools = self.config.cache, self._pools
-        identity = model_identity(self.config.model_path, self.model_name)
+        # What stays on the device has no name: no weights are read for one.
+        is_named = config.enable_hierarchical_cache
+        identity = ModelIdentity(self.model_name)
+        if is_named:
+            identity = model_identity(self.config.model_path, self.model_name)
         identity = run_with(identity, {"rope": self._model.fixed_rope})
         if pools.hybrid is not None:
             if group is not None:

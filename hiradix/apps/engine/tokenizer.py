@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.apps.engine.api import RequestError
-from hiradix.apps.engine.time_limit import TimeLimit
+from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.token_bound import TokenBound
 from hiradix.errors import ConfigError, Misuse
 
@@ -15,7 +15,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _UNFINISHED = "\ufffd"
 MOST_PENDING = 32  # tokens of an answer that show nothing yet and are decoded again with each further one
 CHARACTER_TOKENS = 4  # at most, of one character: a byte each
-TEMPLATE_TIMEOUT_S = 5.0  # of a chat template, which is a program and takes a millisecond
 
 
 class Tokenizer:
@@ -32,7 +31,7 @@ class Tokenizer:
             raise ConfigError(f"model path {path!r}: cannot load the tokenizer: {error}") from error
         is_fast = getattr(self._tokenizer, "is_fast", False)
         self._bound = TokenBound(self._tokenizer.backend_tokenizer.to_str()) if is_fast else None
-        self._template_limit = TimeLimit(TEMPLATE_TIMEOUT_S)
+        self._template = _template_of(self._tokenizer)
 
     @staticmethod
     def find(path: str) -> Tokenizer | None:
@@ -44,7 +43,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat` can be used."""
-        return bool(self._tokenizer.chat_template)
+        return self._template is not None
 
     def encode(self, text: str, context_length: int | None = None) -> list[int]:
         """Token ids of a prompt, with the special tokens the model wants at its start.
@@ -75,21 +74,12 @@ class Tokenizer:
 
         The same where the text is none, as in `encode`, and where the template fails or does not end in time.
         """
-        if not self.has_chat_template:
+        if self._template is None:
             raise RequestError("the model has no chat template; use completions")
-        from jinja2 import TemplateError
-
         try:
-            text = self._template_limit.run(
-                lambda: self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-                )
-            )
-        except TimeoutError as error:
-            raise RequestError(f"messages: the chat template ran for too long: {error}") from error
-        except Exception as error:  # a template is a program: it may divide by zero or call itself for ever
-            why = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-            raise RequestError(f"messages: the chat template refused them: {why}") from error
+            text = self._template.render(messages)
+        except TemplateError as error:
+            raise RequestError(f"messages: the chat template {error}") from error
         return self._encode(text, context_length, add_special_tokens=False)
 
     def _encode(self, text: str, context_length: int | None, *, add_special_tokens: bool) -> list[int]:
@@ -105,6 +95,18 @@ class Tokenizer:
                 "including at least one of the answer"
             )
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _template_of(tokenizer: Any) -> ChatTemplate | None:
+    """The chat template that transformers would take; None where there is none, or none of several is it."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        return None
+    variables = {"tools": None, "documents": None, "add_generation_prompt": True}
+    return ChatTemplate(template, variables | tokenizer.special_tokens_map)
 
 
 class TextStream:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -21,29 +23,53 @@ class BadAnswer(Exception):
 
 
 class Answers(list[bool]):
-    """A backend's flags of a `get` or `put`, and the one reason of those that are False.
+    """A backend's flags of a `get` or `put`, and why those that are False are.
 
-    number: of how many of them, if not of all: of the others the backend says no more.
+    why: one reason, or how many pages have each. number: of how many it is, if not of all. Of the others the
+    backend says no more.
     """
 
-    def __init__(self, flags: Sequence[bool], why: MissReason, number: int | None = None):
+    def __init__(
+        self,
+        flags: Sequence[bool],
+        why: MissReason | Mapping[MissReason, int],
+        number: int | None = None,
+    ):
         super().__init__(flags)
-        self.why = why
-        self.number = number
+        left = self.count(False)
+        self.reasons: dict[MissReason, int] = {}
+        if isinstance(why, MissReason):
+            why = {why: left if number is None else number}
+        for reason, count in why.items():
+            if left and count > 0:
+                self.reasons[reason] = min(count, left)
+                left -= self.reasons[reason]
+
+
+def reasons_of(answer: Sequence[bool]) -> Mapping[MissReason, int]:
+    """How many pages of a `get` or `put` are missing for each reason that is known."""
+    return answer.reasons if isinstance(answer, Answers) else {}
 
 
 def has_failed(answer: Sequence[bool]) -> bool:
     """Whether a fault is why pages of a `get` or `put` are missing, so that they may be there all the same.
     """
-    return isinstance(answer, Answers) and answer.why in FAULTS
+    return not FAULTS.isdisjoint(reasons_of(answer))
 
 
-def as_answered(flags: list[bool], *answers: Sequence[bool]) -> list[bool]:
-    """`flags`, made of those of `answers`, with the fault that the first of these with one tells of."""
-    for answer in answers if False in flags else ():
-        if isinstance(answer, Answers) and answer.why in FAULTS:
-            return Answers(flags, answer.why)
-    return flags
+def as_answered(
+    flags: list[bool], *answers: Sequence[bool], more: Mapping[MissReason, int] = MappingProxyType({})
+) -> list[bool]:
+    """`flags`, made of those of `answers`, which are all about these pages, with their reasons: of the first
+    as far as it has any, then of the next. more: reasons of pages that were lost after that."""
+    reasons = Counter({why: number for why, number in more.items() if number})
+    left = flags.count(False) - reasons.total()
+    for answer in answers if left else ():
+        for why, number in reasons_of(answer).items():
+            number = min(left, max(0, number - reasons[why]))
+            reasons[why] += number
+            left -= number
+    return Answers(flags, reasons) if reasons.total() else flags
 
 
 @dataclass
@@ -75,9 +101,8 @@ class Batch:
     def flags(self, chunk: range, answer: object) -> list[bool]:
         """The flags of an answer, noting why pages are missing where it says so; raises BadAnswer."""
         flags = checked_flags(answer, len(chunk))
-        if isinstance(answer, Answers) and (missing := flags.count(False)):
-            number = missing if answer.number is None else min(missing, answer.number)
-            self.refused[answer.why] = self.refused.get(answer.why, 0) + number
+        for why, number in reasons_of(answer).items() if isinstance(answer, Answers) else ():
+            self.refused[why] = self.refused.get(why, 0) + number
         return flags
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,7 @@ from hiradix.storage.guard.calls import (
 from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
 from hiradix.storage.kit.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
-from hiradix.storage.kit.meters import FAULTS, Histogram, Meters, MissReason, Op
+from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.kit.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.kit.states import StoreStates
@@ -230,7 +231,7 @@ class GuardedStorage:
     def refuse(self, num_pages: int) -> list[bool]:
         """The answer to a put of so many pages in a store that is read-only, without asking it."""
         self._meters.of(Op.PUT).ended(None, 0, 0, ((MissReason.READ_ONLY, num_pages),))
-        return [False] * num_pages
+        return Answers([False] * num_pages, MissReason.READ_ONLY)
 
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed, or did not answer within the deadline."""
@@ -325,9 +326,12 @@ class GuardedStorage:
         if num_done < len(sizes):
             total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
         self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
-        if reason is None:
-            reason = next((why for why in batch.refused if why in FAULTS), None)
-        return batch.ok if reason is None or num_done == len(sizes) else Answers(batch.ok, reason)
+        if num_done == len(sizes) or (reason is None and not batch.refused):
+            return batch.ok
+        told = Counter(batch.refused)
+        if reason is not None:
+            told[reason] += lost
+        return Answers(batch.ok, told)
 
     def _tell(self, batch: Batch) -> None:
         """Say that pages did not pass the checks here; a backend that verifies says so itself."""

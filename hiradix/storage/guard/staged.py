@@ -12,8 +12,7 @@ from hiradix.errors import Misuse
 from hiradix.storage.guard.calls import Batch, LaneSession
 from hiradix.storage.kit.landing import Landing
 from hiradix.storage.kit.lanes import gather, scatter
-from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.kit.seal import REASONS, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.kit.spoilt import Spoilt
 from hiradix.storage.protocol import Page
 
@@ -21,11 +20,6 @@ Work = Callable[[range, Sequence[Page]], Callable[[], object]]
 """The backend's call for a chunk of the batch, whose bytes are in or go to those pages."""
 _Read = tuple[range, list[memoryview], list[bool]]
 _Write = tuple[range, Callable[[], object], Collection[str]]
-_REASON = {
-    Verdict.DAMAGED: MissReason.DAMAGED,
-    Verdict.FOREIGN: MissReason.FOREIGN,
-    Verdict.UNKNOWN: MissReason.FOREIGN,
-}
 
 
 class Staged:
@@ -128,7 +122,7 @@ class Staged:
     def _is_good(self, batch: Batch, index: int, verdict: Verdict) -> bool:
         """Whether the page may be used; takes down why not."""
         if verdict is not Verdict.GOOD:
-            reason = _REASON[verdict]
+            reason = REASONS[verdict]
             batch.refused[reason] = batch.refused.get(reason, 0) + 1
             if verdict is not Verdict.UNKNOWN:
                 self._spoilt.note([batch.names[index]])

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from hiradix.errors import Misuse
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.protocol import Page, page_bytes
 
 _FORMAT = struct.Struct("<4sHBBQ16s16sQI")
@@ -93,6 +94,13 @@ class Verdict(Enum):
     DAMAGED = "damaged"  # these bytes are not what was stored
     FOREIGN = "foreign"  # intact, but for another key, fingerprint, length or format, or without a checksum
     UNKNOWN = "unknown"  # intact seal, but its checksum cannot be computed here
+
+
+REASONS = {
+    Verdict.DAMAGED: MissReason.DAMAGED,
+    Verdict.FOREIGN: MissReason.FOREIGN,
+    Verdict.UNKNOWN: MissReason.FOREIGN,
+}
 
 
 def key_digest(key: str) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import zstandard
 
 from hiradix.storage.kit.lanes import scatter
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrappers.wrapper import CodingWrapper
 
@@ -50,20 +51,20 @@ class CompressedStorage(CodingWrapper):
             self._bytes_out += OVERHEAD_BYTES + len(body)
         return _HEAD.pack(magic, len(body)) + body
 
-    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
         magic, length = _HEAD.unpack_from(stored)
         body = stored[_HEAD.size : _HEAD.size + length]
         try:
             if magic == _PACKED and zstandard.frame_content_size(body) == page_bytes(page):
                 body = memoryview(self._decompressor().decompress(body))  # as long as it says, if at all
             elif magic != _PLAIN:
-                return False
+                return MissReason.DAMAGED
         except zstandard.ZstdError:
-            return False
+            return MissReason.DAMAGED
         if body.nbytes != page_bytes(page):
-            return False
+            return MissReason.DAMAGED
         scatter(body, page)
-        return True
+        return None
 
     def _compressor(self) -> zstandard.ZstdCompressor:
         own: zstandard.ZstdCompressor | None = getattr(self._local, "compressor", None)

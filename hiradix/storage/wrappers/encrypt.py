@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hiradix.config import read_small_file
 from hiradix.errors import ConfigError
 from hiradix.storage.kit.lanes import fill_head
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrappers.wrapper import CodingWrapper
@@ -88,14 +89,14 @@ class EncryptedStorage(CodingWrapper):
         body: bytes = self._cipher.encrypt(nonce, plain, self._bound(key, len(plain)))
         return _HEAD.pack(_MAGIC, len(plain), nonce) + body
 
-    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
         magic, length, nonce = _HEAD.unpack_from(stored)
         body = stored[_HEAD.size : _HEAD.size + length + _TAG_BYTES]
         if magic != _MAGIC or length > page_bytes(page):
-            return False
+            return MissReason.DAMAGED
         try:
             plain = self._cipher.decrypt(nonce, bytes(body), self._bound(key, length))
         except InvalidTag:
-            return False
+            return MissReason.DAMAGED
         fill_head(memoryview(plain), page)
-        return True
+        return None

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from hiradix.storage.guard.calls import as_answered, has_failed
 from hiradix.storage.protocol import Page, StorageBackend, chain_before
 from hiradix.storage.wrappers.wrapper import Wrapper
 
@@ -52,7 +53,9 @@ class NegativeCache(Wrapper):
                 answers = self._get(asked, [into[i] for i in wanted], before)
                 for index, good in zip(wanted, answers, strict=True):
                     ok[index] = good
-                self._remember([key for key, good in zip(asked, answers) if not good], not_put)
+                if not has_failed(answers):  # else some may be there
+                    self._remember([key for key, good in zip(asked, answers) if not good], not_put)
+            return as_answered(ok, answers)
         return ok
 
     def put(

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.kit.lanes import scatter
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
+from hiradix.storage.kit.seal import REASONS, SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrappers.wrapper import CodingWrapper
 
@@ -187,10 +188,11 @@ class QuantisedStorage(CodingWrapper):
             data += self._sealer.seal(key, [memoryview(data)])
         return data
 
-    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
         if self._sealer is not None:
             stored, seal = stored[:-SEAL_BYTES], stored[-SEAL_BYTES:]
-            if self._sealer.check(seal, key, [stored]) is not Verdict.GOOD:
-                return False
+            verdict = self._sealer.check(seal, key, [stored])
+            if verdict is not Verdict.GOOD:
+                return REASONS[verdict]
         scatter(decode(stored, self._elements, page_bytes(page)), page)
-        return True
+        return None

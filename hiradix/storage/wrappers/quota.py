@@ -21,6 +21,7 @@ from typing import Any
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.backends.disk.recency import Recency
 from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.kit.options import Options, flag, parse_size
 from hiradix.storage.protocol import Page, StorageBackend, check_keys, page_bytes
 from hiradix.storage.wrappers.account import Account, AccountError, Entered, Entry
@@ -167,6 +168,7 @@ class QuotaStorage(Wrapper):
         entered = self._make_room(name, entries, limit_bytes)
         which = [index for index, key in enumerate(keys) if key in entered.keys]
         ok = [False] * len(keys)
+        answers: list[bool] = []
         if which:
             before = prefix_keys if which[0] == 0 and len(which) == which[-1] + 1 else None
             answers = self._put([keys[i] for i in which], [pages[i] for i in which], before, tenant)
@@ -174,7 +176,7 @@ class QuotaStorage(Wrapper):
                 ok[index] = bool(good)
         self._settle(name, {key: entries[key] for key in entered.keys}, keys, ok)
         self._count_refused(entered, len(keys) - len(which))
-        return ok
+        return as_answered(ok, answers)
 
     def delete(self, keys: Sequence[str]) -> None:
         check_keys(keys)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hiradix.storage.guard.breaker import NO_TROUBLES, Troubles
 from hiradix.storage.guard.calls import as_answered
+from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.spoilt import Spoilt
 from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
 
@@ -124,16 +126,23 @@ class CodingWrapper(Wrapper):
         """What is stored of a page."""
 
     @abstractmethod
-    def _unpack(self, key: str, stored: memoryview, page: Page) -> bool:
-        """Whether `stored`, of `_most_bytes`, begins with what makes this page; the page is filled then."""
+    def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
+        """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page.
+        """
 
     def get(
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
     ) -> list[bool]:
         stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
         ok = self._get(keys, [[view] for view in stored], prefix_keys)
-        rows = zip(ok, keys, stored, into, strict=True)
-        return as_answered([good and self._read(key, view, page) for good, key, view, page in rows], ok)
+        flags, spoilt = list(ok), Counter[MissReason]()
+        for index, (good, key, view, page) in enumerate(zip(ok, keys, stored, into, strict=True)):
+            why = self._unpack(key, view, page) if good else None
+            if why is not None:
+                flags[index] = False
+                spoilt[why] += 1
+                self._note_spoilt(key)
+        return as_answered(flags, ok, more=spoilt)
 
     def put(
         self,
@@ -145,16 +154,13 @@ class CodingWrapper(Wrapper):
         packed = [[memoryview(self._pack(key, page))] for key, page in zip(keys, pages, strict=True)]
         return self._put(keys, packed, prefix_keys, tenant)
 
-    def _read(self, key: str, stored: memoryview, page: Page) -> bool:
-        if self._unpack(key, stored, page):
-            return True
+    def _note_spoilt(self, key: str) -> None:
         self._spoilt.note([key])
         with self._lock:
             self._num_damaged += 1
             is_first = self._num_damaged == 1
         if is_first:
             self._tell_first()
-        return False
 
     def _tell_first(self) -> None:
         """The first page that cannot be read was just met."""

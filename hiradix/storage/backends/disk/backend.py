@@ -8,6 +8,7 @@ log, and if its checksum fits where `verify` asks for one. Reads take no lock of
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.storage.backends.disk.bad_slots import FAILURES, LASTING, BadSlots
 from hiradix.storage.backends.disk.config import PATH_KEY, DiskConfig, slot_bytes
 from hiradix.storage.backends.disk.index import Entry
 from hiradix.storage.backends.disk.log import WrongFolder
@@ -22,7 +24,7 @@ from hiradix.storage.backends.disk.moves import Move
 from hiradix.storage.backends.disk.probe import choose
 from hiradix.storage.backends.disk.recency import Recency, Uses
 from hiradix.storage.backends.disk.record import Name, name_of
-from hiradix.storage.backends.disk.store import PageRecord, Store
+from hiradix.storage.backends.disk.store import PageRecord, Place, Store
 from hiradix.storage.guard.calls import Answers
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
@@ -33,6 +35,8 @@ from hiradix.storage.kit.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.kit.vectored import NO_ROOM
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, is_key, sizes_of
+
+logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
@@ -56,6 +60,8 @@ class DiskBackend(StorageBackend):
         self._recency = Recency()
         self._used: dict[tuple[int, int], Entry] = {}  # whose use the log does not know of
         self._damaged: dict[Entry, None] = {}  # which the log still names
+        self._unreadable: dict[Entry, None] = {}  # likewise
+        self._bad_slots = BadSlots()  # the mutex guards it
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
         self._closed = False
@@ -96,16 +102,11 @@ class DiskBackend(StorageBackend):
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check_open()
         reads = self._plan(keys, into)
-        bad: set[int] = set()
-
         always = self.config.verify == "always"
 
         def check(index: int) -> bool:
             entry = reads.entries[index]
-            if (entry.verified and not always) or _is_intact(entry, reads.moves[index][2]):
-                return True
-            bad.add(index)
-            return False
+            return (entry.verified and not always) or _is_intact(entry, reads.moves[index][2])
 
         checked = self._must_check(reads.entries)
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
@@ -117,20 +118,27 @@ class DiskBackend(StorageBackend):
             ok = [False] * len(keys)
             still = reads.still_there(self._store)
             damaged: dict[Entry, None] = {}
+            failed = [at for at in _lasting(faults) if still[at]]
             for at, (index, entry, there) in enumerate(zip(reads.indices, reads.entries, still)):
                 ok[index] = whole[at] and there
                 if ok[index] and checked:
                     entry.verified = True
-                if there and not whole[at] and (at in bad or not faults):
+                if there and not whole[at] and at not in faults:
                     damaged[entry] = None
+            unreadable = self._unreadable_of(reads, whole, failed)
         if damaged:
             self._drop_damaged(damaged)
         elif checked:
             self._states.leave("damaged")
-        if faults and not any(ok):
+        if unreadable:
+            self._drop_unreadable(unreadable)
+        if faults:
             self._count("read_errors", len(faults))
-            raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        return Answers(ok, MissReason.DAMAGED, len(damaged)) if damaged else ok
+        if faults and not any(ok):
+            fault = next(iter(faults.values()))
+            raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
+        told = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
+        return Answers(ok, told) if damaged or faults else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
@@ -184,6 +192,7 @@ class DiskBackend(StorageBackend):
         """Store those pages that are not there, and log all as used. Locked, without the mutex."""
         with self._store.mutex:
             self._free_damaged()
+            self._retire_unreadable()
             self._use([])
             there = self._store.shelf.pages
             todo = [name for name in dict.fromkeys(names) if name not in there]
@@ -305,7 +314,7 @@ class DiskBackend(StorageBackend):
             except (OSError, StorageError):
                 return False
             pages = self._store.shelf.pages
-            if self._damaged or any(name not in pages for name in names):
+            if self._damaged or self._unreadable or any(name not in pages for name in names):
                 return False
             self._store.shelf.link_all(names, _fronts)
             self._use(uses)
@@ -367,13 +376,15 @@ class DiskBackend(StorageBackend):
             self._store.publish(records)
             for record in records:
                 self._store.index.by_place[record.place].verified = True
+            self._retire_unwritable(records, [writes[at][0].place for at in _lasting(faults)])
         if faults:
             self._count("write_errors", len(faults))
-            for fault in faults:
+            for fault in faults.values():
                 if fault.errno == errno.EROFS:
                     raise fault
-            if any(fault.errno not in NO_ROOM for fault in faults):
-                raise StorageError(f"cannot write to {self.config.path}: {faults[0]}") from faults[0]
+            if any(fault.errno not in NO_ROOM for fault in faults.values()):
+                fault = next(iter(faults.values()))
+                raise StorageError(f"cannot write to {self.config.path}: {fault}") from fault
 
     def _drop_damaged(self, entries: Mapping[Entry, None]) -> None:
         """Forget pages that are not what was stored; in the log at once, or before the next put."""
@@ -393,6 +404,51 @@ class DiskBackend(StorageBackend):
         if self._damaged:
             self._store.free(list(self._damaged))
             self._damaged = {}
+
+    # -- slots that the disk has lost ---------------------------------------------------
+
+    def _unreadable_of(
+        self, reads: _Reads, whole: Sequence[bool], failed: Sequence[int]
+    ) -> dict[Entry, None]:
+        """Of pages that failed to be read those whose slots are bad by now. Needs the mutex."""
+        entries = reads.entries
+        if any(whole):
+            self._bad_slots.succeeded(_slot_of(entry) for entry, ok in zip(entries, whole) if ok)
+        return {entries[at]: None for at in failed if self._bad_slots.failed(_slot_of(entries[at]))}
+
+    def _drop_unreadable(self, entries: Mapping[Entry, None]) -> None:
+        """Forget pages whose slots cannot be read; in the log at once, or before the next put."""
+        self._count("slots_unreadable", len(entries))
+        segment, slot = next(iter(entries)).place
+        logger.warning(
+            "storage disk: %s cannot read slot %d of segment %d, which failed %d times: "
+            "its page is a miss, and stored elsewhere when it is put again",
+            self.config.path, slot, segment, FAILURES,
+        )  # fmt: skip
+        with self._store.mutex:
+            self._store.forget(list(entries))
+            if self._store.read_only is not None:
+                return
+            self._unreadable |= entries
+        self._try_locked(self._retire_unreadable)
+
+    def _retire_unreadable(self) -> None:
+        """Locked."""
+        left, self._unreadable = self._unreadable, {}
+        current = self._store.index.by_place
+        places = [e.place for e in left if e.place not in current or e.is_same(current[e.place])]
+        if places:
+            self._store.retire(places)
+
+    def _retire_unwritable(self, written: Sequence[PageRecord], failed: Sequence[Place]) -> None:
+        """Have no page come again where one could not be written though others could, or too often: free
+        slots are taken in order. Locked."""
+        if written:
+            self._bad_slots.succeeded(())
+        bad = [place for place in failed if written or self._bad_slots.written_in_vain(place)]
+        if bad:
+            self._count("slots_unwritable", len(bad))
+            self._store.retire(bad)
 
     def _try_locked(self, work: Callable[[], None]) -> None:
         """Do `work` if the directory's lock is to be had soon; it is not worth more."""
@@ -421,6 +477,16 @@ class _Reads:
             return [True] * len(self.entries)
         current = store.index.by_place
         return [entry.is_same(current.get(entry.place)) for entry in self.entries]
+
+
+def _lasting(faults: Mapping[int, OSError]) -> list[int]:
+    """Which pages failed for a reason that lies in their slots."""
+    return [at for at, fault in faults.items() if fault.errno in LASTING]
+
+
+def _slot_of(entry: Entry) -> tuple[int, int, int]:
+    """A page's slot, as long as it is there."""
+    return *entry.place, entry.version
 
 
 def _fronts(names: Sequence[Name]) -> list[Name | None]:

@@ -17,6 +17,9 @@ from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
 from hiradix.storage.backends.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name, unpacked_name
 from hiradix.storage.kit.lru import believed
 
+RETIRED_SHARE = 8
+"""At most one slot in so many is retired: a disk of which more fails is not to be helped so."""
+
 
 class Entry:
     """A page in its slot. verified: its bytes were checked, or written, by this process. logged_ns: the last
@@ -123,6 +126,7 @@ class Index:
         self.shelves: dict[int, Shelf] = {}
         self.segments: dict[int, SegmentInfo] = {}
         self.by_place: dict[tuple[int, int], Entry] = {}
+        self.retired: set[tuple[int, int]] = set()  # slots that are not given out any more
         self.dropped: list[int] = []  # segments that went, for their files to be let go of
         self.next_segment = 0
         self.next_version = 1
@@ -167,6 +171,8 @@ class Index:
             self._follow((record.segment, record.slot), unpacked_name(record.key, record.flags))
         elif kind == Kind.SEGMENT:
             self._add_segment(record)
+        elif kind == Kind.RETIRED:
+            self._retire((record.segment, record.slot))
         elif kind == Kind.DROP:
             self._drop_segment(record.segment)
         elif kind == Kind.CLEAR:
@@ -193,6 +199,7 @@ class Index:
         """Records that make this index, its order included, in a new log. The header is the log's own."""
         for number, info in sorted(self.segments.items()):
             yield Record(Kind.SEGMENT, number, info.num_slots, num_bytes=info.slot_bytes)
+        yield from (Record(Kind.RETIRED, *place) for place in sorted(self.retired))
         behind: list[tuple[Entry, Entry]] = []  # and what is in front of them, where that is not next
         for shelf in self.shelves.values():
             entries = list(shelf.pages.values())
@@ -256,6 +263,7 @@ class Index:
         if before is not None:
             self._free(before.place)
         shelf.free.discard(place)
+        self.retired.discard(place)  # by an older version, which knows of none
         shelf.pages[label] = entry
         shelf.labels.add(label)
         self.by_place[place] = entry
@@ -278,7 +286,15 @@ class Index:
             del shelf.pages[label]
             shelf.labels.remove(label)
             shelf.waiting.drop(label, entry)
-            shelf.give(place)
+            if place not in self.retired:
+                shelf.give(place)
+
+    def _retire(self, place: tuple[int, int]) -> None:
+        info = self.segments.get(place[0])
+        if info is not None and place[1] < info.num_slots:
+            self._free(place)
+            self.retired.add(place)
+            self.shelf(info.slot_bytes).free.discard(place)
 
     def _touch(self, place: tuple[int, int], used_ns: int) -> None:
         entry = self.by_place.get(place)
@@ -302,6 +318,7 @@ class Index:
         for slot in range(info.num_slots):
             self._free((number, slot))
         self.shelf(info.slot_bytes).free.difference_update((number, slot) for slot in range(info.num_slots))
+        self.retired = {place for place in self.retired if place[0] != number}
         del self.segments[number]
         self._same.clear()
         self.dropped.append(number)

@@ -67,12 +67,13 @@ class PageIO:
 
     def read(
         self, moves: Sequence[Move], num_bytes: int, check: Callable[[int], bool] | None = None
-    ) -> tuple[list[bool], list[OSError]]:
-        """Which pages were read whole, and what went wrong. `check` of a page decides about it, if given."""
+    ) -> tuple[list[bool], dict[int, OSError]]:
+        """Which pages were read whole, and what went wrong with which. `check` of a page decides about it, if
+        given."""
         return self._do(_Batch(moves, num_bytes, check, write=False))
 
-    def write(self, moves: Sequence[Move], num_bytes: int) -> tuple[list[bool], list[OSError]]:
-        """Which pages were written whole, and what went wrong."""
+    def write(self, moves: Sequence[Move], num_bytes: int) -> tuple[list[bool], dict[int, OSError]]:
+        """Which pages were written whole, and what went wrong with which."""
         return self._do(_Batch(moves, num_bytes, None, write=True))
 
     def close(self) -> None:
@@ -83,7 +84,7 @@ class PageIO:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _do(self, batch: _Batch) -> tuple[list[bool], list[OSError]]:
+    def _do(self, batch: _Batch) -> tuple[list[bool], dict[int, OSError]]:
         direct: list[_Run] = []
         cached: list[_Run] = []
         bounced: list[int] = []
@@ -302,7 +303,7 @@ class _Batch:
         self.check = check
         self.write = write
         self.ok = [False] * len(moves)
-        self.faults: list[OSError] = []
+        self.faults: dict[int, OSError] = {}  # by pages
         self.aside: Aside | None = None  # who checks the pages, None: who reads them
 
     def runs(self) -> Iterator[_Run]:
@@ -404,7 +405,7 @@ class _Batch:
         try:
             done = (write_from if self.write else read_into)(segment.fd, page, offset)
         except OSError as error:
-            self.faults.append(error)
+            self.faults[index] = error
             return
         if done == self.num_bytes:
             self.arrived(index)

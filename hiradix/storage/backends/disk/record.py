@@ -44,6 +44,7 @@ class Kind(IntEnum):
     CLEAR = 7  # all pages of a namespace go
     MOVED = 8  # last of a log: another one is about to take its place
     FOLLOWS = 9  # a slot's page has one in front of it in its chain. key, flags: that one's
+    RETIRED = 10  # the disk cannot read or write a slot: no page comes there. Comes after a FREE of it
 
 
 class Record(NamedTuple):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from hiradix.errors import StorageError
 from hiradix.storage.backends.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
-from hiradix.storage.backends.disk.index import Entry, Index, Shelf, follows_record
+from hiradix.storage.backends.disk.index import RETIRED_SHARE, Entry, Index, Shelf, follows_record
 from hiradix.storage.backends.disk.log import NAME as LOG_NAME
 from hiradix.storage.backends.disk.log import Log, require_own
 from hiradix.storage.backends.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
@@ -190,6 +190,12 @@ class Store:
         alive = [e for e in entries if e.place not in current or e.is_same(current[e.place])]
         self._log.append([Record(Kind.FREE, *entry.place) for entry in alive])
 
+    def retire(self, places: Collection[Place]) -> None:
+        """Slots that cannot be read or written lose their pages, and no page comes there. Locked."""
+        room = max(1, self.index.num_slots // RETIRED_SHARE) - len(self.index.retired)
+        free = [Record(Kind.FREE, *place) for place in sorted(places)]
+        self._log.append(free + [Record(Kind.RETIRED, *place) for place in sorted(places)[: max(0, room)]])
+
     def forget(self, entries: Sequence[Entry]) -> None:
         """The same in this process alone, without a record: until the log is read anew. Needs the mutex."""
         self.index.forget(entries)
@@ -210,6 +216,7 @@ class Store:
             "pages": len(index.by_place),
             "slots": index.num_slots,
             "segments": len(index.segments),
+            "retired_slots": len(index.retired),
             "allocated_bytes": index.segment_bytes + self._log.num_bytes,
             "max_bytes": self._config.max_bytes,
             "log_rewrites": self._log.num_rewrites,

@@ -14,9 +14,8 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.backends.tier.promotions import Promotions
 from hiradix.storage.build import open_storage
 from hiradix.storage.guard.breaker import Troubles
-from hiradix.storage.guard.calls import Answers, as_answered
+from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.guard.joining import StoragePart, WhenJoined
-from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import Options, flag
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
@@ -98,7 +97,7 @@ class TierBackend(StorageBackend):
         self._check([*keys, *(prefix_keys or ())])
         near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
         ok = [a or b for a, b in zip(near, far, strict=True)]
-        return Answers(ok, MissReason.READ_ONLY) if self.read_only else as_answered(ok, far, near)
+        return as_answered(ok, far, near)
 
     @property
     def read_only(self) -> bool:

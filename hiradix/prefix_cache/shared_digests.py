@@ -1,0 +1,164 @@
+"""Digests of large files that the processes of one host share: ranks that start together read each file once.
+
+A note in the user's cache folder holds the digest of one file. Its name says which file, as it was: device,
+inode, size, times, and a look at pieces of it. A file of which any of these has changed has another name, so
+an old note is never found. The note is locked while the file is read: other processes go on with other files,
+then wait, and read the file themselves when whoever holds the lock shows no life.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from hiradix.storage.identities import identities_folder, prune
+
+logger = logging.getLogger(__name__)
+
+MOST = 1000
+SILENT_S = 30.0  # after which nobody waits any longer for a process that reads a file
+SETTLED_S = (
+    2.0  # since its last change: a later one shows in the times, whatever the file system's clock does
+)
+_POLL_S = 0.02
+_SUM_BYTES = 32
+
+Make = Callable[[Path, Callable[[], None]], bytes]
+Look = Callable[[BinaryIO], bytes]
+
+
+def folder() -> Path:
+    """Where the notes are."""
+    return identities_folder().with_name("weights")
+
+
+def digests_of(files: Iterable[Path], make: Make, look: Look = lambda stream: b"") -> dict[Path, bytes]:
+    """The digest of each file, made here or by another process of this host.
+
+    make: reads a file and gives its digest; calls its second argument now and then, as a sign of life.
+    look: pieces of an open file, or their digest: a note is used only where they are the same.
+    """
+    found: dict[Path, bytes] = {}
+    left = {file: _Note(file, look) for file in files}
+    while left:
+        before = len(left)
+        for file, note in list(left.items()):
+            digest = note.digest(make)
+            if digest is not None:
+                found[file] = digest
+                del left[file]
+        if left and len(left) == before:
+            time.sleep(_POLL_S)
+    return found
+
+
+class _Note:
+    """The note of one file as it is now."""
+
+    def __init__(self, file: Path, look: Look) -> None:
+        self._file, self._look = file, look
+        self._path = self._place()
+        self._sign_of_life: tuple[int, float] | None = None
+
+    def digest(self, make: Make) -> bytes | None:
+        """The file's digest; None while another process reads the file."""
+        if self._path is None:
+            return make(self._file, lambda: None)
+        try:
+            stream = open(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
+        except OSError as error:
+            return self._alone(make, error)
+        with stream:
+            try:
+                if (noted := _text_of(stream)) is not None:
+                    return noted
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                noted = _text_of(stream)  # whoever held the lock may have written it meanwhile
+            except BlockingIOError:
+                return make(self._file, lambda: None) if self._is_silent(stream) else None
+            except OSError as error:
+                return self._alone(make, error)
+            return self._make(make, stream) if noted is None else noted
+
+    def _make(self, make: Make, stream: BinaryIO) -> bytes:
+        """Read the file, and note its digest if it is still as it was."""
+
+        def show_life() -> None:
+            with suppress(OSError):
+                os.utime(stream.fileno())
+
+        digest = make(self._file, show_life)
+        try:
+            if self._place() == self._path:
+                stream.seek(0)
+                stream.write(digest + hashlib.sha256(digest).digest())
+                stream.truncate()
+                stream.flush()
+        except OSError as error:
+            logger.debug("the digest of %s is not shared: %s", self._file, error)
+        return digest
+
+    def _alone(self, make: Make, error: OSError) -> bytes:
+        logger.debug("the digest of %s is not shared: %s", self._file, error)
+        return make(self._file, lambda: None)
+
+    def _is_silent(self, stream: BinaryIO) -> bool:
+        """Whether whoever holds the lock has shown no life for `SILENT_S`."""
+        seen, now_s = os.fstat(stream.fileno()).st_mtime_ns, time.monotonic()
+        if self._sign_of_life is None or self._sign_of_life[0] != seen:
+            self._sign_of_life = seen, now_s
+        return now_s - self._sign_of_life[1] >= SILENT_S
+
+    def _place(self) -> Path | None:
+        """The note's path; None where the file or the folder is such that nothing is shared."""
+        with self._file.open("rb") as stream:
+            stat = os.fstat(stream.fileno())
+            if time.time() - max(stat.st_ctime, stat.st_mtime) < SETTLED_S:
+                return None
+            said = (_boot_id(), str(self._file.resolve()), *_stat_of(stream))
+            name = hashlib.sha256("\0".join(said).encode() + b"\0" + self._look(stream)).hexdigest()
+        try:
+            notes = _own_folder()
+            if not (notes / name).exists():
+                prune(notes, MOST)
+        except (OSError, RuntimeError) as error:  # the latter: a user without a home
+            logger.debug("digests of weights are not shared: %s", error)
+            return None
+        return notes / name
+
+
+def _own_folder() -> Path:
+    """The folder of the notes, made where there is none. OSError: others may write to it."""
+    place = folder()
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stat = place.stat()
+    if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
+        raise PermissionError(f"{place} can be written by others")
+    return place
+
+
+def _stat_of(stream: BinaryIO) -> tuple[str, ...]:
+    """What tells an open file from another, and from itself after a change. Asked of the open file, since a
+    network file system looks again when it opens one."""
+    stat = os.fstat(stream.fileno())
+    return tuple(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
+
+
+def _boot_id() -> str:
+    """What tells this host, since it was started, from others. A crash may lose what a file's times tell."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()
+
+
+def _text_of(stream: BinaryIO) -> bytes | None:
+    """A note's digest; None of one that is not written yet, or damaged."""
+    stream.seek(0)
+    text = stream.read()
+    digest, checksum = text[:-_SUM_BYTES], text[-_SUM_BYTES:]
+    return digest if digest and hashlib.sha256(digest).digest() == checksum else None

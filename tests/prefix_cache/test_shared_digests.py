@@ -1,0 +1,240 @@
+"""Processes of one host read each file of weights once between them, and trust nothing that has changed."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hiradix.prefix_cache import origin_of, shared_digests
+from hiradix.prefix_cache import weight_files as wf
+from hiradix.prefix_cache.shared_digests import digests_of
+
+OLD_S = 1_000_000_000
+"""When files here were written: a file of this moment is not shared."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of several files, and a user's cache that is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shared_digests, "SETTLED_S", 0.0)
+    monkeypatch.setattr(wf, "_SHARED_BYTES", 0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"{number}.safetensors").write_bytes(bytes([number]) * 5000)
+    return folder
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often parts of each file are read."""
+    counts: Counter[str] = Counter()
+    part_digest = wf._part_digest
+
+    def counted(file: Path, begin: int, alive: Callable[[], None]) -> bytes:
+        counts[file.name] += 1
+        return part_digest(file, begin, alive)
+
+    monkeypatch.setattr(wf, "_part_digest", counted)
+    return counts
+
+
+def notes() -> list[Path]:
+    return sorted(shared_digests.folder().iterdir())
+
+
+def test_each_file_is_read_once_a_host(folder: Path, read: Counter[str]) -> None:
+    found = [origin_of(str(folder)) for _ in range(4)]
+    assert len(set(found)) == 1
+    assert set(read.values()) == {1} and len(read) == 3
+    assert all(note.stat().st_mode & 0o077 == 0 for note in notes())
+
+
+def test_ranks_that_start_together_read_each_file_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As processes of their own; which of them reads which file is the machine's."""
+    part_digest, log = wf._part_digest, tmp_path / "read"
+
+    def logged(file: Path, begin: int, alive: Callable[[], None]) -> bytes:
+        with log.open("a") as lines:
+            lines.write(f"{file.name}\n")
+        return part_digest(file, begin, alive)
+
+    monkeypatch.setattr(wf, "_part_digest", logged)
+    context = multiprocessing.get_context("fork")
+    told, together = context.SimpleQueue(), context.Barrier(4)
+
+    def rank() -> None:
+        together.wait(100)
+        told.put(origin_of(str(folder)).revision)
+
+    ranks = [context.Process(target=rank) for _ in range(4)]
+    for one in ranks:
+        one.start()
+    for one in ranks:
+        one.join(100)
+    assert [one.exitcode for one in ranks] == [0] * 4
+    assert {told.get() for _ in ranks} == {origin_of(str(folder)).revision}
+    assert Counter(log.read_text().split()) == {f"{number}.safetensors": 1 for number in range(3)}
+
+
+def test_who_finds_a_file_being_read_waits_for_its_digest(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, made = folder / "0.safetensors", []
+    begun, waited, found = threading.Event(), threading.Event(), []
+
+    def make(one: Path, alive: Callable[[], None]) -> bytes:
+        made.append(one)
+        begun.set()
+        assert waited.wait(100)
+        return b"digest"
+
+    def sleep(seconds: float) -> None:
+        waited.set()
+        real_sleep(seconds)
+
+    real_sleep = shared_digests.time.sleep
+    monkeypatch.setattr(shared_digests.time, "sleep", sleep)
+    first = threading.Thread(target=lambda: found.append(digests_of([file], make)))
+    first.start()
+    assert begun.wait(100)
+    assert digests_of([file], make) == {file: b"digest"}
+    first.join(100)
+    assert found == [{file: b"digest"}] and made == [file]
+
+
+def test_nobody_waits_for_one_who_shows_no_life(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[str]
+) -> None:
+    """A rank that was stopped, or whose disk hangs."""
+    expected = origin_of(str(folder))
+    note = notes()[0]
+    with note.open("r+b") as held:
+        held.truncate()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(shared_digests, "SILENT_S", 0.0)
+        assert origin_of(str(folder)) == expected
+        assert sorted(read.values()) == [1, 1, 2] and note.stat().st_size == 0, "its note is the holder's"
+    assert origin_of(str(folder)) == expected, "who died has let go of it"
+    assert origin_of(str(folder)) == expected
+    assert sorted(read.values()) == [1, 1, 3]
+
+
+def rewritten(file: Path) -> None:
+    """Other bytes in place, with the size and the time that were there."""
+    stat = file.stat()
+    with file.open("r+b") as stream:
+        stream.write(b"!")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def replaced(file: Path) -> None:
+    """Another file in its place, with the same size and time."""
+    stat, other = file.stat(), file.with_suffix(".new")
+    other.write_bytes(b"?" * stat.st_size)
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.replace(file)
+
+
+def grown(file: Path) -> None:
+    with file.open("ab") as stream:
+        stream.write(b"!")
+
+
+@pytest.mark.parametrize("change", [rewritten, replaced, grown])
+def test_a_file_that_was_changed_is_read_again(
+    folder: Path, read: Counter[str], change: Callable[[Path], None]
+) -> None:
+    before = origin_of(str(folder))
+    change(folder / "1.safetensors")
+    assert origin_of(str(folder)) != before
+    assert read == {"0.safetensors": 1, "1.safetensors": 2, "2.safetensors": 1}
+
+
+def test_times_that_say_nothing_are_not_trusted_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[str]
+) -> None:
+    """An image mounted in the place of another: sizes, times and numbers of files may be the same in both."""
+    monkeypatch.setattr(shared_digests, "_stat_of", lambda stream: ("one", "and the same"))
+    before = origin_of(str(folder))
+    rewritten(folder / "1.safetensors")
+    assert origin_of(str(folder)) != before and read["1.safetensors"] == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_noted(folder: Path, read: Counter[str]) -> None:
+    file = folder / "0.safetensors"
+
+    def make(one: Path, alive: Callable[[], None]) -> bytes:
+        grown(one)
+        return b"of what was there"
+
+    assert digests_of([file], make) == {file: b"of what was there"}
+    assert digests_of([file], lambda one, alive: b"now") == {file: b"now"}
+
+
+def test_a_file_of_this_moment_is_not_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second change within one tick of the file system's clock would not show."""
+    monkeypatch.setattr(shared_digests, "SETTLED_S", 1e9)
+    origin_of(str(folder))
+    assert not shared_digests.folder().exists() or not notes()
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"\0" * 64])
+def test_a_damaged_note_is_made_again(folder: Path, read: Counter[str], text: bytes) -> None:
+    before = origin_of(str(folder))
+    whole = notes()[0].read_bytes()
+    for damaged in (text, whole[:-1], whole[:5] + b"!" + whole[6:], text + whole):
+        if damaged == whole:
+            continue
+        notes()[0].write_bytes(damaged)
+        assert origin_of(str(folder)) == before
+        assert notes()[0].read_bytes() == whole
+    assert sorted(read.values())[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_folder_that_others_may_write_to_is_not_trusted(
+    folder: Path, read: Counter[str], mode: int
+) -> None:
+    origin_of(str(folder))
+    shared_digests.folder().chmod(mode)
+    origin_of(str(folder))
+    assert set(read.values()) == {2}
+
+
+def test_a_cache_that_cannot_be_written_costs_the_sharing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[str]
+) -> None:
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    assert origin_of(str(folder)) == origin_of(str(folder)) and set(read.values()) == {2}
+
+
+def test_a_file_that_cannot_be_read_is_said(folder: Path) -> None:
+    def make(one: Path, alive: Callable[[], None]) -> bytes:
+        raise OSError("of the model")
+
+    with pytest.raises(OSError, match="of the model"):
+        digests_of([folder / "0.safetensors"], make)
+    assert digests_of([folder / "0.safetensors"], lambda one, alive: b"now") == {
+        folder / "0.safetensors": b"now"
+    }
+
+
+def test_the_oldest_notes_are_forgotten(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_digests, "MOST", 2)
+    for number in range(5):
+        file = folder / f"{number}.bin"
+        file.write_bytes(bytes([number]) * 100)
+        assert digests_of([file], lambda one, alive: b"digest")
+        assert len(notes()) <= 2
