@@ -11,8 +11,8 @@ from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
 from hiradix.storage.backends.mooncake.config import MooncakeConfig
-from hiradix.storage.backends.redis.link import RedisConfig
 from hiradix.storage.backends.s3.config import S3Config
+from hiradix.storage.redis_config import RedisConfig
 from tests.storage_servers.servers import ACCESS, Server, redis_keys
 
 TOO_MUCH: tuple[Any, ...] = (float("inf"), float("nan"), 1e308, 10**30, 10**400, 1e12, -1)
