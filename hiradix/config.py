@@ -9,21 +9,19 @@ import dataclasses
 import errno
 import json
 import logging
-import math
 import os
-import re
 import select
 import stat
-import sys
 import time
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from hiradix.errors import ConfigError
+from hiradix.settings import NUMBERS, OPEN, Type, fields_of, require_label, setting
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,6 @@ DEFAULT_PAGE_SIZE = 64
 DEFAULT_HICACHE_RATIO = 2.0
 RANK_TIMEOUT_S = 90.0  # more than any wait of one rank: for a load (30 s), a reset (30 s), a detach (10 s)
 GB = 1_000_000_000
-MAX_PORT = 65535
-MAX_SECONDS = 1e9  # thirty years: clocks and libraries can add it to today
 MAX_FILE_BYTES = 1 << 20  # of settings, or of a key
 FILE_TIMEOUT_S = 10.0  # until such a file, which may be a pipe, has been written
 MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follows from it is still a number
@@ -45,68 +41,10 @@ MAX_HOST_SIZE = 1e9  # in GB, and as a ratio: beyond any machine, and what follo
 EXTRA_CONFIG_FLAG = "--hicache-storage-backend-extra-config"
 IDENTITY_KEY = "hicache_storage_identity"
 REQUIRED_KEY = "hicache_storage_required"
-REFUSED = {
-    ("--hicache-io-backend", "kernel_ascend"): "Ascend NPUs are not supported; use kernel, direct or auto",
-    ("--hicache-mem-layout", "page_first_kv_split"): "this layout is for Ascend NPUs; use page_first",
-    ("--hicache-mem-layout", "page_head"): "head-split pages are not supported; use page_first",
-    ("--hicache-host-memory-mode", "buffer_only"): "a staging-only host pool is not supported; use cache",
-}
 _EXCLUSIVE = (
     "The arguments enable-hierarchical-cache and disable-radix-cache are mutually exclusive and cannot be "
     "used at the same time. Please use only one of them."
 )
-
-
-def require_label(flag: str, value: object) -> str | None:
-    """`value` when it is text that is not blank, or None."""
-    if value is not None and (not isinstance(value, str) or not value.strip()):
-        raise ConfigError(f"{flag}: expected a label, got {value!r:.80}")
-    return value
-
-
-def require_choice(flag: str, value: object, choices: Collection[str]) -> str:
-    """`value` when it is one of `choices`; upstream names we lack are refused with the reason."""
-    if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{flag}: unknown value {value!r}, expected one of {', '.join(choices)}")
-    reason = REFUSED.get((flag, value))
-    if reason is not None:
-        raise ConfigError(f"{flag} {value}: {reason}")
-    return value
-
-
-def require_int(flag: str, value: object, minimum: int = 0, maximum: int | None = None) -> int:
-    """`value` when it is an int (a bool is not), at least `minimum` and, where given, at most `maximum`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{flag} must be int, got {type(value).__name__}")
-    if value < minimum:
-        raise ConfigError(f"{flag} must be >= {minimum}, got {value}")
-    if maximum is not None and value > maximum:
-        raise ConfigError(f"{flag} must be <= {maximum}, got {value}")
-    return value
-
-
-def require_number(
-    flag: str, value: object, minimum: float = 0.0, maximum: float = sys.float_info.max
-) -> float:
-    """`value` as a float when it is a finite int or float (a bool is not) in [minimum, maximum]."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{flag} must be number, got {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value) or value < minimum:
-        raise ConfigError(f"{flag} must be a finite number >= {minimum:g}, got {value}")
-    if value > maximum:
-        raise ConfigError(f"{flag} must be at most {maximum:g}, got {value}")
-    return float(value)
-
-
-def require_bool(flag: str, value: object) -> bool:
-    """`value` when it is a bool; 0 and 1 are not."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{flag} must be bool, got {type(value).__name__}")
-    return value
-
-
-def _optional_bool(flag: str, value: object) -> bool | None:
-    return None if value is None else require_bool(flag, value)
 
 
 def _frozen(mapping: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
@@ -115,25 +53,39 @@ def _frozen(mapping: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class ExtraConfig:
-    """Parsed `--hicache-storage-backend-extra-config`: the cache's own keys, and `backend`: all the rest.
+    """Parsed `--hicache-storage-backend-extra-config`: the cache's own keys, and `backend`: all the rest,
+    which the storage backend checks.
 
-    Attributes:
-        prefetch_threshold: tokens a storage hit must have to be fetched (the cache uses at least one page).
-        prefetch_timeout_base: seconds every prefetch may take.
-        prefetch_timeout_per_ki_token: seconds more for each 1024 tokens.
-        hicache_storage_pass_prefix_keys: give backends the page hashes before a batch.
-        hicache_storage_required: whether a store that does not answer is an error, rather than joined later.
-            None: not at a start, but for an attach while serving.
-        storage_identity: key `hicache_storage_identity`; goes before `--hicache-storage-identity`.
-        backend: keys for the storage backend, unchecked here.
+    hicache_storage_required: whether a store that does not answer is an error, rather than joined later.
     """
 
-    prefetch_threshold: int = 256
-    prefetch_timeout_base: float = 1.0
-    prefetch_timeout_per_ki_token: float = 0.25
-    hicache_storage_pass_prefix_keys: bool = False
-    hicache_storage_required: bool | None = None
-    storage_identity: str | None = None
+    prefetch_threshold: int = setting(
+        "prefetch_threshold", Type.INTEGER, 256,
+        "tokens a storage hit must have to be fetched; at least one page", over_http=OPEN,
+    )
+    prefetch_timeout_base: float = setting(
+        "prefetch_timeout_base", Type.SECONDS, 1.0,
+        "any prefetch may take this long under the policy `timeout`", over_http=OPEN,
+    )
+    prefetch_timeout_per_ki_token: float = setting(
+        "prefetch_timeout_per_ki_token", Type.SECONDS, 0.25,
+        "a prefetch may take this much longer for each 1024 tokens",
+        over_http=OPEN,
+    )
+    hicache_storage_pass_prefix_keys: bool = setting(
+        "hicache_storage_pass_prefix_keys", Type.BOOL, False,
+        "give the backend the keys of the pages before a batch", over_http=OPEN,
+    )
+    hicache_storage_required: bool | None = setting(
+        REQUIRED_KEY, Type.BOOL, None,
+        "a store that does not answer is an error; otherwise it is "
+        "[joined later](storage.md#a-store-that-is-not-there-at-start)",
+        default_text="false at a start, true for an attach while serving", over_http=OPEN,
+    )
+    storage_identity: str | None = setting(  # not over HTTP: it takes the comparison of weights away
+        IDENTITY_KEY, Type.LABEL, None,
+        "as `--hicache-storage-identity`, which it goes before; in SGLang and vLLM too",
+    )
     backend: Mapping[str, Any] = field(default_factory=_frozen)
 
     @staticmethod
@@ -148,28 +100,12 @@ class ExtraConfig:
             raise ConfigError(name("tp_lcm_size needs the page_head layout, which is not supported"))
         if rest.get("allocator") not in (None, "default"):
             raise ConfigError(name(f"allocator {rest['allocator']!r} is not supported, leave it out"))
-        default = ExtraConfig()
-        return ExtraConfig(
-            prefetch_threshold=require_int(
-                name("prefetch_threshold"), rest.pop("prefetch_threshold", default.prefetch_threshold)
-            ),
-            prefetch_timeout_base=require_number(
-                name("prefetch_timeout_base"),
-                rest.pop("prefetch_timeout_base", default.prefetch_timeout_base),
-                maximum=MAX_SECONDS,
-            ),
-            prefetch_timeout_per_ki_token=require_number(
-                name("prefetch_timeout_per_ki_token"),
-                rest.pop("prefetch_timeout_per_ki_token", default.prefetch_timeout_per_ki_token),
-                maximum=MAX_SECONDS,
-            ),
-            hicache_storage_pass_prefix_keys=require_bool(
-                name("hicache_storage_pass_prefix_keys"), rest.pop("hicache_storage_pass_prefix_keys", False)
-            ),
-            hicache_storage_required=_optional_bool(name(REQUIRED_KEY), rest.pop(REQUIRED_KEY, None)),
-            storage_identity=require_label(name(IDENTITY_KEY), rest.pop(IDENTITY_KEY, None)),
-            backend=_frozen(rest),
-        )
+        own = {
+            field: one.check(name(one.name), rest.pop(one.name))
+            for field, one in fields_of(ExtraConfig)
+            if one.name in rest
+        }
+        return ExtraConfig(**own, backend=_frozen(rest))
 
     def when_serving(self) -> ExtraConfig:
         """The same for an attach by somebody who waits for the answer: required unless it says otherwise."""
@@ -291,81 +227,109 @@ def parse_extra_config(text: str | None) -> ExtraConfig:
     return ExtraConfig.from_mapping(load_mapping(EXTRA_CONFIG_FLAG, text))
 
 
-_SECRET = re.compile(  # a number per 1024 tokens is no token
-    r"passw|secret|credential|private|api_?key|access_?key|authorization|signature|(^|_)auth$"
-    r"|(^|_)(?<!_ki_)token$|(^|_)key(_base64)?$|(^|_)(ak|sk|pwd|sig)$",
-    re.IGNORECASE,
-)
-_QUERY = re.compile(r"(?<=[?&])(?P<name>[^=&#\s]+)=[^&#\s]+")
-_USER_INFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^/@\s]*@", re.IGNORECASE)
-
-
-def redact(value: Any, key: str = "") -> Any:
-    """`value` for display: '***' where a key's name says secret, also in URLs, and for their user info."""
-    own_keys = {entry.name for entry in dataclasses.fields(ExtraConfig)}
-    if _SECRET.search(key) and key not in own_keys and value is not None:
-        return "***"
-    if isinstance(value, Mapping):
-        return {str(name): redact(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    return _QUERY.sub(_hide, _USER_INFO.sub(r"\g<scheme>***@", value))
-
-
-def _hide(found: re.Match[str]) -> str:
-    name = found["name"]
-    return f"{name}=***" if _SECRET.search(name) else found[0]
-
-
 @dataclass(frozen=True)
 class HiCacheConfig:
-    """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`.
+    """What a prefix cache needs to know, with upstream's names; validated when made, see `normalised()`."""
 
-    `page_size` is in tokens, `hicache_size` in GB of 1e9 bytes (0: use the ratio), `hicache_ratio` is host
-    pool tokens per device pool token (None: the default, shrunk to `hicache_host_memory_fraction` of free
-    memory).
-    """
-
-    page_size: int = DEFAULT_PAGE_SIZE
-    enable_hierarchical_cache: bool = False
-    disable_radix_cache: bool = False
-    hicache_ratio: float | None = None
-    hicache_size: float = 0
-    hicache_host_memory_fraction: float = 0.8
-    hicache_write_policy: str = "write_through"
-    hicache_io_backend: str = "kernel"
-    hicache_mem_layout: str = "page_first"
-    hicache_host_memory_mode: str = "cache"
-    hicache_storage_backend: str | None = None
-    hicache_storage_prefetch_policy: str = "timeout"
-    hicache_storage_identity: str | None = None
-    hicache_no_regret: bool = True
-    hicache_storage_backend_extra_config: ExtraConfig = field(default_factory=ExtraConfig)
-    radix_eviction_policy: str = "ghd"
-    radix_eviction_policy_config: Mapping[str, Any] = field(default_factory=_frozen)
-    served_model_name: str = ""
+    page_size: int = setting(
+        "page_size", Type.INTEGER, DEFAULT_PAGE_SIZE, "Tokens per page.", minimum=1,
+        default_text=f"{DEFAULT_PAGE_SIZE} with the hierarchical cache, else 1",
+    )
+    enable_hierarchical_cache: bool = setting(
+        "enable_hierarchical_cache", Type.BOOL, False,
+        "Turn the host tier on (and with a storage backend, the storage tier).", aliases=("enable_hicache",),
+    )
+    disable_radix_cache: bool = setting(
+        "disable_radix_cache", Type.BOOL, False,
+        "No prefix reuse at all; excludes the hierarchical cache.",
+    )
+    hicache_ratio: float | None = setting(
+        "hicache_ratio", Type.NUMBER, None, "Host pool tokens per device pool token.", maximum=MAX_HOST_SIZE,
+        default_text=f"{DEFAULT_HICACHE_RATIO}, shrunk to what fits the host memory fraction",
+    )
+    hicache_size: float = setting(
+        "hicache_size", Type.NUMBER, 0, "Host pool size in GB of 1e9 bytes; above 0 it overrides the ratio.",
+        maximum=MAX_HOST_SIZE, metavar="GB",
+    )
+    hicache_host_memory_fraction: float = setting(
+        "hicache_host_memory_fraction", Type.NUMBER, 0.8,
+        "Share of free host memory the pool may take when neither ratio nor size is given, in (0, 1].",
+    )
+    hicache_write_policy: str = setting(
+        "hicache_write_policy", Type.TEXT, "write_through",
+        "When pages are copied to the host: on first insert, on second hit (selective), or when evicted "
+        "(write_back).",
+        choices=WRITE_POLICIES,
+    )
+    hicache_io_backend: str = setting(
+        "hicache_io_backend", Type.TEXT, "kernel",
+        "How pages are copied: one Triton kernel, direct copies, or the faster one by a measurement at "
+        "start. On CPU all are torch copies. kernel_ascend is refused.",
+        choices=IO_BACKENDS,
+        refused={"kernel_ascend": "Ascend NPUs are not supported; use kernel, direct or auto"},
+    )
+    hicache_mem_layout: str = setting(
+        "hicache_mem_layout", Type.TEXT, "page_first",
+        "Layout of the host pool. page_first_kv_split and page_head are refused.",
+        choices=MEM_LAYOUTS,
+        refused={
+            "page_first_kv_split": "this layout is for Ascend NPUs; use page_first",
+            "page_head": "head-split pages are not supported; use page_first",
+        },
+    )
+    hicache_host_memory_mode: str = setting(
+        "hicache_host_memory_mode", Type.TEXT, "cache", "Use of host memory. buffer_only is refused.",
+        choices=HOST_MEMORY_MODES,
+        refused={"buffer_only": "a staging-only host pool is not supported; use cache"},
+    )
+    hicache_storage_backend: str | None = setting(
+        "hicache_storage_backend", Type.TEXT, None,
+        "Storage tier by registered name, such as disk; needs the hierarchical cache.", metavar="NAME",
+    )
+    hicache_storage_prefetch_policy: str = setting(
+        "hicache_storage_prefetch_policy", Type.TEXT, "timeout",
+        "How long a request waits for pages from storage.", choices=PREFETCH_POLICIES,
+    )
+    hicache_storage_identity: str | None = setting(
+        "hicache_storage_identity", Type.LABEL, None,
+        "Pages in storage go by this label; whether the same weights computed them is not looked at.",
+        metavar="LABEL",
+    )
+    hicache_no_regret: bool = setting(
+        "hicache_no_regret", Type.TEXT, "on",
+        "Do not load or fetch what is predicted to take longer than computing it again.",
+        choices=("on", "off"), to=lambda text: text == "on",
+    )
+    hicache_storage_backend_extra_config: ExtraConfig = setting(
+        "hicache_storage_backend_extra_config", Type.OBJECT, dict,
+        "JSON object, or @path to a .json, .toml or .yaml file, with prefetch settings and the backend's "
+        "keys.",
+        metavar="JSON|@FILE", to=ExtraConfig.from_mapping,
+    )
+    radix_eviction_policy: str = setting(
+        "radix_eviction_policy", Type.TEXT, "ghd",
+        "Order in which pages are evicted; two with a comma between: device, host.", metavar="NAME",
+    )
+    radix_eviction_policy_config: Mapping[str, Any] = setting(
+        "radix_eviction_policy_config", Type.OBJECT, dict, "JSON object of the eviction policy's parameters.",
+        metavar="JSON", to=_frozen,
+    )
+    served_model_name: str = setting(
+        "served_model_name", Type.TEXT, "",
+        "Name that requests use, and part of every storage key's fingerprint.",
+        default_text="the model path", metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ConfigError(_EXCLUSIVE)
-        require_int("--page-size", self.page_size, 1)
-        if self.hicache_ratio is not None:
-            require_number("--hicache-ratio", self.hicache_ratio, maximum=MAX_HOST_SIZE)
-            if self.hicache_ratio == 0:
-                raise ConfigError("--hicache-ratio must be > 0, got 0")
-        require_number("--hicache-size", self.hicache_size, maximum=MAX_HOST_SIZE)
-        fraction = require_number("--hicache-host-memory-fraction", self.hicache_host_memory_fraction)
-        if not 0 < fraction <= 1:
+        for name, one in fields_of(HiCacheConfig):
+            if one.type in NUMBERS or (one.choices and name != "hicache_no_regret"):
+                one.check(one.flag, getattr(self, name))
+        if self.hicache_ratio == 0:
+            raise ConfigError("--hicache-ratio must be > 0, got 0")
+        if not 0 < self.hicache_host_memory_fraction <= 1:
             raise ConfigError("--hicache-host-memory-fraction must be in (0, 1].")
-        require_choice("--hicache-write-policy", self.hicache_write_policy, WRITE_POLICIES)
-        require_choice("--hicache-io-backend", self.hicache_io_backend, IO_BACKENDS)
-        require_choice("--hicache-mem-layout", self.hicache_mem_layout, MEM_LAYOUTS)
-        require_choice("--hicache-host-memory-mode", self.hicache_host_memory_mode, HOST_MEMORY_MODES)
-        require_choice(
-            "--hicache-storage-prefetch-policy", self.hicache_storage_prefetch_policy, PREFETCH_POLICIES
-        )
         self._check_storage()
         if not isinstance(self.radix_eviction_policy_config, Mapping):
             raise ConfigError(
@@ -385,16 +349,6 @@ class HiCacheConfig:
             )
         if backend is not None and not self.enable_hierarchical_cache:
             raise ConfigError(f"--hicache-storage-backend {backend} needs --enable-hierarchical-cache")
-
-    @property
-    def host_ratio(self) -> float:
-        """Host pool tokens per device pool token, with the default put in."""
-        return DEFAULT_HICACHE_RATIO if self.hicache_ratio is None else float(self.hicache_ratio)
-
-    @property
-    def host_size_bytes(self) -> int:
-        """The host pool's explicit size in bytes, 0 where the ratio decides."""
-        return int(self.hicache_size * GB)
 
     def normalised(self) -> HiCacheConfig:
         """The configuration with upstream's rewrites applied, each one logged as a warning. Idempotent."""

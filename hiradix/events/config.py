@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hiradix.config import MAX_PORT, load_mapping, require_bool, require_choice, require_int
+from hiradix.config import load_mapping
 from hiradix.errors import ConfigError
+from hiradix.settings import MAX_PORT, require_bool, require_choice, require_int
 
 FLAG = "--kv-events-config"
 PUBLISHERS = ("null", "zmq")

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hiradix.config import DEFAULT_HICACHE_RATIO, GB
 from hiradix.errors import ConfigError
 from hiradix.memory.host_memory import available_bytes
 from hiradix.memory.shape import CacheShape, page_bytes
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_RATIO = 2.0
-GB = 1_000_000_000
 _MAX_RESERVE = 10 << 30  # left to everything else: 10 GiB, or a tenth of what is free where that is less
 _POOL_SHARE = 0.95
 
@@ -98,7 +97,7 @@ def plan_host_pool(
         fraction = config.hicache_host_memory_fraction
         affordable = budget * fraction * _POOL_SHARE / page_bytes
         flag = f"--hicache-host-memory-fraction {fraction:g}"
-        num_pages = int(min(device_pages * DEFAULT_RATIO, affordable))
+        num_pages = int(min(device_pages * DEFAULT_HICACHE_RATIO, affordable))
     plan = HostPlan(num_pages, page_bytes, available, num_ranks, flag)
     if num_pages < 1:
         raise ConfigError(

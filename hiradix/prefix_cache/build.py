@@ -38,6 +38,7 @@ from hiradix.prefix_cache.swa import SWAHiRadixCache, SWARadixCache
 from hiradix.storage import (
     ComponentPages,
     Stores,
+    StoreSettings,
     Trust,
     Witness,
     open_stores,
@@ -266,10 +267,11 @@ class NamedStorage:
         self.trust.remembered.clear()  # of other weights, or of the first ones before others came
 
     def __call__(self, name: str, extra: ExtraConfig) -> Stores:
-        pages, keys = [self._labelled(pages) for pages in self._stored], extra.backend
+        pages = [self._labelled(pages) for pages in self._stored]
+        settings = StoreSettings.read(extra.backend)
         trust = replace(self.trust, identity=extra.storage_identity or self.trust.identity)
-        stores = open_stores(name, keys, pages, required=bool(extra.hicache_storage_required))
-        return trusted_stores(stores, pages, trust_of(name, keys, trust))
+        stores = open_stores(name, settings, pages, required=bool(extra.hicache_storage_required))
+        return trusted_stores(stores, pages, trust_of(name, settings, trust))
 
     def _labelled(self, pages: ComponentPages) -> ComponentPages:
         if not self.label:

@@ -7,7 +7,7 @@ gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol`
 
 from __future__ import annotations
 
-from hiradix.storage.build import guard_limits, open_storage
+from hiradix.storage.build import StoreSettings, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.generations import (
@@ -48,6 +48,7 @@ __all__ = [
     "StorageBackend",
     "StorageContext",
     "StoragePart",
+    "StoreSettings",
     "Stores",
     "Traits",
     "Trust",
@@ -55,7 +56,6 @@ __all__ = [
     "Witness",
     "check_key",
     "create_storage_backend",
-    "guard_limits",
     "load_storage_backend",
     "no_adapters",
     "open_storage",

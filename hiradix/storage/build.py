@@ -5,71 +5,54 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hiradix.errors import ConfigError, Unreachable
-from hiradix.storage.guard.breaker import BreakerLimits
+from hiradix.settings import read, settings_of
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
 from hiradix.storage.guard.not_joined import NotJoined
 from hiradix.storage.identities import remember
 from hiradix.storage.kit.lanes import LEFT_BEHIND
-from hiradix.storage.kit.options import MAX_TIMEOUT_S, Options
+from hiradix.storage.kit.options import CHECKSUM, flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
 from hiradix.storage.wrappers.quota import with_quota
-from hiradix.storage.wrappers.wrap import WRAP_KEYS, WrapConfig, coded, inner_context, wrap
-
-GUARD_KEYS = (
-    "deadline_s",
-    "bytes_per_s",
-    "num_workers",
-    "staging_size",
-    "breaker_failures",
-    "breaker_retry_s",
-    "breaker_retry_max_s",
-    "admin_timeout_s",
-    "join_timeout_s",
-    "join_retry_s",
-)
-
+from hiradix.storage.wrappers.wrap import WrapConfig, coded, inner_context, wrap
 
 MAX_LEFT_BEHIND = 64
 """Threads in calls of closed stores: one that hangs and is attached again and again leaves more each time."""
 
 
-def guard_limits(values: Mapping[str, Any]) -> GuardLimits:
-    """The guard's own keys out of a backend's; others are not looked at. Raises ConfigError naming the key.
-    """
-    options, default = Options(values), GuardLimits()
-    join_limits(values)
-    return GuardLimits(
-        deadline_s=options.seconds("deadline_s", default.deadline_s, 0.001, MAX_TIMEOUT_S),
-        bytes_per_s=options.number("bytes_per_s", default.bytes_per_s, 1.0),
-        num_workers=options.integer("num_workers", default.num_workers, 1),
-        staging_bytes=options.size("staging_size", default.staging_bytes),
-        checksum=options.boolean("checksum", default.checksum),
-        breaker=BreakerLimits(
-            failures_to_open=options.integer("breaker_failures", default.breaker.failures_to_open, 1),
-            retry_after_s=options.seconds("breaker_retry_s", default.breaker.retry_after_s),
-            retry_max_s=options.seconds("breaker_retry_max_s", default.breaker.retry_max_s),
-        ),
-        admin_timeout_s=options.seconds("admin_timeout_s", default.admin_timeout_s, 0.001, MAX_TIMEOUT_S),
-    )
+@dataclass(frozen=True)
+class StoreSettings:
+    """The keys of a store, read once: of guard, joiner and wrappers; `own` are the backend's, unread."""
+
+    guard: GuardLimits
+    join: JoinLimits
+    wraps: WrapConfig
+    own: Mapping[str, Any]
+
+    @staticmethod
+    def read(keys: Mapping[str, Any] | StoreSettings) -> StoreSettings:
+        """Raises ConfigError naming the bad key; those of the backend are not looked at."""
+        if isinstance(keys, StoreSettings):
+            return keys
+        return StoreSettings(
+            read(GuardLimits, keys, flag), read(JoinLimits, keys, flag), WrapConfig.from_mapping(keys),
+            backend_keys(keys),
+        )  # fmt: skip
 
 
-def join_limits(values: Mapping[str, Any]) -> JoinLimits:
-    """How a store that does not answer is joined, out of a backend's keys. Raises ConfigError."""
-    options, default = Options(values), JoinLimits()
-    return JoinLimits(
-        timeout_s=options.seconds("join_timeout_s", default.timeout_s, 0.001, MAX_TIMEOUT_S),
-        retry_s=options.seconds("join_retry_s", default.retry_s, 0.001, MAX_TIMEOUT_S),
-    )
+_COMMON = (GuardLimits, JoinLimits, WrapConfig)
+COMMON_SETTINGS = {one.name: one for part in _COMMON for one in settings_of(part)}
+"""Keys of every backend."""
 
 
-def backend_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The backend's own keys: what guard and wrappers read is left out."""
-    return {key: value for key, value in values.items() if key not in (*GUARD_KEYS, *WRAP_KEYS)}
+def backend_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The backend's own keys, without those of guard, joiner and wrappers, but with `checksum`."""
+    return {key: value for key, value in keys.items() if key not in COMMON_SETTINGS or key == CHECKSUM.name}
 
 
 def open_storage(
@@ -92,21 +75,31 @@ def open_storage(
     >>> store.close()
     >>> folder.cleanup()
     """
+    settings = StoreSettings.read(context.extra_config)
+    own = dataclasses.replace(context, extra_config=settings.own)
+    return open_part(name, coded(own, settings.wraps), settings, clock)
+
+
+def open_part(
+    name: str, context: StorageContext, settings: StoreSettings, clock: Callable[[], float]
+) -> StoragePart:
+    """As `open_storage`, with keys that are read: the context has the backend's own, and is `coded`."""
     if context.required:
-        return open_guarded(name, context, clock)
+        return open_guarded(name, context, settings, clock)
     _check_left_behind(name)
     found = opened(
-        name, lambda: open_guarded(name, context, clock), join_limits(context.extra_config),
-        declared_traits(name),
-    )  # fmt: skip
+        name, lambda: open_guarded(name, context, settings, clock), settings.join, declared_traits(name)
+    )
     return JoiningStorage(found) if isinstance(found, Joiner) else found.parts[0]
 
 
-def open_guarded(name: str, context: StorageContext, clock: Callable[[], float]) -> GuardedStorage:
+def open_guarded(
+    name: str, context: StorageContext, settings: StoreSettings, clock: Callable[[], float]
+) -> GuardedStorage:
     """The same at once, whatever the context says: Unreachable where the store does not answer."""
     _check_left_behind(name)
-    limits, context = guard_limits(context.extra_config), coded(context)
-    return GuardedStorage(open_backend(name, context), context.fingerprint, limits, clock, name=name)
+    backend = open_backend(name, context, settings.wraps)
+    return GuardedStorage(backend, context.fingerprint, settings.guard, clock, name=name)
 
 
 def _check_left_behind(name: str) -> None:
@@ -118,15 +111,13 @@ def _check_left_behind(name: str) -> None:
         )
 
 
-def open_backend(name: str, context: StorageContext) -> StorageBackend:
-    """Backend `name` in the wrappers that its keys ask for, without a guard. Raises ConfigError.
+def open_backend(name: str, context: StorageContext, wrappers: WrapConfig) -> StorageBackend:
+    """Backend `name` in `wrappers`, without a guard. Raises ConfigError.
 
     Unreachable, which is one, where all values are right as far as can be told without the store. context: as
-    `coded` has it.
+    `open_part` has it.
     """
-    wrappers = WrapConfig.from_mapping(context.extra_config)
-    rest = backend_keys(context.extra_config)
-    inside = dataclasses.replace(inner_context(context, wrappers), extra_config=rest)
+    inside = inner_context(context, wrappers)
     try:
         made = create_storage_backend(name, inside)
     except Unreachable:

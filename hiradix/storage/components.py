@@ -16,11 +16,11 @@ from typing import Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.build import (
+    StoreSettings,
     declared_traits,
-    join_limits,
     open_backend,
     open_guarded,
-    open_storage,
+    open_part,
 )
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.breaker import BreakerState
@@ -102,7 +102,7 @@ class ComponentPages:
 
 def open_stores(
     name: str,
-    keys: Mapping[str, Any],
+    keys: Mapping[str, Any] | StoreSettings,
     components: Sequence[ComponentPages],
     clock: Callable[[], float] = time.monotonic,
     required: bool = True,
@@ -116,36 +116,37 @@ def open_stores(
     digests = {pages.fingerprint.digest() for pages in components}
     if len(digests) != len(components):
         raise Misuse(f"components of one fingerprint: {components}")
-    contexts = [_context(name, keys, pages, components) for pages in components]
-    contexts = [dataclasses.replace(context, required=required) for context in contexts]
-    if len(contexts) == 1:
-        return open_storage(name, contexts[0], clock)
-    names = [context.fingerprint.component for context in contexts]
+    settings = StoreSettings.read(keys)
+    parts = [_part(name, settings, pages, components, required) for pages in components]
+    if len(parts) == 1:
+        return open_part(name, *parts[0], clock)
+    names = [pages.fingerprint.component for pages in components]
     if required:
-        return StoreSet(_open_all(name, contexts, clock), names)
+        return StoreSet(_open_all(name, parts, clock), names)
     found = opened(
-        name, lambda: StoreSet(_open_all(name, contexts, clock), names), join_limits(keys),
-        declared_traits(name),
-    )  # fmt: skip
+        name, lambda: StoreSet(_open_all(name, parts, clock), names), settings.join, declared_traits(name)
+    )
     if isinstance(found, Joiner):
-        return StoreSet([JoiningStorage(found, index) for index in range(len(contexts))], names)
+        return StoreSet([JoiningStorage(found, index) for index in range(len(parts))], names)
     return cast(StoreSet, found)
 
 
-def _open_all(
-    name: str, contexts: Sequence[StorageContext], clock: Callable[[], float]
-) -> list[GuardedStorage]:
+_Part = tuple[StorageContext, StoreSettings]
+
+
+def _open_all(name: str, parts: Sequence[_Part], clock: Callable[[], float]) -> list[GuardedStorage]:
     """A guard per component, all with the first's workers and breaker. Raises ConfigError, with none open."""
-    first = open_guarded(name, contexts[0], clock)
-    parts = [first]
+    first = open_guarded(name, *parts[0], clock)
+    opened_parts = [first]
     try:
-        for context in contexts[1:]:
-            parts.append(first.beside(open_backend(name, context), context.fingerprint))
+        for context, settings in parts[1:]:
+            backend = open_backend(name, context, settings.wraps)
+            opened_parts.append(first.beside(backend, context.fingerprint))
     except BaseException:
-        for part in reversed(parts):
+        for part in reversed(opened_parts):
             part.close()
         raise
-    return parts
+    return opened_parts
 
 
 class StoreSet:
@@ -205,14 +206,22 @@ class StoreSet:
         return found
 
 
-def _context(
-    name: str, keys: Mapping[str, Any], pages: ComponentPages, all_pages: Sequence[ComponentPages]
-) -> StorageContext:
+def _part(
+    name: str,
+    settings: StoreSettings,
+    pages: ComponentPages,
+    all_pages: Sequence[ComponentPages],
+    required: bool,
+) -> _Part:
+    """What the store of one component is made from."""
     if len(all_pages) > 1:
         further = ", ".join(other.fingerprint.component for other in all_pages[1:])
         share = _Share(pages.weight, sum(other.weight for other in all_pages), pages is all_pages[0], further)
-        keys = share.of_keys(name, keys)
-    return coded(StorageContext(pages.fingerprint, keys, pages.page_bytes, elements=pages.elements))
+        settings = share.of(name, settings)
+    context = StorageContext(
+        pages.fingerprint, settings.own, pages.page_bytes, elements=pages.elements, required=required
+    )
+    return coded(context, settings.wraps), settings
 
 
 @dataclass(frozen=True)
@@ -224,7 +233,13 @@ class _Share:
     is_backbone: bool
     further: str
 
-    def of_keys(self, name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    def of(self, name: str, settings: StoreSettings) -> StoreSettings:
+        """The settings of backend `name` for this component; raises ConfigError where it cannot have one."""
+        quota = settings.wraps.quota.share(self._part)
+        wraps = dataclasses.replace(settings.wraps, quota=quota)
+        return dataclasses.replace(settings, wraps=wraps, own=self._of_keys(name, settings.own))
+
+    def _of_keys(self, name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of backend `name` for this component; raises ConfigError where it cannot have one."""
         found = dict(keys)
         if name == "file" and keys.get("naming") == "sglang":
@@ -235,21 +250,14 @@ class _Share:
             for tier in ("upper", "lower"):
                 inside = keys.get(tier)
                 if isinstance(inside, Mapping):
-                    found[tier] = self.of_keys(str(inside.get("backend")), inside)
+                    found[tier] = self._of_keys(str(inside.get("backend")), inside)
         if name == "s3" or (name == "nixl" and keys.get("plugin") == "OBJ"):
-            self._cut(found, "max_size")
+            if keys.get("max_size") is not None:
+                found["max_size"] = self._part(parse_size("max_size", keys["max_size"]))
         if name == "mooncake" and not self.is_backbone:
             found["global_segment_size"] = 0  # what the backbone's store lends is for all
-        self._cut(found, "quota")
-        if isinstance(own := keys.get("quotas"), Mapping):
-            found["quotas"] = {tenant: self._part("quotas", size) for tenant, size in own.items()}
         return found
 
-    def _cut(self, keys: dict[str, Any], key: str) -> None:
-        if keys.get(key) is not None:
-            keys[key] = self._part(key, keys[key])
-
-    def _part(self, key: str, size: object) -> int:
+    def _part(self, whole: int) -> int:
         """The share of a cap: 0 stays what it means, and nothing else becomes it."""
-        whole = parse_size(key, size)
         return max(1, whole * self.weight // self.total) if whole else 0

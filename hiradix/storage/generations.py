@@ -34,6 +34,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hiradix.storage.build import StoreSettings
 from hiradix.storage.components import ComponentPages, PageDifference, Stores
 from hiradix.storage.guard.breaker import BreakerState, Troubles
 from hiradix.storage.guard.calls import has_failed
@@ -42,7 +43,6 @@ from hiradix.storage.guard.joining import WhenJoined
 from hiradix.storage.kit.pieces import Use, as_use, current_use
 from hiradix.storage.protocol import Page, StorageBackend, chain_before
 from hiradix.storage.wrappers import quantise
-from hiradix.storage.wrappers.wrap import WrapConfig
 
 logger = logging.getLogger(__name__)
 
@@ -730,7 +730,8 @@ def trusted_stores(stores: Stores, components: Sequence[ComponentPages], trust: 
     return found
 
 
-def trust_of(name: str, keys: Mapping[str, Any], trust: Trust) -> Trust:
+def trust_of(name: str, keys: Mapping[str, Any] | StoreSettings, trust: Trust) -> Trust:
     """`trust` as a backend with these keys allows: files that SGLang writes too have its names."""
-    shared = name == "file" and keys.get("naming") == "sglang"
-    return replace(trust, shared_names=shared, rounds=WrapConfig.from_mapping(keys).quantise != "none")
+    settings = StoreSettings.read(keys)
+    shared = name == "file" and settings.own.get("naming") == "sglang"
+    return replace(trust, shared_names=shared, rounds=settings.wraps.quantise != "none")

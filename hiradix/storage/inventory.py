@@ -148,7 +148,8 @@ def _scan_disk(config: Mapping[str, Any]) -> Iterator[StoredPage]:
 
 
 def _scan_redis(config: Mapping[str, Any]) -> Iterator[StoredPage]:
-    from hiradix.storage.backends.redis.link import RedisConfig, connect
+    from hiradix.storage.backends.redis.config import RedisConfig
+    from hiradix.storage.backends.redis.link import connect
 
     options = RedisConfig.from_mapping(backend_keys(config))
     client = connect(options)
@@ -179,9 +180,10 @@ def _redis_pages(client: Any, prefix: str, names: Sequence[bytes]) -> Iterator[S
 def _scan_objects(config: Mapping[str, Any]) -> Iterator[StoredPage]:
     import obstore
 
+    from hiradix.storage.backends.s3.client import connect
     from hiradix.storage.backends.s3.config import S3Config
 
-    for part in obstore.list(S3Config.from_mapping(backend_keys(config)).client()):
+    for part in obstore.list(connect(S3Config.from_mapping(backend_keys(config)))):
         for entry in part:
             fingerprint, _, key = str(entry["path"]).rpartition("/")
             if _FINGERPRINT.fullmatch(fingerprint):  # deeper ones are of stores below this one

@@ -12,7 +12,8 @@ import pytest
 
 from hiradix.apps.engine import Engine
 from hiradix.apps.server.flags import parse_serve_args
-from hiradix.config import IO_BACKENDS, MEM_LAYOUTS, PREFETCH_POLICIES, REFUSED, WRITE_POLICIES
+from hiradix.config import HiCacheConfig
+from hiradix.settings import setting_of
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.configs import stored_in
 from tests.engine.driving import Answer, assert_empty, serve, tokens
@@ -22,16 +23,18 @@ from tests.identity import Identity
 LENGTHS = (50, 57, 64, 71, 78)
 
 
-def _allowed(flag: str, values: Sequence[str]) -> list[str]:
-    return [value for value in values if (flag, value) not in REFUSED]
+def _choices(name: str) -> list[str]:
+    """What the setting may be: a choice that is there to be refused with its reason is none."""
+    one = setting_of(HiCacheConfig, name)
+    return [choice for choice in one.choices if choice not in one.refused]
 
 
 FLAGS: dict[str, list[str]] = {
     "--page-size": ["1", "8", "24"],
-    "--hicache-mem-layout": _allowed("--hicache-mem-layout", MEM_LAYOUTS),
-    "--hicache-io-backend": _allowed("--hicache-io-backend", IO_BACKENDS),
-    "--hicache-write-policy": list(WRITE_POLICIES),
-    "--hicache-storage-prefetch-policy": list(PREFETCH_POLICIES),
+    "--hicache-mem-layout": _choices("hicache_mem_layout"),
+    "--hicache-io-backend": _choices("hicache_io_backend"),
+    "--hicache-write-policy": _choices("hicache_write_policy"),
+    "--hicache-storage-prefetch-policy": _choices("hicache_storage_prefetch_policy"),
     "--hicache-storage-backend": ["file", "disk"],
     "--hicache-ratio": ["0.6", "2"],
     "--hicache-no-regret": ["on", "off"],

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hiradix.config import HiCacheConfig, normalise, parse_extra_config, redact
+from hiradix.config import DEFAULT_HICACHE_RATIO, HiCacheConfig, normalise, parse_extra_config
 from hiradix.errors import ConfigError
+from hiradix.settings import redact
 
 
 def test_defaults_are_those_of_upstream_but_for_the_policy() -> None:
@@ -23,7 +24,7 @@ def test_defaults_are_those_of_upstream_but_for_the_policy() -> None:
         "page_first",
     )
     assert (config.hicache_storage_prefetch_policy, config.radix_eviction_policy) == ("timeout", "ghd")
-    assert (config.host_ratio, config.host_size_bytes, config.hicache_host_memory_fraction) == (2.0, 0, 0.8)
+    assert (DEFAULT_HICACHE_RATIO, config.hicache_size, config.hicache_host_memory_fraction) == (2.0, 0, 0.8)
     extra = parse_extra_config(None)
     assert (extra.prefetch_threshold, extra.prefetch_timeout_base) == (256, 1.0)
     assert (extra.prefetch_timeout_per_ki_token, extra.hicache_storage_pass_prefix_keys) == (0.25, False)

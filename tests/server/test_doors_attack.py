@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from hiradix.storage.attach.keys import SETTINGS, settings_of
+from hiradix.storage.attach.tables import BACKEND_SETTINGS, CACHE_SETTINGS, COMMON_SETTINGS, PERMITTABLE
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.test_real_engine import ADMIN, STORAGE, flags, real_application
 
@@ -225,7 +225,7 @@ class Attacker:
         return {BACKEND: backend, EXTRA: json.dumps({**self.good(backend), name: value})}
 
     def backend(self) -> str:
-        known = [*SETTINGS, "dynamic", "hf3fs", "seaweedfs", "aibrix", "eic"]
+        known = [*PERMITTABLE, "dynamic", "hf3fs", "seaweedfs", "aibrix", "eic"]
         odd = [
             f"{CANARY}_module:Store",
             "../disk",
@@ -241,7 +241,9 @@ class Attacker:
         """A good beginning, where there is one, and hostile things beside it."""
         found = self.good(backend) if self.random.random() < 0.7 else {}
         names = [
-            *settings_of(backend, depth == 0),
+            *COMMON_SETTINGS,
+            *BACKEND_SETTINGS.get(backend, ()),
+            *(CACHE_SETTINGS if depth == 0 else ()),
             "module_path",
             "class_name",
             "backend_name",

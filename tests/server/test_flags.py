@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.apps.server.flag_table import FLAGS, flags_markdown
+from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.server.flag_table import FLAGS
 from hiradix.apps.server.flags import ServeConfig, make_parser, parse_serve_args
+from hiradix.config import HiCacheConfig
 from hiradix.errors import ConfigError
 
 # Cache flags of SGLang 0.5.9 and 0.5.23.
@@ -25,7 +27,6 @@ UPSTREAM = """
 --disaggregation-decode-enable-radix-cache --enable-cache-report --enable-metrics --extra-metric-labels
 --kv-events-config --load-publish-endpoint --api-key --admin-api-key
 """.split()
-DOCS = Path(__file__).parents[2] / "docs" / "flags.md"
 
 
 @pytest.fixture
@@ -68,10 +69,6 @@ def test_accepted_flag_is_taken(flag, model: str) -> None:  # type: ignore[no-un
     parse(model, flag.name)
 
 
-def test_docs_have_the_table() -> None:
-    assert flags_markdown().strip() in DOCS.read_text(encoding="utf-8")
-
-
 def test_help_lists_every_flag_that_is_not_refused() -> None:
     text = make_parser().format_help()
     assert all(flag.name in text for flag in FLAGS if flag.status != "refused")
@@ -108,6 +105,16 @@ def test_defaults(model: str) -> None:
     assert (config.host, config.port, config.model_name) == ("127.0.0.1", 30000, model)
     assert (config.api_key, config.admin_api_key) == (None, None)
     assert config.engine.cache.served_model_name == model
+
+
+def test_defaults_of_the_flags_are_those_of_the_configurations(model: str) -> None:
+    cache = HiCacheConfig(page_size=1, served_model_name=model)
+    engine = EngineConfig(model, cache=cache, model_name=model)
+    found = parse(model)
+    assert found == ServeConfig(engine, model, pages=found.pages)  # those of the address
+    on = parse(model, "--enable-hicache", "--page-size", "64")
+    config = HiCacheConfig(enable_hierarchical_cache=True, served_model_name=model)
+    assert on.engine == EngineConfig(model, cache=config, model_name=model)
 
 
 def test_values_reach_engine_and_cache(model: str) -> None:

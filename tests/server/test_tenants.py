@@ -18,8 +18,7 @@ from hiradix.apps.server.auth import KeyRing, Keys
 from hiradix.apps.server.flags import ServeConfig, parse_serve_args
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.options import Options
-from hiradix.storage.wrappers.quota import QuotaConfig
+from hiradix.storage.wrappers.wrap import WrapConfig
 from hiradix.tree.key import Namespace
 from tests.e2e.tiny_model import write_tiny_model
 from tests.server.scripted import MODEL, ScriptedService
@@ -114,7 +113,7 @@ def test_tenants_share_no_page(tmp_path: Path) -> None:
 
 def test_quotas_are_by_tenant() -> None:
     values = {"quotas": {"tenant:alice": "1KiB"}, "quota_path": "/x", "quota": 5}
-    config = QuotaConfig.from_options(Options(values))
+    config = WrapConfig.from_mapping(values).quota
     scope = scope_of("key-a", cache_salt="any of many")
     assert config.limit(Namespace(scope.extra_key, scope.cache_salt).tenant, 1) == 1024
     assert config.limit(Namespace(None, "tenant:bob").tenant, 1) == 5

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig
+from hiradix.config import EXTRA_CONFIG_FLAG, SECRET_KEYS, ExtraConfig
 from hiradix.errors import ConfigError
-from hiradix.storage.attach.keys import CACHE_KEYS, COMMON_KEYS, SETTINGS, settings_of
+from hiradix.settings import Setting, Type, redact
 from hiradix.storage.attach.rules import (
     DEFAULT,
     AttachRefused,
@@ -24,11 +24,13 @@ from hiradix.storage.attach.rules import (
     parse_rule,
     rules_from,
 )
-from hiradix.storage.backends.disk.config import DiskConfig
-from hiradix.storage.backends.file.config import FileConfig
-from hiradix.storage.backends.mooncake.config import MooncakeConfig
-from hiradix.storage.build import GUARD_KEYS
-from hiradix.storage.wrappers.wrap import WRAP_KEYS
+from hiradix.storage.attach.tables import (
+    BACKEND_SETTINGS,
+    CACHE_SETTINGS,
+    COMMON_SETTINGS,
+    PERMITTABLE,
+    settings_over_http,
+)
 
 SECRETS = {"password": "hunter2", "nested": {"secret_access_key": "wJalrXUtn"}}
 
@@ -49,42 +51,48 @@ def refused(own: AttachRules, backend: str, keys: object) -> str:
 # -- the table --------------------------------------------------------------------------
 
 
-def known_keys(from_mapping: Any, **needed: object) -> set[str]:
-    """All keys that a backend's settings read, as their error about an unknown one lists them."""
-    with pytest.raises(ConfigError) as caught:
-        from_mapping({**needed, "no_such_key": 1})
-    return set(re.split(r",\s*", str(caught.value).partition("known: ")[2]))
-
-
-def test_the_table_is_what_the_backends_read() -> None:
-    read = {
-        "disk": known_keys(DiskConfig.from_mapping),
-        "file": known_keys(FileConfig.from_mapping) | {"naming", "sglang_model_name", "is_mla_model"},
-        "mooncake": known_keys(MooncakeConfig.from_mapping, master_server_address="a:1"),
-        "tier": {"upper", "lower", "promote"},
+def test_a_setting_is_closed_unless_its_record_opens_it() -> None:
+    assert Setting("new", Type.TEXT, None, "").over_http is None
+    open_keys = {name: settings_over_http(name, is_outermost=False) for name in BACKEND_SETTINGS}
+    closed = {
+        name: sorted({*BACKEND_SETTINGS[name]} - set(keys)) for name, keys in open_keys.items() if keys
     }
-    try:
-        from hiradix.storage.backends.redis.link import RedisConfig
-        from hiradix.storage.backends.s3.config import S3Config
+    naming = ["is_mla_model", "naming", "sglang_model_name"]
+    assert {name: keys for name, keys in closed.items() if keys} == {
+        "file": naming,
+        "s3": ["store_options"],
+        "mooncake": ["device_name"],
+        "nixl": ["plugin_options", "store_options"],
+    }
+    assert [name for name in BACKEND_SETTINGS if not open_keys[name]] == ["dynamic"]
+    weaker = {name: one.over_http.refused for name, one in COMMON_SETTINGS.items() if one.over_http}
+    assert {name: refused for name, refused in weaker.items() if refused} == {
+        "checksum": (False,),
+        "quantise": ("fp8",),
+    }
+    (verify,) = [one.over_http for name, one in open_keys["disk"].items() if name == "verify"]
+    assert verify is not None and verify.refused == ("recovered", "off")
 
-        read["redis"] = known_keys(RedisConfig.from_mapping)
-        read["s3"] = known_keys(S3Config.from_mapping, url="s3://b/x")
-    except ImportError:
-        pass
-    for backend, keys in read.items():
-        assert keys | {"checksum"} == set(SETTINGS[backend]) | {"checksum"}, backend
-    assert set(COMMON_KEYS) == {*GUARD_KEYS, *WRAP_KEYS, "checksum"}
-    not_over_http = {"storage_identity"}  # whoever says whose pages these are takes the comparison away
-    own = {name for name in vars(ExtraConfig()) if name != "backend"} - not_over_http
-    assert own == set(CACHE_KEYS)
-    assert not set(settings_of("file", False)) & own and own <= set(settings_of("file", True))
+
+def test_keys_of_the_cache_are_permitted_at_the_outermost_level_but_for_the_identity() -> None:
+    """Whoever says whose pages these are takes the comparison of weights away."""
+    own = set(CACHE_SETTINGS) - {"hicache_storage_identity"}
+    assert own and not set(settings_over_http("file", False)) & own
+    assert set(settings_over_http("file", True)) & set(CACHE_SETTINGS) == own
+
+
+def test_secrets_of_every_backend_may_come_from_the_environment() -> None:
+    tables = (COMMON_SETTINGS, *BACKEND_SETTINGS.values())
+    secret = {name for table in tables for name, one in table.items() if one.type is Type.SECRET}
+    assert secret == set(SECRET_KEYS)
+    assert all(redact({name: "hunter2"}) == {name: "***"} for name in secret)
 
 
 # -- what is permitted ------------------------------------------------------------------
 
 
 def test_nothing_is_permitted_without_rules(tmp_path: Path) -> None:
-    for backend in (*SETTINGS, "dynamic", "hf3fs", "nobody"):
+    for backend in (*PERMITTABLE, "dynamic", "hf3fs", "nobody"):
         for keys in (None, {}, {"file_storage_path": str(tmp_path)}):
             assert refused(AttachRules(), backend, keys) == "hicache_storage_backend"
 

@@ -6,7 +6,6 @@ import dataclasses
 import importlib.metadata
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -22,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.settings import TEXTS
 from hiradix.storage import (
-    GuardLimits,
     Page,
     PageFingerprint,
     StorageBackend,
@@ -31,21 +30,18 @@ from hiradix.storage import (
     Traits,
     build,
     create_storage_backend,
-    guard_limits,
     load_storage_backend,
     open_storage,
     register_storage_backend,
     registry,
     storage_backend_names,
 )
-from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.redis import resp
 from hiradix.storage.backends.redis.resp import Frame, RespStream, encode_around
-from hiradix.storage.build import GUARD_KEYS
+from hiradix.storage.build import COMMON_SETTINGS, StoreSettings
 from hiradix.storage.kit import lanes, vectored
 from hiradix.storage.kit.landing import Landing
 from hiradix.storage.kit.lanes import fill_head
-from hiradix.storage.kit.options import parse_size
 from hiradix.storage.kit.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.kit.vectored import WRITE_CALL_BYTES, read_into, write_from
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
@@ -417,10 +413,10 @@ def test_missing_client_package_says_what_to_install(name: str) -> None:
     assert "install it with: pip install 'hiradix[" in shown.stdout
 
 
-@pytest.mark.parametrize("key", GUARD_KEYS)
-def test_bad_guard_key_is_named(key: str) -> None:
+@pytest.mark.parametrize("key", COMMON_SETTINGS)
+def test_bad_key_of_every_backend_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):
-        guard_limits({key: "many"})
+        StoreSettings.read({key: 5 if COMMON_SETTINGS[key].type in TEXTS else "many"})
 
 
 def test_guard_keys_do_not_reach_the_backend(tmp_path: Path) -> None:
@@ -441,36 +437,6 @@ def test_guard_keys_do_not_reach_the_backend(tmp_path: Path) -> None:
 def test_pages_have_bytes(num_bytes: int) -> None:
     with pytest.raises(ConfigError, match="page_bytes"):
         StorageContext(FINGERPRINT, {}, num_bytes)
-
-
-class TestDocs:
-    """`docs/storage-keys.md` says what the code does."""
-
-    TEXT = (ROOT / "docs" / "storage-keys.md").read_text(encoding="utf-8")
-
-    @pytest.mark.parametrize("key", [*GUARD_KEYS, "checksum"])
-    def test_guard_keys_are_in_the_table(self, key: str) -> None:
-        assert f"| `{key}` |" in self.TEXT
-
-    def sections(self, *owners: str) -> str:
-        return "\n".join(
-            self.TEXT.partition(f"## Keys of {owner}\n")[2].partition("\n## ")[0] for owner in owners
-        )
-
-    def test_file_keys_and_defaults_are_in_the_table(self) -> None:
-        text = self.sections("every backend", "`file`")
-        rows = dict(re.findall(r"^\| `(\w+)` \| (\S+) \|", text, re.MULTILINE))
-        limits, config = GuardLimits(), FileConfig(Path())
-        sizes = {"max_size": config.max_bytes, "min_free_space": config.min_free_bytes}
-        for key, num_bytes in {**sizes, "staging_size": limits.staging_bytes}.items():
-            assert parse_size(key, rows[key].strip('`"')) == num_bytes
-        numbers = {key: getattr(limits, key) for key in ("deadline_s", "bytes_per_s", "num_workers")}
-        numbers |= {key: getattr(config, key) for key in ("touch_interval_s", "lock_timeout_s")}
-        numbers["admin_timeout_s"] = limits.admin_timeout_s
-        numbers["breaker_failures"] = limits.breaker.failures_to_open
-        numbers["breaker_retry_s"] = limits.breaker.retry_after_s
-        assert {key: float(rows[key]) for key in numbers} == numbers
-        assert (rows["checksum"], rows["fsync"]) == ("true", "false")
 
 
 # -- vectored I/O -------------------------------------------------------------------------

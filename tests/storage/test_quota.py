@@ -27,9 +27,9 @@ from hiradix.storage import (
     StorageContext,
     open_storage,
 )
-from hiradix.storage.kit.options import Options
 from hiradix.storage.wrappers.account import Account, Entered, Entry
 from hiradix.storage.wrappers.quota import QuotaConfig, QuotaStorage, account_name, with_quota
+from hiradix.storage.wrappers.wrap import WrapConfig
 from hiradix.tree import RadixTree, Tier
 from hiradix.tree.key import Namespace, RadixKey
 from tests.contracts.storage import (
@@ -72,7 +72,7 @@ class TestOverMemory(
     def open(self, place: Path, fingerprint: PageFingerprint = FINGERPRINT, **config: Any) -> StorageBackend:
         keys = config or {"quota": quota_of(1000), "quota_path": str(place / "accounts")}
         backend = memory(place, self.places, fingerprint)
-        return with_quota(backend, "memory", fingerprint, QuotaConfig.from_options(Options(keys)))
+        return with_quota(backend, "memory", fingerprint, WrapConfig.from_mapping(keys).quota)
 
 
 def open_quota(folder: Path, backend: StorageBackend, pages: int = 3) -> StorageBackend:
@@ -95,12 +95,11 @@ class TestConfig:
     )
     def test_bad_keys_are_named(self, keys: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            QuotaConfig.from_options(Options(keys))
+            WrapConfig.from_mapping(keys)
 
     def test_a_quota_is_for_all_ranks_of_a_model(self) -> None:
-        config = QuotaConfig.from_options(
-            Options({"quota": "8KiB", "quotas": {"salt:a": 100}, "quota_path": "x"})
-        )
+        keys = {"quota": "8KiB", "quotas": {"salt:a": 100}, "quota_path": "x"}
+        config = WrapConfig.from_mapping(keys).quota
         assert config.limit("salt:b", 8) == 1024 and config.limit("salt:a", 8) == 12
         assert QuotaConfig(None, {"": 1}).limit("salt:b", 1) is None
 

@@ -16,7 +16,8 @@ from hiradix.os_memory import address_of
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.backends.file import backend as file
 from hiradix.storage.backends.nixl.backend import NixlBackend
-from hiradix.storage.backends.nixl.link import POSIX_ENGINES, NixlConfig, NixlLink, Transfer
+from hiradix.storage.backends.nixl.config import NixlConfig
+from hiradix.storage.backends.nixl.link import POSIX_ENGINES, NixlLink, Transfer
 from hiradix.storage.backends.s3.backend import S3Backend
 from hiradix.storage.wrappers.retry import RetryingStorage
 from tests.contracts.storage import (

@@ -17,8 +17,8 @@ pytest.importorskip("obstore", reason="pip install 'hiradix[s3]'")
 from obstore.store import MemoryStore
 
 from hiradix.storage import PageFingerprint, StorageContext
+from hiradix.storage.backends.s3 import backend as s3_backend
 from hiradix.storage.backends.s3.backend import S3Backend
-from hiradix.storage.backends.s3.config import S3Config
 from tests.contracts.chains import ChainContract
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, Make, hits, keys_of, put
 from tests.storage.states import CAP_PAGES, StoreStates, handles
@@ -29,7 +29,7 @@ def open_in_memory(
 ) -> S3Backend:
     """A backend whose bucket is `objects`."""
     keys = {"url": "s3://bucket/x", "num_connections": 2} | config
-    with mock.patch.object(S3Config, "client", lambda self: objects):
+    with mock.patch.object(s3_backend, "connect", lambda config: objects):
         return S3Backend(StorageContext(fingerprint, keys, PAGE_BYTES))
 
 

@@ -11,7 +11,7 @@ from hiradix.config import EXTRA_CONFIG_FLAG
 from hiradix.errors import ConfigError
 from hiradix.storage import PageFingerprint, StorageContext, open_storage
 from hiradix.storage.backends.mooncake.config import MooncakeConfig
-from hiradix.storage.backends.redis.link import RedisConfig
+from hiradix.storage.backends.redis.config import RedisConfig
 from hiradix.storage.backends.s3.config import S3Config
 from tests.storage_servers.servers import ACCESS, Server, redis_keys
 

@@ -26,8 +26,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from hiradix.browsers import allowed
-from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config, redact, require_choice
+from hiradix.config import PREFETCH_POLICIES, ExtraConfig, parse_extra_config
 from hiradix.errors import ConfigError
+from hiradix.settings import redact, require_choice
 from hiradix.storage.attach.rules import AttachRefused, AttachRules
 from hiradix.storage.registry import load_storage_backend
 

@@ -38,7 +38,7 @@ from hiradix.prefix_cache import (
     stored_pages,
 )
 from hiradix.prefix_cache.weight_files import CONFIG_NAME, weights_digest
-from hiradix.storage import Stores, Trust, open_stores, trust_of, trusted_stores
+from hiradix.storage import Stores, StoreSettings, Trust, open_stores, trust_of, trusted_stores
 from hiradix.transfer import PoolPair
 
 _OF_NO_KV = ("_name_or_path", "transformers_version")  # in a model's config
@@ -220,8 +220,9 @@ def _storage_opener(
         ]
         extra = ExtraConfig.from_mapping(keys)
         identity = extra.storage_identity or plan.settings.cache.hicache_storage_identity
-        trust = trust_of(name, extra.backend, Trust(identity, remembered=remembered))
-        stores = open_stores(name, extra.backend, pages, required=bool(extra.hicache_storage_required))
+        settings = StoreSettings.read(extra.backend)
+        trust = trust_of(name, settings, Trust(identity, remembered=remembered))
+        stores = open_stores(name, settings, pages, required=bool(extra.hicache_storage_required))
         return trusted_stores(stores, pages, trust)
 
     return open_it

@@ -6,35 +6,33 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from hiradix.config import (
-    MAX_PORT,
     REQUIRED_KEY,
     ExtraConfig,
     HiCacheConfig,
-    require_bool,
-    require_choice,
-    require_int,
-    require_number,
 )
 from hiradix.errors import ConfigError
+from hiradix.settings import (
+    MAX_PORT,
+    Setting,
+    Type,
+    fields_of,
+    require_bool,
+    setting,
+    setting_of,
+    settings_of,
+)
 from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared, parse_rule
 
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
-LOAD_MODES = ("auto", "sync", "async")
-AFTER_RESET = ("apart", "same")
-OWN_KEYS = (
-    REQUIRED_KEY, "load_mode", "drain_timeout_s", "admin_port", "admin_api_key", "storage_after_reset",
-    "attachable", "attach_allow",
+NOT_HERE = (
+    "page_size", "enable_hierarchical_cache", "disable_radix_cache",  # vLLM's own
+    "hicache_host_memory_mode", "hicache_no_regret",
 )  # fmt: skip
-CONFIG_KEYS = (
-    "hicache_ratio", "hicache_size", "hicache_host_memory_fraction", "hicache_write_policy",
-    "hicache_io_backend", "hicache_mem_layout", "hicache_storage_backend",
-    "hicache_storage_prefetch_policy", "hicache_storage_identity", "hicache_storage_backend_extra_config",
-    "radix_eviction_policy", "radix_eviction_policy_config", "served_model_name",
-)  # fmt: skip
-TEXTS = {"served_model_name": None, "admin_api_key": None, "radix_eviction_policy": "lru"}  # and what is none
+"""Settings of the cache that are no keys of vLLM's mapping."""
+CONFIG_KEYS = tuple(one.name for one in settings_of(HiCacheConfig) if one.name not in NOT_HERE)
 WRITE_BACK = (
     "saves what vLLM's own prefix cache evicts, and that is off; use --enable-prefix-caching or write_through"
 )
@@ -42,20 +40,39 @@ WRITE_BACK = (
 
 @dataclass(frozen=True)
 class Settings:
-    """cache: as the flags of `hiradix serve`. load_mode: see docs/vllm.md.
+    """cache: as the flags of `hiradix serve`. attach_rules: what the admin endpoint (`admin`) may attach."""
 
-    drain_timeout_s: how long a shutdown waits for what is on its way to storage. admin_port: of the admin
-    endpoint (see `admin`) of the first data parallel rank; None for none, 0 for a free port.
-    storage_after_reset: whether pages are stored under other names when vLLM has reset the connector.
-    attach_rules: what the endpoint may attach.
-    """
+    ALSO: ClassVar = (
+        setting_of(ExtraConfig, REQUIRED_KEY),
+        Setting("attachable", Type.OBJECT, {}, "configurations that the admin endpoint attaches by name"),
+        Setting("attach_allow", Type.LIST, (), "rules of what else it may attach, as of `--attach-allow`"),
+    )
 
     cache: HiCacheConfig
-    load_mode: str = "auto"
-    drain_timeout_s: float = 10.0
-    admin_port: int | None = None
-    admin_api_key: str | None = field(default=None, repr=False)
-    storage_after_reset: str = "apart"
+    load_mode: str = setting(
+        "load_mode", Type.TEXT, "auto",
+        "`sync`: a request's load runs with its own step, layer by layer beside the forward. `async`: beside "
+        "other requests' steps. `auto`: `sync` where vLLM can take back a step whose load failed",
+        choices=("auto", "sync", "async"),
+    )
+    drain_timeout_s: float = setting(
+        "drain_timeout_s", Type.NUMBER, 10.0,
+        "longest a shutdown waits, in seconds, for what is on its way to storage",
+    )
+    admin_port: int | None = setting(
+        "admin_port", Type.INTEGER, None,
+        "of the admin endpoint of the first data parallel rank; none for none, 0 for a free port",
+        maximum=MAX_PORT,
+    )
+    admin_api_key: str | None = setting(
+        "admin_api_key", Type.SECRET, None, f"its key; or the environment variable {ADMIN_KEY_ENV}",
+        env=ADMIN_KEY_ENV,
+    )
+    storage_after_reset: str = setting(
+        "storage_after_reset", Type.TEXT, "apart",
+        "`apart`: when vLLM has reset the connector, pages are stored under other names, as weights may have "
+        "changed. `same`: under those as before", choices=("apart", "same"),
+    )
     attach_rules: AttachRules = field(default_factory=AttachRules)
 
     @property
@@ -75,9 +92,10 @@ class Settings:
 
 def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     """Settings from vLLM's mapping. Raises ConfigError naming the key."""
-    unknown = sorted(set(values) - {*OWN_KEYS, *CONFIG_KEYS})
+    known_keys = (*CONFIG_KEYS, *(one.name for one in settings_of(Settings)))
+    unknown = sorted(set(values) - set(known_keys))
     if unknown:
-        known = ", ".join((*CONFIG_KEYS, *OWN_KEYS))
+        known = ", ".join(known_keys)
         raise ConfigError(f"kv_connector_extra_config: unknown key {unknown[0]!r}; known: {known}")
     _check_texts(values)
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
@@ -91,18 +109,13 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
         extra = dataclasses.replace(extra, hicache_storage_required=is_required)
         given["hicache_storage_backend_extra_config"] = extra
     cache = HiCacheConfig(page_size=page_size, enable_hierarchical_cache=True, **given).normalised()
-    port = values.get("admin_port")
-    if port is not None:
-        require_int("admin_port", port, 0, MAX_PORT)
-    return Settings(
-        cache,
-        require_choice("load_mode", values.get("load_mode", "auto"), LOAD_MODES),
-        require_number("drain_timeout_s", values.get("drain_timeout_s", 10.0)),
-        port,
-        _admin_key(values),
-        require_choice("storage_after_reset", values.get("storage_after_reset", "apart"), AFTER_RESET),
-        _attach_rules(values, cache),
-    )
+    own = {
+        field: one.check(one.name, values[one.name])
+        for field, one in fields_of(Settings)
+        if one.name in values
+    }
+    own |= {"admin_api_key": _admin_key(values), "attach_rules": _attach_rules(values, cache)}
+    return Settings(cache, **own)
 
 
 def _admin_key(values: Mapping[str, Any]) -> str | None:
@@ -125,7 +138,7 @@ def _attach_rules(values: Mapping[str, Any], cache: HiCacheConfig) -> AttachRule
 
 
 def _check_texts(values: Mapping[str, Any]) -> None:
-    for key, unset in TEXTS.items():
+    for key, unset in {"served_model_name": None, "radix_eviction_policy": ""}.items():
         value = values.get(key, unset)
         if value != unset and not isinstance(value, str):
             raise ConfigError(f"{key} must be text, got {type(value).__name__}")

@@ -22,8 +22,8 @@ from hiradix import __version__
 from hiradix.apps.bench.client import Answer, ChatServer, Limits, Play, play_phase, replay
 from hiradix.apps.bench.report import SOURCES, compare, percentile, rows, summary, tokens_by_source
 from hiradix.apps.bench.workload import Size, Workload, make_workload
-from hiradix.config import require_int
 from hiradix.errors import CacheError, ConfigError
+from hiradix.settings import require_int
 
 DEFAULT_OUT = Path("build/bench/serve.json")
 QUICK = Size(1, 1, 1, 1, 1, 1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
 from hiradix.config import HiCacheConfig
 from hiradix.errors import CacheError, ConfigError
+from hiradix.settings import MAX_COUNT, REQUIRED, Type, fields_of, setting
 from hiradix.tree.key import ADAPTER
 
 
@@ -27,13 +29,8 @@ FINISH_ABORT = "abort"
 FINISH_ERROR = "error"
 
 
-MAX_COUNT = 2**31 - 1  # slots are 32 bits wide
 MAX_THREADS = 1024  # with too many the thread library ends the process
-
-
-def most_of(count: str) -> int:
-    """The largest value of a field of `EngineConfig` that counts something."""
-    return MAX_THREADS if count == "num_threads" else MAX_COUNT
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def _require(ok: bool, name: str, value: object, want: str) -> None:
@@ -146,50 +143,82 @@ class Output:
     error: str | None = None
 
 
+def _count(name: str, default: int | None, text: str, **more: Any) -> Any:
+    bounds = {"minimum": 1, "maximum": MAX_COUNT}  # slots are 32 bits wide
+    return setting(name, Type.INTEGER, default, text, **{**bounds, **more})
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Everything an Engine is built from; a bad value raises ConfigError naming the field.
 
-    `max_total_tokens` is the device pool in tokens (rounded down to pages). `context_length` None takes the
-    model's. `chunked_prefill_size` is the most tokens one forward pass computes; None prefills whole prompts.
-    `swa_full_tokens_ratio` gives the layers with a sliding window a pool of their own, of so many tokens per
-    full token, in models that mix both kinds; None keeps all layers in one pool.
-    `max_mamba_cache_size` is the number of recurrent states that fit the device, those of running requests
-    and cached ones together, in models that keep such; None is four for each of `max_running_requests`.
-    `num_threads` None means 1 on CPU. `check` runs the invariant and conservation checks after every step
-    (also switched on by HIRADIX_CHECK=1 in the environment).
+    `context_length` None takes the model's; `chunked_prefill_size` None prefills whole prompts;
+    `swa_full_tokens_ratio` None keeps all layers in one pool; `max_mamba_cache_size` None is four for each of
+    `max_running_requests`; `num_threads` None means 1 on CPU. `check` runs the invariant and conservation
+    checks after every step (also switched on by HIRADIX_CHECK=1 in the environment).
     """
 
-    model_path: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    max_total_tokens: int = 16384
-    max_running_requests: int = 16
-    max_waiting_requests: int = 512
-    chunked_prefill_size: int | None = 512
-    swa_full_tokens_ratio: float | None = None
-    max_mamba_cache_size: int | None = None
-    context_length: int | None = None
-    num_threads: int | None = None
+    model_path: str = setting(
+        "model_path", Type.FOLDER, REQUIRED,
+        "Local directory of a transformers checkpoint (config, weights, tokenizer).", aliases=("model",),
+        metavar="DIR",
+    )
+    dtype: str = setting("dtype", Type.TEXT, "float32", "Type of weights and KV pages.", choices=DTYPES)
+    device: str = setting(
+        "device", Type.TEXT, "cpu", "Torch device of the model and the device pool.", metavar="DEVICE"
+    )
+    max_total_tokens: int = _count("max_total_tokens", 16384, "Size of the device pool in tokens.")
+    max_running_requests: int = _count("max_running_requests", 16, "Most requests in one batch.")
+    max_waiting_requests: int = _count(
+        "max_queued_requests", 512, "Most requests that wait; further ones get 503."
+    )
+    chunked_prefill_size: int | None = _count(
+        "chunked_prefill_size", 512, "Most tokens one prefill pass computes; -1 prefills whole prompts."
+    )
+    swa_full_tokens_ratio: float | None = setting(
+        "swa_full_tokens_ratio", Type.NUMBER, None,
+        "A pool of its own for layers with a sliding window: its tokens per token of the device pool, in (0, "
+        "1].",
+        default_text="one pool",
+    )
+    max_mamba_cache_size: int | None = _count(
+        "max_mamba_cache_size", None,
+        "Recurrent states on the device, of running requests and cached ones, in models that keep such.",
+        default_text="4 per running request",
+    )
+    context_length: int | None = _count(  # a token of a prompt and one of its answer
+        "context_length", None, "Most tokens of a prompt and its answer. Chooses a long rope's factors.",
+        minimum=2, default_text="the model's",
+    )
+    num_threads: int | None = _count(
+        "num_threads", None, "CPU threads of the model.", maximum=MAX_THREADS, default_text="1"
+    )
     cache: HiCacheConfig = field(default_factory=HiCacheConfig)
-    check: bool = False
+    check: bool = setting(
+        "check_invariants", Type.BOOL, False,
+        "Assert the tree's invariants and page conservation after every step (slow; for tests); so does the "
+        "variable HIRADIX_CHECK=1.",
+        env="HIRADIX_CHECK",
+    )
     model_name: str | None = None
-    seed: int = 0
+    seed: int = setting(
+        "random_seed", Type.INTEGER, 0, "Seed of sampled requests that bring none.", minimum=-(2**63)
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16", "float16"):
+        if self.dtype not in DTYPES:
             raise ConfigError(f"dtype={self.dtype!r}: must be float32, bfloat16 or float16")
-        positive = ("max_total_tokens", "max_running_requests", "max_waiting_requests",
-                    "chunked_prefill_size", "context_length", "num_threads", "max_mamba_cache_size")
         ratio = self.swa_full_tokens_ratio
         if ratio is not None and not 0 < ratio <= 1:
             raise ConfigError(f"swa_full_tokens_ratio={ratio!r}: must be in (0, 1]")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in positive and value is not None and value < 1:
-                raise ConfigError(f"{f.name}={value!r}: must be at least 1")
-            if f.name in positive and value is not None and value > most_of(f.name):
-                raise ConfigError(f"{f.name}={value!r}: must be at most {most_of(f.name)}")
+        for name, one in fields_of(EngineConfig):
+            value = getattr(self, name)
+            if one.maximum is None or value is None:
+                continue
+            if value < one.minimum:
+                raise ConfigError(f"{name}={value!r}: must be at least {one.minimum}")
+            if value > one.maximum:
+                raise ConfigError(f"{name}={value!r}: must be at most {one.maximum}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def _now(pattern: str) -> str:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Answer requests from the standard input until it ends."""
     given = json.loads(sys.stdin.readline())
     limits = given["limits"]
     resource.setrlimit(resource.RLIMIT_AS, (limits["bytes"], limits["bytes"]))

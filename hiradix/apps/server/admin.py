@@ -15,7 +15,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from hiradix.apps.server import audit
 from hiradix.apps.server.schema import ApiError, first_error, read_json
 from hiradix.apps.server.service import NO_HOST_TIER, AttachRequest, Outcome, Service
-from hiradix.config import HiCacheConfig, redact
+from hiradix.config import HiCacheConfig
+from hiradix.settings import redact
 from hiradix.storage.attach.rules import DEFAULT, AttachRefused, AttachRules, Wanted, in_log, over_http
 
 FLUSHED = (

@@ -22,7 +22,8 @@ from hiradix.apps.server.openai import OpenAI
 from hiradix.apps.server.schema import ApiError
 from hiradix.apps.server.service import Service, Snapshot
 from hiradix.browsers import Allowed
-from hiradix.config import HiCacheConfig, redact
+from hiradix.config import HiCacheConfig
+from hiradix.settings import redact
 from hiradix.storage.attach.rules import AttachRules, default_of
 
 logger = logging.getLogger(__name__)

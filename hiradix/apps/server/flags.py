@@ -9,17 +9,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from hiradix.apps.engine.api import EngineConfig, most_of
-from hiradix.apps.server.flag_table import FLAGS, Flag
+from hiradix.apps.engine.api import EngineConfig
+from hiradix.apps.server.flag_table import FLAGS, MAX_DIST_TIMEOUT_S, Flag, setting_of_flag
 from hiradix.apps.server.key_files import choose_key, read_tenants
 from hiradix.browsers import Allowed, allowed
 from hiradix.config import (
     DEFAULT_PAGE_SIZE,
     EXTRA_CONFIG_FLAG,
-    MAX_PORT,
-    RANK_TIMEOUT_S,
     REQUIRED_KEY,
     ExtraConfig,
     HiCacheConfig,
@@ -27,20 +25,18 @@ from hiradix.config import (
     normalise,
     of_device_alone,
     parse_extra_config,
-    require_int,
-    require_number,
     without_host_tier,
 )
 from hiradix.errors import ConfigError
 from hiradix.events import KVEventsConfig, parse_kv_events_config
 from hiradix.policy.eviction import make_order
-from hiradix.storage import guard_limits, load_storage_backend
+from hiradix.settings import NUMBERS, REQUIRED, Type, fields_of, settings_of
+from hiradix.storage import StoreSettings, load_storage_backend
 from hiradix.storage.attach.rules import ATTACHABLE, AttachRules, parse_prepared, parse_rule
+from hiradix.storage.backends.disk import config as disk_config
+from hiradix.storage.backends.file import config as file_config
 
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*\Z")
-MAX_SHUTDOWN_TIMEOUT_S = 3600.0
-MAX_KEEP_ALIVE_S = 86400.0
-MAX_DIST_TIMEOUT_S = 86400.0
 API_KEYS = "--api-keys"
 OWN_LABELS = frozenset({"le", "finish_reason", "cache_source", "kind", "reason", "figure"})
 """By which metrics tell their values apart: a label of that name for all of them would be lost or refused."""
@@ -57,11 +53,11 @@ class ServeConfig:
 
     engine: EngineConfig
     model_name: str
-    host: str = "127.0.0.1"
-    port: int = 30000
-    log_level: str = "info"
-    shutdown_timeout_s: float = 9.0
-    keep_alive_s: float = 75.0
+    host: str = setting_of_flag("--host").default
+    port: int = setting_of_flag("--port").default
+    log_level: str = setting_of_flag("--log-level").default
+    shutdown_timeout_s: float = setting_of_flag("--shutdown-timeout").default
+    keep_alive_s: float = setting_of_flag("--keep-alive-timeout").default
     pages: Allowed = Allowed()
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
@@ -71,8 +67,8 @@ class ServeConfig:
     extra_config_text: str | None = field(default=None, repr=False)
     metric_labels: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    tp_size: int = 1
-    rank_timeout_s: float = RANK_TIMEOUT_S
+    tp_size: int = setting_of_flag("--tp-size").default
+    rank_timeout_s: float = setting_of_flag("--dist-timeout").default
     record_trace: Path | None = None
     kv_events: KVEventsConfig = KVEventsConfig()
     attach: AttachRules = field(default_factory=AttachRules)
@@ -102,31 +98,26 @@ def _add(parser: argparse.ArgumentParser, flag: Flag) -> None:
     if flag.status == "refused":
         parser.add_argument(flag.name, action=_Refuse, nargs="?", metavar=flag.note, help=argparse.SUPPRESS)
         return
-    names = (flag.name, *flag.aliases)
-    note = flag.note.replace("%", "%%")
-    if flag.kind is None:
-        parser.add_argument(*names, action="store_true", dest=flag.dest, help=note)
+    one, names, note = flag.setting, (flag.name, *flag.aliases), flag.note.replace("%", "%%")
+    if one.type is Type.BOOL:
+        parser.add_argument(*names, action="store_true", dest=one.name, help=note)
         return
-    shown = flag.default_text or ("" if flag.default is None else str(flag.default))
-    if flag.repeats:
+    if one.type is Type.LIST:
         parser.add_argument(
-            *names,
-            dest=flag.dest,
-            type=flag.kind,
-            action="append",
-            default=[],
-            metavar=flag.metavar,
+            *names, dest=one.name, type=flag.parse, action="append", default=[], metavar=one.metavar,
             help=note,
-        )
+        )  # fmt: skip
         return
+    default = flag.default
+    shown = one.default_text or ("" if default is None else str(default))
     parser.add_argument(
         *names,
-        dest=flag.dest,
-        type=flag.kind,
-        default=flag.default,
-        choices=flag.choices or None,
-        required=flag.required,
-        metavar=None if flag.choices else flag.metavar or flag.dest.rsplit("_", 1)[-1].upper(),
+        dest=one.name,
+        type=flag.parse,
+        default=default,
+        choices=one.choices or None,
+        required=one.default is REQUIRED,
+        metavar=None if one.choices else one.metavar or one.name.rsplit("_", 1)[-1].upper(),
         help=f"{note} (default: {shown})" if shown else note,
     )
 
@@ -139,21 +130,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-PATH_KEYS = {"disk": "disk_storage_path", "file": "file_storage_path"}
+PATH_KEYS = {"disk": disk_config.PATH_KEY, "file": file_config.PATH_KEY}
 """Which key of a backend `--file-storage-path` stands for."""
 
 
 def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
     """The configuration of `arguments`; raises ConfigError with one line that names the flag."""
     args = make_parser().parse_args(list(arguments))
-    require_int("--port", args.port, 0, MAX_PORT)
-    require_number("--shutdown-timeout", args.shutdown_timeout, maximum=MAX_SHUTDOWN_TIMEOUT_S)
-    require_number("--keep-alive-timeout", args.keep_alive_timeout, 1, MAX_KEEP_ALIVE_S)
-    require_int("--tp-size", args.tp_size, 1)
-    if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
-        raise ConfigError(
-            f"--dist-timeout must be above 0 and at most {MAX_DIST_TIMEOUT_S:g}, got {args.dist_timeout}"
-        )
+    _check_numbers(args)
     name = args.served_model_name or args.model_path
     cache, notes = _cache_config(args, name)
     if not cache.enable_hierarchical_cache:
@@ -191,6 +175,23 @@ def parse_serve_args(arguments: Sequence[str]) -> ServeConfig:
         kv_events=parse_kv_events_config(args.kv_events_config),
         attach=_attach_rules(args),
     )
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if not 0 < args.dist_timeout <= MAX_DIST_TIMEOUT_S:
+        raise ConfigError(
+            f"--dist-timeout must be above 0 and at most {MAX_DIST_TIMEOUT_S:g}, got {args.dist_timeout}"
+        )
+    ratio = args.swa_full_tokens_ratio
+    if ratio is not None and not 0 < ratio <= 1:
+        raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {ratio}")
+    if args.chunked_prefill_size == -1:
+        args.chunked_prefill_size = None
+    for flag in FLAGS:
+        if flag.setting.type in NUMBERS and flag.status == "implemented":
+            value = getattr(args, flag.setting.name)
+            if value is not None:
+                flag.setting.check(flag.name, value)
 
 
 def _attach_rules(args: argparse.Namespace) -> AttachRules:
@@ -255,28 +256,17 @@ def _storage_config(args: argparse.Namespace) -> ExtraConfig:
 
 def _cache_config(args: argparse.Namespace, name: str) -> tuple[HiCacheConfig, tuple[str, ...]]:
     page_size, notes = _page_size(args)
-    config = HiCacheConfig(
-        page_size=page_size,
-        enable_hierarchical_cache=args.enable_hierarchical_cache,
-        disable_radix_cache=args.disable_radix_cache,
-        hicache_ratio=args.hicache_ratio,
-        hicache_size=args.hicache_size,
-        hicache_host_memory_fraction=args.hicache_host_memory_fraction,
-        hicache_write_policy=args.hicache_write_policy,
-        hicache_io_backend=args.hicache_io_backend,
-        hicache_mem_layout=args.hicache_mem_layout,
-        hicache_host_memory_mode=args.hicache_host_memory_mode,
-        hicache_storage_backend=args.hicache_storage_backend,
-        hicache_storage_prefetch_policy=args.hicache_storage_prefetch_policy,
-        hicache_storage_identity=args.hicache_storage_identity,
-        hicache_no_regret=args.hicache_no_regret == "on",
-        hicache_storage_backend_extra_config=_storage_config(args),
-        radix_eviction_policy=args.radix_eviction_policy,
-        radix_eviction_policy_config=load_mapping(
+    given = {one.name: getattr(args, one.name) for one in settings_of(HiCacheConfig)}
+    given |= {
+        "page_size": page_size,
+        "hicache_no_regret": args.hicache_no_regret == "on",
+        "hicache_storage_backend_extra_config": _storage_config(args),
+        "radix_eviction_policy_config": load_mapping(
             "--radix-eviction-policy-config", args.radix_eviction_policy_config
         ),
-        served_model_name=name,
-    )
+        "served_model_name": name,
+    }
+    config = HiCacheConfig(**given)
     _check_names(config)
     if not config.enable_hierarchical_cache:
         return of_device_alone(config), notes  # `parse_serve_args` says what was given for nothing
@@ -292,10 +282,11 @@ def _host_flags(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_names(config: HiCacheConfig) -> None:
-    """The eviction policy exists; it and storage's guard take their settings; before a model is loaded."""
+    """The eviction policy exists; it, storage's guard and its wrappers take their settings. Before a model is
+    loaded."""
     make_order(config.radix_eviction_policy, config.radix_eviction_policy_config)
     if config.hicache_storage_backend is not None:
-        guard_limits(config.hicache_storage_backend_extra_config.backend)
+        StoreSettings.read(config.hicache_storage_backend_extra_config.backend)
 
 
 def _model_path(text: str) -> str:
@@ -308,30 +299,5 @@ def _model_path(text: str) -> str:
 
 
 def _engine_config(args: argparse.Namespace, cache: HiCacheConfig, name: str) -> EngineConfig:
-    counts: dict[str, Any] = {
-        "max_total_tokens": args.max_total_tokens,
-        "max_running_requests": args.max_running_requests,
-        "max_waiting_requests": args.max_queued_requests,
-        "context_length": args.context_length,
-        "num_threads": args.num_threads,
-        "max_mamba_cache_size": args.max_mamba_cache_size,
-        "chunked_prefill_size": None if args.chunked_prefill_size == -1 else args.chunked_prefill_size,
-    }
-    for field_name, value in counts.items():
-        if value is not None:
-            flag = "max_queued_requests" if field_name == "max_waiting_requests" else field_name
-            least = 2 if field_name == "context_length" else 1  # a token of a prompt and one of its answer
-            require_int(f"--{flag.replace('_', '-')}", value, least, most_of(field_name))
-    if args.swa_full_tokens_ratio is not None and not 0 < args.swa_full_tokens_ratio <= 1:
-        raise ConfigError(f"--swa-full-tokens-ratio must be in (0, 1], got {args.swa_full_tokens_ratio}")
-    return EngineConfig(
-        swa_full_tokens_ratio=args.swa_full_tokens_ratio,
-        model_path=_model_path(args.model_path),
-        dtype=args.dtype,
-        device=args.device,
-        cache=cache,
-        check=args.check_invariants,
-        model_name=name,
-        seed=args.random_seed,
-        **counts,
-    )
+    given = {field: getattr(args, one.name) for field, one in fields_of(EngineConfig)}
+    return EngineConfig(**given | {"model_path": _model_path(args.model_path)}, cache=cache, model_name=name)

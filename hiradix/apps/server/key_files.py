@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from hiradix.apps.server.flag_table import setting_of_flag
 from hiradix.config import read_small_file
 from hiradix.errors import ConfigError
 
@@ -30,7 +31,7 @@ def choose_key(
     empty is an
     error: a server without a key is not what was meant.
     """
-    name = "HIRADIX_" + flag.removeprefix("--").replace("-", "_").upper()
+    name = setting_of_flag(flag).env
     if given is not None and path is not None:
         raise ConfigError(f"{flag} and {flag}-file exclude each other: give one")
     chosen = flag if given is not None else f"{flag}-file" if path is not None else None

@@ -22,16 +22,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hiradix.config import EXTRA_CONFIG_FLAG, MAX_PORT, ExtraConfig, load_mapping, redact
+from hiradix.config import EXTRA_CONFIG_FLAG, ExtraConfig, load_mapping
 from hiradix.errors import ConfigError
-from hiradix.storage.attach.keys import (
-    CLOSED_BACKENDS,
-    KNOWN_KEYS,
-    SETTINGS,
-    Setting,
-    SettingKind,
-    settings_of,
-)
+from hiradix.settings import MAX_PORT, TEXTS, OverHttp, Setting, Type, redact
+from hiradix.storage.attach.tables import BACKEND_SETTINGS, KNOWN_KEYS, PERMITTABLE, settings_over_http
+from hiradix.storage.backends.disk import config as disk_config
+from hiradix.storage.backends.file import config as file_config
+from hiradix.storage.backends.nixl.config import FILE_PLUGINS, PLUGINS
 from hiradix.storage.kit.options import parse_size
 from hiradix.storage.registry import load_storage_backend, storage_backend_names
 
@@ -42,6 +39,7 @@ EXTRA = "hicache_storage_backend_extra_config_json"
 DEFAULT = "default"
 """The name of what was attached at start."""
 NOT_ALLOWED = "not allowed over HTTP"
+CLOSED_BACKENDS = "use --attachable: what its settings can do is not known here"
 MAX_DEPTH = 4
 MAX_TEXT = 1024
 MAX_LOGGED = 2000
@@ -60,7 +58,6 @@ _BUCKET = re.compile(
     r"(?P<path>(?:/[A-Za-z0-9._=+\-]+)*)/?"
 )
 _REGION = re.compile(r"[a-z0-9\-]{1,64}")
-_FILE_PLUGINS = ("POSIX", "GDS", "GDS_MT")
 
 
 class AttachRefused(ConfigError):
@@ -112,8 +109,8 @@ def parse_rule(text: str, flag: str = ALLOW) -> Rule:
     if len(given["backend"]) != 1:
         raise ConfigError(f"{flag} {text}: one backend= is needed")
     (backend,) = given["backend"]
-    if backend not in SETTINGS:
-        known = ", ".join(SETTINGS)
+    if backend not in PERMITTABLE:
+        known = ", ".join(PERMITTABLE)
         raise ConfigError(f"{flag} {text}: backend {backend}: {CLOSED_BACKENDS}; rules are for {known}")
     for path in (*given["path"], *given["file"]):
         if not os.path.isabs(path):
@@ -234,10 +231,10 @@ class AttachRules:
         raise first or refused
 
     def _permitted(self, rule: Rule, keys: Mapping[str, Any], before: str, depth: int) -> dict[str, Any]:
-        known, found = settings_of(rule.backend, is_outermost=not before), dict[str, Any]()
+        known, found = settings_over_http(rule.backend, is_outermost=not before), dict[str, Any]()
         for key, value in keys.items():
             setting, shown = known.get(key), before + _shown(key)
-            if setting is None or setting.kind is SettingKind.CLOSED:
+            if setting is None:
                 raise AttachRefused(shown, NOT_ALLOWED)
             if value is None:
                 continue  # as if it were not there
@@ -246,13 +243,13 @@ class AttachRules:
         return found
 
     def _one(self, rule: Rule, setting: Setting, shown: str, value: Any, depth: int) -> Any:
-        if setting.kind is SettingKind.STORE:
+        if setting.type is Type.STORE:
             if not isinstance(value, dict) or not isinstance(value.get("backend"), str):
                 raise AttachRefused(shown, 'must be an object with "backend"')
             rest = {key: item for key, item in value.items() if key != "backend"}
             inside = self._checked(f"{shown}.backend", value["backend"], rest, f"{shown}.", depth + 1)
             return {"backend": value["backend"], **inside}
-        if setting.kind is SettingKind.SIZES:
+        if setting.type is Type.SIZES:
             if not isinstance(value, dict) or not all(isinstance(size, int | str) for size in value.values()):
                 raise AttachRefused(shown, "must be an object of sizes")
             return value
@@ -260,32 +257,31 @@ class AttachRules:
             raise AttachRefused(shown, "must be text, a number or a bool")
         if isinstance(value, str) and (len(value) > MAX_TEXT or not value.isprintable()):
             raise AttachRefused(shown, "is too long, or no printable text")
-        if setting.kind is SettingKind.VALUE:
-            _check_value(setting, shown, value)
+        _check_value(setting, shown, value)
+        if setting.type not in TEXTS:
             return value
         if not isinstance(value, str):
             raise AttachRefused(shown, "must be text")
-        if setting.kind is SettingKind.FOLDER:
+        if setting.type is Type.FOLDER:
             return _within(shown, value, rule.folders)
-        if setting.kind is SettingKind.FILE:
-            return _within(shown, value, rule.files)
-        return value
+        return _within(shown, value, rule.files) if setting.type is Type.FILE else value
 
 
 # -- values -----------------------------------------------------------------------------
 
 
 def _check_value(setting: Setting, shown: str, value: Any) -> None:
-    if any(type(value) is type(closed) and value == closed for closed in setting.closed):
+    permitted = setting.over_http or OverHttp()
+    if any(type(value) is type(refused) and value == refused for refused in permitted.refused):
         raise AttachRefused(shown, f"this value is {NOT_ALLOWED}")
-    if setting.most is None:
+    if permitted.most is None:
         return
     try:
         number = parse_size(shown, value) if isinstance(value, str) else value
     except ConfigError:
         raise AttachRefused(shown, "bad value") from None
-    if number > setting.most:
-        raise AttachRefused(shown, f"at most {setting.most:.0f} over HTTP")
+    if number > permitted.most:
+        raise AttachRefused(shown, f"at most {permitted.most:.0f} over HTTP")
 
 
 def _within(shown: str, path: str, permitted: Sequence[str]) -> str:
@@ -336,9 +332,9 @@ def _bucket(url: str) -> tuple[str, str, str] | None:
 def _check_effects(rule: Rule, keys: dict[str, Any], before: str) -> None:
     backend = rule.backend
     if backend == "nixl":
-        plugin = keys.get("plugin", _FILE_PLUGINS[0])
-        backend = "file" if plugin in _FILE_PLUGINS else "s3"
-        if plugin not in (*_FILE_PLUGINS, "OBJ"):
+        plugin = keys.get("plugin", PLUGINS[0])
+        backend = "file" if plugin in FILE_PLUGINS else "s3"
+        if plugin not in PLUGINS:
             raise AttachRefused(f"{before}plugin", "bad value")
     if backend in ("disk", "file"):
         _check_folder(rule, backend, keys, before)
@@ -352,9 +348,6 @@ def _check_effects(rule: Rule, keys: dict[str, Any], before: str) -> None:
 
 def _check_folder(rule: Rule, backend: str, keys: dict[str, Any], before: str) -> None:
     """A folder that was not given is the user's own, and one in the environment beats both."""
-    from hiradix.storage.backends.disk import config as disk_config
-    from hiradix.storage.backends.file import config as file_config
-
     is_disk = backend == "disk"
     key = disk_config.PATH_KEY if is_disk else file_config.PATH_KEY
     path = keys.get(key) or (disk_config if is_disk else file_config).default_path()
@@ -369,7 +362,7 @@ def _check_redis(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
         _check_host(rule, f"{before}sentinels", _ADDRESS, sentinel, None)
     if sentinels and "url" not in keys:
         return  # they say where the server is
-    url, shown = str(keys.get("url", "redis://127.0.0.1:6379/0")), f"{before}url"
+    url, shown = str(keys.get("url", BACKEND_SETTINGS["redis"]["url"].default)), f"{before}url"
     if (socket := _UNIX.fullmatch(url)) is not None:
         _within(shown, socket["path"], rule.folders)
         return
@@ -398,10 +391,10 @@ def _check_s3(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
 def _check_mooncake(rule: Rule, keys: Mapping[str, Any], before: str) -> None:
     address = str(keys.get("master_server_address", ""))
     _check_host(rule, f"{before}master_server_address", _ADDRESS, address, None)
-    if (metadata := str(keys.get("metadata_server", "P2PHANDSHAKE"))) != "P2PHANDSHAKE":
-        _check_host(rule, f"{before}metadata_server", _METADATA, metadata, None)
-    if (own := str(keys.get("local_hostname", "127.0.0.1"))) != "127.0.0.1":
-        _check_host(rule, f"{before}local_hostname", _ADDRESS, own, None)
+    for name, pattern in (("metadata_server", _METADATA), ("local_hostname", _ADDRESS)):
+        default = BACKEND_SETTINGS["mooncake"][name].default
+        if (text := str(keys.get(name, default))) != default:
+            _check_host(rule, before + name, pattern, text, None)
 
 
 # -- what is told to whom -----------------------------------------------------------------

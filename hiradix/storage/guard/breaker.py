@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, NewType
 
+from hiradix.settings import MAX_COUNT, OPEN, Type, setting
 from hiradix.storage.kit.meters import Op
 
 Admission = NewType("Admission", int)
@@ -58,9 +59,21 @@ class BreakerLimits:
     A `retry_max_s` below `retry_after_s` means `retry_after_s`.
     """
 
-    failures_to_open: int = 3
-    retry_after_s: float = 5.0
-    retry_max_s: float = 60.0
+    failures_to_open: int = setting(
+        "breaker_failures", Type.INTEGER, 3,
+        "failed calls of a kind (lookup, read, write, deletion) in a row after which no more of that kind "
+        "are made",
+        minimum=1, maximum=MAX_COUNT, over_http=OPEN,
+    )
+    retry_after_s: float = setting(
+        "breaker_retry_s", Type.SECONDS, 5.0,
+        "until one call of that kind is let through to see whether it works again; twice as long after each "
+        "that does not", over_http=OPEN,
+    )
+    retry_max_s: float = setting(
+        "breaker_retry_max_s", Type.SECONDS, 60.0,
+        "the most that this becomes; less than `breaker_retry_s` means that", over_http=OPEN,
+    )
 
 
 class Breaker:

@@ -12,12 +12,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hiradix.errors import Misuse
 from hiradix.os_memory import address_of, staging_memory
+from hiradix.settings import MAX_COUNT, MAX_TIMEOUT_S, OPEN, OverHttp, Type, field_of, group, setting
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.breaker import (
     NO_TROUBLES,
@@ -40,6 +41,7 @@ from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
 from hiradix.storage.kit.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
+from hiradix.storage.kit.options import CHECKSUM
 from hiradix.storage.kit.pieces import Piece, as_piece, pieces_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.kit.states import StoreStates
@@ -70,13 +72,34 @@ class GuardLimits:
     checksum: False stores and checks identity and length only.
     """
 
-    deadline_s: float = 2.0
-    bytes_per_s: float = 100e6
-    num_workers: int = 4
-    staging_bytes: int = 8 << 20
-    checksum: bool = True
-    breaker: BreakerLimits = field(default_factory=BreakerLimits)
-    admin_timeout_s: float = 60.0
+    deadline_s: float = setting(
+        "deadline_s", Type.SECONDS, 2.0,
+        "longest wait of one call, plus the time its bytes take at `bytes_per_s`", minimum=0.001,
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
+    bytes_per_s: float = setting(
+        "bytes_per_s", Type.NUMBER, 100e6,
+        "the slowest rate that is worth waiting for", minimum=1.0, over_http=OPEN,
+    )
+    num_workers: int = setting(
+        "num_workers", Type.INTEGER, 4,
+        "calls that may be in the backend at once; with all of them hung in calls of a kind, more of that "
+        "kind are misses. Those that closing the store does not end go on; at 64 in a process no store is "
+        "opened until they end", minimum=1, maximum=MAX_COUNT, over_http=OverHttp(256),
+    )
+    staging_bytes: int = setting(
+        "staging_size", Type.SIZE, 8 << 20,
+        "memory of each worker, twice that while it moves more: a longer batch passes in pieces, and one is "
+        "checked while the next is read, or sealed while the one before is stored. At least one page; for "
+        "`s3` room for `num_connections` pages, up to 64 MiB. Reads of `s3`, `redis` and `valkey` need none",
+        over_http=OverHttp(float(1 << 30)),
+    )
+    checksum: bool = field_of(CHECKSUM)
+    breaker: BreakerLimits = group(BreakerLimits)
+    admin_timeout_s: float = setting(
+        "admin_timeout_s", Type.SECONDS, 60.0, "longest wait for clearing and deleting", minimum=0.001,
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
 
 
 class GuardedStorage:

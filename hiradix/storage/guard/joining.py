@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hiradix.errors import ConfigError, Unreachable
+from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.guard.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
 from hiradix.storage.guard.calls import Answers
 from hiradix.storage.guard.not_joined import NotJoined
@@ -121,8 +122,18 @@ class JoinLimits:
     """timeout_s: longest wait for one attempt. retry_s: longest pause between two, which begin a second apart
     and then twice as far each time."""
 
-    timeout_s: float = 30.0
-    retry_s: float = 30.0
+    timeout_s: float = setting(
+        "join_timeout_s", Type.SECONDS, 30.0,
+        "longest wait for a store to open, at a start and in each later attempt: see "
+        "[joining](storage.md#a-store-that-is-not-there-at-start)", minimum=0.001, maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
+    )
+    retry_s: float = setting(
+        "join_retry_s", Type.SECONDS, 30.0,
+        "longest pause between two attempts to join a store that did not answer; the first are 1, 2, 4, ... "
+        "seconds",
+        minimum=0.001, maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
 
 
 def opened(

@@ -14,57 +14,28 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.settings import OPEN, Type, setting, settings_of
 from hiradix.storage.backends.disk.recency import Recency
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.calls import as_answered
-from hiradix.storage.kit.options import Options, flag, parse_size
+from hiradix.storage.kit.options import flag, parse_size
 from hiradix.storage.protocol import Page, StorageBackend, check_keys, page_bytes
 from hiradix.storage.wrappers.account import Account, AccountError, Entered, Entry
 from hiradix.storage.wrappers.wrapper import Wrapper
 
 logger = logging.getLogger(__name__)
 
-QUOTA_KEYS = ("quota", "quotas", "quota_path")
 SHOWN_TENANTS = 16
 """Those with the most bytes have a figure of their own."""
 MAX_USES = 1 << 14
 """Reads remembered until somebody has to leave."""
 _ROUNDS = 4  # of making room; more than one only where other processes take it
 _KINDS = ("salt:", "key:", "tenant:")
-
-
-@dataclass(frozen=True)
-class QuotaConfig:
-    """default_bytes: of each tenant without an entry in `own`; None: no limit. path: the accounts' folder."""
-
-    default_bytes: int | None = None
-    own: Mapping[str, int] = field(default_factory=dict)
-    path: str = ""
-
-    @property
-    def is_on(self) -> bool:
-        return self.default_bytes is not None or bool(self.own)
-
-    @staticmethod
-    def from_options(options: Options) -> QuotaConfig:
-        """From the keys `quota`, `quotas`, `quota_path`. Raises ConfigError naming the bad one."""
-        default = options.size("quota", 0) if options.given("quota") else None
-        own = _sizes(options.mapping("quotas"))
-        path = options.text("quota_path", "")
-        made = QuotaConfig(default, own, path)
-        if made.is_on and not path:
-            raise ConfigError(f"{flag('quota_path')}: a quota needs a folder for its accounts, one per store")
-        return made
-
-    def limit(self, tenant: str, num_ranks: int) -> int | None:
-        """Of one rank of a model: its share of the tenant's quota; None: no limit."""
-        whole = self.own.get(tenant, self.default_bytes)
-        return None if whole is None else whole // num_ranks
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
@@ -76,6 +47,52 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, int]:
         named = f"salt:{tenant}" if tenant.startswith("tenant:") else tenant  # his salt begins so
         found[named] = parse_size(f"quotas {tenant!r}", size)
     return found
+
+
+@dataclass(frozen=True)
+class QuotaConfig:
+    """default_bytes: of each tenant without an entry in `own`; None: no limit. path: the accounts' folder."""
+
+    default_bytes: int | None = setting(
+        "quota", Type.SIZE, None,
+        "bytes of each tenant that `quotas` does not name; none: no limit, 0: nothing",
+        over_http=OPEN,
+    )
+    own: Mapping[str, int] = setting(
+        "quotas", Type.SIZES, dict,
+        "bytes by tenant: `tenant:` and a tenant of [`--api-keys`](http-api.md#keys), `salt:` and the "
+        "request's "
+        '`cache_salt`, or, where it has none, `key:` and its `extra_key`; `""` is everybody without either',
+        to=_sizes, over_http=OPEN,
+    )
+    path: str = setting(
+        "quota_path", Type.FOLDER, "",
+        "folder of the accounts, made if missing; one for each store, on a local disk, shared by the host's "
+        "servers of that store", default_text="required for a quota", over_http=OPEN,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        return self.default_bytes is not None or bool(self.own)
+
+    def check(self) -> None:
+        """Raise ConfigError for a quota without a folder."""
+        if self.is_on and not self.path:
+            raise ConfigError(f"{flag('quota_path')}: a quota needs a folder for its accounts, one per store")
+
+    def share(self, part: Callable[[int], int]) -> QuotaConfig:
+        """The same for one of a model's components, which gets `part` of each limit."""
+        default = None if self.default_bytes is None else part(self.default_bytes)
+        own = {tenant: part(size) for tenant, size in self.own.items()}
+        return dataclasses.replace(self, default_bytes=default, own=own)
+
+    def limit(self, tenant: str, num_ranks: int) -> int | None:
+        """Of one rank of a model: its share of the tenant's quota; None: no limit."""
+        whole = self.own.get(tenant, self.default_bytes)
+        return None if whole is None else whole // num_ranks
+
+
+QUOTA_KEYS = tuple(one.name for one in settings_of(QuotaConfig))
 
 
 def account_name(tenant: str) -> str:

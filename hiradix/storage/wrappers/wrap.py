@@ -8,23 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.options import MAX_TIMEOUT_S, Options, flag
+from hiradix.settings import MAX_TIMEOUT_S, OPEN, OverHttp, Type, group, read, setting
+from hiradix.storage.kit.options import flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.wrappers import quantise
 from hiradix.storage.wrappers.negative import NegativeCache
-from hiradix.storage.wrappers.quota import QUOTA_KEYS, QuotaConfig
+from hiradix.storage.wrappers.quota import QuotaConfig
 from hiradix.storage.wrappers.retry import RetryingStorage
 
-WRAP_KEYS = (
-    "retries",
-    "retry_wait_s",
-    "negative_ttl_s",
-    "compression",
-    "compression_level",
-    "quantise",
-    "encryption_key_file",
-    *QUOTA_KEYS,
-)
 CODECS = ("none", "zstd")
 QUANTISED = ("none", "fp8")
 MAX_RETRIES, MAX_RETRY_WAIT_S = 100, 60.0
@@ -32,55 +23,62 @@ MAX_RETRIES, MAX_RETRY_WAIT_S = 100, 60.0
 
 @dataclass(frozen=True)
 class WrapConfig:
-    """retries, retry_wait_s: of calls that raise. negative_ttl_s: how long absence is believed; 0 not at all.
-    """
+    """Which wrappers, and how they are set."""
 
-    retries: int = 1
-    retry_wait_s: float = 0.05
-    negative_ttl_s: float = 0.0
-    compression: str = "none"
-    compression_level: int = 1
-    quantise: str = "none"
-    encryption_key_file: str = ""
-    quota: QuotaConfig = QuotaConfig()
+    retries: int = setting(
+        "retries", Type.INTEGER, 1,
+        "a call that raised is made again so often, each wait twice the one before and all of them at most "
+        "60 s; the deadline holds for all attempts together", maximum=MAX_RETRIES, over_http=OPEN,
+    )
+    retry_wait_s: float = setting(
+        "retry_wait_s", Type.SECONDS, 0.05, "wait before a call that raised is made again the first time",
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
+    negative_ttl_s: float = setting(
+        "negative_ttl_s", Type.SECONDS, 0.0,
+        "for so long a page that was absent is not asked for again; what other processes store meanwhile is "
+        "found later. 0: off", over_http=OPEN,
+    )
+    compression: str = setting(
+        "compression", Type.TEXT, "none",
+        "`zstd`: lossless; for `redis`, `valkey` and `s3`; `pip install 'hiradix[zstd]'`", choices=CODECS,
+        over_http=OPEN,
+    )
+    compression_level: int = setting(
+        "compression_level", Type.INTEGER, 1, "zstd's", minimum=1, maximum=22, over_http=OPEN,
+    )
+    quantise: str = setting(
+        "quantise", Type.TEXT, "none",
+        "`fp8`: **lossy**: pages take 0.52 (16 bit floats) or 0.26 (32 bit) of their size, on every backend: "
+        "see [quantised pages](storage.md#quantised-pages)",
+        choices=QUANTISED, over_http=OverHttp(refused=("fp8",)),
+    )
+    encryption_key_file: str = setting(
+        "encryption_key_file", Type.FILE, "",
+        "pages are encrypted: a file of 32 bytes, raw, hex or base64; `pip install 'hiradix[encryption]'`",
+        over_http=OPEN,
+    )
+    quota: QuotaConfig = group(QuotaConfig)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> WrapConfig:
         """The wrappers' keys out of a backend's; raises ConfigError naming the bad one."""
-        options, default = Options(values), WrapConfig()
-        level = options.integer("compression_level", default.compression_level)
-        if not 1 <= level <= 22:
-            raise ConfigError(f"{flag('compression_level')} must be 1 to 22, got {level}")
-        retries, wait_s = _retries(options, default)
-        return WrapConfig(
-            retries=retries,
-            retry_wait_s=wait_s,
-            negative_ttl_s=options.seconds("negative_ttl_s", default.negative_ttl_s),
-            compression=options.choice("compression", default.compression, CODECS),
-            compression_level=level,
-            quantise=options.choice("quantise", default.quantise, QUANTISED),
-            encryption_key_file=options.text("encryption_key_file", ""),
-            quota=QuotaConfig.from_options(options),
-        )
+        config = read(WrapConfig, values, flag)
+        config.quota.check()
+        retries, wait_s = config.retries, config.retry_wait_s
+        all_s = wait_s * (2.0**retries - 1)
+        if all_s > MAX_RETRY_WAIT_S:  # a worker sleeps on for a call that nobody waits for
+            first = f"the first of {flag('retry_wait_s')} {wait_s:g}"
+            raise ConfigError(
+                f"{flag('retries')} {retries}: {retries} waits, each twice the one before, {first}, are "
+                f"{all_s:.3g} s; at most {MAX_RETRY_WAIT_S:g} s"
+            )
+        return config
 
 
-def _retries(options: Options, default: WrapConfig) -> tuple[int, float]:
-    """How many, and the seconds before the first: a worker sleeps on for a call that nobody waits for.
-    """
-    retries = options.integer("retries", default.retries, maximum=MAX_RETRIES)
-    wait_s = options.seconds("retry_wait_s", default.retry_wait_s, maximum=MAX_TIMEOUT_S)
-    all_s = wait_s * (2.0**retries - 1)
-    if all_s > MAX_RETRY_WAIT_S:
-        waits = f"{retries} waits, each twice the one before, the first of {flag('retry_wait_s')} {wait_s:g}"
-        raise ConfigError(
-            f"{flag('retries')} {retries}: {waits}, are {all_s:.3g} s; at most {MAX_RETRY_WAIT_S:g} s"
-        )
-    return retries, wait_s
-
-
-def coded(context: StorageContext) -> StorageContext:
+def coded(context: StorageContext, config: WrapConfig) -> StorageContext:
     """The same with names for what is stored: pages that do not come back exactly have their own."""
-    if WrapConfig.from_mapping(context.extra_config).quantise == "none":
+    if config.quantise == "none":
         return context
     fingerprint = dataclasses.replace(context.fingerprint, codec=quantise.CODEC)
     return dataclasses.replace(context, fingerprint=fingerprint)

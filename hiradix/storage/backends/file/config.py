@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.options import MAX_TIMEOUT_S, Options, flag
+from hiradix.settings import MAX_TIMEOUT_S, OPEN, Setting, Type, field_of, setting
+from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 
 PATH_ENV = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 PATH_KEY = "file_storage_path"
@@ -21,49 +23,70 @@ def default_path() -> str:
     return os.path.join(base, "hiradix", "pages")
 
 
+def _sglangs(name: str, type: Type) -> Setting:
+    text = "SGLang's, without effect: the index is always in memory"
+    return Setting(name, type, None, text, over_http=OPEN)
+
+
 @dataclass(frozen=True)
 class FileConfig:
     """Where pages go and how much room they may take.
 
-    path_source: what an error about the path names. max_bytes: cap on all page files below `path`, of all
-    models and processes together. min_free_bytes: what must stay free on the file system. touch_interval_s:
-    how old a file's mtime gets before a read renews it. lock_timeout_s: longest wait for the directory's
-    lock.
+    path_source: what an error about the path names.
     """
 
-    path: Path
+    ALSO: ClassVar = (
+        _sglangs("enable_metadata_cache", Type.BOOL),
+        _sglangs("metadata_ttl", Type.NUMBER),
+        Setting(
+            "eviction_ratio", Type.NUMBER, None,
+            "SGLang's, without effect: eviction removes what is needed and at most 1/64 of the cap more",
+            over_http=OPEN,
+        ),
+    )
+
+    path: Path = setting(
+        PATH_KEY, Type.FOLDER, default_path,
+        f"the directory; made if missing. The environment variable `{PATH_ENV}` beats it", env=PATH_ENV,
+        to=lambda text: Path(text).expanduser().absolute(),
+        default_text="`$XDG_CACHE_HOME/hiradix/pages`, else `~/.cache/hiradix/pages`", over_http=OPEN,
+    )
     path_source: str = flag(PATH_KEY)
-    max_bytes: int = 32 << 30
-    min_free_bytes: int = 1 << 30
-    touch_interval_s: float = 60.0
-    lock_timeout_s: float = 1.0
-    fsync: bool = False
-    checksum: bool = True
+    max_bytes: int = setting(
+        "max_size", Type.SIZE, 32 << 30,
+        "cap on all page files in the directory, of all models and processes together", over_http=OPEN,
+    )
+    min_free_bytes: int = setting(
+        "min_free_space", Type.SIZE, 1 << 30,
+        "what must stay free on the file system; pages are evicted, then refused, to keep it so",
+        over_http=OPEN,
+    )
+    touch_interval_s: float = setting(
+        "touch_interval_s", Type.SECONDS, 60.0,
+        "a read renews a file's time stamp (its recency for other processes and after a restart) when it is "
+        "older than this", over_http=OPEN,
+    )
+    lock_timeout_s: float = setting(
+        "lock_timeout_s", Type.SECONDS, 1.0, "longest wait for the directory's lock; after it a put fails",
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
+    fsync: bool = setting(
+        "fsync", Type.BOOL, False,
+        "flush each page before it gets its name. Without it a power failure may cost pages, never "
+        "correctness",
+        over_http=OPEN,
+    )
+    checksum: bool = field_of(CHECKSUM)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> FileConfig:
         """Reads and checks the keys; raises ConfigError naming the bad one."""
-        options = Options(values)
-        path, source = options.text(PATH_KEY, default_path()), flag(PATH_KEY)
-        if os.environ.get(PATH_ENV):
-            path, source = os.environ[PATH_ENV], PATH_ENV
-        if not path:
+        source = PATH_ENV if os.environ.get(PATH_ENV) else flag(PATH_KEY)
+        if source == PATH_ENV:
+            values = {**values, PATH_KEY: os.environ[PATH_ENV]}
+        if values.get(PATH_KEY) == "":
             raise ConfigError(f"{source} is empty")
-        options.accept("enable_metadata_cache", "metadata_ttl", "eviction_ratio")
-        config = FileConfig(
-            path=Path(path).expanduser().absolute(),
-            path_source=source,
-            max_bytes=options.size("max_size", FileConfig.max_bytes),
-            min_free_bytes=options.size("min_free_space", FileConfig.min_free_bytes),
-            touch_interval_s=options.seconds("touch_interval_s", FileConfig.touch_interval_s),
-            lock_timeout_s=options.seconds(
-                "lock_timeout_s", FileConfig.lock_timeout_s, maximum=MAX_TIMEOUT_S
-            ),
-            fsync=options.boolean("fsync", FileConfig.fsync),
-            checksum=options.boolean("checksum", FileConfig.checksum),
-        )
-        options.finish("file")
-        return config
+        return dataclasses.replace(read_keys(FileConfig, values, "file"), path_source=source)
 
     def check_page(self, num_bytes: int) -> None:
         """Raises ConfigError when not even one page file of `num_bytes` fits under the cap."""

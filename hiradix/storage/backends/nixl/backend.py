@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.backends.file.backend import FileBackend, FileRead, FileWrite
-from hiradix.storage.backends.nixl.link import FILE_PLUGINS, NixlConfig, NixlLink, Transfer
+from hiradix.storage.backends.nixl.config import FILE_PLUGINS, NixlConfig
+from hiradix.storage.backends.nixl.link import NixlLink, Transfer
 from hiradix.storage.backends.s3.backend import S3Backend
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.registered import LaidOut, Span

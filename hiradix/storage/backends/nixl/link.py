@@ -1,4 +1,4 @@
-"""Keys of the `nixl` backend, its agent, and batches of transfers between memory and files or objects."""
+"""The agent of the `nixl` backend, and batches of transfers between memory and files or objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from typing import Any
 from nixl._api import nixl_agent, nixl_agent_config
 
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.options import Options, flag
+from hiradix.storage.backends.nixl.config import FILE_PLUGINS, NixlConfig
+from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.registered import RegisteredMemory
 
-FILE_PLUGINS = ("POSIX", "GDS", "GDS_MT")
-PLUGINS = (*FILE_PLUGINS, "OBJ")
 ANSWER_AT_THE_END = ("use_uring", "use_aio")
 POSIX_ENGINES = (*ANSWER_AT_THE_END, "use_posix_aio")
 QUICK_POLLS = 20
@@ -30,38 +29,6 @@ _agents = itertools.count()
 logger = logging.getLogger(__name__)
 _Piece = tuple[int, tuple[int, int, int], tuple[int, int, int]]
 """Of which page; address, length and device in memory; offset, length and device outside."""
-
-
-@dataclass(frozen=True)
-class NixlConfig:
-    """Who moves the bytes, and how.
-
-    plugin_options: the plugin's own parameters. buffer_bytes: registered memory of each call, for what is not
-    in the host pool. zero_copy: calls run on the caller's thread with its pages. rest: the store's keys.
-    """
-
-    plugin: str
-    plugin_options: Mapping[str, str]
-    buffer_bytes: int
-    zero_copy: bool
-    rest: Mapping[str, Any]
-
-    @staticmethod
-    def from_mapping(values: Mapping[str, Any]) -> NixlConfig:
-        """Reads its own keys, raising ConfigError; `rest` has the others."""
-        options = Options(values)
-        plugin = options.choice("plugin", PLUGINS[0], PLUGINS)
-        more = values.get("plugin_options") or {}
-        if not isinstance(more, Mapping) or not all(isinstance(v, str) for v in more.values()):
-            raise ConfigError(f"{flag('plugin_options')} must be an object of texts, got {more!r}")
-        own = ("plugin", "plugin_options", "buffer_size", "zero_copy")
-        return NixlConfig(
-            plugin=plugin,
-            plugin_options=dict(more),
-            buffer_bytes=options.size("buffer_size", 16 << 20),
-            zero_copy=options.boolean("zero_copy", plugin in FILE_PLUGINS),
-            rest={key: value for key, value in values.items() if key not in own},
-        )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from hiradix.errors import StorageError
 from hiradix.storage.backends.redis.commands import ClientCommands, Commands, Refusals, SocketCommands
-from hiradix.storage.backends.redis.link import RedisConfig, connect, server_memory
+from hiradix.storage.backends.redis.config import RedisConfig
+from hiradix.storage.backends.redis.link import connect, server_memory
 from hiradix.storage.backends.redis.resp import ReplyError
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
 

@@ -18,7 +18,8 @@ import obstore
 from obstore.exceptions import BaseError
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
-from hiradix.storage.backends.s3.config import S3Config, is_away, told
+from hiradix.storage.backends.s3.client import connect, is_away, told
+from hiradix.storage.backends.s3.config import S3Config
 from hiradix.storage.guard.calls import Answers
 from hiradix.storage.kit.landing import Landing
 from hiradix.storage.kit.lru import Entry, LruIndex
@@ -52,7 +53,7 @@ class S3Backend(StorageBackend):
         if config.max_bytes and context.page_bytes > config.max_bytes:
             raise ConfigError(f"{flag('max_size')} {config.max_bytes} is less than a page")
         self._folder = context.fingerprint.digest()[:32]
-        self._client = config.client()
+        self._client = connect(config)
         self._threads = ThreadPoolExecutor(config.num_connections, thread_name_prefix="hiradix-s3")
         self._index = LruIndex()
         self._lock = threading.Lock()

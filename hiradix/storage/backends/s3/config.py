@@ -1,65 +1,86 @@
-"""Keys of the `s3` backend, and the obstore client made from them."""
+"""Keys of the `s3` backend. `docs/storage-keys.md` lists them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from obstore.exceptions import (
-    BaseError,
-    InvalidPathError,
-    NotFoundError,
-    NotSupportedError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnknownConfigurationKeyError,
-)
-from obstore.store import from_url
-
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.options import MAX_TIMEOUT_S, Options, flag
+from hiradix.settings import MAX_COUNT, MAX_TIMEOUT_S, OPEN, OverHttp, Type, setting
+from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 
 SCHEMES = ("s3://", "gs://", "az://", "abfs://", "abfss://")
 _PASSWORD = re.compile(r"[^:]*://[^@/]*:[^@]*@")
-_STATUS = re.compile(r"status code: (\d{3})")
-_SENDING = re.compile(r"error sending request|HTTP error|timed? ?out|connection|dns error", re.IGNORECASE)
-_OF_VALUES = (
-    InvalidPathError, NotFoundError, NotSupportedError, PermissionDeniedError, UnauthenticatedError,
-    UnknownConfigurationKeyError,
-)  # fmt: skip
-CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
+
+
+def _credential(name: str, text: str) -> Any:
+    return setting(name, Type.SECRET, "", text, default_text="environment, instance role", over_http=OPEN)
 
 
 @dataclass(frozen=True)
 class S3Config:
     """Which bucket, how to get in, how long to wait. Secrets are in no repr.
 
-    settings: obstore's own settings of the store. max_bytes: cap on this fingerprint's objects, 0 for none.
-    timeout_s: of one request; a failed one is sent `retries` times more, all within `retry_timeout_s`.
+    A failed request is sent `retries` times more, all within `retry_timeout_s`.
     """
 
-    url: str
-    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    max_bytes: int = 0
-    timeout_s: float = 5.0
-    connect_timeout_s: float = 1.0
-    retries: int = 1
-    retry_timeout_s: float = 5.0
-    num_connections: int = 16
+    ALSO: ClassVar = (CHECKSUM,)
+
+    url: str = setting(
+        "url", Type.ADDRESS, "",
+        "`s3://bucket/prefix`, `gs://...`, `az://...`; objects are `<url>/<fingerprint>/<page>`",
+        default_text="required", over_http=OPEN,
+    )
+    endpoint: str = setting(
+        "endpoint", Type.ADDRESS, "",
+        "address of a server that is not the provider's; an `http://` endpoint is spoken to without TLS; an "
+        "address with a user or password in it is refused", default_text="the provider's", over_http=OPEN,
+    )
+    region: str = setting(  # a part of the host's name
+        "region", Type.ADDRESS, "", "the bucket's region", default_text="the provider's", over_http=OPEN,
+    )
+    access_key_id: str = _credential("access_key_id", "as obstore reads it")
+    secret_access_key: str = _credential("secret_access_key", "as obstore reads it")
+    session_token: str = _credential("session_token", "as obstore reads it")
+    store_options: Mapping[str, Any] = setting(
+        "store_options", Type.OBJECT, dict, "any other setting of obstore's store, by its name",
+        to=lambda values: {str(name): value for name, value in values.items()},
+    )
+    max_bytes: int = setting(
+        "max_size", Type.SIZE, 0,
+        "cap on this fingerprint's objects, kept by this process; 0: none", over_http=OPEN,
+    )
+    timeout_s: float = setting(
+        "timeout_s", Type.SECONDS, 5.0, "longest wait for one request", minimum=0.001, maximum=MAX_TIMEOUT_S,
+        over_http=OPEN,
+    )
+    connect_timeout_s: float = setting(
+        "connect_timeout_s", Type.SECONDS, 1.0, "longest wait for its connection", minimum=0.001,
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
+    retries: int = setting(
+        "request_retries", Type.INTEGER, 1, "a failed request is sent so often again", maximum=MAX_COUNT,
+        over_http=OverHttp(100),
+    )
+    retry_timeout_s: float = setting(
+        "retry_timeout_s", Type.SECONDS, 5.0, "all attempts of a request together take at most this",
+        maximum=MAX_TIMEOUT_S, over_http=OPEN,
+    )
+    num_connections: int = setting(
+        "num_connections", Type.INTEGER, 16, "requests at once", minimum=1, maximum=MAX_COUNT,
+        over_http=OverHttp(256),
+    )
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> S3Config:
         """Reads and checks the keys; raises ConfigError naming the bad one."""
-        options = Options(values)
-        options.accept("checksum")
-        url = options.text("url", "")
+        config = read_keys(S3Config, values, "s3")
+        url, settings = config.url, config.settings
         if not url.startswith(SCHEMES):
             raise ConfigError(f"{flag('url')} must begin with one of {', '.join(SCHEMES)}, as in s3://bucket/x")
-        settings = _settings(options, values.get("store_options"))
         endpoints = {key: str(value) for key, value in settings.items() if "endpoint" in key.lower()}
         for key, address in {"url": url, **endpoints}.items():
             if _PASSWORD.match(address):  # addresses stand in errors, ours and obstore's
@@ -69,67 +90,13 @@ class S3Config:
                 _require_endpoint(key, endpoints[key])
             elif isinstance(value, str) and not (value.isascii() and value.isprintable()):
                 raise ConfigError(f"{flag(key)} must be printable ASCII text")  # or the library panics
-        config = S3Config(
-            url=url,
-            settings=settings,
-            max_bytes=options.size("max_size", S3Config.max_bytes),
-            timeout_s=options.seconds("timeout_s", S3Config.timeout_s, 0.001, MAX_TIMEOUT_S),
-            connect_timeout_s=options.seconds(
-                "connect_timeout_s", S3Config.connect_timeout_s, 0.001, MAX_TIMEOUT_S
-            ),
-            retries=options.integer("request_retries", S3Config.retries),
-            retry_timeout_s=options.seconds(
-                "retry_timeout_s", S3Config.retry_timeout_s, maximum=MAX_TIMEOUT_S
-            ),
-            num_connections=options.integer("num_connections", S3Config.num_connections, 1),
-        )
-        options.finish("s3")
         return config
 
-    def client(self) -> Any:
-        """An obstore store. Raises ConfigError; asks nobody."""
-        endpoint = str(self.settings.get("endpoint", ""))
-        try:
-            return from_url(
-                self.url,
-                config=self._unsigned() | dict(self.settings),
-                client_options={
-                    "timeout": timedelta(seconds=self.timeout_s),
-                    "connect_timeout": timedelta(seconds=self.connect_timeout_s),
-                    "allow_http": endpoint.startswith("http://"),
-                },
-                retry_config={
-                    "max_retries": self.retries,
-                    "retry_timeout": timedelta(seconds=self.retry_timeout_s),
-                    "backoff": {"init_backoff": timedelta(milliseconds=50),
-                                "max_backoff": timedelta(seconds=1), "base": 2},
-                },
-            )  # fmt: skip
-        except (BaseError, ValueError) as error:
-            raise ConfigError(f"{flag('url')}: {told(error)}") from error
-
-    def _unsigned(self) -> dict[str, Any]:
-        """No hash of the payload in a request's signature: pages are checked when they are read."""
-        return {"unsigned_payload": True} if self.url.startswith("s3://") else {}
-
-
-def is_away(error: BaseException) -> bool:
-    """Whether the service does not answer, or says that it cannot serve at the moment; else a value is wrong.
-
-    obstore has one exception for most of it, so its text has to tell.
-    """
-    text = str(error)
-    if isinstance(error, _OF_VALUES) or "certificate" in text.lower():
-        return False
-    status = _STATUS.search(text)
-    if status is not None:
-        return int(status[1]) >= 500 or int(status[1]) in (408, 425, 429)
-    return _SENDING.search(text) is not None
-
-
-def told(error: BaseException) -> str:
-    """What obstore says of an error, without its insides, which follow, nor pages that servers answer."""
-    return " ".join(str(error).partition("\n\nDebug source")[0][:1000].split())
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """obstore's settings of the store."""
+        names = ("endpoint", "region", "access_key_id", "secret_access_key", "session_token")
+        return {**{name: value for name in names if (value := getattr(self, name))}, **self.store_options}
 
 
 def _require_endpoint(key: str, address: str) -> None:
@@ -141,15 +108,3 @@ def _require_endpoint(key: str, address: str) -> None:
         good = False
     if not good or not address.isascii() or any(map(str.isspace, address)):
         raise ConfigError(f"{flag(key)}: expected http://host:port or https://host:port, got {address!r}")
-
-
-def _settings(options: Options, more: object) -> dict[str, Any]:
-    names = ("endpoint", "region", *CREDENTIALS)
-    found = {name: options.text(name, "") for name in names}
-    options.accept("store_options")
-    if more is None:
-        more = {}
-    if not isinstance(more, Mapping):
-        raise ConfigError(f"{flag('store_options')} must be an object, got {type(more).__name__}")
-    more = {str(name): value for name, value in more.items()}
-    return {**{name: value for name, value in found.items() if value}, **more}

@@ -21,8 +21,10 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
+from hiradix.settings import Type, read, setting, settings_of
 from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.page_dir import footprint, remove
@@ -30,7 +32,7 @@ from hiradix.storage.backends.file.room import Keep
 from hiradix.storage.guard.calls import Answers
 from hiradix.storage.kit.lru import Entry, LruIndex
 from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.kit.options import Options, flag
+from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.pieces import Piece, current_piece
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
@@ -73,14 +75,32 @@ def _seal_of(fd: int) -> bytes | None:
         raise
 
 
+@dataclass(frozen=True)
+class SglangNaming:
+    """Keys of the `file` backend for files that SGLang shares. None may come over HTTP: such a file says
+    nothing of whose page it is, so whatever has the right length is believed."""
+
+    naming: str = setting(
+        "naming", Type.TEXT, "hiradix",
+        "`sglang`: [SGLang's own files](storage.md#sglangs-files)", choices=NAMINGS
+    )
+    model: str | None = setting(
+        "sglang_model_name", Type.TEXT, None,
+        "with `naming` `sglang`: the name SGLang serves the model under",
+        default_text="the model's name",
+    )
+    is_mla: bool = setting(
+        "is_mla_model", Type.BOOL, False,
+        "with `naming` `sglang`: one file for all tensor parallel ranks, as SGLang does for latent attention",
+    )
+
+
 class FileByNaming(FileBackend):
     """`file`: makes the backend of the asked `naming`."""
 
     def __new__(cls, context: StorageContext) -> FileBackend:  # type: ignore[misc]
         keys = dict(context.extra_config)
-        options = Options(keys)
-        naming = options.choice("naming", NAMINGS[0], NAMINGS)
-        if naming == "sglang":
+        if read(SglangNaming, keys, flag).naming == "sglang":
             return SglangFileBackend(context)  # type: ignore[return-value]
         keys.pop("naming", None)
         return FileBackend(dataclasses.replace(context, extra_config=keys))
@@ -106,14 +126,13 @@ class SglangFileBackend(StorageBackend):
     traits = Traits(verifies=True, namespaced=True)
 
     def __init__(self, context: StorageContext, time_ns: Callable[[], int] = time.time_ns):
-        options = Options(context.extra_config)
-        model = options.text("sglang_model_name", context.fingerprint.model_id)
-        is_mla = options.boolean("is_mla_model", False)
-        mine = ("naming", "sglang_model_name", "is_mla_model")
+        naming = read(SglangNaming, context.extra_config, flag)
+        model = context.fingerprint.model_id if naming.model is None else naming.model
+        mine = {one.name for one in settings_of(SglangNaming)}
         rest = {name: value for name, value in context.extra_config.items() if name not in mine}
         self.config = FileConfig.from_mapping(rest)
         self.config.check_page(footprint(context.page_bytes))
-        self._tail = f"{suffix_of(context, model, is_mla)}.bin"
+        self._tail = f"{suffix_of(context, model, naming.is_mla)}.bin"
         if "\0" in model or len(self._tail.encode()) > 180:
             raise ConfigError(f"{flag('sglang_model_name')}: {model!r:.80} makes no file name")
         if context.fingerprint.codec:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.settings import REQUIRED, Setting, Type
 from hiradix.storage.backends.sglang.base import base_module, inherits, is_inherited, make_config
 from hiradix.storage.backends.sglang.pool import ArenaPool
 from hiradix.storage.kit.lanes import gather, scatter
@@ -216,12 +217,24 @@ class SglangBackend(StorageBackend):
 _Move = Callable[[list[str], Sequence[Page], list[int], Chain], list[bool]]
 
 
+DYNAMIC_SETTINGS = (
+    Setting("backend_name", Type.TEXT, REQUIRED, "a name for the class, as for SGLang"),
+    Setting("module_path", Type.TEXT, REQUIRED, "the module of the class, as for SGLang"),
+    Setting("class_name", Type.TEXT, REQUIRED, "the class, as for SGLang; it gets all other keys"),
+    Setting(
+        "interface_v1", Type.BOOL, False,
+        "call `batch_get_v1` and `batch_set_v1`, on registered memory, in place of flat tensors",
+    ),
+)  # fmt: skip
+"""Keys of the `dynamic` backend. None may come over HTTP: they name code that is run."""
+
+
 class DynamicBackend(SglangBackend):
     """`dynamic`: the class that `module_path` and `class_name` name, made as SGLang makes it."""
 
     def __init__(self, context: StorageContext):
         keys = context.extra_config
-        for field in ("backend_name", "module_path", "class_name"):
+        for field in (one.name for one in DYNAMIC_SETTINGS if one.default is REQUIRED):
             if not isinstance(keys.get(field), str) or not keys[field]:
                 raise ConfigError(
                     f"{flag(field)}: Missing required field '{field}' in backend config for 'dynamic' backend"

@@ -8,41 +8,56 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.settings import OPEN, REQUIRED, Type, setting
 from hiradix.storage.backends.tier.promotions import Promotions
 from hiradix.storage.build import open_storage
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.guard.joining import StoragePart, WhenJoined
-from hiradix.storage.kit.options import Options, flag
+from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
 
 DEADLINES_S = {"upper": 0.5, "lower": 1.0}
 
 
-class TierBackend(StorageBackend):
-    """Serves pages from a near store, and from a far one behind it. Keys: `upper`, `lower`: objects with
-    `backend` and that backend's keys.
+def _half(name: str) -> Any:
+    text = "`backend` and that backend's keys, those of every backend included; `deadline_s` is"
+    return setting(name, Type.STORE, REQUIRED, f"{text} {DEADLINES_S[name]}", over_http=OPEN)
 
-    promote: put what was read from the lower store into the upper one. Thread-safe.
-    """
+
+@dataclass(frozen=True)
+class TierConfig:
+    """Keys of the `tier` backend."""
+
+    ALSO: ClassVar = (CHECKSUM,)
+
+    upper: Mapping[str, Any] = _half("upper")
+    lower: Mapping[str, Any] = _half("lower")
+    promote: bool = setting(
+        "promote", Type.BOOL, True,
+        "what was found in `lower` only is put into `upper` on its way", over_http=OPEN
+    )
+
+
+class TierBackend(StorageBackend):
+    """Serves pages from a near store, and from a far one behind it. Thread-safe."""
 
     traits = Traits(verifies=True, namespaced=True, guarded=True)  # and what one of the two asks for
 
     def __init__(self, context: StorageContext):
-        options = Options(context.extra_config)
-        options.accept("upper", "lower", "checksum")
-        self._promote = options.boolean("promote", True)
-        options.finish("tier")
+        config = read_keys(TierConfig, context.extra_config, "tier")
+        self._promote = config.promote
         self._closed = False
         self._num_promoted = 0
         self._promotions = Promotions()
-        self.upper = _open("upper", context)
+        self.upper = _open("upper", config.upper, context)
         try:
-            self.lower = _open("lower", context)
+            self.lower = _open("lower", config.lower, context)
         except ConfigError:
             self.upper.close()
             raise
@@ -164,10 +179,7 @@ class TierBackend(StorageBackend):
             raise StorageError(f"tier: {what} failed in {failed}")
 
 
-def _open(name: str, context: StorageContext) -> StoragePart:
-    value: Any = context.extra_config.get(name)
-    if not isinstance(value, Mapping) or not isinstance(value.get("backend"), str):
-        raise ConfigError(f'{flag(name)} must be an object with "backend": the name of a storage backend')
+def _open(name: str, value: Mapping[str, Any], context: StorageContext) -> StoragePart:
     for key in QUOTA_KEYS:
         if key in value:
             raise ConfigError(f"{flag(name)}: {flag(key)} is a key of the tier, for both stores together")

@@ -1,0 +1,12 @@
+"""The tables of the docs that are made from the code are those of today's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.project.generated import DOCS, PAGES, page
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_page_has_the_tables_of_today(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == page(name), "run python -m tests.project.generated"
