@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.lane_venv import ROOT, make, pip
+from tests.lane_venv import ROOT, install_pinned, make
 from tests.storage_servers.install import install_redis_server
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -25,9 +25,7 @@ def main(venv: Path = VENV) -> None:
 
 
 def _install(venv: Path) -> None:
-    pip(venv, "torch==2.13.0")
-    pip(venv, "--no-deps", "-r", str(REQUIREMENTS))
-    pip(venv, "--no-deps", "-e", str(ROOT))
+    install_pinned(venv, REQUIREMENTS)
 
 
 if __name__ == "__main__":
