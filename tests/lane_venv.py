@@ -51,8 +51,9 @@ def install_pinned(venv: Path, requirements: Path) -> None:
 def pip(venv: Path, *arguments: str) -> None:
     """pip install, whatever PYTHONPATH says here. Modules are compiled when they are first imported."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-m", "pip", "--python", str(python(venv)), "-q", "--disable-pip-version-check"]
-    subprocess.run([*command, "install", "--no-compile", *arguments], check=True, env=environment)
+    command = [sys.executable, "-m", "pip", "--python", str(python(venv)), "--disable-pip-version-check"]
+    install = ("install", "-q", "--no-compile", *arguments)
+    subprocess.run([*command, *install], check=True, env=environment)
 
 
 def site_packages(venv: Path) -> Path:
@@ -61,9 +62,10 @@ def site_packages(venv: Path) -> Path:
 
 
 def _link(venv: Path, name: str, version: str) -> None:
-    """Hard links to the files of a package of this environment, but for its commands; nothing if it is another version.
+    """Hard links to the files of a package of this environment, but for its commands.
 
-    pip and the interpreter replace files and never write into them, so neither environment changes the other.
+    Nothing if it is another version here. pip and the interpreter replace files and never write into them, so
+    neither environment changes the other.
     """
     try:
         package = importlib.metadata.distribution(name)

@@ -1,7 +1,7 @@
 """Programs forked from a process that has imported what they need: real processes that start at once.
 
-All have that process's hash seed and its imports, as no two starts of an operator have: where a test is of the
-start itself, or of what a restart finds, it has a `subprocess` among its lives.
+All have that process's hash seed, as no two starts of an operator have, and what they would spawn is forked,
+with nothing pickled: a test of what a restart finds, or of such children, has a `subprocess` among its lives.
 """
 
 from __future__ import annotations
@@ -69,25 +69,30 @@ class Forked:
 
 
 def program(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], stdin: int, stdout: int, stderr: int
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    stdin: int | None = None,
 ) -> Forked:
-    """`python -m module arguments` in a session of its own. stdin, stdout, stderr: files by descriptor."""
-    files = [DupFd(file) for file in (stdin, stdout, stderr)]
+    """`python -m module arguments` in a session of its own; without stdin that is empty."""
+    files = {number: DupFd(file) for number, file in enumerate((stdin, stdout, stderr)) if file is not None}
     return Forked(fork(_run, module, list(arguments), dict(environment), files))
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], files: list[Any]) -> None:
+def _run(module: str, arguments: list[str], environment: dict[str, str], files: dict[int, Any]) -> None:
     """In the child: be that program."""
     os.setsid()
-    for number, file in enumerate(files):
+    for number, file in files.items():
         own = file.detach()
         os.dup2(own, number)
         os.close(own)
     os.environ.clear()
     os.environ.update(environment)
-    _be_nobodys_child()
+    _be_a_program()
     gc.freeze()
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # the fork server's is the null device
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # in place of the fork server's
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -95,8 +100,10 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], files: 
         atexit._run_exitfuncs()  # a forked process would end without them
 
 
-def _be_nobodys_child() -> None:
-    """For `multiprocessing` this is a program's first process, which may have children of its own."""
+def _be_a_program() -> None:
+    """For `multiprocessing` this is a program's first process; what it spawns is forked."""
+    contexts = multiprocessing.context._concrete_contexts  # type: ignore[attr-defined]
+    contexts["spawn"] = contexts["fork"]
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Puts SGLang on this machine's CPU, into a virtual environment of its own, with hiradix from this checkout.
 
-python -m tests.sglang.install [FOLDER]        (default build/sglang-venv; half a minute, 2 GB beside the main environment)
+python -m tests.sglang.install [FOLDER]        (default build/sglang-venv; half a minute, 2 GB of its own)
 
-SGLang's wheel asks for CUDA builds, so its dependencies are listed beside this file, and what exists for no CPU
-is replaced by `on_cpu/`: kernels in torch, empty modules for what a text model never calls, and a plugin that
-lets SGLang's own HiCache run here, for comparisons.
+SGLang's wheel asks for CUDA builds, so its dependencies are listed beside this file, and what exists for no
+CPU is replaced by `on_cpu/`: kernels in torch, empty modules for what a text model never calls, and a plugin
+that lets SGLang's own HiCache run here, for comparisons.
 """
 
 from __future__ import annotations

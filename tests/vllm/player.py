@@ -57,9 +57,7 @@ class Player:
         self, setup: str, environment: dict[str, str], stdin: int, stdout: int, stderr: int
     ) -> subprocess.Popen[bytes] | Forked:
         command = [sys.executable, "-m", self.module, setup]
-        return subprocess.Popen(
-            command, cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr, env=environment
-        )
+        return subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr, env=environment)
 
     def wait(self) -> Player:
         """Until the engine is up."""
@@ -126,7 +124,7 @@ class WarmPlayer(Player):
     def _spawn(
         self, setup: str, environment: dict[str, str], stdin: int, stdout: int, stderr: int
     ) -> subprocess.Popen[bytes] | Forked:
-        return program(self.module, [setup], environment, stdin, stdout, stderr)
+        return program(self.module, [setup], environment, stdout, stderr, stdin)
 
 
 def judge(expected: Answers, got: Answers) -> Identity:
