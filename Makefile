@@ -156,9 +156,11 @@ bench-vllm: vllm-venv
 	build/vllm-venv/bin/python -m benchmarks.bench_vllm $(BENCH_FLAGS)
 
 # PYTHONPATH=build/compiled python ... runs the compiled form. Built anew each time: it is a copy of the source.
+# COMPILE_LEVEL=1: the compiler optimises less, which takes a fraction of the time.
+COMPILE_LEVEL ?= 3
 compiled: $(READY)
 	rm -rf build/compiled
-	HIRADIX_COMPILE=1 PYTHONDONTWRITEBYTECODE= $(PY) setup.py -q build --build-lib build/compiled --build-temp build/mypyc
+	HIRADIX_COMPILE=1 HIRADIX_COMPILE_LEVEL=$(COMPILE_LEVEL) PYTHONDONTWRITEBYTECODE= $(PY) setup.py -q build --build-lib build/compiled --build-temp build/mypyc
 
 test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
