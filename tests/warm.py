@@ -77,17 +77,30 @@ def program(
     stdin: int | None = None,
 ) -> Forked:
     """`python -m module arguments` in a session of its own; without stdin that is empty."""
-    files = {number: DupFd(file) for number, file in enumerate((stdin, stdout, stderr)) if file is not None}
+    files = {number: File(file) for number, file in enumerate((stdin, stdout, stderr)) if file is not None}
     return Forked(fork(_run, module, list(arguments), dict(environment), files))
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], files: dict[int, Any]) -> None:
+class File:
+    """A file descriptor that a child is given one of its own for."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _duplicated, (DupFd(self.descriptor),)
+
+
+def _duplicated(duplicate: Any) -> File:
+    return File(duplicate.detach())
+
+
+def _run(module: str, arguments: list[str], environment: dict[str, str], files: dict[int, File]) -> None:
     """In the child: be that program."""
     os.setsid()
     for number, file in files.items():
-        own = file.detach()
-        os.dup2(own, number)
-        os.close(own)
+        os.dup2(file.descriptor, number)
+        os.close(file.descriptor)
     os.environ.clear()
     os.environ.update(environment)
     _be_a_program()
