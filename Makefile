@@ -15,8 +15,8 @@
 # make test-sglang   SGLang 0.5.23 with our cache, really serving on this CPU (installs it under build/sglang-venv)
 # make test-vllm     vLLM 0.32.0 with our KV connector, really serving on this CPU (installs it under build/vllm-venv)
 # make test-bench    the quick form of every benchmark: it runs, prints its rows and writes its JSON; no time is judged
-# make sglang-venv   the environment of test-sglang alone: 1 minute, 2.8 GB
-# make vllm-venv     that of test-vllm: a minute and a half, 2.6 GB
+# make sglang-venv   the environment of test-sglang alone: half a minute, 2 GB beside .venv's packages
+# make vllm-venv     that of test-vllm: the same
 # make test-gpu      copies, order, pinning and the engine on a CUDA device, skipped where there is none
 # make test-scale    a tree of a million nodes, a million random operations, every invariant; time and memory
 # make compiled      the tree, and what all up to the drop-in classes do at each turn, compiled with mypyc: a package under

@@ -1,6 +1,6 @@
 """HIRADIX_COMPILE=1 compiles hiradix/tree, and what the floors up to the drop-in classes do at each turn: by
-mypyc from the same source, and what is in C. Set by build_backend.py. HIRADIX_COMPILE_LEVEL=1 has the compiler
-optimise less, in a fraction of the time. The rest: pyproject.toml."""
+mypyc from the same source, and what is in C. Set by build_backend.py. HIRADIX_COMPILE_LEVEL (3): how far it
+is optimised. The rest: pyproject.toml."""
 
 import os
 import tempfile
