@@ -1,7 +1,9 @@
 """HIRADIX_COMPILE=1 compiles hiradix/tree, and what the floors up to the drop-in classes do at each turn: by
-mypyc from the same source, and what is in C. Set by build_backend.py. The rest: pyproject.toml."""
+mypyc from the same source, and what is in C. Set by build_backend.py. HIRADIX_COMPILE_LEVEL (3): how far it
+is optimised. The rest: pyproject.toml."""
 
 import os
+import tempfile
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -18,6 +20,8 @@ BY_HAND = {
     for folder, names in (("tree", "_ids"), ("policy", "_counting _gittins _lanes _names"))
     for name in names.split()
 }
+# A build by itself has none of these, and where they are, to read their types takes longer than all else.
+UNREAD = "[mypy]\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n"
 INTERPRETED = ("__init__", "native")  # of the tree; `native` has two forms, one of them for mypyc to read
 
 
@@ -34,17 +38,21 @@ def extensions() -> list:
     modules += [
         f"hiradix/{folder}/{name}.py" for folder, names in AT_EACH_TURN.items() for name in names.split()
     ]
-    # `make lint` judges types: a stricter mypy is no reason not to compile. A build by itself has no torch.
-    options = ["--config-file=", "--follow-imports=silent", "--ignore-missing-imports"]
-    compiled = mypycify(
-        [*options, *modules],
-        opt_level="3",
-        debug_level="0",
-        group_name="hiradix_tree",
-        target_dir="build/mypyc",
-    )
+    level = os.environ.get("HIRADIX_COMPILE_LEVEL", "3")
+    with tempfile.NamedTemporaryFile("w", suffix=".ini") as config:
+        config.write(UNREAD)
+        config.flush()
+        # `make lint` judges types: a stricter mypy is no reason not to compile.
+        options = [f"--config-file={config.name}", "--follow-imports=silent", "--ignore-missing-imports"]
+        compiled = mypycify(
+            [*options, *modules],
+            opt_level=level,
+            debug_level="0",
+            group_name="hiradix_tree",
+            target_dir="build/mypyc",
+        )
     include = [numpy.get_include()]
-    arguments = ["-O3", "-ffp-contract=off"]  # sums and products as numpy has them, on every processor
+    arguments = [f"-O{level}", "-ffp-contract=off"]  # sums and products as numpy has them, on every processor
     by_hand = [
         Extension(name, [source], include_dirs=include, extra_compile_args=arguments)
         for name, source in BY_HAND.items()

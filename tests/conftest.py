@@ -10,13 +10,16 @@ import os
 import random
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from itertools import zip_longest
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.seeds import EXPLORING, FIRST
 
+HERE = Path(__file__).resolve().parent
 settings.register_profile(
     "shared-machine",
     deadline=None,
@@ -45,6 +48,41 @@ def draw_no_constants_of_ours() -> None:
 
 if not EXPLORING:
     draw_no_constants_of_ours()
+
+ENGINES = ("sglang", "vllm")  # by folder; each is installed beside ours by its lane
+CLIENTS = {
+    "redis": "redis",
+    "obstore": "s3",
+    "mooncake": "mooncake",
+    "nixl": "nixl",
+}  # in which extra each is
+
+
+class Module(pytest.Module):
+    """A file of tests, skipped where what it imports is not installed.
+
+    In a lane of the Makefile, which sets HIRADIX_ALL_CLIENTS, that is an error.
+    """
+
+    def _getobj(self) -> object:
+        if os.environ.get("HIRADIX_ALL_CLIENTS") == "1":
+            return super()._getobj()
+        for engine in ENGINES:
+            if self.path.parent == HERE / engine and find_spec(engine) is None:
+                pytest.skip(f"{engine} is not installed here: make test-{engine}", allow_module_level=True)
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            missing = getattr(error.__cause__, "name", None) or ""
+            extra = CLIENTS.get(missing.partition(".")[0])
+            if extra is None:
+                raise
+            pytest.skip(f"needs pip install 'hiradix[{extra}]'", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
+    module: pytest.Module = Module.from_parent(parent, path=module_path)
+    return module
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ import pytest
 
 from hiradix.apps.demo.process import free_port
 from tests.e2e.tiny_model import write_tiny_model
-from tests.sglang.server import ADMIN_KEY, Reference, Server
+from tests.sglang.server import ADMIN_KEY, Reference, Server, WarmServer
 
 PAGE_SIZE = 16
 DEVICE_TOKENS = 2048
@@ -41,11 +41,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Started together: most of a start is imports."""
     plain = ("--disable-radix-cache", "--max-total-tokens", "8192", "--max-running-requests", "8")
     pair = (
-        Server(model, tmp_path_factory.mktemp("ours"), (*HIRADIX, *HOST, "--kv-events-config", EVENTS)),
-        Server(model, tmp_path_factory.mktemp("plain"), (*plain, "--page-size", str(PAGE_SIZE))),
+        WarmServer(model, tmp_path_factory.mktemp("ours"), (*HIRADIX, *HOST, "--kv-events-config", EVENTS)),
+        WarmServer(model, tmp_path_factory.mktemp("plain"), (*plain, "--page-size", str(PAGE_SIZE))),
     )
     try:
         for server in pair:

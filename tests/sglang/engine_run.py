@@ -8,12 +8,17 @@ The last line of its output is the answers of each round: [tokens, cached, detai
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from tests.sglang.install import python
 from tests.sglang.server import CHECKS, ON_CPU
+from tests.warm import Forked, program
+
+MODULE = "tests.sglang.engine_run"
 
 ALWAYS = {
     "device": "cpu", "attention_backend": "torch_native", "dtype": "float32", "disable_cuda_graph": True,
@@ -23,15 +28,30 @@ ALWAYS = {
 SAMPLING = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 
-def run(environment: dict[str, str], **asked: Any) -> list[list[tuple[list[int], int, dict[str, Any]]]]:
-    """The rounds of answers of an Engine in another process. environment: to begin with."""
-    command = [str(python()), "-m", "tests.sglang.engine_run", json.dumps(asked)]
-    done = subprocess.run(
-        command, env=environment | ON_CPU | CHECKS, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "leak" not in done.stderr, done.stderr[-4000:]
-    rounds = json.loads(done.stdout.splitlines()[-1])
+def run(
+    folder: Path, packages: Path | None = None, **asked: Any
+) -> list[list[tuple[list[int], int, dict[str, Any]]]]:
+    """The rounds of answers of an Engine in another process, which writes into `folder`.
+
+    packages: a folder that comes before all others on its path; without one it is forked from warm imports.
+    """
+    environment = dict(os.environ) | ON_CPU | CHECKS
+    arguments = [json.dumps(asked)]
+    with (folder / "out").open("wb") as out, (folder / "log").open("wb") as log:
+        process: subprocess.Popen[bytes] | Forked
+        if packages is None:
+            process = program(MODULE, arguments, environment, out.fileno(), log.fileno())
+        else:
+            environment |= {"PYTHONPATH": str(packages), "TRITON_INTERPRET": "1"}
+            command = [str(python()), "-m", MODULE, *arguments]
+            process = subprocess.Popen(command, env=environment, stdout=out, stderr=log)
+    try:
+        status = process.wait(400)
+    finally:
+        process.kill()
+    text = (folder / "log").read_text(errors="replace")
+    assert status == 0 and "leak" not in text, text[-4000:]
+    rounds = json.loads((folder / "out").read_text().splitlines()[-1])
     return [[(tokens, cached, details or {}) for tokens, cached, details in answers] for answers in rounds]
 
 

@@ -12,33 +12,33 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from tests.sglang.engine_run import ALWAYS, SAMPLING
-from tests.sglang.install import python
 from tests.sglang.server import CHECKS, ON_CPU
+from tests.warm import Forked, program
 
+MODULE = "tests.sglang.lora_run"
 PROMPT = list(range(3, 203))
 
 
-def start(log: Path, **asked: Any) -> subprocess.Popen[str]:
-    """An engine that begins to do `asked`, and writes to `log`."""
-    command = [str(python()), "-m", "tests.sglang.lora_run", json.dumps(asked)]
+def start(log: Path, **asked: Any) -> Forked:
+    """An engine that begins to do `asked`, and writes to `log` and, what it answers, beside it."""
     environment = dict(os.environ) | ON_CPU | CHECKS
-    with log.open("wb") as stream:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=stream, text=True)
+    with log.open("wb") as stream, log.with_suffix(".out").open("wb") as out:
+        return program(MODULE, [json.dumps(asked)], environment, out.fileno(), stream.fileno())
 
 
-def answers(process: subprocess.Popen[str], log: Path) -> list[tuple[list[int], int, dict[str, Any]]]:
+def answers(process: Forked, log: Path) -> list[tuple[list[int], int, dict[str, Any]]]:
     """What it said, when it has ended well."""
-    told, _ = process.communicate(timeout=400)
+    status = process.wait(400)
     text = log.read_text(errors="replace")
-    assert process.returncode == 0 and "leak" not in text, text[-4000:]
-    return [(tokens, cached, details or {}) for tokens, cached, details in json.loads(told.splitlines()[-1])]
+    assert status == 0 and "leak" not in text, text[-4000:]
+    said = json.loads(log.with_suffix(".out").read_text().splitlines()[-1])
+    return [(tokens, cached, details or {}) for tokens, cached, details in said]
 
 
 def main(asked: dict[str, Any]) -> None:

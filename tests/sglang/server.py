@@ -22,6 +22,7 @@ import httpx
 from hiradix.apps.demo.process import free_port
 from tests.identity import Identity, first_difference
 from tests.sglang.install import python
+from tests.warm import FORKS, Forked, program
 
 START_TIMEOUT_S = 400.0
 ADMIN_KEY = "test-admin"
@@ -34,6 +35,7 @@ CHECKS = {
     "SGLANG_ENABLE_TREE_CACHE_SANITY_CHECK": "1",
     "HIRADIX_CHECK": "1",
 }
+FORKS.set_forkserver_preload(["tests.sglang.warm_imports"])
 _FOLDER = tempfile.gettempdir()
 ON_CPU = {
     "HIRADIX_ATTACH_ALLOW": f"backend=file,path={_FOLDER};backend=disk,path={_FOLDER}",
@@ -75,7 +77,7 @@ class Server:
     flags: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    process: subprocess.Popen[bytes] | Forked | None = field(default=None, init=False)
     _started: int = field(default=0, init=False)  # length of the log when it was ready
 
     @property
@@ -86,15 +88,18 @@ class Server:
         """Begin to start; `wait` ends it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         model = ("--model-path", str(self.model), "--served-model-name", "tiny", "--port", str(self.port))
-        command = [str(python()), "-m", "sglang.launch_server", *model, *ALWAYS, *self.flags]
         self._prepare({})
         own = {"HIRADIX_ATTACHABLE": f"@{self._prepared}"}
         environment = os.environ | ON_CPU | CHECKS | own | self.environment
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            self.process = self._spawn([*model, *ALWAYS, *self.flags], environment, log.fileno())
         return self
+
+    def _spawn(
+        self, arguments: list[str], environment: dict[str, str], log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        command = [str(python()), "-m", "sglang.launch_server", *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait(self) -> Server:
         """Until it serves, and the request it sends to itself is over, which may come before it listens."""
@@ -242,6 +247,15 @@ class Server:
             return reply.status_code == 200
 
         until(detached)
+
+
+class WarmServer(Server):
+    """A Server whose processes are forked from one that has imported SGLang."""
+
+    def _spawn(
+        self, arguments: list[str], environment: dict[str, str], log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        return program("sglang.launch_server", arguments, environment, log, log)
 
 
 def until(done: Callable[[], bool], timeout_s: float = 120.0) -> None:

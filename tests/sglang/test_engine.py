@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +24,33 @@ def assert_same(asked: list[list[int]], rounds: list[Any], reference: Reference)
             assert tuple(tokens) == reference.answer(prompt).tokens
 
 
-def test_write_back_with_pages_of_one_token(model: Path, reference: Reference) -> None:
+def test_write_back_with_pages_of_one_token(model: Path, reference: Reference, tmp_path: Path) -> None:
     flags = BASE | {
         "page_size": 1, "enable_hierarchical_cache": True, "hicache_ratio": 4.0,
         "radix_eviction_policy": "slru", "hicache_write_policy": "write_back",
         "hicache_mem_layout": "layer_first", "hicache_io_backend": "direct",
     }  # fmt: skip
     asked = prompts(10, LENGTH, "write back")
-    rounds = run(dict(os.environ), model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    rounds = run(tmp_path, model_path=str(model), prompts=asked, rounds=2, flags=flags)
     assert [cached for _, cached, _ in rounds[0]] == [0] * len(asked)
     assert [cached for _, cached, _ in rounds[1]] == [LENGTH - 1] * len(asked)
     assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 4
     assert_same(asked, rounds, reference)
 
 
-def test_the_device_alone_without_overlap(model: Path, reference: Reference) -> None:
+def test_the_device_alone_without_overlap(model: Path, reference: Reference, tmp_path: Path) -> None:
     flags = BASE | {"page_size": 32, "disable_overlap_schedule": True, "radix_eviction_policy": "lfu"}
     asked = prompts(3, LENGTH, "device alone")
-    rounds = run(dict(os.environ), model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    rounds = run(tmp_path, model_path=str(model), prompts=asked, rounds=2, flags=flags)
     assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 32 * 32] * len(asked)
     assert_same(asked, rounds, reference)
 
 
-def test_an_older_sglang_with_its_older_contract(model: Path, reference: Reference) -> None:
+def test_an_older_sglang_with_its_older_contract(model: Path, reference: Reference, tmp_path: Path) -> None:
     """0.5.15: device and host. Its allocator's kernels run in Triton's interpreter."""
     flags = BASE | {"page_size": 16, "enable_hierarchical_cache": True, "hicache_ratio": 4.0}
     asked = prompts(8, LENGTH, "older")
-    environment = dict(os.environ) | {"PYTHONPATH": str(old_packages()), "TRITON_INTERPRET": "1"}
-    rounds = run(environment, model_path=str(model), prompts=asked, rounds=2, flags=flags)
+    rounds = run(tmp_path, old_packages(), model_path=str(model), prompts=asked, rounds=2, flags=flags)
     assert [cached for _, cached, _ in rounds[1]] == [LENGTH // 16 * 16] * len(asked)
     assert sum(details["host"] for _, _, details in rounds[1]) >= LENGTH * 3
     assert_same(asked, rounds, reference)

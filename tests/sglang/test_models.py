@@ -11,20 +11,19 @@ import pytest
 from tests.sglang.conftest import DEVICE_TOKENS, HIRADIX, HOST, LENGTH, PAGE_SIZE, WHOLE
 from tests.sglang.models import write_latent_model, write_window_model
 from tests.sglang.prompts import families, prompts, tokens
-from tests.sglang.server import Server, assert_right_at_once
+from tests.sglang.server import Server, WarmServer, assert_right_at_once
 
 FLAGS = (*HIRADIX, *HOST, "--max-running-requests", "4")
 
 
 @pytest.fixture(scope="module")
 def servers_of_kinds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Server]]:
-    """Started together: most of a start is imports."""
     folder = tmp_path_factory.mktemp("kinds")
     models = {
         "windows": write_window_model(folder / "window-model"),
         "latent": write_latent_model(folder / "latent-model"),
     }
-    found = {kind: Server(model, folder / kind, FLAGS) for kind, model in models.items()}
+    found = {kind: WarmServer(model, folder / kind, FLAGS) for kind, model in models.items()}
     try:
         for server in found.values():
             server.launch()
@@ -96,7 +95,6 @@ def test_storage_that_holds_full_attention_only_is_refused(windows: Server, tmp_
     reply = windows.ask_to_attach("file", keys)
     assert reply.status_code == 400 and "naming" in reply.text
     assert "full attention only" in windows.log()
-
 
 
 def test_latent_rows_come_back_from_the_host_as_they_were(servers_of_kinds: dict[str, Server]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny_model import write_tiny_model
-from tests.vllm.player import Player
+from tests.vllm.player import Player, WarmPlayer
 
 Start = Callable[..., Player]
 REAL = {"max_model_len": 1024, "max_num_seqs": 4}  # how vLLM runs SmolLM2 here
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Player]:
     """vLLM on the tiny model, without connector and prefix cache."""
-    player = Player(model, None, tmp_path_factory.mktemp("plain") / "log")
+    player = WarmPlayer(model, None, tmp_path_factory.mktemp("plain") / "log")
     yield player
     player.kill()
 
@@ -39,7 +39,7 @@ def real_model() -> Path:
 @pytest.fixture
 def plain_real(real_model: Path, tmp_path: Path) -> Iterator[Player]:
     """vLLM on SmolLM2, without connector and prefix cache. It takes 2 GB, so it ends with its test."""
-    player = Player(real_model, None, tmp_path / "plain_log", **REAL)
+    player = WarmPlayer(real_model, None, tmp_path / "plain_log", **REAL)
     yield player
     player.kill()
 
@@ -53,9 +53,10 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
         connector: dict[str, Any] | None,
         path: Path = model,
         env: dict[str, str] | None = None,
+        kind: type[Player] = WarmPlayer,
         **engine: Any,
     ) -> Player:
-        players.append(Player(path, connector, tmp_path / f"log{len(players)}", env, **engine))
+        players.append(kind(path, connector, tmp_path / f"log{len(players)}", env, **engine))
         return players[-1]
 
     yield start_one

@@ -13,11 +13,13 @@ from typing import Any
 
 from tests.identity import Identity, first_difference
 from tests.vllm.play import MARK
+from tests.warm import FORKS, Forked, program
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, ANSWER_S = 400.0, 400.0
 KV_BYTES = 1 << 28  # all of it is touched, and several engines run at once
 FIRST_LOGPROBS = 1e-4  # the first token's log probabilities: nothing but rounding lies between the two
+FORKS.set_forkserver_preload(["tests.vllm.warm_imports"])
 Answers = list[dict[str, Any]]
 
 
@@ -42,13 +44,20 @@ class Player:
         setup = {"engine": defaults | engine, "connector": connector}
         self._log_path = log
         self._log = log.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, json.dumps(setup)],
-            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            env={**os.environ, **self.environment, **(env or {})},
-        )  # fmt: skip
+        asked, self._asked = os.pipe()
+        self._answers, answers = os.pipe()
+        environment = {**os.environ, **self.environment, **(env or {})}
+        self.process = self._spawn(json.dumps(setup), environment, asked, answers, self._log.fileno())
+        os.close(asked)
+        os.close(answers)
         self._is_ready = False
         self._rest = b""
+
+    def _spawn(
+        self, setup: str, environment: dict[str, str], stdin: int, stdout: int, stderr: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        command = [sys.executable, "-m", self.module, setup]
+        return subprocess.Popen(command, cwd=ROOT, stdin=stdin, stdout=stdout, stderr=stderr, env=environment)
 
     def wait(self) -> Player:
         """Until the engine is up."""
@@ -59,9 +68,8 @@ class Player:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         self.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        self.process.stdin.flush()
+        with open(self._asked, "wb", closefd=False) as pipe:
+            pipe.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
         return self._answer(ANSWER_S)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **how: Any) -> Answers:
@@ -86,15 +94,17 @@ class Player:
     def kill(self) -> None:
         self.process.kill()
         self.process.wait(30)
-        self._log.close()
+        if not self._log.closed:
+            os.close(self._asked)
+            os.close(self._answers)
+            self._log.close()
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")[-4000:]
 
     def _answer(self, timeout_s: float) -> Any:
-        assert self.process.stdout is not None
         with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
+            selector.register(self._answers, selectors.EVENT_READ)
             while True:
                 line, newline, rest = self._rest.partition(b"\n")
                 if newline:
@@ -103,9 +113,18 @@ class Player:
                         return json.loads(line[len(MARK) :])
                     continue
                 assert selector.select(timeout_s), f"no answer in {timeout_s} s:\n{self.log()}"
-                data = os.read(self.process.stdout.fileno(), 1 << 20)
+                data = os.read(self._answers, 1 << 20)
                 assert data, f"vLLM ended:\n{self.log()}"
                 self._rest += data
+
+
+class WarmPlayer(Player):
+    """A Player whose process is forked from one that has imported vLLM."""
+
+    def _spawn(
+        self, setup: str, environment: dict[str, str], stdin: int, stdout: int, stderr: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        return program(self.module, [setup], environment, stdout, stderr, stdin)
 
 
 def judge(expected: Answers, got: Answers) -> Identity:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.seeded_model import seeded_model
 from tests.vllm.conftest import REAL
-from tests.vllm.player import Player, assert_same, cached, judge
+from tests.vllm.player import Player, WarmPlayer, assert_same, cached, judge
 from tests.vllm.test_host import conversation
 from tests.vllm.test_server import Serving, cached_tokens, token_ids
 from tests.vllm.test_storage import PATIENT, reference_engine, with_storage
@@ -115,9 +115,9 @@ def test_several_workers(start: Start, tmp_path: Path, model: Path) -> None:
     prompts = [conversation(seed, 300) for seed in range(3)]
     plain = start(None)
     expected = plain.generate(prompts)
-    for want in (0, 3 * 288):
+    for kind, want in ((WarmPlayer, 0), (Player, 3 * 288)):
         bind = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        ours = start({"hicache_size": 0.05, **keys}, env=bind, tensor_parallel_size=2)
+        ours = start({"hicache_size": 0.05, **keys}, env=bind, kind=kind, tensor_parallel_size=2)
         answers = ours.generate(prompts)
         assert cached(answers) == want
         assert_same(expected, answers)

@@ -24,7 +24,9 @@ from tests.vllm.play import FIRST
 from tests.vllm.player import KV_BYTES, Player
 from tests.vllm.test_host import shared_prefixes
 from tests.vllm.test_storage import with_storage
+from tests.warm import Forked, program
 
+API_SERVER = "vllm.entrypoints.openai.api_server"
 START_S = 300.0
 
 
@@ -39,10 +41,9 @@ class Serving:
             "kv_connector": "HiRadixConnector", "kv_connector_module_path": "hiradix.adapters.vllm",
             "kv_role": "kv_both", "kv_connector_extra_config": extra,
         }  # fmt: skip
-        command = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-            "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
+        arguments = [
+            "--model", str(model), "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",
+            "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "16", "--block-size", "32",
             "--num-gpu-blocks-override", "60", "--max-num-batched-tokens", "256",
             "--kv-cache-memory-bytes", str(KV_BYTES),
             "--served-model-name", "tiny", "--enable-prompt-tokens-details",
@@ -50,9 +51,13 @@ class Serving:
         ]  # fmt: skip
         environment = {**FIRST, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
-            )
+            self.process = self._spawn(arguments, environment, log.fileno())
+
+    def _spawn(
+        self, arguments: list[str], environment: dict[str, str], log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        command = [sys.executable, "-m", API_SERVER, *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_S
@@ -107,6 +112,15 @@ class Serving:
         self.process.wait(30)
 
 
+class WarmServing(Serving):
+    """A Serving whose processes are forked from one that has imported vLLM."""
+
+    def _spawn(
+        self, arguments: list[str], environment: dict[str, str], log: int
+    ) -> subprocess.Popen[bytes] | Forked:
+        return program(API_SERVER, arguments, environment, log, log)
+
+
 def token_ids(answer: dict[str, Any]) -> list[int]:
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
@@ -120,7 +134,7 @@ def cached_tokens(answer: dict[str, Any]) -> int:
 def two_servers(model: Path, tmp_path: Path) -> Iterator[tuple[Serving, Serving]]:
     """Both over one store, with little device memory and vLLM's prefix cache on."""
     extra = with_storage("file", file_storage_path=str(tmp_path / "pages"))
-    servers = tuple(Serving(model, extra, tmp_path / name) for name in "ab")
+    servers = tuple(WarmServing(model, extra, tmp_path / name) for name in "ab")
     try:
         for server in servers:
             server.wait()

@@ -82,7 +82,7 @@ class SglangNaming:
 
     naming: str = setting(
         "naming", Type.TEXT, "hiradix",
-        "`sglang`: [SGLang's own files](storage.md#sglangs-files)", choices=NAMINGS
+        "`sglang`: [SGLang's own files](backends.md#sglangs-files)", choices=NAMINGS
     )
     model: str | None = setting(
         "sglang_model_name", Type.TEXT, None,
