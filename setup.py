@@ -9,9 +9,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 AT_EACH_TURN = {
-    "policy": "ghd_learner ghd_order ghosts leaves no_regret places segments uses write",
-    "cache": "backup core flights load_back pages storing",
-    "transfer": "controller counters desk drivers gate jobs runners worker",
+    "policy": "ghd_learner ghd_order ghosts leaves no_regret places segments uses write_policy",
+    "cache": "core in_flight load_back pages storage_backup write_through",
+    "transfer": "controller counters drivers gate job_table jobs runners worker",
     "memory": "allocator",
     "prefix_cache": "hiradix radix slots",
 }

@@ -23,10 +23,10 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from common import Report, Row  # noqa: E402
 
 from hiradix.apps.replay.generate import KINDS  # noqa: E402
-from hiradix.apps.replay.lab import Cell, Outcome, Source  # noqa: E402
+from hiradix.apps.replay.lab import Cell, CellResult, Source  # noqa: E402
 from hiradix.apps.replay.main import play, tokens  # noqa: E402
 from hiradix.apps.replay.report import span_of  # noqa: E402
-from hiradix.apps.replay.stage import Tiers  # noqa: E402
+from hiradix.apps.replay.simulated_cache import Tiers  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
 SIZES = ("0.5M", "1M", "3M", "5M", "10M", "25M")
@@ -61,7 +61,7 @@ def plan(limit: int | None) -> dict[Key, Cell]:
     return cells
 
 
-def rows_of(found: dict[Key, Outcome]) -> list[Row]:
+def rows_of(found: dict[Key, CellResult]) -> list[Row]:
     """The rows of the report."""
     rows = []
     for case, policy, size in found:
@@ -78,13 +78,13 @@ def rows_of(found: dict[Key, Outcome]) -> list[Row]:
     return [*rows, _again(found), *_cost(found)]
 
 
-def _again(found: dict[Key, Outcome]) -> Row:
+def _again(found: dict[Key, CellResult]) -> Row:
     one = found["conversation second", OURS, "3M"].played.decisions
     same = one == found["again", OURS, "3M"].played.decisions
     return Row("conversation 3M again", "same decisions", "%", 100.0 * same)
 
 
-def _cost(found: dict[Key, Outcome]) -> list[Row]:
+def _cost(found: dict[Key, CellResult]) -> list[Row]:
     rows = []
     for size in SIZES:
         cost = {
@@ -110,7 +110,7 @@ def main() -> int:
     return 0
 
 
-def _source(found: dict[Key, Outcome]) -> str:
+def _source(found: dict[Key, CellResult]) -> str:
     return found["conversation second", OURS, "3M"].trace.source
 
 

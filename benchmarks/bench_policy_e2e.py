@@ -35,10 +35,10 @@ from common import Report, Row  # noqa: E402
 
 from hiradix.apps.engine.api import EngineConfig, SamplingParams  # noqa: E402
 from hiradix.apps.engine.engine import Engine  # noqa: E402
-from hiradix.apps.replay.lab import Cell, Outcome, Source, run_cell  # noqa: E402
-from hiradix.apps.replay.stage import Tiers  # noqa: E402
+from hiradix.apps.replay.lab import Cell, CellResult, Source, run_cell  # noqa: E402
+from hiradix.apps.replay.simulated_cache import Tiers  # noqa: E402
 from hiradix.apps.replay.timing import Machine  # noqa: E402
-from hiradix.apps.replay.trace import Call, Trace  # noqa: E402
+from hiradix.apps.replay.trace import Trace, TraceRequest  # noqa: E402
 from hiradix.config import HiCacheConfig  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
@@ -77,7 +77,7 @@ def scaled(trace: Trace) -> Trace:
     """
     ratio = PAGE / trace.block_tokens
 
-    def small(call: Call) -> Call:
+    def small(call: TraceRequest) -> TraceRequest:
         whole = len(call.blocks) * PAGE
         tail = min(max(int(call.prompt_tokens * ratio) - whole, 1), PAGE - 2)
         return call._replace(prompt_tokens=whole + tail, output_tokens=1)
@@ -86,7 +86,7 @@ def scaled(trace: Trace) -> Trace:
                    calls=tuple(map(small, trace.calls)))  # fmt: skip
 
 
-def tokens_of(call: Call, number: int) -> list[int]:
+def tokens_of(call: TraceRequest, number: int) -> list[int]:
     """A prompt: of each block tokens that its name decides, behind them what no other request has."""
     names = np.concatenate([call.blocks, [-1 - number]])
     digits = [names % VOCABULARY, names // VOCABULARY % VOCABULARY]
@@ -174,11 +174,11 @@ def compare(trace: Trace, policies: Sequence[str], blocks: int, clock: Clock) ->
     rows = []
     for policy, server in servers.items():
         cell = Cell(Source(str(TRACE)), policy, Tiers(blocks * PAGE))
-        rows += _rows(Outcome(cell, trace, run_cell(cell, trace)), server.served, model)
+        rows += _rows(CellResult(cell, trace, run_cell(cell, trace)), server.served, model)
     return rows
 
 
-def _rows(outcome: Outcome, served: Served, model: Machine) -> list[Row]:
+def _rows(outcome: CellResult, served: Served, model: Machine) -> list[Row]:
     trace, tiers = outcome.trace, outcome.cell.tiers
     span = slice(int(len(trace.calls) * WARM), None)
     hits = 100 * sum(served.cached[span]) / int(outcome.prompt_tokens[span].sum())

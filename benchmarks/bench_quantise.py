@@ -41,7 +41,7 @@ from quantised_answers import measure_answers  # noqa: E402
 from storage_peers.remote import Pages, Way, memcpy  # noqa: E402
 from storage_peers.systems import host_memory  # noqa: E402
 
-from hiradix.storage.kit.lanes import scatter  # noqa: E402
+from hiradix.storage.kit.call_threads import scatter  # noqa: E402
 
 PEERS = ("exact", "zstd", "fp8-zstd", "memcpy")
 WAYS: dict[str, dict[str, Any]] = {

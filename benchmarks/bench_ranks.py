@@ -24,8 +24,8 @@ from common import Report, Row
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.cache.agreement import WIDTH
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import TransferController
 from hiradix.transfer.process_group import Membership, ProcessGroup
 from hiradix.tree import RadixTree

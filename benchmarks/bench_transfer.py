@@ -37,8 +37,8 @@ from common import Report, Row
 from hiradix.apps.engine.smollm2 import smollm2_path
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import PageFingerprint, StorageContext, open_storage, register_storage_backend
 from hiradix.transfer import TransferController
 from hiradix.tree import RadixKey, RadixTree
@@ -129,7 +129,7 @@ def drained(wait: Callable[[Tiers], None], seed: int) -> float:
         tiers = Tiers("file", {"file_storage_path": folder, "max_size": "4GiB", "deadline_s": 30})
         start_s = time.perf_counter()
         num_pages = tiers.fill(seed)
-        while len(tiers.cache.flights):
+        while len(tiers.cache.in_flight):
             wait(tiers)
             tiers.cache.tick()
         rate = num_pages / (time.perf_counter() - start_s)

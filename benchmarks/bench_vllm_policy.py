@@ -30,15 +30,15 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from common import Report, Row  # noqa: E402
 
 from hiradix.adapters.vllm.index import HostIndex  # noqa: E402
-from hiradix.adapters.vllm.orders import Orders, Outcome, Stage  # noqa: E402
-from hiradix.adapters.vllm.plan import SchedulerPlan, StepRequest  # noqa: E402
+from hiradix.adapters.vllm.orders import OrderOutcome, Orders, OrderStage  # noqa: E402
 from hiradix.adapters.vllm.scheduler import SchedulerRole  # noqa: E402
+from hiradix.adapters.vllm.scheduler_plan import SchedulerPlan, StepRequest  # noqa: E402
 from hiradix.apps.replay.main import tokens  # noqa: E402
 from hiradix.apps.replay.readers import read_trace  # noqa: E402
-from hiradix.apps.replay.trace import Call, Trace  # noqa: E402
+from hiradix.apps.replay.trace import Trace, TraceRequest  # noqa: E402
 from hiradix.policy.eviction import make_order  # noqa: E402
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy  # noqa: E402
-from hiradix.policy.write import WritePolicy  # noqa: E402
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402
+from hiradix.policy.write_policy import WritePolicy  # noqa: E402
 from hiradix.tree import FULL  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
@@ -67,7 +67,7 @@ class Request:
         return len(self.all_token_ids)
 
 
-def request_of(number: int, call: Call, block_tokens: int) -> Request:
+def request_of(number: int, call: TraceRequest, block_tokens: int) -> Request:
     """Whole blocks by name; what follows them, the answer too, is nobody else's."""
     prompt = np.full(max(call.prompt_tokens, len(call.blocks) * block_tokens + 1), -1, np.int32)
     prompt[: len(call.blocks) * block_tokens] = np.repeat(call.blocks.astype(np.int32), block_tokens)
@@ -154,8 +154,8 @@ class Engine:
 
     def _obey(self, orders: Orders) -> None:
         """Workers whose copies take no time."""
-        done = [Outcome(one.ticket, Stage.LOADED, 0) for one in orders.loads]
-        done += [Outcome(one.ticket, Stage.WRITTEN, 0) for one in orders.saves]
+        done = [OrderOutcome(one.ticket, OrderStage.LOADED, 0) for one in orders.loads]
+        done += [OrderOutcome(one.ticket, OrderStage.WRITTEN, 0) for one in orders.saves]
         self.role.apply(done)
 
     def shares(self) -> tuple[float, float]:

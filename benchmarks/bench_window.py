@@ -29,8 +29,8 @@ from common import Report, Row  # noqa: E402
 
 from hiradix.cache import HierarchicalCache, HostTier  # noqa: E402
 from hiradix.memory import PageAllocator  # noqa: E402
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy  # noqa: E402
-from hiradix.policy.write import WritePolicy  # noqa: E402
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402
+from hiradix.policy.write_policy import WritePolicy  # noqa: E402
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferController  # noqa: E402
 from hiradix.tree import FULL, Component, DeadLeaf, Grain, Node, RadixKey, RadixTree, Tier  # noqa: E402
 

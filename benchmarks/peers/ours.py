@@ -11,8 +11,8 @@ from timed import HostMatch, HostPeer, Request, TreePeer, now
 
 from hiradix.cache import HostTier
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, ReqToTokenPool, SlotAllocator
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,
@@ -223,7 +223,7 @@ class DropInHost(Keys, HostPeer):
         self.cache.evict(EvictParams(num_tokens))
 
     def settle(self) -> None:
-        tickets = self.cache.cache.flights.tickets(JobKind.WRITE, JobKind.LOAD)
+        tickets = self.cache.cache.in_flight.tickets(JobKind.WRITE, JobKind.LOAD)
         assert self._controller.wait(tickets, COPY_DEADLINE_S), "a copy of nothing did not end"
 
     def close(self) -> None:

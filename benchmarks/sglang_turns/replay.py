@@ -31,8 +31,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from worker import trace
 
-from hiradix.adapters.sglang.build import device_pool, own_params
-from hiradix.adapters.sglang.ports import ControllerView
+from hiradix.adapters.sglang.cache_factory import device_pool, own_params
+from hiradix.adapters.sglang.engine_views import ControllerView
 from hiradix.config import HiCacheConfig
 from hiradix.prefix_cache import HiRadixCache, ModelIdentity, build_prefix_cache
 from tests.sglang.rig import Request

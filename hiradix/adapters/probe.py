@@ -1,8 +1,8 @@
 """What an adapter uses of its engine, looked up in the engine's sources before anything is built.
 
-An adapter has one table of `Use`s. `missing` compares it with a release's sources, which are parsed and not
-imported: those of the installed package, or of a wheel that is only read. What it returns are the pieces that
-are missing or other, in words; none: the release can be served.
+An adapter has one table of `Requirement`s. `missing` compares it with a release's sources, which are parsed
+and not imported: those of the installed package, or of a wheel that is only read. What it returns are the
+pieces that are missing or other, in words; none: the release can be served.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Signature:
         return None
 
 
-class Engine:
+class ReleaseSources:
     """A release's sources, each parsed once."""
 
     def __init__(self, read: Reads) -> None:
@@ -174,10 +174,10 @@ class Engine:
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-class Use(Protocol):
+class Requirement(Protocol):
     """One thing that an adapter uses of its engine."""
 
-    def missing(self, engine: Engine) -> Iterator[str]: ...
+    def missing(self, engine: ReleaseSources) -> Iterator[str]: ...
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class Names:
     def modules(self) -> tuple[str, ...]:
         return (self.module,)
 
-    def missing(self, engine: Engine) -> Iterator[str]:
+    def missing(self, engine: ReleaseSources) -> Iterator[str]:
         if engine.tree(self.module) is None:
             yield f"there is no {self.module}"
             return
@@ -215,7 +215,7 @@ class Has:
     def modules(self) -> tuple[str, ...]:
         return (self.where.partition(":")[0],)
 
-    def missing(self, engine: Engine) -> Iterator[str]:
+    def missing(self, engine: ReleaseSources) -> Iterator[str]:
         found = engine.find(self.where)
         if found is None:
             yield f"there is no {_short(self.where)}"
@@ -233,7 +233,7 @@ class AnyField:
     modules: tuple[str, ...]
     names: tuple[str, ...]
 
-    def missing(self, engine: Engine) -> Iterator[str]:
+    def missing(self, engine: ReleaseSources) -> Iterator[str]:
         trees = (engine.tree(module) for module in self.modules)
         nodes = (node for tree in trees if tree is not None for node in ast.walk(tree))
         there = {_name(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
@@ -257,7 +257,7 @@ class Call:
     def modules(self) -> tuple[str, ...]:
         return (self.where.partition(":")[0],)
 
-    def missing(self, engine: Engine) -> Iterator[str]:
+    def missing(self, engine: ReleaseSources) -> Iterator[str]:
         signature = engine.signature(self.where)
         if signature is None:
             yield f"there is no {_short(self.where)}"
@@ -288,12 +288,12 @@ class Contract:
     def modules(self) -> tuple[str, ...]:
         return (self.base.partition(":")[0], *self.callers)
 
-    def missing(self, engine: Engine) -> Iterator[str]:
+    def missing(self, engine: ReleaseSources) -> Iterator[str]:
         theirs = engine.find(self.base)
         if theirs is None:
             yield f"there is no {_short(self.base)}"
             return
-        own = Engine(installed_sources("hiradix"))
+        own = ReleaseSources(installed_sources("hiradix"))
         mine = own.find(self.ours)
         if mine is None:
             raise LookupError(self.ours)
@@ -307,7 +307,7 @@ class Contract:
         yield from (asked[name] for name in sorted(asked))
 
     def _overridden(
-        self, engine: Engine, own: Engine, name: str, node: ast.AST, is_ours: bool
+        self, engine: ReleaseSources, own: ReleaseSources, name: str, node: ast.AST, is_ours: bool
     ) -> Iterator[str]:
         if not isinstance(node, _FUNCTIONS):
             return
@@ -327,7 +327,7 @@ class Contract:
         if lacking := sorted(ours.needed - {*theirs.leading, *theirs.names}):
             yield f"{name} is not given {_list(lacking)}"
 
-    def _asked(self, engine: Engine) -> Iterator[_Asked]:
+    def _asked(self, engine: ReleaseSources) -> Iterator[_Asked]:
         for module in self.callers:
             tree = engine.tree(module)
             for node in () if tree is None else ast.walk(tree):
@@ -341,8 +341,8 @@ class Contract:
 
     def _refused(
         self,
-        engine: Engine,
-        own: Engine,
+        engine: ReleaseSources,
+        own: ReleaseSources,
         call: _Asked,
         ours: Mapping[str, object],
         base: Mapping[str, object],
@@ -376,9 +376,9 @@ class _Asked:
         return _Asked(name, True, len(call.args), given, is_open or None in keywords)
 
 
-def missing(uses: Sequence[Use], read: Reads) -> tuple[str, ...]:
+def missing(uses: Sequence[Requirement], read: Reads) -> tuple[str, ...]:
     """The pieces of a table that a release lacks or has otherwise; none: it can be served."""
-    engine = Engine(read)
+    engine = ReleaseSources(read)
     return tuple(dict.fromkeys(piece for use in uses for piece in use.missing(engine)))
 
 

@@ -21,7 +21,7 @@ from hiradix.storage.backends.file.config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.kit.options import parse_size
-from hiradix.storage.kit.pieces import Use, as_use
+from hiradix.storage.kit.pieces import ChainUse, as_use
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
 
 BATCH = 64
@@ -246,7 +246,7 @@ def copy(args: argparse.Namespace) -> int:
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_placed(args, misplaced)):
             found, damaged = sources.read(batch)
-            with as_use(Use(is_chain=False)):
+            with as_use(ChainUse(is_chain=False)):
                 stored = targets.of(batch[0]).put(list(found), list(found.values()))
             copied, unread = copied + sum(stored), unread + len(damaged)
             unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)

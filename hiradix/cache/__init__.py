@@ -2,6 +2,6 @@
 
 from hiradix.cache.agreement import Agree, RanksDiverged, least
 from hiradix.cache.core import HierarchicalCache, HostTier
-from hiradix.cache.pages import Counters, PageSource
+from hiradix.cache.pages import CacheCounters, PageSource
 
-__all__ = ["Agree", "Counters", "HierarchicalCache", "HostTier", "PageSource", "RanksDiverged", "least"]
+__all__ = ["Agree", "CacheCounters", "HierarchicalCache", "HostTier", "PageSource", "RanksDiverged", "least"]

@@ -26,7 +26,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.cache.flights import Flights
+from hiradix.cache.in_flight import InFlightJobs
 from hiradix.errors import CacheError, Misuse
 from hiradix.transfer import JobKind, Result, Ticket
 
@@ -38,9 +38,9 @@ KINDS = tuple(JobKind)
 NUM_SHARED = 9
 AHEAD = 16  # results of a kind whose outcome one vector carries; those that are whole need none
 _OK, _SHARED = 2, 3
-_LANES = _SHARED + NUM_SHARED
-_LANE_WIDTH = 2 + AHEAD
-WIDTH = _LANES + len(KINDS) * _LANE_WIDTH
+_KINDS_AT = _SHARED + NUM_SHARED
+_KIND_WIDTH = 2 + AHEAD
+WIDTH = _KINDS_AT + len(KINDS) * _KIND_WIDTH
 _PER_UNIT = 1_000_000  # shared values travel as millionths
 _LARGEST = 1 << 62
 
@@ -55,11 +55,11 @@ class Agreement:
     state: what must be equal on all ranks at every exchange, as integers; asked for at each one.
     """
 
-    def __init__(self, agree: Agree, flights: Flights, state: Callable[[], Sequence[int]]):
+    def __init__(self, agree: Agree, in_flight: InFlightJobs, state: Callable[[], Sequence[int]]):
         self.has_more = False  # whether all ranks have results that did not fit into the last vector
         self.num_exchanges = 0
         self._agree = agree
-        self._flights = flights
+        self._in_flight = in_flight
         self._state = state
         self._sources: list[Callable[[], float]] = []
         self._shared = [0.0] * NUM_SHARED
@@ -85,14 +85,14 @@ class Agreement:
         for index, source in enumerate(self._sources):
             own[_SHARED + index] = round(max(-_LARGEST, min(_LARGEST, source() * _PER_UNIT)))
         for number, kind in enumerate(KINDS):
-            self._fill_lane(own, _LANES + number * _LANE_WIDTH, kind)
+            self._fill_kind(own, _KINDS_AT + number * _KIND_WIDTH, kind)
         agreed = self._exchange(own)
         for index in range(len(self._sources)):
             self._shared[index] = agreed[_SHARED + index] / _PER_UNIT
         self.has_more = False
         common: list[Result] = []
         for number, kind in enumerate(KINDS):
-            common += self._read_lane(agreed, _LANES + number * _LANE_WIDTH, kind)
+            common += self._read_kind(agreed, _KINDS_AT + number * _KIND_WIDTH, kind)
         common.sort(key=lambda result: result.ticket)
         return common, bool(agreed[_OK])
 
@@ -110,14 +110,14 @@ class Agreement:
             raise RanksDiverged(f"the ranks differ at exchange {self.num_exchanges}; here: {state.tolist()}")
         return agreed
 
-    def _fill_lane(self, own: Vector, at: int, kind: JobKind) -> None:
+    def _fill_kind(self, own: Vector, at: int, kind: JobKind) -> None:
         """How many of the oldest tickets have results; how many of those are whole; how the first ended."""
         ready = whole = 0
-        for ticket, flight in self._flights.lane(kind).items():
+        for ticket, job in self._in_flight.of_kind(kind).items():
             result = self._held.get(ticket)
             if result is None:
                 break
-            is_done = result.error is None and result.num_pages == flight.num_pages
+            is_done = result.error is None and result.num_pages == job.num_pages
             is_whole = kind is not JobKind.QUERY and is_done
             whole += is_whole and whole == ready
             if ready < AHEAD:
@@ -125,12 +125,12 @@ class Agreement:
             ready += 1
         own[at], own[at + 1] = ready, whole
 
-    def _read_lane(self, agreed: list[int], at: int, kind: JobKind) -> list[Result]:
+    def _read_kind(self, agreed: list[int], at: int, kind: JobKind) -> list[Result]:
         ready, whole = agreed[at], agreed[at + 1]
         count = max(whole, min(ready, AHEAD))
         self.has_more |= ready > count
         found = []
-        for index, ticket in enumerate(islice(self._flights.lane(kind), count)):
+        for index, ticket in enumerate(islice(self._in_flight.of_kind(kind), count)):
             own = self._held.pop(ticket)
             found.append(own if index < whole else _cut(own, agreed[at + 2 + index]))
         return found

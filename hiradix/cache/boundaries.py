@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.found import Arrivals, Found, Prefetch
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, PagesOf
-from hiradix.policy.no_regret import Move, NoRegret
-from hiradix.transfer import JobKind, Result, Tail, Trail, TransferController
+from hiradix.cache.prefetch_state import Arrivals, Prefetch, StorageHit
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.transfer import JobKind, Result, TrailingPages, TrailingWindow, TransferController
 from hiradix.tree import HOST, Component, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import PageRows
 
@@ -37,7 +37,7 @@ class Ends(NamedTuple):
 class Step(NamedTuple):
     """What is read for one boundary: the last pages of `found`, so many of each component."""
 
-    found: Found
+    found: StorageHit
     counts: Mapping[int, int]
 
     def gap(self, done: int) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class BoundaryReads:
         self,
         arrivals: Arrivals,
         controller: TransferController,
-        flights: Flights,
+        in_flight: InFlightJobs,
         ends: Ends,
         step_pages: int,
         no_regret: NoRegret,
@@ -71,9 +71,9 @@ class BoundaryReads:
         self._supply = arrivals.supply
         self._tree = arrivals.tree
         self._controller = controller
-        self._flights = flights
+        self._in_flight = in_flight
         self._ends = ends
-        self._trails = [Trail(component, kind.reach) for component, kind in arrivals.others]
+        self._windows = [TrailingWindow(component, kind.reach) for component, kind in arrivals.others]
 
     def most(self, key: RadixKey, node: Node) -> int:
         """How many of `key`'s pages behind `node` may be asked for: as many as the host has room for."""
@@ -89,14 +89,14 @@ class BoundaryReads:
         self._keep(p, resident)
         return min(p.asked_pages, resident.end - p.anchor.end)
 
-    def trails(self) -> list[Trail]:
+    def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""
-        return self._trails
+        return self._windows
 
-    def submit(self, p: Prefetch, found: Found) -> bool:
+    def submit(self, p: Prefetch, found: StorageHit) -> bool:
         """Submit reads for what was found; False if there are none: the host has no room, or nothing is
         lacking, or they are not worth their time."""
-        if not self.no_regret.takes(Move.FETCH, len(found.hashes)):
+        if not self.no_regret.takes(GatedTransfer.FETCH, len(found.hashes)):
             self._supply.counters.miss("slower_than_compute", len(found.hashes))
             return False
         limits = self._limits(p, found)
@@ -113,20 +113,20 @@ class BoundaryReads:
 
     # -- boundaries on the way ------------------------------------------------------------
 
-    def _limits(self, p: Prefetch, found: Found) -> list[int]:
+    def _limits(self, p: Prefetch, found: StorageHit) -> list[int]:
         """Pages of the key that boundaries on the way may end at, at most."""
-        predicted_s = self.no_regret.predicted_s(Move.FETCH, len(found.hashes))
+        predicted_s = self.no_regret.predicted_s(GatedTransfer.FETCH, len(found.hashes))
         if p.tries or p.limit_s == math.inf or 0 < 2 * predicted_s < p.limit_s:
             return []
         first = found.start + found.known
         step = max(self.step_pages, -(-(found.end - first) // MAX_STEPS))
         return list(range(first + step, found.end - step // 2, step))
 
-    def _ask_on_the_way(self, p: Prefetch, found: Found, limits: Sequence[int]) -> None:
+    def _ask_on_the_way(self, p: Prefetch, found: StorageHit, limits: Sequence[int]) -> None:
         """Ask for the last boundary up to each limit and behind the one before, then read."""
         before, ends = found.start + found.known, []
         for limit in limits:
-            low = max(found.start, before - max(trail.reach for trail in self._trails))
+            low = max(found.start, before - max(window.reach for window in self._windows))
 
             def answered(result: Result, low: int = low, before: int = before) -> None:
                 p.tickets.discard(result.ticket)
@@ -136,18 +136,18 @@ class BoundaryReads:
                     self._go_on(p, found, ends)
 
             rows, num_pages = self._rows(p, found, low, limit), limit - low
-            ticket = self._controller.query(rows, num_pages, self._trails, num_pages)
+            ticket = self._controller.query(rows, num_pages, self._windows, num_pages)
             p.tickets.add(ticket)
-            self._flights.add(ticket, Flight(JobKind.QUERY, answered))
+            self._in_flight.add(ticket, InFlightJob(JobKind.QUERY, answered))
             before = limit
 
-    def _rows(self, p: Prefetch, found: Found, first: int, end: int) -> PageRows:
+    def _rows(self, p: Prefetch, found: StorageHit, first: int, end: int) -> PageRows:
         """Rows of pages [first, end) of the key, and of those before whose hashes are needed."""
         if first == found.start:
             return self._tree.rows(p.key, p.anchor, first, end)
         return self._tree.rows_behind(p.key, found.hashes[first - 1 - found.start], first, end)
 
-    def _go_on(self, p: Prefetch, found: Found, ends: Sequence[int]) -> None:
+    def _go_on(self, p: Prefetch, found: StorageHit, ends: Sequence[int]) -> None:
         if p.stopped:
             self._supply.counters.miss("dropped", len(found.hashes))
         elif self._submit_steps(p, found, ends):
@@ -156,7 +156,7 @@ class BoundaryReads:
 
     # -- reading --------------------------------------------------------------------------
 
-    def _submit_steps(self, p: Prefetch, found: Found, ends: Sequence[int]) -> bool:
+    def _submit_steps(self, p: Prefetch, found: StorageHit, ends: Sequence[int]) -> bool:
         steps = list(self._steps(p, found, ends))
         totals = {c: sum(step.counts[c] for step in steps) for c in range(len(self._tree.components))}
         if not any(totals.values()):
@@ -174,7 +174,7 @@ class BoundaryReads:
             self._submit_step(p, step, own, found.end)
         return True
 
-    def _steps(self, p: Prefetch, found: Found, ends: Sequence[int]) -> Iterator[Step]:
+    def _steps(self, p: Prefetch, found: StorageHit, ends: Sequence[int]) -> Iterator[Step]:
         """A step for each boundary. What the tiers have of the first is kept for it."""
         start = found.start
         for end in (*ends, found.end):
@@ -210,12 +210,12 @@ class BoundaryReads:
 
         p.unread_pages += count
         hashes = found.hashes[count - max(step.counts.values()) :]
-        tails = [Tail(own, c) for c, own in pages.items() if c != BACKBONE]
+        trailing = [TrailingPages(own, c) for c, own in pages.items() if c != BACKBONE]
         ticket = self._controller.read(
-            hashes, pages[BACKBONE], found.chain, tails, p.key.extra_key
+            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key
         )
         p.tickets.add(ticket)
-        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns=pages))
+        self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns=pages))
 
     def _failed(self, p: Prefetch, step: Step, result: Result, goal: int) -> None:
         """What `step` needs has not come whole, and nothing behind it is of use: what may be had instead."""

@@ -24,13 +24,12 @@ from typing import Final
 import numpy as np
 
 from hiradix.cache.agreement import AHEAD, Agree, Agreement, least
-from hiradix.cache.backup import Backup
-from hiradix.cache.flights import Flights
+from hiradix.cache.in_flight import InFlightJobs
 from hiradix.cache.load_back import LoadBack
 from hiradix.cache.pages import (
     BACKBONE,
+    CacheCounters,
     CappedPages,
-    Counters,
     Pages,
     PageSupply,
     Share,
@@ -38,12 +37,13 @@ from hiradix.cache.pages import (
     as_tuple,
 )
 from hiradix.cache.prefetch import Prefetcher
+from hiradix.cache.write_through import WriteThrough
 from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.policy.learning import LearningPolicy, learner_of
 from hiradix.policy.no_regret import NoRegret
-from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.uses import Finished
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import Stores
 from hiradix.transfer import JobKind, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Tier
@@ -83,12 +83,12 @@ class HierarchicalCache:
             clock = host.controller.runtime.clock if host is not None else time.monotonic
         self.tree = tree
         self._clock = clock
-        self.counters = Counters()
+        self.counters = CacheCounters()
         self.learner = learner_of(tree.order_factory)  # of an eviction policy that learns, else None
         self.supply = PageSupply(tree, device, _common_pages(host, agree), self.counters)
-        self.flights = Flights(self.supply.free_all_host)
+        self.in_flight = InFlightJobs(self.supply.free_all_host)
         self.controller = host.controller if host else None
-        self.backup: Backup | None = None
+        self.write_through: WriteThrough | None = None
         self._load_back: LoadBack | None = None
         self.prefetcher: Prefetcher | None = None
         self._ranks: Agreement | None = None
@@ -99,16 +99,16 @@ class HierarchicalCache:
     def _build_lower_tiers(self, host: HostTier, agree: Agree | None) -> None:
         share: Share = lambda source: source  # noqa: E731
         if agree is not None:
-            self._ranks = Agreement(agree, self.flights, self._state)
+            self._ranks = Agreement(agree, self.in_flight, self._state)
             share = self._ranks.share
         self._clock = share(self._clock)
-        self.backup = Backup(self.supply, host.controller, self.flights, host.write_policy)
+        self.write_through = WriteThrough(self.supply, host.controller, self.in_flight, host.write_policy)
         self.no_regret = NoRegret(host.no_regret, share, lambda: host.controller.storage_troubles)
         self._load_back = LoadBack(
-            self.supply, host.controller, self.flights, self.make_room, share, self.no_regret
+            self.supply, host.controller, self.in_flight, self.make_room, share, self.no_regret
         )
         self.prefetcher = Prefetcher(
-            self.supply, host.controller, self.flights, host.prefetch_policy, self._clock, self.no_regret,
+            self.supply, host.controller, self.in_flight, host.prefetch_policy, self._clock, self.no_regret,
             agree,
         )  # fmt: skip
         self._apply(True)
@@ -128,7 +128,7 @@ class HierarchicalCache:
         if self._ranks is not None:
             results, ok = self._ranks.exchange(results, ok)
         for result in results:
-            self.flights.apply(result)
+            self.in_flight.apply(result)
         self._load_back.drop_failed()
         return ok
 
@@ -152,7 +152,7 @@ class HierarchicalCache:
         ]
         free = [pool.available for pool in (*supply.device_pools, *supply.host_pools)]
         prefetches = len(self.prefetcher) if self.prefetcher is not None else 0
-        return *counts, *free, len(self.flights), prefetches
+        return *counts, *free, len(self.in_flight), prefetches
 
     def match(self, key: RadixKey) -> Match:
         """Deepest boundaries of `key` usable on the device as it is, and after a load back."""
@@ -204,14 +204,14 @@ class HierarchicalCache:
 
     def inserted(self, node: Node) -> None:
         """Copy down what is due on the path of `node`, which was just inserted or found, as policies say."""
-        if self.backup is not None:
-            self.backup.on_insert(node)
+        if self.write_through is not None:
+            self.write_through.on_insert(node)
 
     def count_use(self, node: Node, priority: int = 0) -> None:
         """One more request runs on the path to `node`; once per request. Inserts count only what they add."""
         self.tree.hit(node, priority)
-        if self.backup is not None:
-            self.backup.storing.doubt(node)
+        if self.write_through is not None:
+            self.write_through.storage_backup.offer_again(node)
 
     def make_room(self, num_pages: int, component: int = BACKBONE) -> int:
         """Evict until the device pool has `num_pages` free, or nothing more can go. Returns pages freed."""
@@ -237,15 +237,19 @@ class HierarchicalCache:
 
     def _write_back(self, num_pages: int, component: int) -> int:
         """Under write-back, move the coldest `num_pages` to the host, as far as that can be done."""
-        if self.controller is None or self.backup is None or not self.backup.policy.writes_on_evict:
+        if (
+            self.controller is None
+            or self.write_through is None
+            or not self.write_through.policy.writes_on_evict
+        ):
             return 0
         freed, ended = 0, True
         while freed < num_pages and ended:
-            victims, copies = self.backup.write_back(num_pages - freed, component)
+            victims, copies = self.write_through.write_back(num_pages - freed, component)
             if copies:
                 ended = self._all_ended([copy.ticket for copy in copies])
                 if not ended:
-                    self.backup.keep(copies)
+                    self.write_through.keep(copies)
                 self.settle()
             if not (moved := self.supply.demote(victims, component)):
                 break
@@ -258,7 +262,7 @@ class HierarchicalCache:
         ended = self.controller.wait(copies, COPY_WAIT_S)
         if self._ranks is None:
             return ended
-        return bool(self._ranks.least(ended)[0]) and len(self.flights.lane(JobKind.WRITE)) <= AHEAD
+        return bool(self._ranks.least(ended)[0]) and len(self.in_flight.of_kind(JobKind.WRITE)) <= AHEAD
 
     def wait_for_copies(self, timeout_s: float) -> bool:
         """Wait until running device copies are done and apply them. False if there were none.
@@ -267,7 +271,7 @@ class HierarchicalCache:
         """
         if self.controller is None or self._load_back is None:
             return False
-        tickets = self.flights.tickets(JobKind.WRITE) + self._load_back.running()
+        tickets = self.in_flight.tickets(JobKind.WRITE) + self._load_back.running()
         if not tickets:
             return False
         self.controller.wait(tickets, timeout_s)
@@ -315,20 +319,20 @@ class HierarchicalCache:
         """
         self.start_loading()
         self.wait_for_copies(timeout_s)
-        if running := self.flights.tickets(JobKind.WRITE, JobKind.LOAD):
+        if running := self.in_flight.tickets(JobKind.WRITE, JobKind.LOAD):
             raise CacheError(f"reset: {len(running)} device copies did not end within {timeout_s} s")
         if self.controller is not None and self.prefetcher is not None:
             self.prefetcher.stop_all()
             self.controller.reset(min(timeout_s, STORAGE_STOP_S))
             self.settle()
-        self.flights.orphan_all()
+        self.in_flight.orphan_all()
         for drop in self.tree.clear():
             if drop.tier is HOST:
-                kept = self.flights.owned(drop.component)
+                kept = self.in_flight.owned(drop.component)
                 self.supply.free_host(np.setdiff1d(drop.pages, kept).astype(np.int32), drop.component)
             else:
                 self.supply.device_pools[drop.component].free(drop.pages)
-        for part in (self.backup, self._load_back, self.prefetcher):
+        for part in (self.write_through, self._load_back, self.prefetcher):
             if part is not None:
                 part.clear()
 
@@ -336,12 +340,12 @@ class HierarchicalCache:
         """Wait for everything in flight and apply it; False if the deadline passed first."""
         self.settle()
         deadline = self._clock() + timeout_s
-        while len(self.flights) and self.controller is not None:
+        while len(self.in_flight) and self.controller is not None:
             left = deadline - self._clock()
             if left < CLOCK_STEP_S:
                 return False
             self.start_loading()
-            self.controller.wait(self.flights.tickets(), min(left, COPY_WAIT_S))
+            self.controller.wait(self.in_flight.tickets(), min(left, COPY_WAIT_S))
             self.settle()
         return True
 
@@ -358,7 +362,7 @@ class HierarchicalCache:
         """Tree invariants, and each host page in exactly one place. O(tree); for tests and idle time."""
         self.tree.check()
         for component, pool in enumerate(self.supply.host_pools):
-            owned = self.flights.owned(component)
+            owned = self.in_flight.owned(component)
             resident = self.tree.all_pages(HOST, component)
             taken = np.concatenate([owned, resident])
             if len(np.unique(taken)) != len(taken):

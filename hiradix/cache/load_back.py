@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import (
     BACKBONE,
     NO_PAGES,
-    Counters,
+    CacheCounters,
     Pages,
     PagesOf,
     PageSupply,
@@ -25,9 +25,9 @@ from hiradix.cache.pages import (
     shared_out,
     sizes,
 )
-from hiradix.policy.no_regret import Move, NoRegret
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
-from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Segment
+from hiradix.tree import DEVICE, HOST, Lock, Match, Node, NodePages, RadixKey, RadixTree
 
 
 class Filled(NamedTuple):
@@ -38,12 +38,12 @@ class Filled(NamedTuple):
     start: int
 
 
-class Up:
+class LoadBackCopy:
     """What one load brings: the backbone's pages [start, node.end) of the path, and segments of others."""
 
     __slots__ = ("node", "others", "start")
 
-    def __init__(self, node: Node, start: int, others: list[Segment]):
+    def __init__(self, node: Node, start: int, others: list[NodePages]):
         self.node = node
         self.start = start
         self.others = others
@@ -60,16 +60,16 @@ class LoadBack:
         self,
         supply: PageSupply,
         controller: TransferController,
-        flights: Flights,
+        in_flight: InFlightJobs,
         make_room: Callable[[int, int], int],
         share: Share,
         no_regret: NoRegret,
     ):
         self._tree: RadixTree = supply.tree
         self._supply = supply
-        self._counters: Counters = supply.counters
+        self._counters: CacheCounters = supply.counters
         self._controller = controller
-        self._flights = flights
+        self._in_flight = in_flight
         self._is_plain = len(supply.device_pools) == 1
         self._make_room = make_room
         self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
@@ -91,7 +91,7 @@ class LoadBack:
 
     def running(self) -> list[Ticket]:
         """Loads that were started and whose results are not applied yet."""
-        return [ticket for ticket in self._flights.tickets(JobKind.LOAD) if ticket not in self._queued]
+        return [ticket for ticket in self._in_flight.tickets(JobKind.LOAD) if ticket not in self._queued]
 
     def load(self, node: Node, quota_pages: int | None = None) -> int | None:
         """Queue the copies that make `node` usable on the device; returns their number of pages.
@@ -110,7 +110,7 @@ class LoadBack:
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
             return None
-        if not self._no_regret.takes(Move.LOAD, total):
+        if not self._no_regret.takes(GatedTransfer.LOAD, total):
             self._counters.load_too_slow += asked
             return None
         locks = (self._tree.lock(node, HOST), self._tree.lock(node, DEVICE))
@@ -120,10 +120,10 @@ class LoadBack:
             self._unlock(locks)
             return None
         # making room may have applied results, which may have split nodes
-        self._submit(Up(node, start, self._others(node)), pages, locks)
+        self._submit(LoadBackCopy(node, start, self._others(node)), pages, locks)
         return total
 
-    def _others(self, node: Node) -> list[Segment]:
+    def _others(self, node: Node) -> list[NodePages]:
         """What a boundary at `node` lacks on the device of further components."""
         if self._is_plain:
             return []
@@ -147,7 +147,7 @@ class LoadBack:
             found[component] = pages
         return found
 
-    def _submit(self, up: Up, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
+    def _submit(self, up: LoadBackCopy, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
         """Queue one copy for all of it; the tree has its device pages at once."""
         further = [component for component in pages if component != BACKBONE]
         host = gathered(up.others, further)
@@ -160,7 +160,7 @@ class LoadBack:
         def done(result: Result) -> None:
             batch_pages = self._batch_pages.pop(result.ticket, 0)
             if result.num_pages == num_pages:
-                self._no_regret.moved(Move.LOAD, batch_pages, result.duration_s)
+                self._no_regret.moved(GatedTransfer.LOAD, batch_pages, result.duration_s)
                 self._counters.loaded += len(pages[BACKBONE])
                 self._unlock(locks)
             else:
@@ -173,13 +173,13 @@ class LoadBack:
         ticket = self._controller.load(host[BACKBONE], pages[BACKBONE], others)
         self._queued.append(ticket)
         self._batch_pages[ticket] = num_pages
-        self._flights.add(ticket, Flight(JobKind.LOAD, done, reads=host))
+        self._in_flight.add(ticket, InFlightJob(JobKind.LOAD, done, reads=host))
 
     def _unlock(self, locks: tuple[Lock, Lock]) -> None:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def _fail(self, up: Up, locks: tuple[Lock, Lock]) -> None:
+    def _fail(self, up: LoadBackCopy, locks: tuple[Lock, Lock]) -> None:
         """Note what a copy that failed has filled. Where that is backbone, our device lock stays on it."""
         self._failed_others += [Filled(s.node, s.component, s.start) for s in up.others]
         if up.start < up.node.end:
@@ -212,7 +212,7 @@ class LoadBack:
 
     def _drop_ended(self) -> list[int]:
         """Forget started slots that matter to no reader. Returns which of the others failed, oldest first."""
-        first, under_way = self._first_failed_slot(), self._flights.lane(JobKind.LOAD).keys()
+        first, under_way = self._first_failed_slot(), self._in_flight.of_kind(JobKind.LOAD).keys()
         failed, ended = [], []
         for slot, tickets in self._started.items():
             has_failed = slot == first or (bool(self._lost) and not self._lost.isdisjoint(tickets))

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.errors import Misuse
-from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, RadixKey, RadixTree, Segment, Tier
+from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, NodePages, RadixKey, RadixTree, Tier
 
 Pages = npt.NDArray[np.int32]
 NO_PAGES: Final[Pages] = np.empty(0, np.int32)
@@ -65,7 +65,7 @@ class CappedPages:
 
 
 @dataclass(slots=True)
-class Counters:
+class CacheCounters:
     """Monotonic counts since start, in pages unless named otherwise. Written by the scheduler thread only."""
 
     evicted_device: int = 0
@@ -109,7 +109,7 @@ class PageSupply:
     num_dropped: device pages that evictions freed since start, per component.
     """
 
-    def __init__(self, tree: RadixTree, device: Sources, host: Sources | None, counters: Counters):
+    def __init__(self, tree: RadixTree, device: Sources, host: Sources | None, counters: CacheCounters):
         self.tree = tree
         self.device_pools = as_tuple(device)
         self.host_pools = () if host is None else as_tuple(host)
@@ -191,7 +191,7 @@ class PageSupply:
         if len(refused):
             raise Misuse(f"device pages {refused} for what is resident")
 
-    def take_beside(self, segment: Segment, pages: Pages) -> None:
+    def take_beside(self, segment: NodePages, pages: Pages) -> None:
         """Give the tree device pages for `segment`, which has none; they lie beside its backbone pages."""
         refused = self.tree.adopt(segment.node, segment.component, DEVICE, pages)
         if len(refused):
@@ -266,7 +266,7 @@ def as_tuple(sources: Sources) -> tuple[PageSource, ...]:
     return tuple(sources) if isinstance(sources, Sequence) else (sources,)
 
 
-def gathered(segments: Sequence[Segment], components: Iterable[int]) -> dict[int, Pages]:
+def gathered(segments: Sequence[NodePages], components: Iterable[int]) -> dict[int, Pages]:
     """The segments' pages per component, in their order."""
     return {
         component: np.concatenate([NO_PAGES, *(s.pages for s in segments if s.component == component)])
@@ -274,9 +274,9 @@ def gathered(segments: Sequence[Segment], components: Iterable[int]) -> dict[int
     }
 
 
-def shared_out(pages: PagesOf, segments: Sequence[Segment]) -> list[tuple[Segment, Pages]]:
+def shared_out(pages: PagesOf, segments: Sequence[NodePages]) -> list[tuple[NodePages, Pages]]:
     """Each segment with its part of `pages`, which are as many as `sizes` says, in the segments' order."""
-    found: list[tuple[Segment, Pages]] = []
+    found: list[tuple[NodePages, Pages]] = []
     if not segments:
         return found
     at = dict.fromkeys(pages, 0)
@@ -287,7 +287,7 @@ def shared_out(pages: PagesOf, segments: Sequence[Segment]) -> list[tuple[Segmen
     return found
 
 
-def sizes(segments: Iterable[Segment]) -> dict[int, int]:
+def sizes(segments: Iterable[NodePages]) -> dict[int, int]:
     """Pages of the segments per component; 0 for the backbone if it has none."""
     found = {BACKBONE: 0}
     for segment in segments:

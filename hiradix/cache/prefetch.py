@@ -13,13 +13,13 @@ from collections.abc import Callable, Hashable
 
 from hiradix.cache.agreement import Agree, least
 from hiradix.cache.boundaries import BoundaryReads, Ends, pages_of_a_step
-from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.found import Arrivals, Found, Phase, Prefetch
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import PageSupply
+from hiradix.cache.prefetch_state import Arrivals, Prefetch, PrefetchPhase, StorageHit
 from hiradix.cache.reads import Reads
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import NoRegret
-from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.transfer import JobKind, Result, TransferController
 from hiradix.tree import Node, RadixKey, RadixTree, Tier
 
@@ -31,7 +31,7 @@ class Prefetcher:
         self,
         supply: PageSupply,
         controller: TransferController,
-        flights: Flights,
+        in_flight: InFlightJobs,
         policy: PrefetchPolicy,
         clock: Callable[[], float],
         no_regret: NoRegret,
@@ -41,7 +41,7 @@ class Prefetcher:
         self._tree: RadixTree = supply.tree
         self._supply = supply
         self._controller = controller
-        self._flights = flights
+        self._in_flight = in_flight
         self._clock = clock
         self.reads = self._make_reads(no_regret, agree)
         self._active: dict[Hashable, Prefetch] = {}
@@ -51,22 +51,22 @@ class Prefetcher:
     def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
         arrivals, controller = Arrivals(self._supply), self._controller
         if not arrivals.others:
-            return Reads(arrivals, controller, self._flights, self._finish, no_regret)
+            return Reads(arrivals, controller, self._in_flight, self._finish, no_regret)
         step_pages = pages_of_a_step(
             self._tree.components, controller.page_bytes, controller.runtime.limits.batch_pages
         )
         if agree is not None:
             step_pages = -least(agree, -step_pages)[0]  # the most that any rank would read at once
         ends = Ends(self._finish, self._ask_again)
-        return BoundaryReads(arrivals, controller, self._flights, ends, step_pages, no_regret)
+        return BoundaryReads(arrivals, controller, self._in_flight, ends, step_pages, no_regret)
 
     def __len__(self) -> int:
         return len(self._running)
 
     def clear(self) -> None:
-        """Forget everything (after a reset; the flights are orphans now)."""
+        """Forget everything (after a reset; the jobs in flight are orphans now)."""
         for p in self._running:
-            p.phase, p.lock, p.beside = Phase.DONE, None, None
+            p.phase, p.lock, p.beside = PrefetchPhase.DONE, None, None
         self._active.clear()
         self._running.clear()
         self._loaded.clear()
@@ -93,7 +93,7 @@ class Prefetcher:
         self._running.append(p)
         primary = self._same_pages(p)
         if primary is not None:
-            p.phase, p.primary = Phase.JOINED, primary
+            p.phase, p.primary = PrefetchPhase.JOINED, primary
         else:
             self._query(p)
         return True
@@ -103,7 +103,7 @@ class Prefetcher:
         p = self._active.get(handle)
         if p is None:
             return True
-        done = p.phase is Phase.DONE
+        done = p.phase is PrefetchPhase.DONE
         if not done and not self.policy.should_stop(self._clock() - p.started_s, p.asked_pages):
             return False
         if not done:
@@ -149,10 +149,10 @@ class Prefetcher:
         self._loaded[handle] = p.loaded_end - p.loaded_pages, p.loaded_pages
         p.is_wanted = False
         primary = p.primary
-        if p.phase is Phase.JOINED:
+        if p.phase is PrefetchPhase.JOINED:
             self._finish(p)
         for left in (p, primary):
-            if left is not None and left.phase is not Phase.DONE and not self._is_wanted(left):
+            if left is not None and left.phase is not PrefetchPhase.DONE and not self._is_wanted(left):
                 left.stopped = True
                 for ticket in left.tickets:
                     self._controller.cancel(ticket)
@@ -167,14 +167,14 @@ class Prefetcher:
         """A running prefetch that will bring the first page `new` wants."""
         row = new.key.row(new.anchor.end, self._tree.page_size)
         for p in self._running:
-            is_open = p.phase in (Phase.QUERY, Phase.READ) and not p.stopped
+            is_open = p.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not p.stopped
             if is_open and p is not new and p.anchor is new.anchor:
                 if p.key.row(p.anchor.end, self._tree.page_size) == row:
                     return p
         return None
 
     def _query(self, p: Prefetch) -> None:
-        p.phase, p.primary = Phase.QUERY, None
+        p.phase, p.primary = PrefetchPhase.QUERY, None
         if p.lock is None:
             p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end
@@ -191,23 +191,25 @@ class Prefetcher:
                 self._supply.counters.miss("storage_transfer", p.asked_pages)
             p.nothing_there = result.error is None and result.num_pages == 0
             chain = None if rows.start else result.hashes
-            is_read = self._read(p, Found(start, result.hashes[skip : skip + result.num_pages], chain, known))
+            is_read = self._read(
+                p, StorageHit(start, result.hashes[skip : skip + result.num_pages], chain, known)
+            )
             if p.is_measured:
                 self.reads.no_regret.answered(asked, result.num_pages if is_read else 0, result.duration_s)
 
         asked = p.asked_pages
-        ticket = self._controller.query(rows, p.asked_pages, self.reads.trails(), known)
+        ticket = self._controller.query(rows, p.asked_pages, self.reads.windows(), known)
         p.tickets.add(ticket)
-        self._flights.add(ticket, Flight(JobKind.QUERY, answered))
+        self._in_flight.add(ticket, InFlightJob(JobKind.QUERY, answered))
 
-    def _read(self, p: Prefetch, found: Found) -> bool:
+    def _read(self, p: Prefetch, found: StorageHit) -> bool:
         """Submit reads for the hits, if somebody still wants them; False: there are none."""
         count = len(found.hashes)
         if p.stopped or not self.policy.worth_reading(count):
             self._supply.counters.miss("dropped" if p.stopped else "below_threshold", count)
             self._finish(p)
             return False
-        p.phase = Phase.READ
+        p.phase = PrefetchPhase.READ
         if self.reads.submit(p, found):
             return True
         self._finish(p)
@@ -225,7 +227,7 @@ class Prefetcher:
         """The one end of every prefetch: unlock, and let those who joined it look again."""
         if p.tickets or p.unread_pages != 0:
             raise Misuse(f"a prefetch ends with tickets {p.tickets} and {p.unread_pages} pages unread")
-        p.phase = Phase.DONE
+        p.phase = PrefetchPhase.DONE
         self._running.remove(p)
         for lock in (p.lock, p.beside):
             if lock is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.found import Arrivals, Found, Prefetch
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, Pages
-from hiradix.policy.no_regret import Move, NoRegret
-from hiradix.transfer import JobKind, Result, Trail, TransferController
+from hiradix.cache.prefetch_state import Arrivals, Prefetch, StorageHit
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.transfer import JobKind, Result, TrailingWindow, TransferController
 from hiradix.tree import Node, RadixKey
 
 
@@ -23,7 +23,7 @@ class Reads:
         self,
         arrivals: Arrivals,
         controller: TransferController,
-        flights: Flights,
+        in_flight: InFlightJobs,
         finish: Callable[[Prefetch], None],
         no_regret: NoRegret,
     ):
@@ -31,7 +31,7 @@ class Reads:
         self._arrivals = arrivals
         self._supply = arrivals.supply
         self._controller = controller
-        self._flights = flights
+        self._in_flight = in_flight
         self._finish = finish
 
     def most(self, key: RadixKey, node: Node) -> int:
@@ -42,14 +42,14 @@ class Reads:
         """Of how many pages behind the anchor storage need not be asked for the backbone."""
         return 0
 
-    def trails(self) -> list[Trail]:
+    def windows(self) -> list[TrailingWindow]:
         """What storage must have of further components where hits end."""
         return []
 
-    def submit(self, p: Prefetch, found: Found) -> bool:
+    def submit(self, p: Prefetch, found: StorageHit) -> bool:
         """Submit reads for what was found, as far as the host can take it; False if there are none: it can
         take nothing, or they are not worth their time."""
-        if not self.no_regret.takes(Move.FETCH, len(found.hashes)):
+        if not self.no_regret.takes(GatedTransfer.FETCH, len(found.hashes)):
             self._supply.counters.miss("slower_than_compute", len(found.hashes))
             return False
         batch_pages, at = self._controller.runtime.limits.batch_pages, found.start
@@ -63,7 +63,7 @@ class Reads:
             at += num_pages
         return at > found.start
 
-    def _submit_batch(self, p: Prefetch, batch: Found, host_pages: Pages) -> None:
+    def _submit_batch(self, p: Prefetch, batch: StorageHit, host_pages: Pages) -> None:
         start, hashes = batch.start, batch.hashes
 
         def arrived(result: Result) -> None:
@@ -94,4 +94,4 @@ class Reads:
             hashes, host_pages, batch.chain, extra_key=p.key.extra_key
         )
         p.tickets.add(ticket)
-        self._flights.add(ticket, Flight(JobKind.READ, arrived, owns={BACKBONE: host_pages}))
+        self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns={BACKBONE: host_pages}))

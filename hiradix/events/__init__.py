@@ -8,7 +8,7 @@ Nothing here is imported, and nothing is noted, unless events are asked for.
 from hiradix.events.config import KVEventsConfig, parse_kv_events_config
 from hiradix.events.open import open_publisher
 from hiradix.events.recorder import KVEvents
-from hiradix.events.records import (
+from hiradix.events.wire_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from hiradix.errors import Misuse
-from hiradix.events.records import Naming
+from hiradix.events.wire_events import Naming
 from hiradix.tree import Node, PageRows, hash_pages
 from hiradix.tree.hashing import DIGEST_BYTES, hash_run
 from hiradix.tree.key import NARROW, Extras, Namespace, unpacked

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from hiradix.events.records import BlockRemoved, BlockStored, Event
+from hiradix.events.wire_events import BlockRemoved, BlockStored, Event
 
 Encode = Callable[[float, Sequence[Event], int | None], bytes]
 """A batch's time in seconds since the epoch, its events and the data-parallel rank, as a payload."""

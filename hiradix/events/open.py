@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hiradix.errors import ConfigError
 from hiradix.events.config import FLAG, KVEventsConfig
 from hiradix.events.recorder import KVEvents
-from hiradix.events.records import Naming, storage_medium
+from hiradix.events.wire_events import Naming, storage_medium
 from hiradix.tree import RadixTree
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import zmq
 from hiradix.errors import ConfigError
 from hiradix.events.config import FLAG, WILDCARDS, KVEventsConfig, split_tcp
 from hiradix.events.encode import encoder
-from hiradix.events.recorder import KVEvents, Note
+from hiradix.events.recorder import KVEvents, TierChange
 from hiradix.events.replays import Replays
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Publisher:
     ):
         self.config, self._events, self._clock = config, events, clock
         self.num_queued = self.num_done = self.num_sent = self.num_dropped = 0
-        self._queue: SimpleQueue[tuple[float, list[Note]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[float, list[TierChange]] | None] = SimpleQueue()
         self._is_behind = False
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._lock = threading.Lock()  # of _kept

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hiradix.events.chain import Chain, chain_of
-from hiradix.events.records import (
+from hiradix.events.wire_events import (
     WIRE_NAMES,
     AllBlocksCleared,
     BlockRemoved,
@@ -26,7 +26,7 @@ from hiradix.tree import Node, RadixTree, Tier
 from hiradix.tree.key import unpacked
 
 
-class Note(NamedTuple):
+class TierChange(NamedTuple):
     """Pages [start, end) of `chain` have entered or left `medium`; without a chain, everything is gone.
 
     run, width: what entered, as packed tokens from page `first` on; b"" for what has left.
@@ -41,7 +41,7 @@ class Note(NamedTuple):
     first: int = 0
 
 
-_CLEARED = Note(-1, None)
+_CLEARED = TierChange(-1, None)
 
 
 def _external() -> Medium:
@@ -63,7 +63,7 @@ class KVEvents:
         self.naming = naming or Naming()
         self._storage_medium = storage_medium
         self._tree = tree
-        self._notes: list[Note] = []
+        self._notes: list[TierChange] = []
         self._has_named_storage = False
         tree.watch = self
 
@@ -71,12 +71,14 @@ class KVEvents:
 
     def stored(self, node: Node, tier: int) -> None:
         self._notes.append(
-            Note(tier, node.chain or chain_of(node), node.start, node.end, node.run, node.width, node.start)
+            TierChange(
+                tier, node.chain or chain_of(node), node.start, node.end, node.run, node.width, node.start
+            )
         )
 
     def removed(self, node: Node, tier: int) -> None:
         """Readers that do not tell media apart forget the blocks: they are told where else they still are."""
-        self._notes.append(Note(tier, node.chain, node.start, node.end))
+        self._notes.append(TierChange(tier, node.chain, node.start, node.end))
         other = 1 - tier
         if (node.host if other else node.device).pages is not None:
             self.stored(node, other)
@@ -93,7 +95,7 @@ class KVEvents:
         while at is not None and at.parent is not None and at.end > start:
             if at.start < end:
                 lo, hi = max(start, at.start), min(end, at.end)
-                found.append(Note(medium, chain_of(at), lo, hi, at.run, at.width, at.start))
+                found.append(TierChange(medium, chain_of(at), lo, hi, at.run, at.width, at.start))
             at = at.parent
         self._notes += reversed(found)
 
@@ -109,7 +111,7 @@ class KVEvents:
                 if node.resident(tier):
                     self.stored(node, tier)
 
-    def take_notes(self) -> list[Note]:
+    def take_notes(self) -> list[TierChange]:
         """What was noted since the last call, for `events_of`."""
         notes, self._notes = self._notes, []
         return notes
@@ -120,7 +122,7 @@ class KVEvents:
 
     # -- any one thread -----------------------------------------------------------------------
 
-    def events_of(self, notes: Iterable[Note]) -> list[Event]:
+    def events_of(self, notes: Iterable[TierChange]) -> list[Event]:
         """Notes as events, neighbours joined: pages that follow each other in one medium are one event."""
         events: list[Event] = []
         for note in notes:
@@ -142,7 +144,7 @@ class KVEvents:
                 events.append(BlockRemoved(names, medium))
         return events
 
-    def _stored_event(self, note: Note, chain: Chain) -> BlockStored:
+    def _stored_event(self, note: TierChange, chain: Chain) -> BlockStored:
         space, size = chain.space, self._tree.page_size
         tokens = unpacked(note.run, note.width)
         lo, hi = (note.start - note.first) * size, (note.end - note.first) * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hiradix.memory.allocator import PageAllocator, ReqToTokenPool, SlotAllocator
 from hiradix.memory.choose import make_transport
 from hiradix.memory.hybrid import HybridPools, HybridSlotAllocator
-from hiradix.memory.layout import LAYOUTS, Layout, Piece, Plane, make_layout
+from hiradix.memory.layout import LAYOUTS, Layout, PageRun, Plane, make_layout
 from hiradix.memory.manifest import SlotManifest
 from hiradix.memory.pools import DevicePool, HostPool, Pool
 from hiradix.memory.shape import (
@@ -36,7 +36,7 @@ __all__ = [
     "Layout",
     "MLAShape",
     "PageAllocator",
-    "Piece",
+    "PageRun",
     "Plane",
     "Pool",
     "ReqToTokenPool",

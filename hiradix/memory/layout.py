@@ -45,7 +45,7 @@ class Plane:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PageRun:
     """A contiguous run of a page: `num_bytes` from `offset` + page * `page`, in bytes."""
 
     offset: int
@@ -65,7 +65,7 @@ class Layout:
     num_pages: int
     num_bytes: int
     planes: tuple[Plane, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PageRun, ...]
     array_shapes: tuple[tuple[int, ...], ...]
     joint: bool
 
@@ -174,7 +174,9 @@ def page_blob(shape: CacheShape, num_pages: int, page_size: int) -> Layout:
     planes = [replace(plane.moved(begin), page=page) for plane, begin in zip(planes, begins, strict=False)]
     for plane in planes:
         _require_aligned("page_blob", plane)
-    return Layout("page_blob", num_pages, num_pages * page, tuple(planes), (Piece(0, page, page),), (), False)
+    return Layout(
+        "page_blob", num_pages, num_pages * page, tuple(planes), (PageRun(0, page, page),), (), False
+    )
 
 
 Maker = Callable[[CacheShape, int, int], Layout]
@@ -240,7 +242,7 @@ def _joined(
         _require_aligned(name, planes[-1])
         shapes.append(shape)
         offset += _num_bytes(shape, plane.spec)
-    pieces = tuple(Piece(at, plane.page, piece_bytes(plane)) for plane in planes for at in begins(plane))
+    pieces = tuple(PageRun(at, plane.page, piece_bytes(plane)) for plane in planes for at in begins(plane))
     joint = len({(shape, plane.spec.dtype) for shape, plane in zip(shapes, planes, strict=True)}) == 1
     return Layout(name, num_pages, offset, tuple(planes), pieces, tuple(shapes), joint)
 

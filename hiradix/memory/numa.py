@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Node:
+class NumaNode:
     """A NUMA node and those of its CPUs that this process may run on."""
 
     number: int
     cpus: frozenset[int]
 
 
-def node_of(device: torch.device, read: ReadText = read_text) -> Node | None:
+def node_of(device: torch.device, read: ReadText = read_text) -> NumaNode | None:
     """The node a CUDA device hangs on; None on a CPU, or where the machine does not say.
 
     None, with a warning, too if the process may not run on any CPU of that node.
@@ -34,7 +34,7 @@ def node_of(device: torch.device, read: ReadText = read_text) -> Node | None:
     return node_at("{:04x}:{:02x}:{:02x}.0".format(*found), read) if len(found) == len(ids) else None
 
 
-def node_at(pci_address: str, read: ReadText = read_text) -> Node | None:
+def node_at(pci_address: str, read: ReadText = read_text) -> NumaNode | None:
     """The node of the device at a PCI address such as 0000:3b:00.0."""
     text = (read(f"/sys/bus/pci/devices/{pci_address}/numa_node") or "").strip()
     if not text.lstrip("-").isdigit() or int(text) < 0:
@@ -44,7 +44,7 @@ def node_at(pci_address: str, read: ReadText = read_text) -> Node | None:
     if not allowed:
         logger.warning("host pool: this process may not run on NUMA node %s, which the device is on", text)
         return None
-    return Node(int(text), allowed)
+    return NumaNode(int(text), allowed)
 
 
 def cpu_list(text: str) -> frozenset[int]:

@@ -15,7 +15,7 @@ import torch
 from hiradix.errors import Misuse
 from hiradix.memory.cuda_runtime import Addresses
 from hiradix.memory.dma_transport import CopyPieces, Pieces, device_of
-from hiradix.memory.layout import Piece, make_layout
+from hiradix.memory.layout import PageRun, make_layout
 from hiradix.memory.pools import HostPool, LaidOutPool, Pool
 from hiradix.memory.transport import PageIds, Transport, checked_copy
 
@@ -79,6 +79,6 @@ def whole_pieces(src: LaidOutPool, dst: LaidOutPool, src_pages: PageIds, dst_pag
     return Pieces(joined[0], joined[1], joined[2]).merged(dst.cuts)
 
 
-def _begins(pool: LaidOutPool, piece: Piece, pages: PageIds) -> Addresses:
+def _begins(pool: LaidOutPool, piece: PageRun, pages: PageIds) -> Addresses:
     begins: Addresses = pool.buffer.data_ptr() + piece.offset + np.asarray(pages, np.int64) * piece.page
     return begins

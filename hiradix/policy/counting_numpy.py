@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST
 from hiradix.policy.gittins_numpy import Floats, Ints
-from hiradix.policy.ranks import BUCKETS, EDGE_LIST
 
 Events: TypeAlias = tuple[list[int], list[int]]
 Columns: TypeAlias = tuple[Ints, Ints, Floats, Floats, Ints]

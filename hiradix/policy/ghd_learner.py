@@ -9,7 +9,7 @@ from hiradix.policy.ghd_order import LaneOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.places import INFINITE
 from hiradix.policy.segments import Segments
-from hiradix.policy.uses import HINTS, Finished, Note, UseLog
+from hiradix.policy.uses import HINTS, Finished, LastUse, UseLog
 from hiradix.tree import Node, RadixKey, Tier
 from hiradix.tree.key import Namespace
 
@@ -71,13 +71,13 @@ class GhdLearner(UseLog):
 
     # -- learning ---------------------------------------------------------------------------
 
-    def was_forgotten(self, note: Note, num_pages: int) -> None:
+    def was_forgotten(self, note: LastUse, num_pages: int) -> None:
         self.segments.forget(note.segment, num_pages)
 
-    def was_used(self, note: Note, gap: int, num_pages: int) -> None:
+    def was_used(self, note: LastUse, gap: int, num_pages: int) -> None:
         self.segments.use(note.segment, gap, num_pages)
 
-    def was_noted(self, notes: list[Note]) -> None:
+    def was_noted(self, notes: list[LastUse]) -> None:
         """Of a request's pages all that are in a class have one vote."""
         count = len(notes)
         for i in range(count):
@@ -126,14 +126,16 @@ class GhdLearner(UseLog):
 
     def hint(self, nodes: Iterator[Node], hint: str) -> None:
         """Move what a conversation alone uses to the class of its sender's hint."""
-        made: dict[int, Note] = {}
+        made: dict[int, LastUse] = {}
         for node in nodes:
             old = node.note
             if old is None or old.visits >= 2:
                 continue
             note = made.get(id(old))
             if note is None:
-                note = made[id(old)] = Note(old.use, self.clock, self._hinted(hint, node.space), old.visits)
+                note = made[id(old)] = LastUse(
+                    old.use, self.clock, self._hinted(hint, node.space), old.visits
+                )
                 note.segment = self.segments.start(note.class_id, old_pages(node, old), self.clock)
             self.segments.forget(old.segment, node.num_pages)
             node.note = note
@@ -146,7 +148,7 @@ class GhdLearner(UseLog):
         self.orders.clear()
 
 
-def old_pages(node: Node, note: Note) -> int:
+def old_pages(node: Node, note: LastUse) -> int:
     """Pages of `node` and its ancestors that carry `note`; at least one."""
     count, at = 0, node
     while at.parent is not None:

@@ -15,11 +15,11 @@ from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.lanes import Lanes
 from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.places import INFINITE, Place
-from hiradix.policy.uses import Note, Use, UseLog
+from hiradix.policy.uses import LastUse, RequestUse, UseLog
 from hiradix.tree import LruOrder, Node, OrderContext, Tier
 from hiradix.tree.node import Residency
 
-_NOBODY = Use(0, 0, EMPTY)
+_NOBODY = RequestUse(0, 0, EMPTY)
 
 
 class LaneOrder:
@@ -50,7 +50,7 @@ class LaneOrder:
         self._fresh: list[Place] = []  # on their way to a lane
         self._most_fresh = 64  # before those that are void are taken out
         self._lanes = Lanes(tables)
-        self._newborn = Note(_NOBODY, 0, CONVERSATION, 0)
+        self._newborn = LastUse(_NOBODY, 0, CONVERSATION, 0)
 
     def __iter__(self) -> Iterator[Residency]:
         return iter(self._members)
@@ -138,18 +138,18 @@ class LaneOrder:
     def _uncover(self, entry: Residency, gone: dict[int, int] | None = None) -> None:
         """`entry` has no place any more, or one by another note: its parent's may need one."""
         node = entry.node
-        parent = None if node is None else node.parent or node.heir
+        parent = None if node is None else node.parent or node.successor
         if parent is not None and parent.host.hotter is not None:
             self._came(parent.host, gone)
 
     def _is_stale(self, place: Place, node: Node) -> bool:
         """Whether a place is not what its entry would get."""
-        note: Note | None = node.note
+        note: LastUse | None = node.note
         if place.note is not note and (note is not None or place.note.clock != self._log.clock):
             return True
         return place.start != node.start
 
-    def _seat(self, entry: Residency, known: Note | None = None) -> None:
+    def _seat(self, entry: Residency, known: LastUse | None = None) -> None:
         """A leaf is on its way to the lane of its class."""
         node = entry.node
         if node is None:
@@ -161,10 +161,10 @@ class LaneOrder:
             self._fresh = fresh = [p for p in fresh if p.entry is not None and p.entry.node is not None]
             self._most_fresh = 2 * len(fresh) + 64
 
-    def _unused(self) -> Note:
+    def _unused(self) -> LastUse:
         """The note of what no finished request has used: as if used just now."""
         if self._newborn.clock != self._log.clock:
-            self._newborn = Note(_NOBODY, self._log.clock, CONVERSATION, 0)
+            self._newborn = LastUse(_NOBODY, self._log.clock, CONVERSATION, 0)
         return self._newborn
 
     def _unseat(self, entry: Residency) -> None:
@@ -246,7 +246,7 @@ class LaneOrder:
         """Evicts as it would, exposing parents, and puts everything back."""
         self._log.settle()
         gone: dict[int, int] = {}
-        found: dict[Residency, Note] = {}
+        found: dict[Residency, LastUse] = {}
         while num_pages > 0 and (entry := self._best(gone)) is not None:
             assert entry.node is not None and entry.pages is not None
             found[entry] = entry.rank.note
@@ -263,7 +263,7 @@ class LaneOrder:
                 self._seat(entry, note)
         return list(found)
 
-    def worth(self, note: Note | None) -> float:
+    def worth(self, note: LastUse | None) -> float:
         """The index of what has just been used as `note`."""
         return self._tables.index.item(CONVERSATION if note is None else note.class_id, 0)
 

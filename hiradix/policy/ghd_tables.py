@@ -15,9 +15,9 @@ from zipfile import BadZipFile
 import numpy as np
 
 from hiradix.errors import ConfigError
+from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.gittins import hazard_of, index_of
 from hiradix.policy.gittins_numpy import Floats, Ints
-from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 
 ClassKey: TypeAlias = tuple[int, ...]
 

@@ -23,7 +23,7 @@ NoteT = TypeVar("NoteT")
 
 
 @mypyc_attr(acyclic=True)
-class Trail:
+class BlockNames:
     """Names of a path's blocks. Immutable; trails of one conversation share their bytes.
 
     The pieces but the last grow at least twofold towards the front, so there are O(log blocks) of them.
@@ -35,7 +35,7 @@ class Trail:
         self._pieces = pieces
         self.num_blocks = num_blocks
 
-    def head(self, num_blocks: int) -> Trail:
+    def head(self, num_blocks: int) -> BlockNames:
         """The first `num_blocks` of it."""
         if num_blocks >= self.num_blocks:
             return self
@@ -45,15 +45,15 @@ class Trail:
                 break
             kept.append(piece[:left])
             left -= len(piece)
-        return Trail(tuple(kept), num_blocks)
+        return BlockNames(tuple(kept), num_blocks)
 
-    def joined(self, names: bytes) -> Trail:
+    def joined(self, names: bytes) -> BlockNames:
         if not names:
             return self
         pieces, num_blocks = self._pieces, self.num_blocks + len(names) // NAME_BYTES
         while pieces and len(pieces[-1]) < max(2 * len(names), _SHORT):
             pieces, names = pieces[:-1], pieces[-1] + names
-        return Trail((*pieces, names), num_blocks)
+        return BlockNames((*pieces, names), num_blocks)
 
     def names(self, first: int, last: int) -> list[bytes]:
         """Names of blocks [first, last), as far as it reaches."""
@@ -72,10 +72,12 @@ class Trail:
         return self._pieces[-1][-NAME_BYTES:] if self._pieces else b""
 
 
-EMPTY: Final = Trail((), 0)
+EMPTY: Final = BlockNames((), 0)
 
 
-def extend(trail: Trail, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int) -> Trail:
+def extend(
+    trail: BlockNames, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int
+) -> BlockNames:
     """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 0.3 us per block of 512."""
     known = trail.num_blocks
     if known >= num_blocks:

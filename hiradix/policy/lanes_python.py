@@ -7,9 +7,9 @@ from heapq import heappop, heappush
 from typing import Final
 
 from hiradix.errors import Misuse
+from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.ghd_tables import ClassTables
 from hiradix.policy.places import INFINITE, NEVER, Place
-from hiradix.policy.ranks import BUCKETS, EDGE_LIST, ClassRanks
 
 FEW: Final = 64
 

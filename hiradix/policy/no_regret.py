@@ -37,7 +37,7 @@ MOST_LEFT_OUT = 32  # between two that find out whether fetches bring something 
 Source = Callable[[], float]
 
 
-class Move(Enum):
+class GatedTransfer(Enum):
     """What may be refused."""
 
     LOAD = "load"  # host to device
@@ -180,10 +180,10 @@ class NoRegret:
         troubles: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
     ):
         self.enabled = enabled
-        self.num_refused = dict.fromkeys(Move, 0)
+        self.num_refused = dict.fromkeys(GatedTransfer, 0)
         self.num_probes = 0
         self._computed = Cost(MIN_SLOPE)
-        self._moved = {move: Cost() for move in Move}
+        self._moved = {move: Cost() for move in GatedTransfer}
         self._asked = Cost()
         self._troubles = troubles
         self._num_changes = 0
@@ -194,7 +194,9 @@ class NoRegret:
         self._allowance_s = self._ask_allowance_s = 0.0
         self._computing = share(self._computed.speed)
         self._speed = {move: share(cost.speed) for move, cost in self._moved.items()}
-        leads = {move: cost.fixed_s for move, cost in self._moved.items()} | {Move.FETCH: self._fetch_lead_s}
+        leads = {move: cost.fixed_s for move, cost in self._moved.items()} | {
+            GatedTransfer.FETCH: self._fetch_lead_s
+        }
         self._lead = {move: share(_negative(lead_s)) for move, lead_s in leads.items()}
         self._asking = share(_negative(self._ask_s))
         self._drought = Drought(share)
@@ -203,7 +205,7 @@ class NoRegret:
         """A forward computed that many pages of prompts."""
         self._computed.add(num_pages, seconds)
 
-    def moved(self, move: Move, num_pages: int, seconds: float) -> None:
+    def moved(self, move: GatedTransfer, num_pages: int, seconds: float) -> None:
         """A transfer of that many pages worked for so long."""
         cost = self._moved[move]
         if num_pages and cost.rate() and 0 < 2 * seconds < cost.fixed_s() + num_pages / cost.speed():
@@ -232,9 +234,9 @@ class NoRegret:
             return
         for wasted_s in (*failed, 0.0 if num_pages else seconds):
             self._waste_s = KEPT * self._waste_s + (1 - KEPT) * wasted_s
-        cost = self._moved[Move.FETCH]
+        cost = self._moved[GatedTransfer.FETCH]
         if num_pages >= asked or (num_pages and seconds > cost.fixed_s() + num_pages * cost.page_s()):
-            self.moved(Move.FETCH, num_pages, seconds)
+            self.moved(GatedTransfer.FETCH, num_pages, seconds)
 
     def answered(self, asked: int, read: int, seconds: float) -> None:
         """A lookup of `asked` pages was answered, and a fetch of `read` of them taken."""
@@ -268,7 +270,7 @@ class NoRegret:
         return 1 / rate if rate else 0.0
 
     def _fetch_lead_s(self) -> float:
-        return self._moved[Move.FETCH].fixed_s() + self._waste_s
+        return self._moved[GatedTransfer.FETCH].fixed_s() + self._waste_s
 
     def _failed_before(self, calls: _Calls, seconds: float) -> list[float] | None:
         """Of calls in a row that failed before one that has not, how long they took. None: it has failed, or
@@ -276,16 +278,16 @@ class NoRegret:
         troubles = self._troubles()
         if troubles[0] != self._num_changes:
             self._num_changes, self._waste_s = troubles[0], 0.0
-            for cost in (self._asked, self._moved[Move.FETCH]):
+            for cost in (self._asked, self._moved[GatedTransfer.FETCH]):
                 cost.forget()
             for one in (self._lookups, self._reads):
                 one.begin_anew(troubles)
             return None
         return calls.failed_before(troubles, seconds)
 
-    def takes(self, move: Move, num_pages: int) -> bool:
+    def takes(self, move: GatedTransfer, num_pages: int) -> bool:
         """The decision, from agreed numbers alone: whether `num_pages` are moved and not computed again."""
-        if move is Move.FETCH and self.enabled and self._drought.refuses():
+        if move is GatedTransfer.FETCH and self.enabled and self._drought.refuses():
             self.num_refused[move] += num_pages
             return False
         speed = self._computing()
@@ -293,7 +295,7 @@ class NoRegret:
         if not self.enabled or speed <= 0 or not is_known:
             return True
         computing_s = num_pages / speed
-        moving_s = sum(self.predicted_s(m, num_pages) for m in {move, Move.LOAD})
+        moving_s = sum(self.predicted_s(m, num_pages) for m in {move, GatedTransfer.LOAD})
         if moving_s <= computing_s:
             return True
         self._allowance_s += PROBE_SHARE * computing_s
@@ -304,7 +306,7 @@ class NoRegret:
         self.num_refused[move] += num_pages
         return False
 
-    def predicted_s(self, move: Move, num_pages: int) -> float:
+    def predicted_s(self, move: GatedTransfer, num_pages: int) -> float:
         """What a transfer is predicted to take, of agreed numbers; 0 if nothing is known."""
         speed = self._speed[move]()
         return (num_pages / speed if speed > 0 else 0.0) - self._lead[move]()

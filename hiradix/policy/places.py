@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hiradix.policy.uses import Note
+from hiradix.policy.uses import LastUse
 from hiradix.tree.node import Residency
 
 NEVER: Final = 1 << 60
@@ -19,7 +19,7 @@ class Place:
 
     __slots__ = ("entry", "note", "start", "seat", "depth")
 
-    def __init__(self, entry: Residency, note: Note, start: int):
+    def __init__(self, entry: Residency, note: LastUse, start: int):
         self.entry: Residency | None = entry
         self.note = note
         self.start = start

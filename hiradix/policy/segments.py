@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hiradix.policy.class_ranks import BUCKETS
 from hiradix.policy.counting import count
 from hiradix.policy.counting_numpy import columns_of, forget
 from hiradix.policy.ghd_tables import ClassTables
-from hiradix.policy.ranks import BUCKETS
 
 CAPACITY = 1 << 17  # segments followed at a time; the older half is forgotten when they run out
 WAITING = 1 << 14  # numbers that may wait to be put into rows, or to be taken off them

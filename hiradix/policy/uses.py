@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hiradix.errors import Misuse
-from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, Ghosts, Trail, extend
+from hiradix.policy.ghosts import BLOCK_TOKENS, EMPTY, BlockNames, Ghosts, extend
 from hiradix.tree import Node, OrderContext, RadixKey, RadixTree, Tier
 from hiradix.tree.native import mypyc_attr
 from hiradix.tree.node import Residency
@@ -33,19 +33,19 @@ class Finished:
 
 
 @mypyc_attr(acyclic=True)
-class Use:
+class RequestUse:
     """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
 
     __slots__ = ("turn", "pages", "trail")
 
-    def __init__(self, turn: int, pages: int, trail: Trail):
+    def __init__(self, turn: int, pages: int, trail: BlockNames):
         self.turn = turn
         self.pages = pages
         self.trail = trail
 
 
 @mypyc_attr(acyclic=True)
-class Note:
+class LastUse:
     """A node's last use. Immutable, and one object for all alike nodes of a path, so that they may merge.
 
     clock: when, in tokens of traffic. visits: requests that came by without continuing a conversation.
@@ -54,7 +54,7 @@ class Note:
 
     __slots__ = ("use", "clock", "class_id", "visits", "num_pages", "segment")
 
-    def __init__(self, use: Use, clock: int, class_id: int, visits: int):
+    def __init__(self, use: RequestUse, clock: int, class_id: int, visits: int):
         self.use = use
         self.clock = clock
         self.class_id = class_id
@@ -63,7 +63,7 @@ class Note:
         self.segment = -1
 
 
-Stretch = tuple[int, Note | None]  # pages of a path up to the first, last used together; None: not known
+Stretch = tuple[int, LastUse | None]  # pages of a path up to the first, last used together; None: not known
 
 
 class UseLog:
@@ -74,7 +74,7 @@ class UseLog:
         self.page_tokens = page_tokens
         self.pages_per_block = max(1, BLOCK_TOKENS // page_tokens)
         self.clock = 0
-        self.ghosts: Ghosts[Note] = Ghosts(MIN_GHOSTS)
+        self.ghosts: Ghosts[LastUse] = Ghosts(MIN_GHOSTS)
         self._made: set[tuple[str, Tier]] = set()
 
     # -- what subclasses say ----------------------------------------------------------------
@@ -89,13 +89,13 @@ class UseLog:
         """The class of data used `gap` tokens after its last use (None: never before). own: `own_class`."""
         return own
 
-    def was_used(self, note: Note, gap: int, num_pages: int) -> None:
+    def was_used(self, note: LastUse, gap: int, num_pages: int) -> None:
         """A request has used these pages again, `gap` tokens after `note`; before `was_noted` of it."""
 
-    def was_noted(self, notes: list[Note]) -> None:
+    def was_noted(self, notes: list[LastUse]) -> None:
         """A request's new notes."""
 
-    def was_forgotten(self, note: Note, num_pages: int) -> None:
+    def was_forgotten(self, note: LastUse, num_pages: int) -> None:
         """The next use of these pages will not be seen."""
 
     def settle(self) -> None:
@@ -132,13 +132,13 @@ class UseLog:
             own = self.own_class(turn, num_known, request, key)
         elif any(old.visits + step < 2 for _, old in stretches if old is not None):
             own = self.own_class(turn, num_known, request, key)  # a class that nothing is in is not made
-        use = Use(turn, -(-prompt_tokens // self.page_tokens), trail)
+        use = RequestUse(turn, -(-prompt_tokens // self.page_tokens), trail)
         noted = self._noted(use, stretches, own, step)
         if has_ghosts:
             nodes = _cut(tree, nodes, noted)
         _write(nodes, noted)
 
-    def _extended(self, trail: Trail, num_known: int, end: int, key: RadixKey) -> Trail:
+    def _extended(self, trail: BlockNames, num_known: int, end: int, key: RadixKey) -> BlockNames:
         """The trail of `key` up to page `end`, from one that names the first `num_known` pages at least."""
         size = self.pages_per_block
         known, wanted = num_known // size, end // size
@@ -146,7 +146,7 @@ class UseLog:
             trail = trail.head(known)
         return extend(trail, key, wanted, self.page_size, size) if wanted > trail.num_blocks else trail
 
-    def _revive(self, trail: Trail, num_known: int, stretches: list[Stretch]) -> bool:
+    def _revive(self, trail: BlockNames, num_known: int, stretches: list[Stretch]) -> bool:
         """Add to `stretches` what of a path follows its first `num_known` pages and is a ghost, one no more;
         whether there is any."""
         size = self.pages_per_block
@@ -160,11 +160,13 @@ class UseLog:
             stretches.append((block * size, note))
         return len(stretches) > before
 
-    def _noted(self, use: Use, stretches: list[Stretch], own: int, step: int) -> list[tuple[int, Note]]:
+    def _noted(
+        self, use: RequestUse, stretches: list[Stretch], own: int, step: int
+    ) -> list[tuple[int, LastUse]]:
         """The path's new notes, counting the uses of the old; alike neighbours are one. step: of visits."""
         clock, shared_from = self.clock, self.shared_from
-        made: list[Note] = []
-        noted: list[tuple[int, Note]] = []
+        made: list[LastUse] = []
+        noted: list[tuple[int, LastUse]] = []
         start, last = 0, None
         for end, old in stretches:
             visits, gap = step, None
@@ -176,7 +178,7 @@ class UseLog:
                 if note.visits == visits and note.class_id == class_id:
                     break
             else:
-                note = Note(use, clock, class_id, visits)
+                note = LastUse(use, clock, class_id, visits)
                 made.append(note)
             note.num_pages += end - start
             if note is last:
@@ -192,7 +194,7 @@ class UseLog:
         """`entry` leaves its tier: a ghost stays of what is in no other."""
         node = entry.node
         assert node is not None
-        note: Note | None = node.note
+        note: LastUse | None = node.note
         if note is None or (node.device if entry is node.host else node.host).pages is not None:
             return
         size = self.pages_per_block
@@ -250,11 +252,11 @@ def _known(tree: RadixTree, node: Node) -> tuple[list[Node], list[Stretch]]:
     """The path of `node`, deepest first; and those of its nodes that have notes as stretches, root first."""
     nodes: list[Node] = []
     found: list[Stretch] = []
-    last: Note | None = None
+    last: LastUse | None = None
     at = tree.current(node)
     while at is not None and at.parent is not None:
         nodes.append(at)
-        note: Note | None = at.note
+        note: LastUse | None = at.note
         if note is not last and note is not None:
             last = note
             found.append((at.end, note))
@@ -263,7 +265,7 @@ def _known(tree: RadixTree, node: Node) -> tuple[list[Node], list[Stretch]]:
     return nodes, found
 
 
-def _cut(tree: RadixTree, nodes: list[Node], noted: list[tuple[int, Note]]) -> list[Node]:
+def _cut(tree: RadixTree, nodes: list[Node], noted: list[tuple[int, LastUse]]) -> list[Node]:
     """Cut the nodes of a path that reach over the end of a note; the path, deepest first."""
     ends = {node.end for node in nodes}
     for end, _ in noted:
@@ -272,7 +274,7 @@ def _cut(tree: RadixTree, nodes: list[Node], noted: list[tuple[int, Note]]) -> l
     return list(tree.path(nodes[0]))
 
 
-def _write(nodes: list[Node], noted: list[tuple[int, Note]]) -> None:
+def _write(nodes: list[Node], noted: list[tuple[int, LastUse]]) -> None:
     """Put the notes on the nodes, which come deepest first."""
     at = len(noted) - 1
     if at == 0:

@@ -17,8 +17,8 @@ import torch
 from hiradix.cache import HostTier
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError, ConfigError, StorageError
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache.radix import RadixCache
 from hiradix.prefix_cache.records import CacheInitParams, CacheStats, RequestLike
 from hiradix.storage import Stores
@@ -80,9 +80,9 @@ class HiRadixCache(RadixCache):
         self._storage: Stores | None = None
         self.storage_name: str | None = None
         self.served_model_name: str | None = None  # by which stored pages are named, where it is known
-        assert self.cache.prefetcher is not None and self.cache.backup is not None
+        assert self.cache.prefetcher is not None and self.cache.write_through is not None
         self._prefetcher = self.cache.prefetcher
-        self._backup = self.cache.backup
+        self._write_through = self.cache.write_through
 
     # -- every scheduler step -----------------------------------------------------------
 
@@ -108,11 +108,11 @@ class HiRadixCache(RadixCache):
 
     @property
     def ongoing_write_through(self) -> Sized:
-        return self.cache.flights.tickets(JobKind.WRITE)
+        return self.cache.in_flight.tickets(JobKind.WRITE)
 
     @property
     def ongoing_load_back(self) -> Sized:
-        return self.cache.flights.tickets(JobKind.LOAD)
+        return self.cache.in_flight.tickets(JobKind.LOAD)
 
     @property
     def ongoing_prefetch(self) -> Sized:
@@ -120,7 +120,7 @@ class HiRadixCache(RadixCache):
 
     @property
     def ongoing_backup(self) -> Sized:
-        return self.cache.flights.tickets(JobKind.STORE)
+        return self.cache.in_flight.tickets(JobKind.STORE)
 
     # -- load back ----------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class HiRadixCache(RadixCache):
         limits = old.limits if extra is None else prefetch_limits(self.page_size, extra)
         self._prefetcher.policy = PrefetchPolicy.from_name(prefetch or old.name, limits)
         if write is not None:
-            self._backup.policy = WritePolicy.from_name(write)
+            self._write_through.policy = WritePolicy.from_name(write)
 
     # -- lifecycle and numbers ----------------------------------------------------------
 
@@ -365,7 +365,7 @@ class HiRadixCache(RadixCache):
     @property
     def num_in_flight(self) -> int:
         """Transfers and prefetches not ended yet."""
-        return len(self.cache.flights) + len(self._prefetcher)
+        return len(self.cache.in_flight) + len(self._prefetcher)
 
     def stats(self) -> CacheStats:
         """A snapshot for metrics. O(1)."""

@@ -34,7 +34,7 @@ from hiradix.prefix_cache.records import (
     RequestLike,
     SlotAllocatorLike,
 )
-from hiradix.prefix_cache.slots import Pages, RowCopies, SlotPages, Slots, pages_of, slots_of
+from hiradix.prefix_cache.slots import Pages, PageSlots, RowCopies, SlotPages, pages_of, slots_of
 from hiradix.storage import Stores
 from hiradix.tree import BACKBONE, DEVICE, Lock, Match, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.key import as_tokens
@@ -81,7 +81,7 @@ class RadixCache:
         self.tree = self.cache.tree
         self._counted: set[str] = set()  # running requests whose found prefix was counted as used
         self._copies = RowCopies()
-        self._slots = Slots(self._pages.num_pages, self.page_size, self.device)
+        self._slots = PageSlots(self._pages.num_pages, self.page_size, self.device)
         self._empty = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def _make_pages(self, params: CacheInitParams) -> SlotPages:
@@ -370,7 +370,7 @@ class RadixCache:
         return CacheStats(
             **asdict(self._pool_stats(BACKBONE, size)),
             unfulfilled={reason: count * size for reason, count in unfulfilled.items()},
-            num_in_flight=len(self.cache.flights),
+            num_in_flight=len(self.cache.in_flight),
             storage_attached=storage is not None,
             storage_backend=storage_name,
             storage=dict(storage.stats()) if storage is not None else {},
@@ -407,7 +407,9 @@ class RadixCache:
         num_held: tokens of the whole pages that requests have and the tree has not: what is allocated to them
         from `cache_protected_len` on. Between steps.
         """
-        self.cache.supply.check_conservation(index(num_held) // self.page_size, self.cache.flights.num_owned)
+        self.cache.supply.check_conservation(
+            index(num_held) // self.page_size, self.cache.in_flight.num_owned
+        )
 
     def check(self) -> None:
         """Assert all invariants, O(tree)."""

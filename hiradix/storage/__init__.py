@@ -7,7 +7,6 @@ gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol`
 
 from __future__ import annotations
 
-from hiradix.storage.build import StoreSettings, open_storage
 from hiradix.storage.components import ComponentPages, Stores, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.generations import (
@@ -23,6 +22,7 @@ from hiradix.storage.guard.breaker import BreakerLimits, BreakerState
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.storage.guard.joining import JoiningStorage, StoragePart, WhenJoined
 from hiradix.storage.kit.meters import Histogram, MissReason, Op
+from hiradix.storage.opening import StoreSettings, open_storage
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
 from hiradix.storage.registry import (
     create_storage_backend,

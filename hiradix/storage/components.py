@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from hiradix.errors import ConfigError, Misuse
-from hiradix.storage.build import (
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.guard.breaker import BreakerState
+from hiradix.storage.guard.guard import GuardedStorage
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
+from hiradix.storage.kit.options import flag, parse_size
+from hiradix.storage.opening import (
     StoreSettings,
     declared_traits,
     open_backend,
     open_guarded,
     open_part,
 )
-from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.guard.breaker import BreakerState
-from hiradix.storage.guard.guard import GuardedStorage
-from hiradix.storage.guard.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
-from hiradix.storage.kit.options import flag, parse_size
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext
 from hiradix.storage.registry import FLAG
 from hiradix.storage.wrappers.wrap import coded

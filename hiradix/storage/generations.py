@@ -34,13 +34,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hiradix.storage.build import StoreSettings
 from hiradix.storage.components import ComponentPages, PageDifference, Stores
 from hiradix.storage.guard.breaker import BreakerState, Troubles
 from hiradix.storage.guard.calls import has_failed
 from hiradix.storage.guard.guard import GuardedStorage
 from hiradix.storage.guard.joining import WhenJoined
-from hiradix.storage.kit.pieces import Use, as_use, current_use
+from hiradix.storage.kit.pieces import ChainUse, as_use, current_use
+from hiradix.storage.opening import StoreSettings
 from hiradix.storage.protocol import Page, StorageBackend, chain_before
 from hiradix.storage.wrappers import quantise
 
@@ -324,7 +324,7 @@ class Generations:
             self._put_record(scope, scope.records[mine], mine)
         elif scope.must_put and not _takes_none(self._guards[0]):
             self._put_witness(mine)
-            with as_use(Use(is_chain=False)):
+            with as_use(ChainUse(is_chain=False)):
                 page = self._record_page(scope.records[mine])
                 self._guards[0].put([record_key(scope.name, slots[mine])], [[page]])
         scope.must_put = not self._stores.is_joined
@@ -425,7 +425,7 @@ class Generations:
             return
         for component, guard in enumerate(self._guards):
             for key, page in witness.of(component):
-                with as_use(Use(is_chain=False)):
+                with as_use(ChainUse(is_chain=False)):
                     guard.put(renamed([key], label), [[memoryview(page)]])
 
     def _put_record(self, scope: _Scope, record: bytes, known: bytes | None = None) -> bytes | None:
@@ -445,7 +445,7 @@ class Generations:
             self._guards[0].delete([record_key(scope.name, free[0])])
         for slot in free:
             key = record_key(scope.name, slot)
-            with as_use(Use(is_chain=False)):
+            with as_use(ChainUse(is_chain=False)):
                 ok = self._guards[0].put([key], [[page]])[0]
             if not ok:
                 return None
@@ -469,7 +469,7 @@ class Generations:
     def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
         """The numbers of a slot's record; None where there is none, `_UNREAD` where that cannot be told."""
         page, length = bytearray(self._components[0].page_bytes), _record_bytes(self._components[0])
-        with as_use(Use(is_chain=False)):
+        with as_use(ChainUse(is_chain=False)):
             answer = self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])
             if not answer[0]:
                 return _UNREAD if has_failed(answer) else None
@@ -685,12 +685,12 @@ def renamed(keys: Sequence[str], label: bytes) -> list[str]:
     return [text[at : at + 2 * size] for at in range(0, len(text), 2 * size)]
 
 
-def _renamed_use(use: Use | None, label: bytes) -> Use:
+def _renamed_use(use: ChainUse | None, label: bytes) -> ChainUse:
     """The same use as the store knows it: further calls of it go on where this one ended."""
     if use is None:
-        return Use()
+        return ChainUse()
     after = renamed([use.after], label)[0] if use.after else ""
-    return use.inside.setdefault(label, Use(after, use.is_chain, extra_key=use.extra_key))
+    return use.inside.setdefault(label, ChainUse(after, use.is_chain, extra_key=use.extra_key))
 
 
 def _takes_none(guard: object) -> bool:

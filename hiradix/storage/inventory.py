@@ -12,9 +12,9 @@ from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage.backends.file.page_dir import pages_below
-from hiradix.storage.build import backend_keys
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.kit.seal import SEAL_BYTES
+from hiradix.storage.opening import backend_keys
 from hiradix.storage.protocol import is_key
 from hiradix.storage.registry import load_storage_backend
 from hiradix.storage.wrappers.wrap import encryption

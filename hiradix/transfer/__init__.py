@@ -11,7 +11,7 @@ from hiradix.transfer.controller import TransferController
 from hiradix.transfer.counters import KindStats, TransferStats
 from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
-from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Tail, Ticket, Trail
+from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket, TrailingPages, TrailingWindow
 from hiradix.transfer.runners import PoolPair
 from hiradix.transfer.runtime import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferLimits
 
@@ -33,10 +33,10 @@ __all__ = [
     "Result",
     "Runtime",
     "StepDriver",
-    "Tail",
+    "TrailingPages",
     "ThreadDriver",
     "Ticket",
-    "Trail",
+    "TrailingWindow",
     "TransferController",
     "TransferLimits",
     "TransferStats",

@@ -1,6 +1,6 @@
 """The transfer controller: tickets out, results back, exactly one each.
 
-    submit (write, load, query, read, store) -> ticket -> lane (FIFO per kind) -> worker -> Result -> poll()
+    submit (write, load, query, read, store) -> ticket -> queue (FIFO per kind) -> worker -> Result -> poll()
 
 Rules:
  1. Every ticket gets exactly one Result, whatever happens, except a load undone by `cancel_load`.
@@ -20,33 +20,33 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hiradix.errors import Misuse, StorageError
 from hiradix.transfer.counters import TransferStats
-from hiradix.transfer.desk import Desk
 from hiradix.transfer.gate import LayerDoneCounter
+from hiradix.transfer.job_table import JobTable
 from hiradix.transfer.jobs import (
     STORAGE_KINDS,
+    AllTrailingPages,
     Chain,
     Copies,
     Copy,
     FailReason,
     Job,
     JobKind,
+    JobPart,
     LoadBatch,
     PageIds,
-    Part,
     Payload,
-    Query,
-    Read,
+    QueryPayload,
+    ReadPayload,
     Result,
-    Store,
-    Tail,
-    Tails,
+    StorePayload,
     Ticket,
-    Trail,
+    TrailingPages,
+    TrailingWindow,
     as_copies,
-    as_tails,
+    as_trailing_pages,
     joined,
 )
-from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, PartedStorage, StorageLike, TransportLike
+from hiradix.transfer.protocols import DevicePoolLike, HostPoolLike, PartedStorage, StorageLike, TransportLike
 from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
@@ -111,7 +111,7 @@ class TransferController:
         self._num_attached = 0
         self._queued_loads: dict[Ticket, Copies] = {}
         jobs = {**self._copies.jobs, **self._storage_jobs.jobs}
-        self._desk = Desk(runtime, jobs, self._end_load_batch)
+        self._job_table = JobTable(runtime, jobs, self._end_load_batch)
 
     # -- jobs ---------------------------------------------------------------------------
 
@@ -128,13 +128,13 @@ class TransferController:
         from here, by any wait, or by itself within `IDLE_CHECK_S`. For engines, which go step by step."""
         copies = as_copies(device_pages, host_pages, others)
         task = self._task(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
-        self._desk.defer_write(task, self._refusal(JobKind.WRITE))
+        self._job_table.defer_write(task, self._refusal(JobKind.WRITE))
         return task.job.parts[0].ticket
 
     def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
         """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
         copies = as_copies(host_pages, device_pages, others)
-        ticket = self._desk.new_ticket(JobKind.LOAD)
+        ticket = self._job_table.new_ticket(JobKind.LOAD)
         refused = self._refusal(JobKind.LOAD)
         if refused is None:
             self._queued_loads[ticket] = copies
@@ -148,42 +148,46 @@ class TransferController:
         They succeed or fail together. If no producer slot comes free in time they fail, and waiters raise.
         Deferred writes start too, behind the batch's first layer."""
         if not self._queued_loads:
-            self._desk.release()
+            self._job_table.release()
             return -1
         loads, self._queued_loads = self._queued_loads, {}
         batch = joined([copy for copies in loads.values() for copy in copies])
         producer = self.layer_done_counter.update_producer()
-        parts = tuple([Part(ticket, *self._size(copies)) for ticket, copies in loads.items()])
+        parts = tuple([JobPart(ticket, *self._size(copies)) for ticket, copies in loads.items()])
         task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
         has_slot = self.layer_done_counter.is_open(producer)
-        self._desk.submit_load(task, None if has_slot else FailReason.GATE_TIMEOUT)
+        self._job_table.submit_load(task, None if has_slot else FailReason.GATE_TIMEOUT)
         return producer
 
     def cancel_load(self, ticket: Ticket) -> bool:
         """Undo a load that has not started: True, and no Result will come. False: it runs or has run."""
         if self._queued_loads.pop(ticket, None) is None:
             return False
-        self._desk.withdraw(ticket, JobKind.LOAD)
+        self._job_table.withdraw(ticket, JobKind.LOAD)
         return True
 
     def query(
-        self, rows: PageRows, num_pages: int | None = None, trails: Sequence[Trail] = (), known: int = 0
+        self,
+        rows: PageRows,
+        num_pages: int | None = None,
+        windows: Sequence[TrailingWindow] = (),
+        known: int = 0,
     ) -> Ticket:
         """Hash `rows`, ask storage for the last `num_pages` of them (default: all); leading hits count.
-        trails: what must end the hits in further components; of those the most that do end so count. Then
+        windows: what must end the hits in further components; of those the most that do end so count. Then
         `known` of the pages asked for need not be there in the backbone.
         """
         asked = len(rows) if num_pages is None else num_pages
         if not known <= asked <= len(rows):
             raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
-        return self._submit(JobKind.QUERY, (asked, 0), Query(rows, asked, tuple(trails), known))
+        return self._submit(JobKind.QUERY, (asked, 0), QueryPayload(rows, asked, tuple(windows), known))
 
     def read(
         self,
         hashes: Sequence[bytes],
         host_pages: PageIds,
         chain: Chain = None,
-        others: Iterable[Tail] = (),
+        others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
     ) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
@@ -191,23 +195,25 @@ class TransferController:
         Each component's pages, `others` those of further ones, are for the last of `hashes`, all of which one
         of them wants. They come one component after the other and count on. extra_key: of their namespace.
         """
-        tails = as_tails(host_pages, others)
-        longest = max(len(tail.pages) for tail in tails)
+        trailing = as_trailing_pages(host_pages, others)
+        longest = max(len(pages_of_pair.pages) for pages_of_pair in trailing)
         if len(hashes) != longest:
             raise Misuse(f"{len(hashes)} hashes for {longest} pages")
-        return self._submit(JobKind.READ, self._size(tails), Read(tuple(hashes), tails, chain, extra_key))
+        return self._submit(
+            JobKind.READ, self._size(trailing), ReadPayload(tuple(hashes), trailing, chain, extra_key)
+        )
 
-    def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[Tail] = ()) -> Ticket:
+    def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
 
         others: likewise of further components. They follow and count on.
         """
-        tails = as_tails(host_pages, others)
-        if max(len(t.pages) for t in tails) > len(rows):
-            raise Misuse(f"{tails} for {len(rows)} rows")
+        trailing = as_trailing_pages(host_pages, others)
+        if max(len(t.pages) for t in trailing) > len(rows):
+            raise Misuse(f"{trailing} for {len(rows)} rows")
         if self.backs_up or self._storage_jobs.wants_computed:
-            return self._submit(JobKind.STORE, self._size(tails), Store(rows, tails))
-        return self._desk.take_for_granted(JobKind.STORE, self._size(tails)[0], self.epoch)
+            return self._submit(JobKind.STORE, self._size(trailing), StorePayload(rows, trailing))
+        return self._job_table.take_for_granted(JobKind.STORE, self._size(trailing)[0], self.epoch)
 
     def cancel(self, ticket: Ticket) -> None:
         """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
@@ -216,41 +222,41 @@ class TransferController:
         if copies is not None:
             self._fail_load(ticket, copies, FailReason.CANCELLED)
         else:
-            self._desk.cancel(ticket, FailReason.CANCELLED)
+            self._job_table.cancel(ticket, FailReason.CANCELLED)
 
     # -- results ------------------------------------------------------------------------
 
     def poll(self, limit: int | None = None) -> list[Result]:
         """Results that have come, oldest first; at most `limit`. Next to free when there are none."""
-        return self._desk.poll(limit)
+        return self._job_table.poll(limit)
 
     def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
         """Block until all these tickets have Results (for `poll` to fetch); False at the deadline.
 
         A load has none before `start_loading`."""
-        return self._desk.wait(tickets, timeout_s)
+        return self._job_table.wait(tickets, timeout_s)
 
     def wait_any(self, timeout_s: float) -> bool:
         """Block until `poll` has something to give; False at the deadline."""
-        return self._desk.wait_any(timeout_s)
+        return self._job_table.wait_any(timeout_s)
 
     def pending(self, kind: JobKind) -> int:
         """Tickets of that kind whose Result `poll` has not handed out."""
-        return self._desk.pending(kind)
+        return self._job_table.pending(kind)
 
     @property
     def is_idle(self) -> bool:
         """Whether every ticket's Result has been handed out."""
-        return not any(self._desk.pending(kind) for kind in JobKind)
+        return not any(self._job_table.pending(kind) for kind in JobKind)
 
     @property
     def wakeup(self) -> Callable[[], None] | None:
         """Called after each posted Result, on the thread that posts it; set it to end an idle wait."""
-        return self._desk.wakeup
+        return self._job_table.wakeup
 
     @wakeup.setter
     def wakeup(self, callback: Callable[[], None] | None) -> None:
-        self._desk.wakeup = callback
+        self._job_table.wakeup = callback
 
     # -- lifecycle ----------------------------------------------------------------------
 
@@ -294,8 +300,8 @@ class TransferController:
         if not self._storage_jobs.parts:
             return True
         self._detaching = True
-        self._desk.stop_all(STORAGE_KINDS, FailReason.DETACHED)
-        if not self._desk.wait_quiet(STORAGE_KINDS, timeout_s):
+        self._job_table.stop_all(STORAGE_KINDS, FailReason.DETACHED)
+        if not self._job_table.wait_quiet(STORAGE_KINDS, timeout_s):
             return False
         self._storage_jobs.release()
         self._detaching = False
@@ -309,7 +315,7 @@ class TransferController:
         self._stop_everything(FailReason.RESET)
         self.epoch += 1
         self.layer_done_counter.reset()
-        return self._desk.wait_quiet(JobKind, timeout_s)
+        return self._job_table.wait_quiet(JobKind, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Refuse new jobs, end all others, stop the workers. May be called again.
@@ -319,20 +325,23 @@ class TransferController:
         deadline_s = self.runtime.clock() + timeout_s
         self._closed = True
         self._stop_everything(FailReason.CLOSED)
-        is_quiet = self._desk.wait_quiet(JobKind, timeout_s)
+        is_quiet = self._job_table.wait_quiet(JobKind, timeout_s)
         if not is_quiet:
-            self._desk.abandon_running()
-        for worker in {worker.name: worker for worker in self._desk.workers.values()}.values():
+            self._job_table.abandon_running()
+        for worker in {worker.name: worker for worker in self._job_table.workers.values()}.values():
             self._driver.stop(worker, max(0.0, deadline_s - self.runtime.clock()))
         return is_quiet
 
     def stats(self) -> TransferStats:
         """Counts since start and what is under way; for metrics and health."""
-        now_s, tasks = self.runtime.clock(), [lane.active for lane in self._desk.lanes.values()]
+        now_s, tasks = (
+            self.runtime.clock(),
+            [job_queue.active for job_queue in self._job_table.job_queues.values()],
+        )
         running = {task.job.kind: task.started_s for task in tasks if task is not None}
         return TransferStats(
-            kinds=self._desk.counters.snapshot(),
-            queued={kind: len(lane.queue) for kind, lane in self._desk.lanes.items()},
+            kinds=self._job_table.counters.snapshot(),
+            queued={kind: len(job_queue.waiting) for kind, job_queue in self._job_table.job_queues.items()},
             running_s={kind: now_s - start_s for kind, start_s in running.items() if start_s is not None},
             storage_attached=self.storage_attached,
             detaching=self._detaching,
@@ -342,13 +351,15 @@ class TransferController:
 
     def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
         task = self._task(kind, size, payload, after)
-        self._desk.submit(task, self._refusal(kind))
+        self._job_table.submit(task, self._refusal(kind))
         return task.job.parts[0].ticket
 
     def _task(self, kind: JobKind, size: Size, payload: Payload, after: object) -> Task:
-        return Task(Job(kind, (Part(self._desk.new_ticket(kind), *size),), payload, self.epoch, after))
+        return Task(
+            Job(kind, (JobPart(self._job_table.new_ticket(kind), *size),), payload, self.epoch, after)
+        )
 
-    def _size(self, moved: Copies | Tails) -> Size:
+    def _size(self, moved: Copies | AllTrailingPages) -> Size:
         num_bytes = sum([len(one[0]) * self.page_bytes[one.pair] for one in moved])
         return sum([len(one[0]) for one in moved]), num_bytes
 
@@ -359,15 +370,17 @@ class TransferController:
             return FailReason.DETACHED
         if kind in STORAGE_KINDS and not self._storage_jobs.parts:
             return FailReason.NO_STORAGE
-        num_queued = len(self._queued_loads) if kind is JobKind.LOAD else len(self._desk.lanes[kind].queue)
+        num_queued = (
+            len(self._queued_loads) if kind is JobKind.LOAD else len(self._job_table.job_queues[kind].waiting)
+        )
         return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
-        parts = (Part(ticket, *self._size(copies)),)
-        self._desk.submit(Task(Job(JobKind.LOAD, parts, copies, self.epoch)), reason)
+        parts = (JobPart(ticket, *self._size(copies)),)
+        self._job_table.submit(Task(Job(JobKind.LOAD, parts, copies, self.epoch)), reason)
 
     def _stop_everything(self, reason: FailReason) -> None:
-        self._desk.stop_all(JobKind, reason)
+        self._job_table.stop_all(JobKind, reason)
         loads, self._queued_loads = self._queued_loads, {}
         for ticket, copies in loads.items():
             self._fail_load(ticket, copies, reason)

@@ -40,7 +40,7 @@ class _Count:
         self.failures: dict[FailReason, int] = {}
 
 
-class Counters:
+class TransferCounters:
     """Written by workers and the scheduler thread, under one lock."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class Waiter(Protocol):
     def notify(self) -> None: ...
 
 
-class _Batch:
+class _BatchProgress:
     __slots__ = ("ended", "error", "events", "index", "layers_done")
 
     def __init__(self, index: int, num_layers: int):
@@ -66,7 +66,7 @@ class LayerDoneCounter:
         self.timeout_s = timeout_s
         self._wait_event = wait_event
         self._waiter = waiter
-        self._slots: list[_Batch | None] = [None] * num_slots
+        self._slots: list[_BatchProgress | None] = [None] * num_slots
         self._failures: OrderedDict[int, str] = OrderedDict()
         self._next = 0
         self._consumers: tuple[int, ...] = ()
@@ -83,7 +83,7 @@ class LayerDoneCounter:
         self._next += 1
         slot = index % self.num_slots
         if self._is_free(slot) or self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
-            self._slots[slot] = _Batch(index, self.num_layers)
+            self._slots[slot] = _BatchProgress(index, self.num_layers)
         else:
             self._remember(index, f"no load slot came free within {self.timeout_s} s")
         return index
@@ -173,7 +173,7 @@ class LayerDoneCounter:
         if error is not None:
             raise LoadFailed(f"load {index}: {error}")
 
-    def _batch(self, index: int) -> _Batch:
+    def _batch(self, index: int) -> _BatchProgress:
         batch = self._slots[index % self.num_slots]
         if batch is None or batch.index != index:
             raise Misuse(f"batch {index} does not own its slot")

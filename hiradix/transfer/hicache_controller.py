@@ -20,7 +20,7 @@ from hiradix.memory.allocator import PageAllocator
 from hiradix.memory.pools import HostPool
 from hiradix.transfer.controller import TransferController
 from hiradix.transfer.jobs import NO_PAGES, JobKind, Pages, Result, Ticket
-from hiradix.transfer.ports import StorageLike, TransportLike
+from hiradix.transfer.protocols import StorageLike, TransportLike
 from hiradix.transfer.runtime import Runtime
 from hiradix.tree.hashing import PageRows
 

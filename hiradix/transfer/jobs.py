@@ -75,7 +75,7 @@ class LoadBatch:
         self.producer = producer
 
 
-class Trail(NamedTuple):
+class TrailingWindow(NamedTuple):
     """What a further component must have of a boundary: its last `reach` pages, or all if it has fewer."""
 
     pair: int
@@ -83,56 +83,56 @@ class Trail(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Query:
-    """Ask which of the last `num_pages` pages of `rows` storage has: leading ones that end in `trails`.
+class QueryPayload:
+    """Ask which of the last `num_pages` pages of `rows` storage has: leading ones that end in `windows`.
 
     known: so many of them are not asked for in the backbone; they count as there.
     """
 
     rows: PageRows
     num_pages: int
-    trails: tuple[Trail, ...] = ()
+    windows: tuple[TrailingWindow, ...] = ()
     known: int = 0
 
 
-class Tail(NamedTuple):
+class TrailingPages(NamedTuple):
     """Host pages of one pair of pools: the last ones of a job's pages of tokens."""
 
     pages: Pages
     pair: int = BACKBONE_PAIR
 
 
-Tails = tuple[Tail, ...]  # the backbone's first; may be empty
+AllTrailingPages = tuple[TrailingPages, ...]  # the backbone's first; may be empty
 
 Chain = tuple[bytes, ...] | None
 """Hashes of a sequence's leading pages, those of a job among them; None where they are not known."""
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
-    """Bring the pages named by `hashes`, or the last of them, into `tails`. chain: the sequence's hashes.
+class ReadPayload:
+    """Bring the pages named by `hashes`, or the last of them, into `trailing`. chain: the sequence's hashes.
 
     extra_key: of the pages' namespace.
     """
 
     hashes: tuple[bytes, ...]
-    tails: Tails
+    trailing: AllTrailingPages
     chain: Chain = None
     extra_key: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Store:
-    """Put `tails`, the last pages of `rows`, into storage."""
+class StorePayload:
+    """Put `trailing`, the last pages of `rows`, into storage."""
 
     rows: PageRows
-    tails: Tails
+    trailing: AllTrailingPages
 
 
-Payload = Copies | LoadBatch | Query | Read | Store
+Payload = Copies | LoadBatch | QueryPayload | ReadPayload | StorePayload
 
 
-class Part:
+class JobPart:
     """One ticket of a job."""
 
     __slots__ = ("num_bytes", "num_pages", "ticket")
@@ -153,7 +153,7 @@ class Job:
     __slots__ = ("after", "epoch", "kind", "parts", "payload")
 
     def __init__(
-        self, kind: JobKind, parts: tuple[Part, ...], payload: Payload, epoch: int, after: Any = None
+        self, kind: JobKind, parts: tuple[JobPart, ...], payload: Payload, epoch: int, after: Any = None
     ):
         self.kind = kind
         self.parts = parts
@@ -189,9 +189,11 @@ def as_pages(pages: Sequence[int] | npt.NDArray[Any]) -> Pages:
     return ids.copied(pages if isinstance(pages, np.ndarray) else np.asarray(pages, np.int32))
 
 
-def as_tails(host_pages: PageIds, others: Iterable[Tail]) -> Tails:
+def as_trailing_pages(host_pages: PageIds, others: Iterable[TrailingPages]) -> AllTrailingPages:
     """Private copies of what a storage job moves, the backbone's first."""
-    return Tail(as_pages(host_pages)), *(Tail(as_pages(pages), pair) for pages, pair in others)
+    return TrailingPages(as_pages(host_pages)), *(
+        TrailingPages(as_pages(pages), pair) for pages, pair in others
+    )
 
 
 def as_copies(source: PageIds, target: PageIds, others: Iterable[Copy]) -> Copies:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
-from hiradix.transfer.ports import DevicePoolLike, HostPoolLike, TransportLike
+from hiradix.transfer.protocols import DevicePoolLike, HostPoolLike, TransportLike
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import Steps, Task
 

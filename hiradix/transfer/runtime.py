@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hiradix.transfer.drivers import Driver, ThreadDriver
 from hiradix.transfer.jobs import JobKind
-from hiradix.transfer.ports import Clock, HashPages
+from hiradix.transfer.protocols import Clock, HashPages
 from hiradix.transfer.streams import Streams
 from hiradix.tree.hashing import hash_pages
 

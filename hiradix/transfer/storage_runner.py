@@ -13,11 +13,27 @@ from typing import cast
 import numpy as np
 
 from hiradix.errors import Misuse, StorageError
-from hiradix.storage.kit.pieces import Use, as_use
-from hiradix.transfer.jobs import BACKBONE_PAIR, Chain, JobKind, Query, Read, Store, Tail, Trail
-from hiradix.transfer.ports import HostPoolLike, PartedStorage, PrefixKeys, StorageLike, TenantStorage, Views
+from hiradix.storage.kit.pieces import ChainUse, as_use
+from hiradix.transfer.jobs import (
+    BACKBONE_PAIR,
+    Chain,
+    JobKind,
+    QueryPayload,
+    ReadPayload,
+    StorePayload,
+    TrailingPages,
+    TrailingWindow,
+)
+from hiradix.transfer.protocols import (
+    HostPoolLike,
+    PartedStorage,
+    PrefixKeys,
+    StorageLike,
+    TenantStorage,
+    Views,
+)
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import BadAnswer, Steps, Task
+from hiradix.transfer.worker import BadStorageAnswer, Steps, Task
 from hiradix.tree.hashing import PageRows
 
 MAX_LOOKS = 256
@@ -76,10 +92,10 @@ class StorageRunner:
     def query(self, task: Task) -> Iterator[None]:
         """Hash the rows, then count the leading pages storage has; stops at the first batch with a miss.
 
-        With trails it looks from there on backwards for where they end, and nothing counts before it knows.
+        With windows it looks from there on backwards for where they end, and nothing counts before it knows.
         """
         query = task.job.payload
-        assert isinstance(query, Query)
+        assert isinstance(query, QueryPayload)
         self._hash(task, query.rows)
         yield
         found = query.known
@@ -87,26 +103,26 @@ class StorageRunner:
             task.check()
             batch = range(found, min(found + self._batch_pages, query.num_pages))
             found += self._count(task, query, BACKBONE_PAIR, batch)
-            if not query.trails:
+            if not query.windows:
                 task.num_pages = found
             if found < batch.stop:
                 break
             yield
-        if query.trails:
+        if query.windows:
             task.num_pages = yield from self._boundary(task, query, found)
 
     def read(self, task: Task) -> Iterator[None]:
         """Fill host pages; stops at the first page that does not arrive."""
         read = task.job.payload
-        assert isinstance(read, Read)
-        for tail in read.tails:
-            hashes = read.hashes[len(read.hashes) - len(tail.pages) :]
-            storage = self._part(tail.pair)
-            use = Use(_front(read.chain, hashes), extra_key=read.extra_key)
+        assert isinstance(read, ReadPayload)
+        for pages_of_pair in read.trailing:
+            hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
+            storage = self._part(pages_of_pair.pair)
+            use = ChainUse(_front(read.chain, hashes), extra_key=read.extra_key)
             for start in range(0, len(hashes), self._batch_pages):
                 task.check()
                 batch = _names(hashes[start : start + self._batch_pages])
-                views = self._views(tail, start)
+                views = self._views(pages_of_pair, start)
                 before = self._before_read(read, hashes[start])
                 more = () if before is None else (before,)
                 with as_use(use):
@@ -118,65 +134,71 @@ class StorageRunner:
     def store(self, task: Task) -> Iterator[None]:
         """Hash the rows, then put the pages; stops at the first page the backend does not take."""
         store = task.job.payload
-        assert isinstance(store, Store)
+        assert isinstance(store, StorePayload)
         self._hash(task, store.rows)
         keys = _names(task.hashes)
         yield
-        for tail in store.tails:
-            first = len(keys) - len(tail.pages)
-            use = Use(_key_before(task, store.rows, first), extra_key=store.rows.extra_key)
-            for start in range(0, len(tail.pages), self._batch_pages):
+        for pages_of_pair in store.trailing:
+            first = len(keys) - len(pages_of_pair.pages)
+            use = ChainUse(_key_before(task, store.rows, first), extra_key=store.rows.extra_key)
+            for start in range(0, len(pages_of_pair.pages), self._batch_pages):
                 task.check()
                 batch = keys[first + start : first + start + self._batch_pages]
                 before = self._keys_before(task, store.rows, first + start)
                 with as_use(use):
-                    put = self._put(tail.pair, batch, self._views(tail, start), before, store.rows.tenant)
+                    put = self._put(
+                        pages_of_pair.pair,
+                        batch,
+                        self._views(pages_of_pair, start),
+                        before,
+                        store.rows.tenant,
+                    )
                 if not add_leading(task, put, len(batch)):
                     return
                 yield
 
     # -- where hits end -------------------------------------------------------------------
 
-    def _boundary(self, task: Task, query: Query, end: int) -> Generator[None, None, int]:
-        """The most of `end` leading pages that end in all that `query.trails` ask for."""
-        looks, found = iter(range(MAX_LOOKS)), 0  # trails in a row that end where the search is
-        for trail in itertools.cycle(query.trails):
+    def _boundary(self, task: Task, query: QueryPayload, end: int) -> Generator[None, None, int]:
+        """The most of `end` leading pages that end in all that `query.windows` ask for."""
+        looks, found = iter(range(MAX_LOOKS)), 0  # windows in a row that end where the search is
+        for window in itertools.cycle(query.windows):
             before = end
-            end = yield from self._trail_end(task, query, trail, before, looks)
+            end = yield from self._window_end(task, query, window, before, looks)
             found = found + 1 if end == before else 1
-            if found == len(query.trails) or not end:
+            if found == len(query.windows) or not end:
                 break
         return end
 
-    def _trail_end(
-        self, task: Task, query: Query, trail: Trail, end: int, looks: Iterator[int]
+    def _window_end(
+        self, task: Task, query: QueryPayload, window: TrailingWindow, end: int, looks: Iterator[int]
     ) -> Generator[None, None, int]:
         """The most of `end` leading pages whose last `reach` are all there. Asks for no page twice.
 
-        The first page that is missing of a trail ends every longer run of pages too, so the search goes on
+        The first page that is missing of a window ends every longer run of pages too, so the search goes on
         there.
         """
         known = end  # pages [known, end) are there
         for _ in looks:
-            first = at = max(0, end - trail.reach)
+            first = at = max(0, end - window.reach)
             if known <= first:
                 return end
             is_whole = True
             while is_whole and at < known:
                 task.check()
                 batch = range(at, min(known, at + self._batch_pages))
-                at += self._count(task, query, trail.pair, batch)
+                at += self._count(task, query, window.pair, batch)
                 is_whole = at == batch.stop
                 yield
             end, known = (end if is_whole else at), first
         return 0
 
-    def _count(self, task: Task, query: Query, pair: int, batch: range) -> int:
+    def _count(self, task: Task, query: QueryPayload, pair: int, batch: range) -> int:
         """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
         first = len(query.rows) - query.num_pages
         keys = _names(task.hashes[first + batch.start : first + batch.stop])
         storage, before = self._part(pair), self._keys_before(task, query.rows, first + batch.start)
-        with as_use(Use(extra_key=query.rows.extra_key)):
+        with as_use(ChainUse(extra_key=query.rows.extra_key)):
             answer = storage.exists(keys) if before is None else storage.exists(keys, before)
         return checked_count(answer, len(keys))
 
@@ -195,7 +217,7 @@ class StorageRunner:
             return None
         return _names(task.hashes[:page])
 
-    def _before_read(self, read: Read, digest: bytes) -> list[str] | None:
+    def _before_read(self, read: ReadPayload, digest: bytes) -> list[str] | None:
         """The same before a page of a read."""
         if read.chain is None or not self.wants_prefix_keys:
             return None
@@ -213,10 +235,10 @@ class StorageRunner:
             raise Misuse(f"{len(hashes)} digests for {len(rows)} rows")
         task.hashes = hashes
 
-    def _views(self, tail: Tail, start: int) -> list[list[memoryview]]:
-        """Of one batch of a tail's pages, from `start` on."""
-        page_views = self._hosts[tail.pair].page_views
-        return [page_views(page) for page in tail.pages[start : start + self._batch_pages].tolist()]
+    def _views(self, pages_of_pair: TrailingPages, start: int) -> list[list[memoryview]]:
+        """Of one batch of a pair's trailing pages, from `start` on."""
+        page_views = self._hosts[pages_of_pair.pair].page_views
+        return [page_views(page) for page in pages_of_pair.pages[start : start + self._batch_pages].tolist()]
 
 
 def _parts(storage: StorageLike | PartedStorage) -> tuple[StorageLike, ...]:
@@ -242,9 +264,9 @@ def _names(hashes: Sequence[bytes]) -> list[str]:
 
 
 def checked_count(answer: object, limit: int) -> int:
-    """`answer` as a count in [0, limit]; raises BadAnswer for anything else."""
+    """`answer` as a count in [0, limit]; raises BadStorageAnswer for anything else."""
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
-        raise BadAnswer(f"exists answered {short(answer)} for {limit} keys")
+        raise BadStorageAnswer(f"exists answered {short(answer)} for {limit} keys")
     return int(answer)
 
 
@@ -254,15 +276,15 @@ def add_leading(task: Task, answer: object, num_pages: int) -> bool:
     A False is a normal miss. Anything else (no list, wrong length, values that are no bool) fails the rest.
     """
     if not isinstance(answer, list | tuple | np.ndarray) or len(answer) > num_pages:
-        raise BadAnswer(f"answer {short(answer)} for {num_pages} pages")
+        raise BadStorageAnswer(f"answer {short(answer)} for {num_pages} pages")
     for ok in answer:
         if not isinstance(ok, bool | np.bool_):
-            raise BadAnswer(f"page answer {short(ok)}")
+            raise BadStorageAnswer(f"page answer {short(ok)}")
         if not ok:
             return False
         task.num_pages += 1
     if len(answer) < num_pages:
-        raise BadAnswer(f"{len(answer)} answers for {num_pages} pages")
+        raise BadStorageAnswer(f"{len(answer)} answers for {num_pages} pages")
     return True
 
 

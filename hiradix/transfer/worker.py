@@ -1,4 +1,4 @@
-"""A worker: lanes of jobs, one bounded step at a time. Knows nothing of threads."""
+"""A worker: queues of jobs, one bounded step at a time. Knows nothing of threads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hiradix.transfer.jobs import FailReason, Job, JobKind
-from hiradix.transfer.ports import Clock
+from hiradix.transfer.protocols import Clock
 from hiradix.tree.native import mypyc_attr
 
 
@@ -20,7 +20,7 @@ class Stopped(Exception):
         self.reason = reason
 
 
-class BadAnswer(Exception):
+class BadStorageAnswer(Exception):
     """A storage backend returned something that is no answer."""
 
 
@@ -46,26 +46,26 @@ Steps = Callable[[Task], Iterator[None]]
 """A job's work: each `next` is one bounded piece of it."""
 
 
-class Lane:
+class JobQueue:
     """The FIFO of one job kind and the one job of it that is running."""
 
-    __slots__ = ("active", "kind", "queue", "steps")
+    __slots__ = ("active", "kind", "waiting", "steps")
 
     def __init__(self, kind: JobKind):
         self.kind = kind
-        self.queue: deque[Task] = deque()
+        self.waiting: deque[Task] = deque()
         self.active: Task | None = None
         self.steps: Iterator[None] | None = None
 
     @property
     def is_quiet(self) -> bool:
-        return self.active is None and not self.queue
+        return self.active is None and not self.waiting
 
 
 @dataclass(frozen=True)
-class Crew:
+class WorkerContext:
     """What a worker calls: `jobs` gives a job's steps, `finish` posts its results, `ended` follows when the
-    lane is free again. `lock` guards the passage of a task from a lane's queue to `active`."""
+    queue is free again. `lock` guards the passage of a task from a queue to `active`."""
 
     jobs: Mapping[JobKind, Steps]
     finish: Callable[[Task, BaseException | None], None]
@@ -76,54 +76,56 @@ class Crew:
 
 @mypyc_attr(native_class=False)  # the drivers hold it weakly
 class Worker:
-    """Serves its lanes in order of priority; a job of a higher lane goes between two steps of a lower one."""
+    """Serves its queues in order of priority; a job of a more urgent queue goes between two steps of a less
+    urgent one.
+    """
 
-    def __init__(self, name: str, lanes: Sequence[Lane], crew: Crew):
+    def __init__(self, name: str, job_queues: Sequence[JobQueue], context: WorkerContext):
         self.name = name
-        self.lanes = tuple(lanes)
-        self._crew = crew
+        self.job_queues = tuple(job_queues)
+        self._context = context
 
     @property
     def has_work(self) -> bool:
-        return any(not lane.is_quiet for lane in self.lanes)
+        return any(not job_queue.is_quiet for job_queue in self.job_queues)
 
     def step(self) -> bool:
-        """Do one step of the most urgent lane that has work; False if none has."""
-        for lane in self.lanes:
-            if lane.active is not None or self._begin(lane):
-                self._advance(lane)
+        """Do one step of the most urgent queue that has work; False if none has."""
+        for job_queue in self.job_queues:
+            if job_queue.active is not None or self._begin(job_queue):
+                self._advance(job_queue)
                 return True
         return False
 
-    def _begin(self, lane: Lane) -> bool:
-        with self._crew.lock:
-            if not lane.queue:
+    def _begin(self, job_queue: JobQueue) -> bool:
+        with self._context.lock:
+            if not job_queue.waiting:
                 return False
-            task = lane.queue.popleft()
-            lane.active = task
-        task.started_s = self._crew.clock()
+            task = job_queue.waiting.popleft()
+            job_queue.active = task
+        task.started_s = self._context.clock()
         return True
 
-    def _advance(self, lane: Lane) -> None:
-        assert lane.active is not None
+    def _advance(self, job_queue: JobQueue) -> None:
+        assert job_queue.active is not None
         try:
-            if lane.steps is None:
-                lane.steps = self._crew.jobs[lane.kind](lane.active)
-            next(lane.steps)
+            if job_queue.steps is None:
+                job_queue.steps = self._context.jobs[job_queue.kind](job_queue.active)
+            next(job_queue.steps)
         except StopIteration:
-            self._end(lane, None)
+            self._end(job_queue, None)
         except Exception as error:  # whatever a backend raises is a failed job
-            self._end(lane, error)
+            self._end(job_queue, error)
         except BaseException as error:
-            self._end(lane, error)
+            self._end(job_queue, error)
             raise
 
-    def _end(self, lane: Lane, error: BaseException | None) -> None:
-        task = lane.active
+    def _end(self, job_queue: JobQueue, error: BaseException | None) -> None:
+        task = job_queue.active
         assert task is not None
         try:
-            self._crew.finish(task, error)
+            self._context.finish(task, error)
         finally:
-            lane.steps = None
-            lane.active = None
-            self._crew.ended()
+            job_queue.steps = None
+            job_queue.active = None
+            self._context.ended()

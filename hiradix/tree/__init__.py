@@ -19,8 +19,8 @@ from hiradix.tree.node import (
     Lock,
     Match,
     Node,
+    NodePages,
     Pages,
-    Segment,
     Tier,
 )
 from hiradix.tree.order import EvictionOrder, LruOrder, OrderContext, OrderFactory
@@ -31,6 +31,6 @@ IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, fa
 __all__ = [
     "AS_INSERTED", "BACKBONE", "DEVICE", "FULL", "HOST", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf",
     "EvictionOrder", "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node",
-    "OrderContext", "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "Segment", "Tier",
+    "OrderContext", "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "NodePages", "Tier",
     "TokenLog", "hash_pages", "namespace_seed",
 ]  # fmt: skip

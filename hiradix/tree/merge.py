@@ -5,7 +5,7 @@ deepest of them, whose end is what locks, jobs and matches know it by. From the 
 what is below it while it is at most twice as big. So sizes along a path at least double towards the root, a
 path has O(log pages) nodes, and a page is copied O(log pages) times in its life.
 
-A node that was merged away keeps its `end` and knows its heir: `revived` cuts it out again when somebody
+A node that was merged away keeps its `end` and knows its successor: `revived` cuts it out again when somebody
 comes back with it, also if the heir has lost its own end to eviction since.
 """
 
@@ -56,7 +56,7 @@ def _is_alike(parent: Node, child: Node, residencies: Residencies) -> bool:
             if component.per_page:
                 if (up.pages is None) != (low.pages is None):
                     return False
-                if c and residencies.is_spare(up, c, tier) != residencies.is_spare(low, c, tier):
+                if c and residencies.is_unneeded(up, c, tier) != residencies.is_unneeded(low, c, tier):
                     return False
             elif up.pages is not None:
                 return False  # a record at the parent's end would lose its place
@@ -105,8 +105,8 @@ def _merge_runs(bottom: Node, down: Sequence[Node]) -> None:
     bottom.created = min(node.created for node in down)
 
 
-def _bury(node: Node, heir: Node, num_components: int) -> None:
-    node.parent, node.heir = None, heir
+def _bury(node: Node, successor: Node, num_components: int) -> None:
+    node.parent, node.successor = None, successor
     for c in range(num_components):
         for tier in TIERS:
             entry = node.residency(c, tier)
@@ -118,10 +118,10 @@ def revived(node: Node, split: Split) -> Node | None:
     """The node that ends where `node`, no longer in the tree, did; None if what ended there is gone."""
     at = node
     while at.parent is None:
-        heir = at.heir
-        if heir is None or (heir.end <= at.start < node.end):
+        successor = at.successor
+        if successor is None or (successor.end <= at.start < node.end):
             return None  # the root of before a clear; or `at` was dropped, and the place with it
-        at = heir
+        at = successor
     while at.start >= node.end:
         assert at.parent is not None
         at = at.parent

@@ -126,7 +126,7 @@ class Node:
     run: its tokens, (end - start) * S + lookahead of them, packed in `width` (4 or 8) bytes each.
     digests: page hashes of its leading pages, 32 bytes each; b"" if none is known yet.
     device, host: the backbone's residency; `others`: (device, host) of each further component, flat.
-    heir: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
+    successor: of a node that left the tree, the one it was merged into, or else its parent (see `merge`).
     hit_count: inserts that passed through it whole, its own included. stored: the cache's hint that
         storage has its pages; boundary_stored: and what a boundary at its end needs of further components,
         which a split leaves with the end. note: the eviction policy's, of the last use; halves of a split
@@ -137,7 +137,7 @@ class Node:
     __slots__ = (
         "parent", "children", "row", "run", "width", "extras", "space", "start", "end", "digests",
         "device", "host", "others", "num_device_children",
-        "hit_count", "priority", "created", "stored", "boundary_stored", "heir", "note", "chain",
+        "hit_count", "priority", "created", "stored", "boundary_stored", "successor", "note", "chain",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, start: int, end: int, num_others: int):
@@ -160,7 +160,7 @@ class Node:
         self.created = 0
         self.stored = False
         self.boundary_stored = False
-        self.heir: Node | None = None
+        self.successor: Node | None = None
         self.note: Any = None
         self.chain: Any = None
 
@@ -278,7 +278,7 @@ class Lock:
         return f"Lock({self.node}, {self.tier}, {self.floors})"
 
 
-class Segment(NamedTuple):
+class NodePages(NamedTuple):
     """One node's pages of a component that are to be copied: [start, end) in pages from the root.
 
     pages: source page ids int32 (one record if the component is not per page).

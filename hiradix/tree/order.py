@@ -160,7 +160,7 @@ class LruOrder:
         pass  # a ring needs no telling: descendants are always colder
 
 
-class SpareFirst:
+class UnneededFirst:
     """The order of a further component: spare entries, oldest first, then the policy's order of the rest.
 
     Most of a long prompt's window pages are behind no boundary: only its end, and where other prompts part
@@ -169,21 +169,21 @@ class SpareFirst:
 
     def __init__(self, context: OrderContext, make_order: OrderFactory):
         self._rest: EvictionOrder = make_order(context)
-        self._spare = LruOrder(context)
-        self._spare_ids: set[int] = set()
+        self._unneeded = LruOrder(context)
+        self._unneeded_ids: set[int] = set()
         self.num_pages = 0
 
     def __iter__(self) -> Iterator[Residency]:
-        return chain(self._spare, self._rest)
+        return chain(self._unneeded, self._rest)
 
-    def is_spare(self, entry: Residency) -> bool:
-        return id(entry) in self._spare_ids
+    def is_unneeded(self, entry: Residency) -> bool:
+        return id(entry) in self._unneeded_ids
 
     def coldest(self) -> Residency | None:
-        return self._spare.coldest() or self._rest.coldest()
+        return self._unneeded.coldest() or self._rest.coldest()
 
     def victims(self, num_pages: int) -> list[Residency]:
-        found = self._spare.victims(num_pages)
+        found = self._unneeded.victims(num_pages)
         left = num_pages - sum(len(entry.pages) for entry in found if entry.pages is not None)
         return found + self._rest.victims(left) if left > 0 else found
 
@@ -191,36 +191,36 @@ class SpareFirst:
         self._rest.push(entries)
         self._count()
 
-    def push_spare(self, entries: Iterable[Residency]) -> None:
+    def push_unneeded(self, entries: Iterable[Residency]) -> None:
         """Entries have become evictable that no boundary needs."""
         for entry in entries:
-            self._spare_ids.add(id(entry))
-            self._spare.push((entry,))
+            self._unneeded_ids.add(id(entry))
+            self._unneeded.push((entry,))
         self._count()
 
     def remove(self, entries: Iterable[Residency]) -> None:
         for entry in entries:
             if self._forget(entry):
-                self._spare.remove((entry,))
+                self._unneeded.remove((entry,))
             else:
                 self._rest.remove((entry,))
         self._count()
 
     def touched(self, entries: Iterable[Residency]) -> None:
         for entry in entries:
-            (self._spare if self.is_spare(entry) else self._rest).touched((entry,))
+            (self._unneeded if self.is_unneeded(entry) else self._rest).touched((entry,))
 
     def dropped(self, entry: Residency) -> None:
         if self._forget(entry):
-            self._spare.dropped(entry)
+            self._unneeded.dropped(entry)
         else:
             self._rest.dropped(entry)
         self._count()
 
     def split(self, entry: Residency, upper: Residency) -> None:
-        if self.is_spare(entry):
-            self._spare_ids.add(id(upper))
-            self._spare.split(entry, upper)
+        if self.is_unneeded(entry):
+            self._unneeded_ids.add(id(upper))
+            self._unneeded.split(entry, upper)
         else:
             self._rest.split(entry, upper)
 
@@ -228,11 +228,11 @@ class SpareFirst:
         pass  # a window may go from anywhere on a path
 
     def _count(self) -> None:
-        self.num_pages = self._spare.num_pages + self._rest.num_pages
+        self.num_pages = self._unneeded.num_pages + self._rest.num_pages
 
     def _forget(self, entry: Residency) -> bool:
-        known = id(entry) in self._spare_ids
-        self._spare_ids.discard(id(entry))
+        known = id(entry) in self._unneeded_ids
+        self._unneeded_ids.discard(id(entry))
         return known
 
 

@@ -31,7 +31,7 @@ from hiradix.tree.node import (
     Rules,
     Tier,
 )
-from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory, SpareFirst, is_needed
+from hiradix.tree.order import EvictionOrder, OrderContext, OrderFactory, UnneededFirst, is_needed
 
 FIRST_PLACES: Final = 1024
 MOST_PLACES: Final = 1 << 31  # page ids are int32
@@ -169,7 +169,7 @@ class Residencies:
 
     def _order_of(self, component: int, tier: Tier) -> EvictionOrder:
         context = OrderContext(self.components[component], tier, self.page_size, component == BACKBONE)
-        return self._make_order(context) if context.backbone else SpareFirst(context, self._make_order)
+        return self._make_order(context) if context.backbone else UnneededFirst(context, self._make_order)
 
     # -- giving -----------------------------------------------------------------------------
 
@@ -216,20 +216,20 @@ class Residencies:
                 order.remove([entry for entry in path if id(entry) not in fresh])
             order.push(path)
             return
-        assert isinstance(order, SpareFirst)
+        assert isinstance(order, UnneededFirst)
         if self.grain.by_need:
             reach = self.components[component].reach
-            order.push_spare(entry for entry in reversed(entries) if not is_needed(entry.node, reach))
-        order.push([entry for entry in reversed(entries) if not order.is_spare(entry)])
+            order.push_unneeded(entry for entry in reversed(entries) if not is_needed(entry.node, reach))
+        order.push([entry for entry in reversed(entries) if not order.is_unneeded(entry)])
         for entry in entries:
             assert entry.node is not None
             if held(entry.node, component, tier):
                 self.pins.hold(entry.node, component, tier)
 
-    def is_spare(self, entry: Residency, component: int, tier: int) -> bool:
+    def is_unneeded(self, entry: Residency, component: int, tier: int) -> bool:
         """Whether an evictable entry leaves before what the policy would choose."""
         order = self.orders[component][tier]
-        return isinstance(order, SpareFirst) and order.is_spare(entry)
+        return isinstance(order, UnneededFirst) and order.is_unneeded(entry)
 
     def split(self, node: Node, upper: Node, at: int) -> None:
         """Hand the first `at` pages of each residency of `node` to `upper`. Both get arrays of their own."""
@@ -305,7 +305,7 @@ class Residencies:
         if node.device.pages is not None:
             self._device_child_left(node)
         parent.disown_child(node)
-        node.heir = parent
+        node.successor = parent
         self._empty(node, out)
         host = parent.host
         if host.pages is not None and not parent.children and parent.device.pages is None:
@@ -318,7 +318,7 @@ class Residencies:
         while stack:
             gone = stack.pop()
             for child in gone.children.values():
-                child.parent, child.heir = None, gone
+                child.parent, child.successor = None, gone
                 stack.append(child)
             gone.children = NO_CHILDREN
             for number, entry in enumerate((gone.device, gone.host, *gone.others)):

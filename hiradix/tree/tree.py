@@ -53,10 +53,10 @@ from hiradix.tree.node import (
     Lock,
     Match,
     Node,
+    NodePages,
     Pages,
     Residency,
     Rules,
-    Segment,
     Tier,
     split_run,
 )
@@ -234,12 +234,12 @@ class RadixTree:
             at = at.parent
         return at.end
 
-    def missing(self, node: Node, source: Tier, target: Tier) -> list[Segment]:
+    def missing(self, node: Node, source: Tier, target: Tier) -> list[NodePages]:
         """What to copy from `source` so that `node` is usable in `target`; per component, root first.
 
         Splits do not invalidate segments: give their pages to `adopt` by the node they end in.
         """
-        segments: list[Segment] = []
+        segments: list[NodePages] = []
         for c in range(len(self.components)):
             found = []
             for n in self.path(node, self.floor(node, c)):
@@ -247,7 +247,7 @@ class RadixTree:
                 if c == BACKBONE and target == DEVICE and n.resident(target):
                     break  # and so are all above
                 if pages is not None and not n.resident(target, c):
-                    found.append(Segment(n, c, n.start, n.end, pages))
+                    found.append(NodePages(n, c, n.start, n.end, pages))
             segments.extend(reversed(found))
         return segments
 
@@ -649,9 +649,9 @@ class RadixTree:
 
     def _is_ours(self, node: Node) -> bool:
         """Whether `node` is in this tree or what became of it is. O(path)."""
-        above = node.parent or node.heir
+        above = node.parent or node.successor
         while above is not None:
-            node, above = above, above.parent or above.heir
+            node, above = above, above.parent or above.successor
         return node is self.root
 
     def _refuse_unfit(self, node: Node, end: int, tier: Tier, pages: Sequence[Ids]) -> int:

@@ -17,7 +17,7 @@ from hiradix.adapters.probe import (
     Contract,
     Has,
     Names,
-    Use,
+    Requirement,
     installed_sources,
     is_without_sources,
     missing,
@@ -82,7 +82,7 @@ def helper(one, two=2): ...
 ENGINE = {"engine.cache": CACHE, "engine.parent": PARENT, "engine.options": "class Options:\n    name: str\n"}
 
 
-def told(use: Use, sources: Mapping[str, str] = ENGINE) -> list[str]:
+def told(use: Requirement, sources: Mapping[str, str] = ENGINE) -> list[str]:
     return list(missing([use], sources.get))
 
 
@@ -113,7 +113,7 @@ def told(use: Use, sources: Mapping[str, str] = ENGINE) -> list[str]:
         (Call("engine.cache:helper", ("one",), ("two",)), []),
     ],
 )
-def test_what_is_missing_is_told(use: Use, pieces: list[str]) -> None:
+def test_what_is_missing_is_told(use: Requirement, pieces: list[str]) -> None:
     assert told(use) == pieces
 
 

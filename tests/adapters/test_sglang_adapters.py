@@ -8,7 +8,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 import pytest
 
-from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters, apart
+from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters, apart
 from hiradix.tree.key import ADAPTER
 
 
@@ -33,14 +33,14 @@ def trained(folder: Path, weights: bytes) -> LoRARef:
 
 def test_an_adapter_trained_further_in_its_folder_has_another_name(tmp_path: Path) -> None:
     first = trained(tmp_path / "l", b"first")
-    before = Adapters.given([first])
+    before = LoraAdapters.given([first])
     again = trained(tmp_path / "l", b"again")
-    after = Adapters.given([again])
+    after = LoraAdapters.given([again])
     assert first.lora_id == again.lora_id, "as SGLang has it"
     for extra in ("", "tenant"):
         key = extra + first.lora_id
         assert len({key, before.named(key), after.named(key)}) == 3
-        assert before.named(key) == Adapters.given([trained(tmp_path / "l", b"first")]).named(key)
+        assert before.named(key) == LoraAdapters.given([trained(tmp_path / "l", b"first")]).named(key)
         trained(tmp_path / "l", b"again")
 
 
@@ -49,7 +49,7 @@ def test_an_adapter_trained_further_in_its_folder_has_another_name(tmp_path: Pat
 )
 def test_other_keys_stay_as_they_are(tmp_path: Path, key: str | None) -> None:
     one = trained(tmp_path / "l", b"w")
-    adapters = Adapters.given([one, LoRARef("hub", "org/adapter")])
+    adapters = LoraAdapters.given([one, LoRARef("hub", "org/adapter")])
     for known in (adapters, NO_ADAPTERS):
         assert known.plain(known.named(key)) == key
         assert known.named(key) == (f"\0client:{key}" if key and key[0] == "\0" else key)
@@ -59,7 +59,7 @@ def test_other_keys_stay_as_they_are(tmp_path: Path, key: str | None) -> None:
 def test_an_adapter_is_known_where_elastic_ranks_are_told_behind_its_id(tmp_path: Path) -> None:
     """As SGLang does with --elastic-ep-backend, when it has made the request."""
     one = trained(tmp_path / "l", b"w")
-    known = Adapters.given([one])
+    known = LoraAdapters.given([one])
     for client in ("", "tenant"):
         key = f"{client}{one.lora_id}|elastic_ep_size=8"
         name = known.named(key)
@@ -75,7 +75,7 @@ def test_an_adapter_is_known_where_elastic_ranks_are_told_behind_its_id(tmp_path
 def test_no_client_names_an_adapters_namespace(tmp_path: Path) -> None:
     """Not by its id, nor by what an adapter's pages are called: here, or in a server with the same store."""
     one = trained(tmp_path / "l", b"w")
-    adapters = Adapters.given([one])
+    adapters = LoraAdapters.given([one])
     for text in ("", "tenant", "\0", ADAPTER):
         own = adapters.named(text + one.lora_id)
         assert own is not None and own.startswith(ADAPTER)
@@ -100,11 +100,11 @@ def test_an_adapter_by_a_hubs_name_is_its_snapshot(tmp_path: Path, monkeypatch: 
         (repository / "refs").mkdir(exist_ok=True)
         (repository / "refs" / "main").write_text(commit)
         trained(repository / "snapshots" / commit, weights)
-        names.append(Adapters.given([one]).named(one.lora_id))
+        names.append(LoraAdapters.given([one]).named(one.lora_id))
     assert len(set(names)) == 3 and one.lora_id not in names
     (repository / "snapshots" / "c3" / "adapter_config.json").write_text('{"lora_alpha": 2}')
-    assert Adapters.given([one]).named(one.lora_id) not in names
+    assert LoraAdapters.given([one]).named(one.lora_id) not in names
 
 
 def test_none_are_given() -> None:
-    assert Adapters.given(None) == Adapters.given([]) == NO_ADAPTERS
+    assert LoraAdapters.given(None) == LoraAdapters.given([]) == NO_ADAPTERS

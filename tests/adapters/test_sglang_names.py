@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiradix.adapters.sglang import build
+from hiradix.adapters.sglang import cache_factory
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
@@ -29,7 +29,7 @@ def named(
     )  # fmt: skip
     given = {"served_model_name": "assistant", "model_path": path, "json_model_override_args": "{}"} | flags
     context = SimpleNamespace(params=params, model_config=config)
-    return build._identity(context, SimpleNamespace(**given), weights)
+    return cache_factory._identity(context, SimpleNamespace(**given), weights)
 
 
 def model(value: float) -> Weights:
@@ -106,7 +106,7 @@ def test_ropes_that_batches_decide_are_refused() -> None:
     refused = [(longrope, 1025, None), (longrope, 4096, foreign), (dynamic, 4097, foreign)]
     for rope, length, own in refused:
         with pytest.raises(ConfigError, match=rf"{rope['rope_type']} with --context-length {length}"):
-            build._refuse_ropes(in_context(rope, length, own))
+            cache_factory._refuse_ropes(in_context(rope, length, own))
     fixed = [
         (longrope, 1024, None),
         (dynamic, 8192, None),
@@ -114,4 +114,4 @@ def test_ropes_that_batches_decide_are_refused() -> None:
         ({"rope_type": "yarn"}, 9999, None),
     ]
     for rope, length, own in fixed:
-        build._refuse_ropes(in_context(rope, length, own))
+        cache_factory._refuse_ropes(in_context(rope, length, own))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang import build
-from hiradix.adapters.sglang.ports import AllocatorPort
+from hiradix.adapters.sglang import cache_factory
+from hiradix.adapters.sglang.engine_views import AllocatorPort
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
-from hiradix.prefix_cache.slots import Slots
+from hiradix.prefix_cache.slots import PageSlots
 
 PAGES, SIZE, HEADS, KEY, VALUE, LAYERS = 5, 4, 2, 8, 6, 3
 
@@ -48,7 +48,7 @@ class MHATokenToKVPool:
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "vectorized_5d"])
 def test_a_page_is_its_bytes_in_every_layout(layout: str, spare: int) -> None:
     own = MHATokenToKVPool(layout, spare)
-    pool = build.device_pool(own, SIZE)
+    pool = cache_factory.device_pool(own, SIZE)
     assert pool.num_pages == PAGES, "pages without memory were counted"
     for array, buffers in enumerate((own.k_buffer, own.v_buffer)):
         for seen, buffer in zip(pool.layer_views(array), buffers, strict=True):
@@ -67,7 +67,7 @@ def identity(layout: str = "nhd", path: str = "m", **given: Any) -> ModelIdentit
         pp_size=1,
     )  # fmt: skip
     flags = SimpleNamespace(served_model_name="m", model_path=path, revision="r", **given)
-    return build._identity(SimpleNamespace(params=params), flags)
+    return cache_factory._identity(SimpleNamespace(params=params), flags)
 
 
 def test_pages_of_another_order_of_bytes_have_another_name() -> None:
@@ -119,7 +119,7 @@ def test_ranks_that_cannot_agree_are_refused_over_a_host_tier(flag: str) -> None
             tp_worker=None,
             server_args=None,
         )
-        build._refuse_models(context, SimpleNamespace(dcp_size=asked["--dcp-size"]))
+        cache_factory._refuse_models(context, SimpleNamespace(dcp_size=asked["--dcp-size"]))
 
     refuse(False)
     with pytest.raises(ConfigError, match=f"^{flag} 2 with --enable-hierarchical-cache is not supported"):
@@ -149,7 +149,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, str, bool]]:
 def test_slots_go_to_a_gpu_without_waiting_for_it(
     pages: list[int], uploads: list[tuple[bool, str, bool]]
 ) -> None:
-    slots = Slots(200, 64, "cuda").of(np.array(pages, np.int32))
+    slots = PageSlots(200, 64, "cuda").of(np.array(pages, np.int32))
     assert uploads == [(True, "cuda", True)]
     assert slots[:65].tolist() == [*range(pages[0] * 64, pages[0] * 64 + 64), pages[1] * 64]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hiradix.adapters.sglang.ports import AllocatorPort, Rows
+from hiradix.adapters.sglang.engine_views import AllocatorPort, Rows
 from hiradix.tree.ids_numpy import FEW_PAGES
 
 SIZE = 4

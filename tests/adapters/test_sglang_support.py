@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hiradix.adapters.sglang import plugin
-from hiradix.adapters.sglang.build import build_cache
-from hiradix.adapters.sglang.ports import AllocatorPort, HybridPort
+from hiradix.adapters.sglang.cache_factory import build_cache
+from hiradix.adapters.sglang.engine_views import AllocatorPort, HybridPort
 from hiradix.adapters.sglang.support import Api, api_of, refuse_allocator, refuse_flags, warn_if_untested
 from hiradix.errors import ConfigError
 from hiradix.memory import HybridSlotAllocator
@@ -70,7 +70,7 @@ def test_an_sglang_that_lacks_what_is_imported_is_named(
     def build_cache(context: object) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
-    monkeypatch.setattr("hiradix.adapters.sglang.build.build_cache", build_cache)
+    monkeypatch.setattr("hiradix.adapters.sglang.cache_factory.build_cache", build_cache)
     monkeypatch.setattr("hiradix.adapters.sglang.support.lacking", lambda read: ())
     monkeypatch.setattr("hiradix.adapters.sglang.support.installed_version", lambda: "9.9.9")
     with pytest.raises(error, match=missing) as refused:

@@ -13,7 +13,7 @@ from hiradix.apps.bench.client import (
     BenchError,
     ChatServer,
     Conversation,
-    Limits,
+    LoadSettings,
     Message,
     Phase,
     Play,
@@ -29,9 +29,9 @@ CONVERSATIONS = tuple(Conversation(f"c{i}", f"system {i}", ("one", "two", "three
 NAMES = tuple(c.name for c in CONVERSATIONS)
 
 
-def ask_once(answer: Callable[[Body], Reply], limits: Limits | None = None) -> Answer:
+def ask_once(answer: Callable[[Body], Reply], limits: LoadSettings | None = None) -> Answer:
     async def run(url: str) -> Answer:
-        async with ChatServer(url, limits or Limits()) as server:
+        async with ChatServer(url, limits or LoadSettings()) as server:
             return await server.ask(Play(CONVERSATIONS, 7).next_request("c0"))
 
     with fake_server(answer) as (url, _):
@@ -52,7 +52,7 @@ def test_the_request_is_greedy_streamed_and_asks_for_usage() -> None:
     with fake_server(lambda body: Reply(("x",))) as (url, seen):
 
         async def run() -> None:
-            async with ChatServer(url, Limits(top_logprobs=0), model=None) as server:
+            async with ChatServer(url, LoadSettings(top_logprobs=0), model=None) as server:
                 await server.ask(Play(CONVERSATIONS, 7).next_request("c1"))
 
         asyncio.run(run())
@@ -82,7 +82,7 @@ def test_a_broken_answer_is_an_error_that_names_the_request(reply: Reply, what: 
 
 def test_a_server_that_is_not_there_is_an_error() -> None:
     async def run() -> None:
-        async with ChatServer("http://127.0.0.1:9", Limits()):
+        async with ChatServer("http://127.0.0.1:9", LoadSettings()):
             pass
 
     with pytest.raises(BenchError, match="/v1/models"):
@@ -94,7 +94,7 @@ def test_turns_build_on_the_answers_and_replay_sends_the_same() -> None:
 
     async def run(url: str) -> tuple[list[Answer], list[Answer]]:
         play = Play(CONVERSATIONS, 4)
-        async with ChatServer(url, Limits()) as server:
+        async with ChatServer(url, LoadSettings()) as server:
             played = [a for phase in turns for a in await play_phase(server, play, phase, lambda a: None)]
             return played, await replay(server, [a.request for a in played], lambda a: None)
 
@@ -119,7 +119,7 @@ def test_the_number_in_flight_is_reached_and_never_passed() -> None:
         return Reply(("x",))
 
     async def run(url: str) -> None:
-        async with ChatServer(url, Limits(concurrency=3)) as server:
+        async with ChatServer(url, LoadSettings(concurrency=3)) as server:
             await play_phase(server, Play(CONVERSATIONS, 4), Phase("p", NAMES), lambda a: None)
 
     with fake_server(answer) as (url, seen):

@@ -14,7 +14,7 @@ import numpy as np
 
 from hiradix.cache.agreement import Agree
 from hiradix.cache.boundaries import BoundaryReads
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.transfer import JobKind
 from hiradix.tree import Node, RadixKey, Tier, hash_pages
 from tests.cache.component_world import HOST, ComponentWorld, Draw, Setup
@@ -317,7 +317,7 @@ class StoredPlayer(Player):
         world = self.world
         if world.controller.storage_attached:
             world.cache.detach_storage(100.0)
-            assert not world.cache.flights.tickets(JobKind.QUERY, JobKind.READ, JobKind.STORE)
+            assert not world.cache.in_flight.tickets(JobKind.QUERY, JobKind.READ, JobKind.STORE)
         else:
             world.attach()
 

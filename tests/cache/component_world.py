@@ -16,8 +16,8 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.cache.agreement import Agree
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import make_order
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import JobKind, PoolPair, Runtime, StepDriver, TransferController
 from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier
 from tests.transfer.doubles import Pool, Transport, loads_came
@@ -204,7 +204,7 @@ class ComponentWorld:
 
     def read_loadable(self, key: RadixKey, node: Node) -> None:
         """A boundary at `node` has all it needs in one of the tiers; the host's counts while loads run."""
-        names, is_loading = self.names_of(key), bool(self.cache.flights.tickets(JobKind.LOAD))
+        names, is_loading = self.names_of(key), bool(self.cache.in_flight.tickets(JobKind.LOAD))
         for c, kind in enumerate(self.components):
             floor = self.tree.floor(node, c) if kind.per_page else node.start
             for n in self.tree.path(node, floor):
@@ -318,10 +318,10 @@ class ComponentWorld:
 
     def settle(self) -> None:
         self.faults = 0.0
-        assert self.cache.drain(1000.0), self.cache.flights.tickets()
+        assert self.cache.drain(1000.0), self.cache.in_flight.tickets()
         self.driver.run()
         self.cache.tick()
-        assert len(self.cache.flights) == 0 and self.controller.is_idle
+        assert len(self.cache.in_flight) == 0 and self.controller.is_idle
 
     def assert_drained(self) -> None:
         """Nothing held; after a reset every page of every pool is free again."""

@@ -12,7 +12,7 @@ import pytest
 from hiradix.cache.agreement import Agree
 from hiradix.cache.boundaries import MAX_STEPS, MAX_TRIES, pages_of_a_step
 from hiradix.errors import StorageError
-from hiradix.policy.no_regret import Move, NoRegret
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import JobKind
 from hiradix.tree import FULL, Component, RadixKey, Tier
 from tests.cache.component_storage import Part, Storage, StoredPlayer, StoredWorld
@@ -168,10 +168,10 @@ class Ears:
         self._reads.no_regret = self
         self.takes, self.predicted_s = self._gate.takes, self._gate.predicted_s
         self.asks, self.answered, self.ended = self._gate.asks, self._gate.answered, self._gate.ended
-        self.heard: list[tuple[Move, int]] = []
+        self.heard: list[tuple[GatedTransfer, int]] = []
 
     def fetched(self, asked: int, num_pages: int, seconds: float) -> None:
-        self.heard.append((Move.FETCH, num_pages))
+        self.heard.append((GatedTransfer.FETCH, num_pages))
 
     def leave(self) -> None:
         """The gate hears for itself again."""
@@ -286,7 +286,7 @@ def test_what_somebody_else_computes_meanwhile_does_not_count_as_fetched(kind: J
     world = restarted(12)
     world.set_policy("wait_complete")
     handle = world.prefetch(RadixKey(TOKENS))
-    while not world.cache.flights.tickets(kind):
+    while not world.cache.in_flight.tickets(kind):
         world.driver.step()
         world.cache.tick()
     world.driver.held.add("fetch")
@@ -359,7 +359,7 @@ def test_a_boundary_that_is_being_stored_is_not_stored_twice() -> None:
         world.tree.unlock(running.lock)
         world.driver.run()
         world.cache.tick()
-    assert len(world.cache.flights.tickets(JobKind.STORE)) == 2, "the backbone's and the boundary's"
+    assert len(world.cache.in_flight.tickets(JobKind.STORE)) == 2, "the backbone's and the boundary's"
     world.driver.held.clear()
     world.settle()
     assert sorted(world.puts) == [(0, 12), (1, 3)]
@@ -369,18 +369,20 @@ def test_a_boundary_that_is_being_stored_is_not_stored_twice() -> None:
 def test_a_reset_forgets_a_boundary_whose_store_hangs() -> None:
     world = roomy()
     admitted = world.admit(RadixKey(TOKENS))
-    assert admitted is not None and world.cache.backup is not None and world.cache.controller is not None
+    assert (
+        admitted is not None and world.cache.write_through is not None and world.cache.controller is not None
+    )
     world.hashes(RadixKey(TOKENS))
     (running,) = world.run_pass([admitted], lambda n: 0)
     world.tree.unlock(running.lock)
-    storing, stats = world.cache.backup.storing, world.cache.controller.stats
-    stores = partial(world.cache.flights.tickets, JobKind.STORE)
-    while not storing._ending or len(stores()) > 1 or JobKind.STORE not in stats().running_s:
+    storage_backup, stats = world.cache.write_through.storage_backup, world.cache.controller.stats
+    stores = partial(world.cache.in_flight.tickets, JobKind.STORE)
+    while not storage_backup._ending or len(stores()) > 1 or JobKind.STORE not in stats().running_s:
         world.driver.step()
         world.cache.tick()
     world.driver.held.add("store")
     world.cache.reset()
-    assert not storing._ending, "nodes of the old tree are kept"
+    assert not storage_backup._ending, "nodes of the old tree are kept"
     world.driver.held.clear()
     world.settle()
     world.assert_drained()
@@ -390,7 +392,7 @@ def test_pages_that_several_hanging_stores_read_are_given_back_once_after_a_rese
     """Windows of boundaries close to each other overlap. With several ranks, results behind one that hangs
     wait for it, so that a reset leaves all of them."""
     world = roomy(agree=lambda own: own)
-    stores = partial(world.cache.flights.tickets, JobKind.STORE)
+    stores = partial(world.cache.in_flight.tickets, JobKind.STORE)
     assert world.cache.controller is not None
     stats = world.cache.controller.stats
     for end in (10, 11, 12):
@@ -404,7 +406,7 @@ def test_pages_that_several_hanging_stores_read_are_given_back_once_after_a_rese
             world.cache.tick()
             if JobKind.STORE in stats().running_s:
                 world.driver.held.add("store")
-    read = [flight.reads.get(1, ()) for flight in world.cache.flights.lane(JobKind.STORE).values()]
+    read = [flight.reads.get(1, ()) for flight in world.cache.in_flight.of_kind(JobKind.STORE).values()]
     assert len({page for pages in read for page in pages}) < sum(map(len, read)), "no two of them overlap"
     num_stores = len(stores())
     world.cache.reset()
@@ -486,12 +488,12 @@ def test_a_boundary_is_measured_and_judged_by_the_prompt_it_brings() -> None:
     world = restarted(12)
     gate, ears = world.cache.no_regret, Ears(world)
     assert fetched(world, TOKENS) == 12
-    assert ears.heard == [(Move.FETCH, 12)], "the window's pages are no further tokens"
+    assert ears.heard == [(GatedTransfer.FETCH, 12)], "the window's pages are no further tokens"
     ears.leave()
     world.restart()
     gate.enabled = True
     gate.computed(1000, 100.0)
-    gate.moved(Move.FETCH, 1, 10.0)
+    gate.moved(GatedTransfer.FETCH, 1, 10.0)
     gets = len(world.gets)
     assert fetched(world, TOKENS) == 0 and len(world.gets) == gets
     assert world.cache.counters.unfulfilled == {"slower_than_compute": 12}
@@ -568,7 +570,7 @@ def test_a_boundary_on_the_way_has_its_whole_window_in_storage() -> None:
 def test_let_go_while_boundaries_on_the_way_are_looked_for_it_reads_nothing() -> None:
     world = restarted(4, 8, 12)
     handle = on_the_way(world)
-    while len(world.cache.flights.tickets(JobKind.QUERY)) != 2:
+    while len(world.cache.in_flight.tickets(JobKind.QUERY)) != 2:
         world.driver.step()
         world.cache.tick()
     assert world.cache.prefetcher is not None and world.cache.prefetcher.progress(handle)
@@ -620,7 +622,7 @@ def test_time_that_surely_suffices_pays_for_no_boundary_on_the_way(page_s: float
     """Twelve pages may take a second and a little."""
     world = restarted(4, 8, 12)
     gate = world.cache.no_regret
-    gate.moved(Move.FETCH, 10, 10 * page_s)
+    gate.moved(GatedTransfer.FETCH, 10, 10 * page_s)
     on_the_way(world, "timeout")
     world.settle()
     assert (world.gets == WHOLE) is is_whole and loadable(world) == 12
@@ -687,7 +689,7 @@ def test_storage_that_fails_on_the_way_counts_what_did_not_come() -> None:
 def test_boundaries_that_nobody_waits_for_any_more_are_no_fault_of_storage() -> None:
     world = restarted(4, 8, 12)
     handle = on_the_way(world)
-    while not world.cache.flights.tickets(JobKind.READ):
+    while not world.cache.in_flight.tickets(JobKind.READ):
         world.driver.step()
         world.cache.tick()
     assert world.cache.prefetcher is not None
@@ -744,7 +746,7 @@ def test_detached_at_any_step_it_leaves_nothing_behind(steps: int) -> None:
         world.cache.tick()
     world.cache.detach_storage(100.0)
     world.check()
-    assert not world.cache.flights.tickets(JobKind.QUERY, JobKind.READ)
+    assert not world.cache.in_flight.tickets(JobKind.QUERY, JobKind.READ)
     world.attach()
     assert fetched(world, TOKENS) == 12
     world.assert_drained()

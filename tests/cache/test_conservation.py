@@ -76,8 +76,8 @@ def test_a_copy_under_way_owns_its_host_pages() -> None:
         if running is not None:
             world.release(running)
         world.check_conservation(0)
-        seen = max(seen, world.cache.flights.num_owned[0])
-        assert world.cache.flights.num_owned[0] == len(world.cache.flights.owned())
+        seen = max(seen, world.cache.in_flight.num_owned[0])
+        assert world.cache.in_flight.num_owned[0] == len(world.cache.in_flight.owned())
     assert seen > 0, "no copy was under way at any time"
     world.settle()
-    assert world.cache.flights.num_owned[0] == 0
+    assert world.cache.in_flight.num_owned[0] == 0

@@ -76,7 +76,7 @@ def test_what_another_request_has_loaded_since_is_not_loaded_again() -> None:
     world.cache.evict(8)
     match = world.cache.match(key(6))
     assert world.cache.load_back(match) == 6 and world.cache.load_back(match) == 0
-    assert len(world.cache.flights) == 1
+    assert len(world.cache.in_flight) == 1
     world.cache.start_loading()
     world.settle()
     assert (world.cache.counters.loaded, world.cache.counters.load_refused) == (6, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hiradix.cache.storing import OFFER_AGAIN_USES
+from hiradix.cache.storage_backup import OFFER_AGAIN_USES
 from hiradix.tree import RadixKey, Tier
 from tests.cache.world import PAGE_SIZE, Setup, World
 
@@ -280,7 +280,7 @@ def test_a_reset_leaves_a_hanging_store_its_pages_until_it_ends() -> None:
     world.driver.held.add("store")
     world.cache.reset(0.01)
     world.check()
-    assert len(world.cache.flights) == 1 and world.host.available == world.setup.host_pages - 2
+    assert len(world.cache.in_flight) == 1 and world.host.available == world.setup.host_pages - 2
     world.settle()
     assert world.host.available == world.setup.host_pages
     world.assert_drained()
@@ -363,7 +363,7 @@ def test_one_long_path_that_does_not_fit_the_host_is_no_deep_recursion() -> None
         if lock is not None:
             cache.tree.unlock(lock)
         lock = new
-    cache.backup.policy = type(cache.backup.policy).from_name("write_through")
+    cache.write_through.policy = type(cache.write_through.policy).from_name("write_through")
     cache.tree.unlock(cache.insert(key(1200), world.device.alloc(1), at=lock))
     cache.tree.unlock(lock)
     world.settle()

@@ -19,7 +19,7 @@ def test_h1_a_node_split_while_it_is_copied_reaches_storage_whole() -> None:
     world.cache.attach_storage(world.storage)
     first, second = key(10, tail=1, shared=5), key(8, tail=2, shared=5)
     running = [world.run_request(first)]
-    assert len(world.cache.flights) == 1, "the copy is under way"
+    assert len(world.cache.in_flight) == 1, "the copy is under way"
     running.append(world.run_request(second))  # splits what is being copied
     for one in running:
         assert one is not None

@@ -67,7 +67,7 @@ def test_all_results_are_applied_in_one_tick() -> None:
         running = world.run_request(key(2, tail=n + 1))
         assert running is not None
         world.release(running)
-    assert len(world.cache.flights) >= 5
+    assert len(world.cache.in_flight) >= 5
     while world.controller.stats().kinds[JobKind.WRITE].num_results < 6:
         world.driver.step()
     world.cache.tick()
@@ -216,7 +216,7 @@ def test_a_reset_forgets_a_prefetch_whose_read_hangs() -> None:
     assert world.driver.step()  # it has begun
     world.driver.held.add("fetch")
     world.cache.reset(0.01)
-    assert len(world.cache.flights) == 1 and world.host.available == world.setup.host_pages - 4
+    assert len(world.cache.in_flight) == 1 and world.host.available == world.setup.host_pages - 4
     assert prefetcher.progress("r") and (len(prefetcher), prefetcher.pages_in_flight()) == (0, 0)
     world.check()
     world.settle()

@@ -17,8 +17,8 @@ import torch
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
 from hiradix.policy.eviction import make_order
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import Runtime, StepDriver, TransferController
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import hash_pages
@@ -294,7 +294,7 @@ class World:
 
     def check_conservation(self, num_held: int) -> None:
         """What an engine asserts after every step."""
-        self.cache.supply.check_conservation(num_held, self.cache.flights.num_owned)
+        self.cache.supply.check_conservation(num_held, self.cache.in_flight.num_owned)
 
     def check_storage(self) -> None:
         """Every stored page holds, to the bit, what its name says. Uses pages of empty pools."""
@@ -313,11 +313,11 @@ class World:
         """Faults stop; everything in flight ends."""
         self.storage.faults = self.transport.faults = 0.0
         self.driver.held.clear()
-        assert self.cache.drain(1000.0), self.cache.flights.tickets()
+        assert self.cache.drain(1000.0), self.cache.in_flight.tickets()
         for _ in range(3):
             self.driver.run()
             self.cache.tick()
-        assert len(self.cache.flights) == 0 and self.controller.is_idle
+        assert len(self.cache.in_flight) == 0 and self.controller.is_idle
         assert self.cache.prefetcher is not None and len(self.cache.prefetcher) == 0
 
     def assert_drained(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage.kit.pieces import Use, as_piece, as_use, pieces_of
+from hiradix.storage.kit.pieces import ChainUse, as_piece, as_use, pieces_of
 from tests.contracts.storage import Base, Make, hits, hits_without_using, key_of, keys_of, put
 from tests.seeds import seeded, seeds
 
@@ -43,7 +43,7 @@ Call = Callable[[Any, list[str]], list[bool]]
 def in_chain(call: Call, store: Any, keys: Sequence[str], front: str = "") -> list[bool]:
     """`call` on a part of a chain, as the guard hands it to a backend. front: the page in front of it, if
     that is told."""
-    with as_use(Use(front)):
+    with as_use(ChainUse(front)):
         piece = pieces_of(store, list(keys))(0)
     with as_piece(piece):
         return call(store, list(keys))

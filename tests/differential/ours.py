@@ -21,8 +21,8 @@ from hiradix.memory import (
     SlotAllocator,
     make_transport,
 )
-from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import (
     CacheInitParams,
     EvictParams,

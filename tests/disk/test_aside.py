@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from hiradix.storage.backends.disk.engines import Engine, ThreadEngine, UringEngine
+from hiradix.storage.backends.disk.engines import IOEngine, ThreadEngine, UringEngine
 from hiradix.storage.backends.disk.moves import CHECKED_ASIDE_BYTES, Aside, Move, PageIO
-from hiradix.storage.backends.disk.segments import Segment
+from hiradix.storage.backends.disk.segments import SegmentFile
 
 SIZE, NUM = 64 << 10, 64
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def segment(tmp_path: Path) -> Segment:
+def segment(tmp_path: Path) -> SegmentFile:
     path = tmp_path / "pages"
     path.write_bytes(b"".join(bytes([number]) * SIZE for number in range(NUM)))
-    return Segment(str(path), False)
+    return SegmentFile(str(path), False)
 
 
 @pytest.fixture(params=[UringEngine, lambda: ThreadEngine(2)], ids=["io_uring", "threads"])
 def io(request: pytest.FixtureRequest) -> Iterator[PageIO]:
     try:
-        engine: Engine = request.param()
+        engine: IOEngine = request.param()
     except OSError:
         pytest.skip("io_uring is not allowed here")
     made = PageIO(engine, True, False)
@@ -36,7 +36,7 @@ def io(request: pytest.FixtureRequest) -> Iterator[PageIO]:
     made.close()
 
 
-def moves_of(segment: Segment, numbers: range = range(NUM)) -> list[Move]:
+def moves_of(segment: SegmentFile, numbers: range = range(NUM)) -> list[Move]:
     return [(segment, number * SIZE, [memoryview(bytearray(SIZE))]) for number in numbers]
 
 
@@ -50,27 +50,27 @@ def checker(moves: list[Move], seen: list[int]) -> Callable[[int], bool]:
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["one run", "scattered"])
-def test_each_page_is_checked_once_when_it_has_come(io: PageIO, segment: Segment, step: int) -> None:
+def test_each_page_is_checked_once_when_it_has_come(io: PageIO, segment: SegmentFile, step: int) -> None:
     moves, seen = moves_of(segment, range(0, NUM, step)), list[int]()
     ok, faults = io.read(moves, SIZE, checker(moves, seen))
     assert ok == [True] * len(moves) and not faults and sorted(seen) == list(range(len(moves)))
 
 
-def test_a_bad_page_is_none_of_its_neighbours(io: PageIO, segment: Segment) -> None:
+def test_a_bad_page_is_none_of_its_neighbours(io: PageIO, segment: SegmentFile) -> None:
     os.pwrite(segment.fd, b"\xff", 5 * SIZE + 9)
     moves = moves_of(segment)
     ok, _ = io.read(moves, SIZE, checker(moves, []))
     assert [index for index, good in enumerate(ok) if not good] == [5]
 
 
-def test_a_file_that_ends_in_a_page_costs_those_behind(io: PageIO, segment: Segment) -> None:
+def test_a_file_that_ends_in_a_page_costs_those_behind(io: PageIO, segment: SegmentFile) -> None:
     os.truncate(segment.fd, 40 * SIZE + 100)
     moves, seen = moves_of(segment), list[int]()
     ok, _ = io.read(moves, SIZE, checker(moves, seen))
     assert ok == [True] * 40 + [False] * (NUM - 40) and max(seen) == 39
 
 
-def test_a_check_that_hangs_holds_up_its_own_call_alone(io: PageIO, segment: Segment) -> None:
+def test_a_check_that_hangs_holds_up_its_own_call_alone(io: PageIO, segment: SegmentFile) -> None:
     """And nobody gets the memory back before the last look at it."""
     moves, begun, release, ended = moves_of(segment), threading.Event(), threading.Event(), []
 
@@ -93,7 +93,7 @@ def test_a_check_that_hangs_holds_up_its_own_call_alone(io: PageIO, segment: Seg
     assert ended
 
 
-def test_closing_during_a_read_has_its_pages_checked(io: PageIO, segment: Segment) -> None:
+def test_closing_during_a_read_has_its_pages_checked(io: PageIO, segment: SegmentFile) -> None:
     moves, seen = moves_of(segment), list[int]()
     check = checker(moves, seen)
 
@@ -105,7 +105,7 @@ def test_closing_during_a_read_has_its_pages_checked(io: PageIO, segment: Segmen
     assert all(ok) and sorted(seen) == list(range(NUM))
 
 
-def test_a_check_that_raises_ends_the_call_after_all_others(io: PageIO, segment: Segment) -> None:
+def test_a_check_that_raises_ends_the_call_after_all_others(io: PageIO, segment: SegmentFile) -> None:
     moves, under_way = moves_of(segment), set[int]()
 
     def check(index: int) -> bool:
@@ -121,7 +121,7 @@ def test_a_check_that_raises_ends_the_call_after_all_others(io: PageIO, segment:
     assert not under_way
 
 
-def test_short_batches_are_checked_by_their_reader(io: PageIO, segment: Segment) -> None:
+def test_short_batches_are_checked_by_their_reader(io: PageIO, segment: SegmentFile) -> None:
     moves, threads = moves_of(segment, range(CHECKED_ASIDE_BYTES // SIZE)), set[int]()
 
     def check(_: int) -> bool:
@@ -144,7 +144,7 @@ def test_what_the_thread_has_not_begun_its_owner_does() -> None:
 
 
 def test_what_a_thread_that_did_not_start_was_given_is_not_looked_at_later(
-    io: PageIO, segment: Segment, monkeypatch: pytest.MonkeyPatch
+    io: PageIO, segment: SegmentFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool keeps work that it could not begin, and the process is at its limit of threads for a while."""
     moves, seen, others = moves_of(segment), list[int](), moves_of(segment)

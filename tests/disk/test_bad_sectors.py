@@ -15,7 +15,7 @@ from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.bad_slots import FAILURES
 from hiradix.storage.backends.disk.config import slot_bytes
 from hiradix.storage.backends.disk.index import RETIRED_SHARE
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from tests.contracts.storage import OTHER, PAGE_BYTES, blank, hits, keys_of, put
 from tests.disk.places import open_disk
@@ -101,7 +101,7 @@ def test_what_cannot_be_read_is_said_to_be_an_error(make: Make, disk: Disk) -> N
     assert all(put(store, keys))
     disk.unreadable = {slot_of(store, keys[1])}
     answer = store.get(keys, [blank() for _ in keys])
-    assert isinstance(answer, Answers) and answer.reasons == {MissReason.ERROR: 1}
+    assert isinstance(answer, FlagsWithReason) and answer.reasons == {MissReason.ERROR: 1}
 
 
 def test_no_other_page_comes_into_a_bad_slot(make: Make, disk: Disk) -> None:

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hiradix.errors import StorageError
 from hiradix.os_memory import address_of
 from hiradix.storage.backends.disk import kernel
-from hiradix.storage.backends.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.backends.disk.engines import IOEngine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.backends.disk.log import Log
-from hiradix.storage.backends.disk.moves import PageIO, _Batch
+from hiradix.storage.backends.disk.moves import PageIO, _PageBatch
 from hiradix.storage.backends.disk.recency import MOMENT_NS, Recency
 from hiradix.storage.backends.disk.record import (
     RECORD_BYTES,
@@ -33,7 +33,7 @@ from hiradix.storage.backends.disk.record import (
     unpack,
     unpacked_name,
 )
-from hiradix.storage.backends.disk.segments import Segment
+from hiradix.storage.backends.disk.segments import SegmentFile
 from hiradix.storage.backends.disk.uring import OPERATION, READ, Ring
 from tests.contracts.storage import HOSTILE_KEYS, hits, key_of, keys_of, put
 from tests.disk.places import open_disk
@@ -250,7 +250,7 @@ def test_ring_that_is_left_early_has_ended_everything(pages: Path) -> None:
 
 @pytest.mark.parametrize("make", [UringEngine, lambda: ThreadEngine(2)])
 def test_engines_tell_errors_and_short_reads(pages: Path, make: Any) -> None:
-    engine: Engine = make()
+    engine: IOEngine = make()
     fd, into = os.open(pages, os.O_RDONLY), memory(3)
     operations = [
         Operation(where, offset, [into[at : at + PAGE]], [(address_of(into[at:]), PAGE)])
@@ -265,7 +265,7 @@ def test_engines_tell_errors_and_short_reads(pages: Path, make: Any) -> None:
 def test_a_check_that_raises_leaves_no_read_behind(pages: Path) -> None:
     into = memory(64)
     io = PageIO(UringEngine(), use_cache=False, write_direct=False)
-    segment = Segment(str(pages), direct=True)
+    segment = SegmentFile(str(pages), direct=True)
     moves = [(segment, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in range(0, 64, 2)]
 
     def fail(index: int) -> bool:
@@ -287,18 +287,18 @@ def test_pages_go_in_the_order_of_the_disk_and_to_where_each_was_asked_for(
     """Neighbours are one operation in whatever order, also around one that is asked for twice."""
     asked, into = [9, 40, 8, 41, 90, 10, 9], memory(7)
     io, starts = PageIO(UringEngine(), use_cache, write_direct=False), []
-    operation, plainly = _Batch.operation, _Batch.plainly
+    operation, plainly = _PageBatch.operation, _PageBatch.plainly
 
     def seen(call: Any) -> Any:
-        def counted(batch: _Batch, run: Any) -> Any:
+        def counted(batch: _PageBatch, run: Any) -> Any:
             starts.append((batch.moves[run.indices[0]][1] // PAGE, len(run.indices)))
             return call(batch, run)
 
         return counted
 
-    monkeypatch.setattr(_Batch, "operation", seen(operation))
-    monkeypatch.setattr(_Batch, "plainly", seen(plainly))
-    segment = Segment(str(pages), direct=not use_cache)
+    monkeypatch.setattr(_PageBatch, "operation", seen(operation))
+    monkeypatch.setattr(_PageBatch, "plainly", seen(plainly))
+    segment = SegmentFile(str(pages), direct=not use_cache)
     moves = [(segment, n * PAGE, [into[at * PAGE : (at + 1) * PAGE]]) for at, n in enumerate(asked)]
     assert io.read(moves, PAGE) == ([True] * 7, []) and [into[at * PAGE] for at in range(7)] == asked
     assert starts == [(8, 2), (9, 2), (40, 2), (90, 1)], "8 and 9, 9 once more and 10, 40 and 41, 90"
@@ -313,7 +313,7 @@ def test_pages_of_two_files_are_no_run_where_their_offsets_follow(
     other, into = tmp_path / "other", memory(4)
     other.write_bytes(b"".join(bytes([100 + number]) * PAGE for number in range(100)))
     io = PageIO(UringEngine(), use_cache, write_direct=False)
-    first, second = (Segment(str(path), direct=not use_cache) for path in (pages, other))
+    first, second = (SegmentFile(str(path), direct=not use_cache) for path in (pages, other))
     moves = [(first if n < 2 else second, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in asked]
     assert io.read(moves, PAGE) == ([True] * 4, [])
     assert [into[n * PAGE] for n in range(4)] == [0, 1, 102, 103]

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from hiradix.apps.bench.client import Answer, ChatRequest, ChatServer, Limits, Message, replay
+from hiradix.apps.bench.client import Answer, ChatRequest, ChatServer, LoadSettings, Message, replay
 from hiradix.apps.bench.workload import long_text
 from tests.e2e.warm import WarmServer
 
@@ -64,7 +64,7 @@ def ask_all(url: str, requests: Sequence[ChatRequest], concurrency: int = 4) -> 
     """Whole answers, in the order of the requests."""
 
     async def run() -> list[Answer]:
-        async with ChatServer(url, Limits(concurrency=concurrency), model=MODEL_NAME) as server:
+        async with ChatServer(url, LoadSettings(concurrency=concurrency), model=MODEL_NAME) as server:
             return await replay(server, requests, lambda answer: None)
 
     return asyncio.run(run())

@@ -14,7 +14,7 @@ from hiradix.apps.engine.api import SamplingParams
 from hiradix.apps.server.engine_service import EngineService
 from hiradix.apps.server.flags import parse_serve_args
 from hiradix.apps.server.serve import build_service
-from hiradix.apps.server.service import AttachRequest, Generation, Outcome
+from hiradix.apps.server.service import AdminResult, AttachRequest, Generation
 from hiradix.storage import StorageContext, register_storage_backend
 from tests.e2e.load import flags
 from tests.faults.misbehaving import BEHAVIOUR, KINDS, PHASES
@@ -70,7 +70,7 @@ def reference(tiny_model: Path) -> dict[str, Answers]:
         assert off.close(LIMIT_S)
 
 
-async def attach(service: EngineService, place: str = "a", wait_s: float = LIMIT_S) -> Outcome:
+async def attach(service: EngineService, place: str = "a", wait_s: float = LIMIT_S) -> AdminResult:
     extra = json.dumps({**json.loads(EXTRA), "place": place})
     return await service.attach(AttachRequest("misbehaving", extra, wait_s=wait_s))
 
@@ -128,7 +128,7 @@ def test_no_request_fails_or_differs(
 
 
 def test_an_attach_that_hangs_is_given_up_at_its_deadline(service: EngineService) -> None:
-    async def hang() -> Outcome:
+    async def hang() -> AdminResult:
         BEHAVIOUR.set("attach", "hang")
         try:
             return await attach(service, wait_s=WAIT_S / 5)
@@ -186,7 +186,7 @@ def test_what_is_open_after_the_deadline_is_closed(service: EngineService) -> No
     Watched.opened = lambda: go_on.wait(REQUEST_LIMIT_S)
     Watched.closed.clear()
 
-    async def late() -> Outcome:
+    async def late() -> AdminResult:
         outcome = await service.attach(AttachRequest("watched", wait_s=0.1))
         assert not Watched.closed.is_set()
         go_on.set()
@@ -208,7 +208,7 @@ def test_without_wait_a_busy_engine_refuses(
         engine, "step", lambda: step() if go_on.is_set() or not engine.info().num_running else []
     )
 
-    async def busy() -> list[Outcome]:
+    async def busy() -> list[AdminResult]:
         running = asyncio.ensure_future(answers(service, "busy"))
         while (await service.snapshot()).engine.num_running == 0:
             await asyncio.sleep(0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.apps.bench.client import BenchError, ChatRequest, ChatServer, Limits, replay
+from hiradix.apps.bench.client import BenchError, ChatRequest, ChatServer, LoadSettings, replay
 from hiradix.apps.bench.report import compare, tokens_by_source
 from hiradix.apps.demo.process import ServerProcess
 from hiradix.apps.storage_tools import main as verify
@@ -63,7 +63,7 @@ async def kill_while_writing(
     before = store.num_pages()
 
     async def ask() -> None:
-        async with ChatServer(server.url, Limits(concurrency=NUM_PROMPTS), model=MODEL_NAME) as client:
+        async with ChatServer(server.url, LoadSettings(concurrency=NUM_PROMPTS), model=MODEL_NAME) as client:
             await replay(client, requests, lambda answer: None)
 
     asking = asyncio.create_task(ask())

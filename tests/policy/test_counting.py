@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.policy import counting, counting_numpy
-from hiradix.policy.ranks import BUCKETS, EDGE_LIST
+from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST
 
 FORMS = [counting_numpy, counting.form] if counting.IS_BUILT else [counting_numpy]
 over_forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.play import Player
-from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.trace import Trace
 from hiradix.cache import HierarchicalCache
 from hiradix.errors import ConfigError
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import GhdPolicy, make_order
 from hiradix.policy.ghd_tables import ClassTables
-from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, Trail, extend
-from hiradix.policy.uses import HINTS, Finished, Note, Use, UseLog
+from hiradix.policy.ghosts import EMPTY, NAME_BYTES, BlockNames, Ghosts, extend
+from hiradix.policy.uses import HINTS, Finished, LastUse, RequestUse, UseLog
 from hiradix.tree import RadixKey, RadixTree, Tier, ids
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -189,7 +189,7 @@ def test_a_touched_leaf_is_where_its_last_note_says() -> None:
     (node,) = small.tree.nodes()
     order = next(o for o in small.learner.orders if o.tier == DEVICE)  # type: ignore[attr-defined]
     stale = node.device.rank.note
-    node.note = Note(stale.use, stale.clock + 9, stale.class_id, stale.visits)
+    node.note = LastUse(stale.use, stale.clock + 9, stale.class_id, stale.visits)
     order.touched([node.device])
     assert node.device.rank.note is node.note and small.tree.coldest(0, DEVICE, 1)
     kept = node.device.rank
@@ -379,7 +379,7 @@ def test_a_bad_pair_is_named(name: str) -> None:
 def test_what_a_request_leaves_is_freed_without_the_collector_which_does_not_look_at_it() -> None:
     name = bytes(1000)
     before = sys.getrefcount(name)
-    left = [Note(Use(1, 2, Trail((name,), 125)), 3, 4, 5) for _ in range(100)]
+    left = [LastUse(RequestUse(1, 2, BlockNames((name,), 125)), 3, 4, 5) for _ in range(100)]
     assert sys.getrefcount(name) == before + 100
     if ids.IS_BUILT:
         note, request = left[0], Finished(1, 2, HINTS[0])

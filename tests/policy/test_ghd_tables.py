@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hiradix.errors import ConfigError
+from hiradix.policy.class_ranks import BUCKETS
 from hiradix.policy.ghd_tables import CONVERSATION, EDGES, MAX_CLASSES, SHARED, ClassTables
-from hiradix.policy.ranks import BUCKETS
 from hiradix.policy.segments import Segments
 
 

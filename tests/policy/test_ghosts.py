@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.policy.ghosts import EMPTY, NAME_BYTES, Ghosts, Trail, extend
+from hiradix.policy.ghosts import EMPTY, NAME_BYTES, BlockNames, Ghosts, extend
 from hiradix.tree import RadixKey
 
 PAGE, PAGES_PER_BLOCK = 2, 3
@@ -18,7 +18,7 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(NAME_BYTES, "little")
 
 
-def assert_names(trail: Trail, names: list[bytes]) -> None:
+def assert_names(trail: BlockNames, names: list[bytes]) -> None:
     count = len(names)
     assert trail.num_blocks == count
     assert trail.names(0, count + 3) == names
@@ -57,7 +57,7 @@ def test_a_trail_of_one_block_after_the_other_has_few_pieces() -> None:
     assert_names(trail, [name_of(i) for i in range(4096)])
 
 
-def extended(tokens: list[int], *ends: int, trail: Trail = EMPTY, **space: object) -> Trail:
+def extended(tokens: list[int], *ends: int, trail: BlockNames = EMPTY, **space: object) -> BlockNames:
     key = RadixKey(tokens, **space)  # type: ignore[arg-type]
     for end in ends:
         trail = extend(trail, key, end, PAGE, PAGES_PER_BLOCK)

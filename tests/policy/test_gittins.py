@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.policy import gittins, gittins_numpy
+from hiradix.policy.class_ranks import BUCKETS
 from hiradix.policy.ghd_tables import EDGES
-from hiradix.policy.ranks import BUCKETS
 
 FORMS = [gittins_numpy, gittins.form] if gittins.IS_BUILT else [gittins_numpy]
 WIDTHS = np.diff(EDGES).astype(np.float64)

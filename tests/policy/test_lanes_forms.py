@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.policy import lanes, lanes_python
+from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST
 from hiradix.policy.ghd_tables import MAX_CLASSES, ClassTables
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.gittins_numpy import falling
 from hiradix.policy.places import Place
-from hiradix.policy.ranks import BUCKETS, EDGE_LIST
-from hiradix.policy.uses import Note, Use
+from hiradix.policy.uses import LastUse, RequestUse
 from hiradix.tree.node import Node, Residency
 
 FORMS = [lanes_python, lanes.form] if lanes.IS_BUILT else [lanes_python]
@@ -42,7 +42,7 @@ class Tables(ClassTables):
 
 
 def place_of(used: int, class_id: int) -> Place:
-    return Place(Residency(Node(None, 0, 1, 0)), Note(Use(0, 0, EMPTY), used, class_id, 0), 0)
+    return Place(Residency(Node(None, 0, 1, 0)), LastUse(RequestUse(0, 0, EMPTY), used, class_id, 0), 0)
 
 
 class Life:

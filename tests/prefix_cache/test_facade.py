@@ -13,7 +13,7 @@ import torch
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.errors import StorageError
 from hiradix.prefix_cache import EvictParams, InsertParams, MatchPrefixParams, RadixKey
-from hiradix.prefix_cache.slots import MANY_SLOTS, RowCopies, Slots, pages_of, slots_of
+from hiradix.prefix_cache.slots import MANY_SLOTS, PageSlots, RowCopies, pages_of, slots_of
 from tests.prefix_cache.bench_engine import PATIENCE_S, Bench, Request, closed_after, prompt
 
 Make = Callable[..., Bench]
@@ -374,7 +374,7 @@ def test_slots_of_many_pages_are_those_of_few(page_size: int) -> None:
     assert slots.dtype == torch.int64 and torch.equal(slots, torch.cat(parts))
     assert np.array_equal(pages_of(slots, page_size), pages)
     for num_pages in (20_000, 10):  # all of them, or fewer than the allocator has
-        assert torch.equal(Slots(num_pages, page_size).of(pages), slots)
+        assert torch.equal(PageSlots(num_pages, page_size).of(pages), slots)
 
 
 class ElsewhereTensor(torch.Tensor):

@@ -189,7 +189,7 @@ def test_what_may_not_be_inserted_over_a_failed_load_is_freed(
 
         return SimpleNamespace(name=inner.name, note=inner.note, copy_pages=copy_pages)
 
-    monkeypatch.setattr("hiradix.prefix_cache.build.make_transport", made)
+    monkeypatch.setattr("hiradix.prefix_cache.factory.make_transport", made)
     bench = make(config=host_tier("write_through"), window=4)
     cache, allocator = bench.cache, bench.allocator
     insert(bench, prompt(12))

@@ -100,7 +100,7 @@ class ComponentRank(ComponentWorld):
             for n in tree.nodes()
         ]
         orders = [standing(tree._residencies.orders[c][tier]) for c, tier in places]
-        flights = [list(cache.flights.lane(kind)) for kind in JobKind]
+        flights = [list(cache.in_flight.of_kind(kind)) for kind in JobKind]
         pools = (*cache.supply.device_pools, *cache.supply.host_pools)
         room = [pool.available for pool in pools]
         gate = cache.no_regret

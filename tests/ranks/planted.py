@@ -36,7 +36,7 @@ def _own_ok(self: Agreement, results: Any, ok: bool) -> Any:
 
 def _only_with_news(self: Any, ok: bool) -> bool:
     """A collective call in a branch that depends on this rank's own progress."""
-    if not self.controller._desk._outbox and self._ranks is not None and self._ranks.num_exchanges:
+    if not self.controller._job_table._outbox and self._ranks is not None and self._ranks.num_exchanges:
         return ok
     return _APPLY(self, ok)
 

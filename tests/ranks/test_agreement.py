@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hiradix.cache.agreement import AHEAD, NUM_SHARED, WIDTH, Agreement, RanksDiverged, Vector, least
-from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import CappedPages
 from hiradix.errors import CacheError
 from hiradix.memory import PageAllocator
@@ -39,29 +39,29 @@ def other() -> Other:
 
 
 @pytest.fixture
-def flights() -> Flights:
-    return Flights(lambda pages: None)
+def flights() -> InFlightJobs:
+    return InFlightJobs(lambda pages: None)
 
 
-def make(other: Other, flights: Flights) -> Agreement:
+def make(other: Other, flights: InFlightJobs) -> Agreement:
     return Agreement(other, flights, lambda: (1, 2))
 
 
-def launch(flights: Flights, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
+def launch(flights: InFlightJobs, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
     tickets = [Ticket(first + at) for at in range(count)]
     for ticket in tickets:
-        flights.add(ticket, Flight(kind, lambda result: None, owns={0: PAGES}))
+        flights.add(ticket, InFlightJob(kind, lambda result: None, owns={0: PAGES}))
     return tickets
 
 
-def finish(agreement: Agreement, flights: Flights, results: list[Result]) -> list[Result]:
+def finish(agreement: Agreement, flights: InFlightJobs, results: list[Result]) -> list[Result]:
     common, _ = agreement.exchange(results, True)
     for result in common:
         flights.apply(result)
     return common
 
 
-def test_results_wait_for_their_turn_and_come_in_ticket_order(other: Other, flights: Flights) -> None:
+def test_results_wait_for_their_turn_and_come_in_ticket_order(other: Other, flights: InFlightJobs) -> None:
     agreement = make(other, flights)
     first, second, third = launch(flights, JobKind.WRITE, 3)
     (read,) = launch(flights, JobKind.READ, 1, first=3)
@@ -71,7 +71,7 @@ def test_results_wait_for_their_turn_and_come_in_ticket_order(other: Other, flig
 
 
 def test_whole_results_need_no_room_in_the_vector_and_others_wait_for_the_next(
-    other: Other, flights: Flights
+    other: Other, flights: InFlightJobs
 ) -> None:
     agreement = make(other, flights)
     tickets = launch(flights, JobKind.WRITE, 100)
@@ -94,7 +94,11 @@ def test_whole_results_need_no_room_in_the_vector_and_others_wait_for_the_next(
     ],
 )
 def test_the_least_outcome_counts(
-    other: Other, flights: Flights, own: tuple[int, str], theirs: tuple[int, str], agreed: tuple[int, bool]
+    other: Other,
+    flights: InFlightJobs,
+    own: tuple[int, str],
+    theirs: tuple[int, str],
+    agreed: tuple[int, bool],
 ) -> None:
     agreement = make(other, flights)
     (ticket,) = launch(flights, JobKind.READ, 1)
@@ -109,7 +113,7 @@ def test_the_least_outcome_counts(
     assert (result.num_pages, result.error is not None) == agreed
 
 
-def test_shared_numbers_are_the_least_and_stay_between_exchanges(other: Other, flights: Flights) -> None:
+def test_shared_numbers_are_the_least_and_stay_between_exchanges(other: Other, flights: InFlightJobs) -> None:
     agreement = make(other, flights)
     now, slot = [5.25], [float("inf")]
     clock, first = agreement.share(lambda: now[0]), agreement.share(lambda: slot[0])
@@ -124,7 +128,7 @@ def test_shared_numbers_are_the_least_and_stay_between_exchanges(other: Other, f
         agreement.share(lambda: 0.0)
 
 
-def test_shares_are_limited(other: Other, flights: Flights) -> None:
+def test_shares_are_limited(other: Other, flights: InFlightJobs) -> None:
     agreement = make(other, flights)
     for _ in range(NUM_SHARED):
         agreement.share(lambda: 0.0)
@@ -132,14 +136,14 @@ def test_shares_are_limited(other: Other, flights: Flights) -> None:
         agreement.share(lambda: 0.0)
 
 
-def test_ok_holds_only_if_it_holds_everywhere(other: Other, flights: Flights) -> None:
+def test_ok_holds_only_if_it_holds_everywhere(other: Other, flights: InFlightJobs) -> None:
     agreement = make(other, flights)
     assert agreement.exchange([], True)[1] and not agreement.exchange([], False)[1]
     other.change = lambda vector: vector.__setitem__(2, 0)
     assert not agreement.exchange([], True)[1]
 
 
-def test_ranks_in_different_states_are_told_so(other: Other, flights: Flights) -> None:
+def test_ranks_in_different_states_are_told_so(other: Other, flights: InFlightJobs) -> None:
     agreement = make(other, flights)
 
     def differ(vector: Vector) -> None:
@@ -151,7 +155,7 @@ def test_ranks_in_different_states_are_told_so(other: Other, flights: Flights) -
         agreement.exchange([], True)
 
 
-def test_a_lost_rank_is_an_error_at_once(flights: Flights) -> None:
+def test_a_lost_rank_is_an_error_at_once(flights: InFlightJobs) -> None:
     with pytest.raises(CacheError, match="did not answer"):
         Agreement(lost, flights, lambda: ()).exchange([], True)
 

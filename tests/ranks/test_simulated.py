@@ -95,8 +95,8 @@ def test_a_rank_that_drains_meets_the_others_while_it_waits() -> None:
     rank = Rank(0, 1, Setup(1), agree, None)
     rank.cache.attach_storage(rank.storage)  # type: ignore[arg-type]
     rank.do_request()
-    rank.driver.held = {w.name for w in rank.controller._desk.workers.values()}
+    rank.driver.held = {w.name for w in rank.controller._job_table.workers.values()}
     begin_s = rank.driver.now()
-    assert len(rank.cache.flights) and not rank.cache.drain(600.0)
+    assert len(rank.cache.in_flight) and not rank.cache.drain(600.0)
     assert rank.driver.now() - begin_s >= 600.0
     assert max(after - before for before, after in pairwise(met_s)) <= COPY_WAIT_S

@@ -18,9 +18,9 @@ import numpy as np
 from hiradix.cache import HierarchicalCache, HostTier, least
 from hiradix.errors import CacheError
 from hiradix.policy.eviction import learning_policies, make_order
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.uses import HINTS, Finished
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import (
     FOUR_WORKERS,
     TWO_WORKERS,
@@ -185,7 +185,7 @@ class Rank:
         if own.random() < 0.1:
             self.faults = own.choice([0.05, 0.4]) if own.random() < share else 0.0
         if own.random() < (0.2 if self.driver.held else 0.04 * share):
-            names = sorted({w.name for w in self.controller._desk.workers.values()})
+            names = sorted({w.name for w in self.controller._job_table.workers.values()})
             self.driver.held = set() if self.driver.held else {own.choice(names)}
         if own.random() < 0.005 * share and self.store is None:
             self.storage.pages.clear()
@@ -387,7 +387,7 @@ class Rank:
             for n in tree.nodes()
         ]  # fmt: skip
         orders = [standing(tree._residencies.orders[0][tier]) for tier in Tier]
-        flights = [list(cache.flights.lane(kind)) for kind in JobKind]
+        flights = [list(cache.in_flight.of_kind(kind)) for kind in JobKind]
         assert cache.prefetcher is not None and cache.supply.host is not None
         prefetches = [
             (p.phase, p.asked_pages, p.loaded_pages, p.stopped, p.end_page, p.nothing_there, len(p.tickets))

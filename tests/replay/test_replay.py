@@ -25,9 +25,9 @@ from hiradix.apps.replay.models import MODELS, belady
 from hiradix.apps.replay.play import Player
 from hiradix.apps.replay.readers import read_trace
 from hiradix.apps.replay.report import plot, row
-from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine
-from hiradix.apps.replay.trace import Call, Namer, Trace
+from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
 from hiradix.cli import main as hiradix
 from hiradix.errors import ConfigError
 from tests.seeds import seeded, seeds
@@ -187,7 +187,7 @@ def test_equal_seeds_give_equal_traces(kind: str) -> None:
 def random_trace(seed: int, count: int) -> Trace:
     rng, namer = random.Random(seed), Namer()
     paths = [[rng.randint(0, 1) for _ in range(rng.randint(1, 4))] for _ in range(count)]
-    calls = (Call(0.0, len(p) * 4, 1, namer.blocks(list(p))) for p in paths)
+    calls = (TraceRequest(0.0, len(p) * 4, 1, namer.blocks(list(p))) for p in paths)
     return Trace("random", str(seed), 4, tuple(calls))
 
 

@@ -20,12 +20,12 @@ from hiradix.apps.engine.api import (
 from hiradix.apps.server.app import AppSettings, create_app
 from hiradix.apps.server.auth import Keys
 from hiradix.apps.server.service import (
+    AdminResult,
     AttachRequest,
-    CacheFigures,
+    CacheReport,
     Generation,
-    Outcome,
     Snapshot,
-    TransferFigures,
+    TransferReport,
 )
 from hiradix.config import HiCacheConfig
 from hiradix.storage.attach.rules import AttachRules
@@ -50,7 +50,7 @@ INFO = EngineInfo(
     num_steps=5,
     storage_attached=False,
 )
-TRANSFERS = {"load": TransferFigures(2, 1, 512, 0.5), "write": TransferFigures(num_bytes=1024)}
+TRANSFERS = {"load": TransferReport(2, 1, 512, 0.5), "write": TransferReport(num_bytes=1024)}
 
 
 class CharTokenizer:
@@ -92,8 +92,8 @@ class ScriptedService:
         self.requests: list[Generation] = []
         self.aborted: list[str] = []
         self.calls: list[object] = []
-        self.outcome = Outcome(True, "done.")
-        self.state = Snapshot(INFO, CacheFigures(host_used=7, unfulfilled={"deadline": 3}), TRANSFERS)
+        self.outcome = AdminResult(True, "done.")
+        self.state = Snapshot(INFO, CacheReport(host_used=7, unfulfilled={"deadline": 3}), TRANSFERS)
         self.asked = asyncio.Event()
         self.stopped = asyncio.Event()
 
@@ -120,19 +120,19 @@ class ScriptedService:
     async def snapshot(self) -> Snapshot:
         return self.state
 
-    async def flush(self, timeout_s: float) -> Outcome:
+    async def flush(self, timeout_s: float) -> AdminResult:
         self.calls.append(("flush", timeout_s))
         return self.outcome
 
-    async def attach(self, request: AttachRequest) -> Outcome:
+    async def attach(self, request: AttachRequest) -> AdminResult:
         self.calls.append(request)
         return self.outcome
 
-    async def detach(self, wait_s: float | None = None) -> Outcome:
+    async def detach(self, wait_s: float | None = None) -> AdminResult:
         self.calls.append("detach")
         return self.outcome
 
-    async def clear_storage(self) -> Outcome:
+    async def clear_storage(self) -> AdminResult:
         self.calls.append("clear")
         return self.outcome
 

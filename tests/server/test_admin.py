@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from hiradix.apps.server.admin import CLEARED, DEPRECATED, FLUSH_BUSY, FLUSHED
 from hiradix.apps.server.auth import NO_ADMIN_KEY
-from hiradix.apps.server.service import NO_HOST_TIER, AttachRequest, Outcome
+from hiradix.apps.server.service import NO_HOST_TIER, AdminResult, AttachRequest
 from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
 from tests.server.scripted import ScriptedService, application
 
@@ -136,9 +136,9 @@ def test_flush_with_a_bad_timeout(timeout: str) -> None:
 def test_flush_that_fails_says_why() -> None:
     service = ScriptedService()
     http = client(service)
-    service.outcome = Outcome(False, "Timed out waiting for idle state.")
+    service.outcome = AdminResult(False, "Timed out waiting for idle state.")
     assert http.post("/flush_cache?timeout=1").text == "Timed out waiting for idle state."
-    service.outcome = Outcome(False, "")
+    service.outcome = AdminResult(False, "")
     reply = http.post("/flush_cache")
     assert (reply.status_code, reply.text) == (400, "Flush cache failed.\n")
 
@@ -148,10 +148,10 @@ def test_second_flush_while_one_waits_is_refused() -> None:
     app = application(service)
     inner: list[httpx.Response] = []
 
-    async def flush(timeout_s: float) -> Outcome:
+    async def flush(timeout_s: float) -> AdminResult:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
             inner.append(await http.post("/flush_cache"))
-        return Outcome(True, "")
+        return AdminResult(True, "")
 
     service.flush = flush  # type: ignore[method-assign]
     assert TestClient(app).post("/flush_cache").status_code == 200
@@ -198,7 +198,7 @@ def test_refused_attach_and_detach_change_no_view() -> None:
     http = client(service, admin_key="a", hicache_storage_backend="file")
     http.headers = bearer("a")
     busy = "Reject attach: scheduler is not idle. #queue-req=3 #running-req=2"
-    service.outcome = Outcome(False, busy)
+    service.outcome = AdminResult(False, busy)
     reply = http.put(STORAGE, json={**ATTACH, "hicache_write_policy": "write_back"})
     assert (reply.status_code, reply.text) == (400, f"Failed to attach HiCache storage backend.\n{busy}")
     reply = http.delete(STORAGE)
@@ -266,10 +266,10 @@ def test_clear() -> None:
     for method in ("GET", "POST"):
         assert http.request(method, CLEAR_OLD).text == DEPRECATED + CLEARED
     assert service.calls == ["clear"] * 3
-    service.outcome = Outcome(False, NO_HOST_TIER)
+    service.outcome = AdminResult(False, NO_HOST_TIER)
     reply = http.post(CLEAR)
     assert (reply.status_code, reply.text) == (400, CLEARED)
-    service.outcome = Outcome(False, "disk on fire")
+    service.outcome = AdminResult(False, "disk on fire")
     reply = http.post(CLEAR)
     assert reply.status_code == 400 and reply.text.startswith("Failed") and "disk on fire" in reply.text
 

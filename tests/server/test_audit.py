@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hiradix.apps.server import audit
-from hiradix.apps.server.service import Outcome
+from hiradix.apps.server.service import AdminResult
 from tests.server.scripted import ScriptedService
 from tests.server.test_admin import ATTACH, CLEAR, STORAGE, bearer, client
 
@@ -26,7 +26,7 @@ def test_an_act_is_a_line(
     method: str, path: str, what: str, ok: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = ScriptedService()
-    service.outcome = Outcome(ok, "redis://user:hunter2@h\nsaid no")
+    service.outcome = AdminResult(ok, "redis://user:hunter2@h\nsaid no")
     http = client(service, admin_key="admin-secret")
     with caplog.at_level(logging.INFO, "hiradix.audit"):
         body = ATTACH if method == "PUT" else None

@@ -12,7 +12,7 @@ from hiradix.apps.engine.api import EngineBusy
 from hiradix.apps.server.app import AppSettings, create_app
 from hiradix.apps.server.flags import OWN_LABELS
 from hiradix.apps.server.refusals import REFUSALS
-from hiradix.apps.server.service import CacheFigures
+from hiradix.apps.server.service import CacheReport
 from tests.server.scripted import INFO, MODEL, ScriptedService, application, piece
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -109,7 +109,7 @@ def test_attaching_storage_changes_no_label_name() -> None:
     service.state = replace(
         service.state,
         engine=INFO,
-        cache=CacheFigures(prefetched=640, backed_up=64, unfulfilled={"deadline": 1}),
+        cache=CacheReport(prefetched=640, backed_up=64, unfulfilled={"deadline": 1}),
         storage_backend="file",
         storage={"num_errors": 2, "state": "closed"},
     )
@@ -161,7 +161,7 @@ def test_a_busy_engine_does_not_break_the_scrape() -> None:
 def test_the_labels_that_tell_values_apart_are_those_a_start_refuses() -> None:
     service, two = ScriptedService(), {"one": 1, "two": 2}
     service.state = replace(
-        service.state, cache=CacheFigures(unfulfilled=two), storage=two, window=two, state=two
+        service.state, cache=CacheReport(unfulfilled=two), storage=two, window=two, state=two
     )
     with TestClient(application(service)) as http:
         for finish_reason in ("stop", "length"):

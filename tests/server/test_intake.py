@@ -13,8 +13,8 @@ import pytest
 
 from hiradix.apps.engine.api import EngineBusy
 from hiradix.apps.server import intake as intake_module
+from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.intake import FREE_BYTES, LARGE_CHARS, Intake
-from hiradix.apps.server.off_loop import Lane
 from hiradix.apps.server.schema import MAX_STOP_CHARS, GenerationBody, MessageBody
 from tests.server.scripted import CharTokenizer, ScriptedService, application, piece
 
@@ -177,7 +177,7 @@ def test_no_request_waits_for_long_texts_and_few_of_them_wait() -> None:
 
 def test_work_whose_caller_gave_up_keeps_its_place_until_it_ends() -> None:
     async def work() -> None:
-        lane, may, begun = Lane("work", 1, 2), threading.Event(), list[int]()
+        lane, may, begun = BoundedExecutor("work", 1, 2), threading.Event(), list[int]()
 
         def hang(number: int) -> int:
             begun.append(number)
@@ -203,7 +203,7 @@ def test_work_that_gets_no_thread_gives_its_place_back(monkeypatch: pytest.Monke
         raise RuntimeError("can't start new thread")
 
     async def work() -> None:
-        lane = Lane("work", 1, 2)
+        lane = BoundedExecutor("work", 1, 2)
         with monkeypatch.context() as few:
             few.setattr(threading.Thread, "start", refuse)
             for _ in range(3):

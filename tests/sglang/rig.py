@@ -26,9 +26,9 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-from hiradix.adapters.sglang.adapters import Adapters
-from hiradix.adapters.sglang.build import device_pool, gate_reads, hybrid_pools, own_params
-from hiradix.adapters.sglang.ports import ControllerView, HybridPort
+from hiradix.adapters.sglang.cache_factory import device_pool, gate_reads, hybrid_pools, own_params
+from hiradix.adapters.sglang.engine_views import ControllerView, HybridPort
+from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
 from hiradix.config import HiCacheConfig, parse_extra_config
 from hiradix.prefix_cache import (
@@ -123,7 +123,7 @@ class Rig:
         controller = ControllerView(inner.layer_done_counter)
         self.gate = controller.layer_done_counter
         gate_reads(params, self, self.gate)
-        self.cache = HiRadixHostCache(params, inner, controller, Adapters(adapters or {}))
+        self.cache = HiRadixHostCache(params, inner, controller, LoraAdapters(adapters or {}))
         self._num_requests = 0
 
     def make_pool(self) -> tuple[Any, Any]:

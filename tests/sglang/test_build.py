@@ -25,7 +25,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import Phi3Config
 
-from hiradix.adapters.sglang import adapters, build, updates
+from hiradix.adapters.sglang import cache_factory, lora_adapters, updates
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
 from hiradix.adapters.sglang.support import Api, refuse_allocator
 from hiradix.adapters.sglang.tiers import HiRadixHostCache
@@ -53,7 +53,7 @@ def built(folder: Path, is_tiered: bool, **more: Any) -> Any:
         model_config=None, params=params, is_hybrid_swa=False, enable_hierarchical_cache=is_tiered,
         tp_worker=SimpleNamespace(register_hicache_layer_transfer_counter=lambda gate: None),
     )  # fmt: skip
-    return build._build(context, SimpleNamespace(**flags | more), Api.CHECKPOINT)
+    return cache_factory._build(context, SimpleNamespace(**flags | more), Api.CHECKPOINT)
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])
@@ -67,7 +67,7 @@ def test_weights_are_looked_at_only_where_pages_outlive_them(
         looked.append(config_name)
         return Origin("d" * 32, True)
 
-    for module in (build, adapters):
+    for module in (cache_factory, lora_adapters):
         monkeypatch.setattr(module, "origin_of", origin)
     cache = built(tmp_path, is_tiered)
     assert type(cache) is (HiRadixHostCache if is_tiered else HiRadixPrefixCache)
@@ -97,8 +97,8 @@ def test_pages_that_are_spread_over_ranks_are_refused() -> None:
 def test_no_request_without_an_adapter_is_in_an_adapters_namespace() -> None:
     """SGLang puts the adapter's id behind what the client gave, and nothing between."""
     lora = "0f" * 16
-    adapters.keep_apart()
-    adapters.keep_apart()
+    lora_adapters.keep_apart()
+    lora_adapters.keep_apart()
     cases = [
         (None, lora),
         (lora, None),
@@ -113,14 +113,14 @@ def test_no_request_without_an_adapter_is_in_an_adapters_namespace() -> None:
         tokens = array("q", range(8))
         keys.append(Req("r", "", tokens, SamplingParams(), extra_key=extra_key, lora_id=lora_id).extra_key)
     assert len(set(keys)) == len(cases) and keys[-2:] == ["x", None]
-    known = adapters.Adapters({lora: "d" * 32}, frozenset({lora}))
+    known = lora_adapters.LoraAdapters({lora: "d" * 32}, frozenset({lora}))
     assert [known.of(known.named(key)) for key in keys] == [lora, "", lora, "", "", "", ""]
 
 
 @pytest.mark.parametrize(
     ("target", "put_in", "hook"),
     [
-        (adapters._REQUEST, adapters.keep_apart, adapters._made),
+        (lora_adapters._REQUEST, lora_adapters.keep_apart, lora_adapters._made),
         (f"{updates._MANAGER}.end_weight_update", updates.watch_updates, updates._look),
         (f"{updates._MANAGER}.flush_cache_after_weight_update", updates.watch_updates, updates._updated),
     ],
@@ -168,7 +168,7 @@ def test_a_rope_that_batches_decide_is_refused(tmp_path: Path, length: int, is_r
     made = ModelConfig(str(tmp_path), context_length=length)
     context = SimpleNamespace(model_config=made, tp_worker=SimpleNamespace(model_runner=None))
     if not is_refused:
-        build._refuse_ropes(context)
+        cache_factory._refuse_ropes(context)
         return
     with pytest.raises(ConfigError, match="rope longrope with --context-length 65 .*--context-length 64 "):
-        build._refuse_ropes(context)
+        cache_factory._refuse_ropes(context)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hiradix.adapters.sglang.adapters import Adapters
+from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.adapters.sglang.weights import Weights
 from hiradix.config import parse_extra_config
 from tests.sglang.rig import Rig, stored_in
@@ -77,6 +77,6 @@ def test_what_is_stored_is_compared_again_after_a_change_of_weights(tmp_path: Pa
 
 @pytest.mark.parametrize("key", ["0f" * 16, "tenant" + "0f" * 16])
 def test_adapters_given_at_start_are_told_from_the_model(key: str) -> None:
-    adapters = Adapters({"0f" * 16: "digest"}, frozenset({"0f" * 16}))
+    adapters = LoraAdapters({"0f" * 16: "digest"}, frozenset({"0f" * 16}))
     assert adapters.of(key) == adapters.of(adapters.named(key)) == "0f" * 16
     assert [adapters.of(other) for other in (None, "", "tenant", "ab" * 16)] == ["", "", "", ""]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hiradix.apps.engine.api import Scope
-from hiradix.apps.engine.scheduler import Limits, Scheduler
+from hiradix.apps.engine.scheduler import Scheduler, SchedulerLimits
 from hiradix.cache import HostTier
 from hiradix.memory import ReqToTokenPool
-from hiradix.policy.no_regret import Move
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.no_regret import GatedTransfer
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
@@ -243,7 +243,7 @@ class ClockedWorld:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.driver = ClockDriver()
-        self.tiers = {move: Tier() for move in Move}
+        self.tiers = {move: Tier() for move in GatedTransfer}
         for tier in self.tiers.values():
             tier.draw(self.rng)
         self.ledger = Ledger()
@@ -257,7 +257,7 @@ class ClockedWorld:
         pool, host_pool = DevicePages(DEVICE_PAGES, SIZE), HostPages(HOST_PAGES, SIZE)
         allocator = DeviceAllocator(pool, DEVICE_PAGES * SIZE, streams, lambda: False)
         controller = TransferController(
-            pool, host_pool, transport=ClockTransport(streams, driver, self.tiers[Move.LOAD]),
+            pool, host_pool, transport=ClockTransport(streams, driver, self.tiers[GatedTransfer.LOAD]),
             runtime=Runtime(
                 driver=driver, clock=driver.now, streams=streams,
                 limits=TransferLimits(gate_timeout_s=1e6, copy_pages=1 << 20),
@@ -273,17 +273,17 @@ class ClockedWorld:
         self.cache = HiRadixCache(params, host, lambda name, extra: storage)
         ok, message = self.cache.attach_storage_backend("sim", json.dumps({"prefetch_threshold": SIZE}))
         assert ok, message
-        self.scheduler = Scheduler(self.cache, allocator, rows, Limits(2, 4, None, SIZE))
+        self.scheduler = Scheduler(self.cache, allocator, rows, SchedulerLimits(2, 4, None, SIZE))
         parts = Parts(pool, streams, driver, False)  # type: ignore[arg-type]
         self.engine = ClockEngine(self.cache, self.scheduler, parts)
         self.engine.forward_s = PAGE_S * self.rng.choice([0, 1, 10])
 
     def _open_storage(self) -> GuardedStorage:
         limits = GuardLimits(deadline_s=1e6, staging_bytes=1 << 20)
-        lanes: Any = SimLanes(self.driver, Weather(random.Random(0)))  # type: ignore[arg-type]
-        backend = ClockBackend(self.driver, self.tiers[Move.FETCH])
+        threads: Any = SimLanes(self.driver, Weather(random.Random(0)))  # type: ignore[arg-type]
+        backend = ClockBackend(self.driver, self.tiers[GatedTransfer.FETCH])
         fingerprint = PageFingerprint("sim", page_size=SIZE)
-        return GuardedStorage(backend, fingerprint, limits, self.driver.now, lanes)
+        return GuardedStorage(backend, fingerprint, limits, self.driver.now, threads)
 
     def _watch(self) -> None:
         """Note why the gate takes what it takes, and what it measures."""
@@ -291,8 +291,8 @@ class ClockedWorld:
         takes, moved = gate.takes, gate.moved
         self.excuses: set[str] = set()
 
-        def noted_takes(move: Move, num_pages: int) -> bool:
-            needed = {move, Move.LOAD}
+        def noted_takes(move: GatedTransfer, num_pages: int) -> bool:
+            needed = {move, GatedTransfer.LOAD}
             rates, probes = gate.rates(), gate.num_probes
             is_known = rates["compute"] > 0 and all(rates[m.value] > 0 for m in needed)
             taken = takes(move, num_pages)
@@ -304,7 +304,7 @@ class ClockedWorld:
                 self.excuses |= {"change"} if changed else set()
             return taken
 
-        def noted_moved(move: Move, num_pages: int, seconds: float) -> None:
+        def noted_moved(move: GatedTransfer, num_pages: int, seconds: float) -> None:
             self.tiers[move].num_measured += 1
             moved(move, num_pages, seconds)
 

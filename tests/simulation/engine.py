@@ -14,7 +14,7 @@ import numpy as np
 
 from hiradix.apps.engine.api import SamplingParams, Scope
 from hiradix.apps.engine.request import Request
-from hiradix.apps.engine.scheduler import Part, Scheduler
+from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler
 from hiradix.prefix_cache import HiRadixCache
 from hiradix.transfer import LoadFailed, StepDriver
 from tests.simulation.memory import NUM_LAYERS, Broken, DevicePages, Streams
@@ -78,7 +78,7 @@ class SimEngine:
         self.cache, self.scheduler = cache, scheduler
         self.pool, self.streams, self.driver = parts.pool, parts.streams, parts.driver
         self.overlap = parts.overlap
-        self._planned: list[Part] = []
+        self._planned: list[ScheduledTokens] = []
         self._gates: tuple[int, ...] = ()
         self.finished: list[SimRequest] = []
         self.num_reads = 0
@@ -143,7 +143,7 @@ class SimEngine:
         if not (self.scheduler.running or self.scheduler.waiting):
             self.cache.ready_to_load_host_cache()
 
-    def _attend(self, part: Part, layer: int) -> None:
+    def _attend(self, part: ScheduledTokens, layer: int) -> None:
         """Read the prefix and write the part's own tokens, when the compute stream comes to it."""
         request: Any = part.request
         start = request.num_computed

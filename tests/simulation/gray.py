@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hiradix.policy.no_regret import Move
+from hiradix.policy.no_regret import GatedTransfer
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.kit.lanes import CallTimeout, NoLane
+from hiradix.storage.kit.call_threads import CallTimeout, NoFreeThread
 from hiradix.storage.kit.meters import Op
 from tests.simulation.clocked import PAGE_S, SIZE, ClockBackend, ClockDriver, ClockedWorld, Ledger
 from tests.simulation.storage import SimLane
@@ -150,8 +150,8 @@ class GrayLane(SimLane):
 class GrayLanes:
     """Workers that go by kind, as `LanePool` has them: none that was left behind comes back before `heal`."""
 
-    def __init__(self, driver: ClockDriver, num_lanes: int) -> None:
-        self.driver, self._num_lanes = driver, num_lanes
+    def __init__(self, driver: ClockDriver, num_threads: int) -> None:
+        self.driver, self._num_threads = driver, num_threads
         self.left: Counter[object] = Counter()
         self.num_late = 0
 
@@ -160,19 +160,19 @@ class GrayLanes:
         return self.left.total()
 
     def is_full(self, kind: object) -> bool:
-        return self.left[kind] >= self._num_lanes
+        return self.left[kind] >= self._num_threads
 
     @contextmanager
-    def lane(self, timeout_s: float, extra: bool = False, kind: object = None) -> Iterator[GrayLane]:
+    def thread(self, timeout_s: float, extra: bool = False, kind: object = None) -> Iterator[GrayLane]:
         if self.is_full(kind) and not extra:
             self.driver.advance(max(0.0, timeout_s))
-            raise NoLane("all workers are in calls that have not ended")
-        lane = GrayLane(self)  # type: ignore[arg-type]
-        lane.kind = kind
+            raise NoFreeThread("all workers are in calls that have not ended")
+        thread = GrayLane(self)  # type: ignore[arg-type]
+        thread.kind = kind
         try:
-            yield lane
+            yield thread
         except CallTimeout:
-            self.left[lane.kind] += 1
+            self.left[thread.kind] += 1
             raise
 
     def heal(self) -> None:
@@ -237,24 +237,24 @@ class GrayWorld(ClockedWorld):
     """See the module's docstring."""
 
     backend: GrayBackend
-    lanes: GrayLanes
+    threads: GrayLanes
     storage: GuardedStorage
 
     def __init__(self, seed: int, has_gate: bool = True) -> None:
         super().__init__(seed)
-        for tier, share in ((Move.LOAD, 0.02), (Move.FETCH, 0.05)):
+        for tier, share in ((GatedTransfer.LOAD, 0.02), (GatedTransfer.FETCH, 0.05)):
             self.tiers[tier].page_s, self.tiers[tier].fixed_s = share * PAGE_S, 0.0
         self.engine.forward_s = PAGE_S
-        self.cache.cache.controller._desk._outbox = Outbox(self.driver)  # type: ignore[union-attr, assignment]
+        self.cache.cache.controller._job_table._outbox = Outbox(self.driver)  # type: ignore[union-attr, assignment]
         if not has_gate:
             self.cache.note_prefill = lambda num_tokens, seconds: None  # type: ignore[method-assign]
 
     def _open_storage(self) -> GuardedStorage:
-        self.backend = GrayBackend(self.driver, self.tiers[Move.FETCH])
-        self.lanes = GrayLanes(self.driver, LIMITS.num_workers)
-        lanes: Any = self.lanes
+        self.backend = GrayBackend(self.driver, self.tiers[GatedTransfer.FETCH])
+        self.threads = GrayLanes(self.driver, LIMITS.num_workers)
+        threads: Any = self.threads
         self.storage = GuardedStorage(
-            self.backend, PageFingerprint("sim", page_size=SIZE), LIMITS, self.driver.now, lanes, "gray"
+            self.backend, PageFingerprint("sim", page_size=SIZE), LIMITS, self.driver.now, threads, "gray"
         )
         return self.storage
 
@@ -290,7 +290,7 @@ def play(seed: int, ills: dict[Op, str], has_gate: bool = True, num_ill: int = I
     ill = world.requests(num_ill)
     ill_s, calls, served_ill = world.driver.now() - start_s, world.backend.calls, world.backend.num_served
     world.backend.ills = {}
-    world.lanes.heal()
+    world.threads.heal()
     world.driver.advance(CURED_S)
     world.requests(AGAIN)
     again = world.backend.num_served

@@ -120,7 +120,7 @@ BUGS = [
     bug(
         "8",
         "host copies are visible before they are made",
-        "Backup._write",
+        "WriteThrough._write",
         "_1 = self._controller.defer_write(_2, _3, _4.copies())",
         "_1 = self._controller.defer_write(_2, _3, _4.copies())\nself._adopt(_4)",
     ),
@@ -178,7 +178,7 @@ BUGS = [
     bug(
         "18",
         "a cancelled copy keeps its host pages",
-        "Backup._write",
+        "WriteThrough._write",
         "self._supply.free_all_host(_1.host)",
         "pass",
     ),
@@ -199,7 +199,7 @@ BUGS = [
     bug(
         "20",
         "a copy without a host page keeps its locks",
-        "Backup._submit",
+        "WriteThrough._submit",
         "self._unlock(_1)",
         "pass",
         at=1,
@@ -239,8 +239,8 @@ BUGS = [
         "25",
         "a query that failed never ends its prefetch",
         "Prefetcher._query",
-        "self._read(_1, Found(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
-        "_3.error or self._read(_1, Found(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
+        "self._read(_1, StorageHit(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
+        "_3.error or self._read(_1, StorageHit(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
     ),
     bug(
         "25",
@@ -252,7 +252,7 @@ BUGS = [
     bug(
         "27",
         "a wait for storage has no deadline",
-        "Lane.finish",
+        "CallThread.finish",
         "_1.ended.wait(max(0.0, _2))",
         "_1.ended.wait()",
         "tests/storage/test_guard.py",
@@ -269,7 +269,7 @@ BUGS = [
     bug(
         "28",
         "only the last node of a path is written through",
-        "Backup._due",
+        "WriteThrough._due",
         "_1 = _2",
         "_1 = None",
         "tests/cache/test_lost_hits.py",
@@ -307,8 +307,8 @@ BUGS = [
     bug(
         "32",
         "nothing is stored",
-        "Backup._write",
-        "self.storing.store(_1)",
+        "WriteThrough._write",
+        "self.storage_backup.store(_1)",
         "pass",
         "tests/cache/test_lost_hits.py",
     ),
@@ -341,8 +341,8 @@ BUGS = [
         "gray",
         "what a fetch cost that brought nothing is not charged",
         "NoRegret._fetch_lead_s",
-        "self._moved[Move.FETCH].fixed_s() + self._waste_s",
-        "self._moved[Move.FETCH].fixed_s()",
+        "self._moved[GatedTransfer.FETCH].fixed_s() + self._waste_s",
+        "self._moved[GatedTransfer.FETCH].fixed_s()",
         "tests/transfer/test_no_regret.py",
         simulated=False,
     ),
@@ -350,7 +350,7 @@ BUGS = [
         "38",
         "a detach does not wait for the running job",
         "TransferController.detach",
-        "if not self._desk.wait_quiet(STORAGE_KINDS, _1):\n    return False",
+        "if not self._job_table.wait_quiet(STORAGE_KINDS, _1):\n    return False",
         "pass",
         "tests/transfer/test_lifecycle.py",
         "tests/transfer/test_simulation.py",
@@ -358,22 +358,22 @@ BUGS = [
     bug(
         "h1",
         "a split between insert and copy: only the lower part goes to storage",
-        "Backup._write",
+        "WriteThrough._write",
         (
-            "if _1:\n    self.storing.store(_2)\n    if self.policy.writes_on_evict:\n        "
-            "self.storing.store_below(_2)"
+            "if _1:\n    self.storage_backup.store(_2)\n    if self.policy.writes_on_evict:\n        "
+            "self.storage_backup.store_below(_2)"
         ),
         (
             "if _1 and self._controller.storage_attached and (_2.parent is not None):\n    "
-            "self.storing._submit(_2, _2.start)\n    if self.policy.writes_on_evict:\n        "
-            "self.storing.store_below(_2)"
+            "self.storage_backup._submit(_2, _2.start)\n    if self.policy.writes_on_evict:\n        "
+            "self.storage_backup.store_below(_2)"
         ),
         "tests/cache/test_lost_hits.py",
     ),
     bug(
         "h2",
         "write-back without room on the host is an error",
-        "Backup._submit",
+        "WriteThrough._submit",
         "self._counters.write_dropped += _1 - (_3 if _2 is None else _4.end)",
         (
             "self._counters.write_dropped += _1 - (_3 if _2 is None else _4.end)\nassert _2 is not "
@@ -385,12 +385,12 @@ BUGS = [
         "an exception of a backend ends the worker's job without a result",
         "Worker._advance",
         (
-            "try:\n    if _1.steps is None:\n        _1.steps = self._crew.jobs[_1.kind](_1.active)\n  "
+            "try:\n    if _1.steps is None:\n        _1.steps = self._context.jobs[_1.kind](_1.active)\n  "
             "  next(_1.steps)\nexcept StopIteration:\n    self._end(_1, None)\nexcept Exception as "
             "_2:\n    self._end(_1, _2)\nexcept BaseException as _2:\n    self._end(_1, _2)\n    raise"
         ),
         (
-            "try:\n    if _1.steps is None:\n        _1.steps = self._crew.jobs[_1.kind](_1.active)\n  "
+            "try:\n    if _1.steps is None:\n        _1.steps = self._context.jobs[_1.kind](_1.active)\n  "
             "  next(_1.steps)\nexcept StopIteration:\n    self._end(_1, None)\nexcept Exception:\n    "
             "_1.steps = _1.active = None\nexcept BaseException as error:\n    self._end(_1, _2)\n    "
             "raise"
@@ -400,20 +400,20 @@ BUGS = [
         "h4",
         "a reset does not cut off what is under way",
         "HierarchicalCache.reset",
-        "self.flights.orphan_all()",
+        "self.in_flight.orphan_all()",
         "pass",
     ),
     bug(
         "h4",
         "a reset forgets the prefetcher's counters",
         "HierarchicalCache.reset",
-        "(self.backup, self._load_back, self.prefetcher)",
-        "(self.backup, self._load_back)",
+        "(self.write_through, self._load_back, self.prefetcher)",
+        "(self.write_through, self._load_back)",
     ),
     bug(
         "h5",
         "a transfer's name is used again while its first bearer is under way",
-        "Desk.new_ticket",
+        "JobTable.new_ticket",
         "next(self._tickets)",
         "next(self._tickets) % 3",
     ),
@@ -441,7 +441,7 @@ BUGS = [
     bug(
         "wakes",
         "nobody wakes the writer where a step loads",
-        "Desk.submit_load",
+        "JobTable.submit_load",
         "_1 if self._taken() and _1 is not _2 else None",
         "None",
         "tests/transfer/test_deferred_writes.py",
@@ -450,14 +450,14 @@ BUGS = [
         "wakes",
         "nobody wakes the writer where a step does not load",
         "TransferController.start_loading",
-        "self._desk.release()",
+        "self._job_table.release()",
         "pass",
         "tests/transfer/test_deferred_writes.py",
     ),
     bug(
         "wakes",
         "polls wake nobody",
-        "Desk.poll",
+        "JobTable.poll",
         "if self._num_polls > 1:\n    self.release()",
         "pass",
         "tests/transfer/test_deferred_writes.py",
@@ -465,7 +465,7 @@ BUGS = [
     bug(
         "wakes",
         "a wait for what nobody has started",
-        "Desk.wait",
+        "JobTable.wait",
         "self.release()",
         "pass",
         "tests/transfer/test_deferred_writes.py",

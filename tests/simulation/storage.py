@@ -15,7 +15,7 @@ from typing import Any
 from hiradix.errors import StorageError
 from hiradix.storage.guard.breaker import BreakerLimits
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.kit.lanes import CallTimeout, NoLane
+from hiradix.storage.kit.call_threads import CallTimeout, NoFreeThread
 from hiradix.storage.protocol import Traits
 from hiradix.transfer import StepDriver
 from tests.simulation.memory import Broken
@@ -156,36 +156,36 @@ class SimLane:
 class SimLanes:
     """What `GuardedStorage` takes for its threads: in simulation a call runs on the worker that makes it."""
 
-    def __init__(self, driver: StepDriver, weather: Weather, num_lanes: int = 2):
+    def __init__(self, driver: StepDriver, weather: Weather, num_threads: int = 2):
         self.driver, self.weather = driver, weather
         self.late: list[tuple[SimLane, Callable[[], Any]]] = []
         self.num_late = 0
-        self._free = [SimLane(self) for _ in range(num_lanes)]
-        self._num_lanes = num_lanes
+        self._free = [SimLane(self) for _ in range(num_threads)]
+        self._num_threads = num_threads
         self._closed = False
 
     @property
     def num_busy(self) -> int:
-        return self._num_lanes - len(self._free)
+        return self._num_threads - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float, extra: bool = False, kind: object = None) -> Iterator[SimLane]:
+    def thread(self, timeout_s: float, extra: bool = False, kind: object = None) -> Iterator[SimLane]:
         if extra and not self._closed and not self._free:
             self.driver.advance(max(0.0, timeout_s))
             self._free.append(SimLane(self))
-            self._num_lanes += 1
+            self._num_threads += 1
         if self._closed or not self._free:
             self.driver.advance(0.0 if self._closed else max(0.0, timeout_s))
-            raise NoLane("all workers are in calls that have not ended")
-        lane = self._free.pop()
+            raise NoFreeThread("all workers are in calls that have not ended")
+        thread = self._free.pop()
         try:
-            yield lane
+            yield thread
         except CallTimeout:
             raise
         except BaseException:
-            self._free.append(lane)
+            self._free.append(thread)
             raise
-        self._free.append(lane)
+        self._free.append(thread)
 
     def is_full(self, kind: object) -> bool:
         """Whether calls of a kind that were left behind have all workers: here all kinds share them."""
@@ -195,7 +195,7 @@ class SimLanes:
         """The oldest hung call ends after all, in its staging memory, which nobody waits for."""
         if not self.late:
             return False
-        lane, work = self.late.pop(0)
+        thread, work = self.late.pop(0)
         try:
             work()
         except Broken:
@@ -203,7 +203,7 @@ class SimLanes:
         except Exception:
             pass
         self.num_late += 1
-        self._free.append(lane)
+        self._free.append(thread)
         return True
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class RawStorage:
         return {}
 
 
-def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, lanes: SimLanes) -> GuardedStorage:
+def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, threads: SimLanes) -> GuardedStorage:
     limits = GuardLimits(
         deadline_s=0.2,
         staging_bytes=2048,
@@ -239,4 +239,4 @@ def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, lanes: Si
         admin_timeout_s=0.5,
         breaker=BreakerLimits(retry_after_s=0.2),
     )
-    return GuardedStorage(backend, fingerprint, limits, clock=driver.now, lanes=lanes)  # type: ignore[arg-type]
+    return GuardedStorage(backend, fingerprint, limits, clock=driver.now, threads=threads)  # type: ignore[arg-type]

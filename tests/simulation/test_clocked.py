@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiradix.policy import no_regret
-from hiradix.policy.no_regret import Move, NoRegret
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from tests.seeds import is_enough, seeded, seeds
 from tests.simulation.clocked import play, totals
 
@@ -30,17 +30,17 @@ def test_no_request_regrets_the_cache(record_property: Callable[[str, object], N
     assert is_enough(min(gains) < 0.6) and max(gains) < 1.0, gains
 
 
-def _all(self: NoRegret, move: Move, num_pages: int) -> bool:
+def _all(self: NoRegret, move: GatedTransfer, num_pages: int) -> bool:
     return True
 
 
-def _own_cost_only(self: NoRegret, move: Move, num_pages: int) -> bool:
+def _own_cost_only(self: NoRegret, move: GatedTransfer, num_pages: int) -> bool:
     """A fetch is not asked to be worth its load."""
     speed = self._computing()
     return speed <= 0 or self._speed[move]() <= 0 or self.predicted_s(move, num_pages) <= num_pages / speed
 
 
-def _by_rates(self: NoRegret, move: Move, num_pages: int) -> bool:
+def _by_rates(self: NoRegret, move: GatedTransfer, num_pages: int) -> bool:
     """Rates, with what a forward costs in any case."""
     rates = self.rates()
     return not rates["compute"] or not rates[move.value] or rates[move.value] >= rates["compute"]

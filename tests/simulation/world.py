@@ -15,14 +15,14 @@ import numpy as np
 
 from hiradix.apps.engine.api import Scope
 from hiradix.apps.engine.checks import check_conservation
-from hiradix.apps.engine.scheduler import Limits, Scheduler
+from hiradix.apps.engine.scheduler import Scheduler, SchedulerLimits
 from hiradix.cache import HostTier
 from hiradix.config import PREFETCH_POLICIES, WRITE_POLICIES, ExtraConfig
 from hiradix.errors import CacheError
 from hiradix.memory import ReqToTokenPool
 from hiradix.policy.eviction import eviction_policies
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, EvictParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.transfer import (
@@ -105,7 +105,7 @@ class World:
         self.weather = Weather(random.Random(self.rng.getrandbits(32)))
         self.copy_faults = self.alloc_faults = 0.0
         self.stores = {"alpha": Store(), "beta": Store(capacity=40)}
-        self.lanes: list[SimLanes] = []
+        self.threads: list[SimLanes] = []
         self.history: list[tuple[Scope, list[int]]] = []
         self.released: dict[str, float] = {}  # held worker -> when it goes on
         self.num_moves = 0
@@ -148,7 +148,7 @@ class World:
         )
         self.cache = HiRadixCache(params, host, self._open_storage)
         scheduler = Scheduler(
-            self.cache, self.allocator, rows, Limits(setup.max_running, 24, setup.chunk_tokens, size)
+            self.cache, self.allocator, rows, SchedulerLimits(setup.max_running, 24, setup.chunk_tokens, size)
         )
         self.engine = SimEngine(
             self.cache, scheduler, Parts(self.pool, self.streams, self.driver, setup.overlap)
@@ -174,10 +174,10 @@ class World:
         backend = SimBackend(self.stores[name], self.weather, self._check_put, self.setup.guarded)
         if not self.setup.guarded:
             return RawStorage(backend)
-        lanes = SimLanes(self.driver, self.weather)
-        self.lanes.append(lanes)
+        threads = SimLanes(self.driver, self.weather)
+        self.threads.append(threads)
         fingerprint = PageFingerprint("sim", page_size=self.setup.page_size)
-        return guarded(backend, fingerprint, self.driver, lanes)
+        return guarded(backend, fingerprint, self.driver, threads)
 
     # -- what names must mean -----------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class World:
 
     def hold(self) -> None:
         """A worker makes no progress for a while."""
-        name = self.rng.choice(sorted({w.name for w in self.controller._desk.workers.values()}))
+        name = self.rng.choice(sorted({w.name for w in self.controller._job_table.workers.values()}))
         self.driver.held.add(name)
         self.released[name] = self.driver.now() + self.rng.random() * MAX_HOLD_S
 
@@ -334,9 +334,9 @@ class World:
         self.cache.clear_storage_backend()
 
     def land(self) -> None:
-        for lanes in self.lanes:
-            lanes.land()
-        self.lanes = [lanes for lanes in self.lanes if lanes.late or not lanes._closed]
+        for threads in self.threads:
+            threads.land()
+        self.threads = [threads for threads in self.threads if threads.late or not threads._closed]
 
     def flush(self) -> None:
         """Reset, as `flush_cache` does without requests; transfers may be under way."""
@@ -391,15 +391,15 @@ class World:
         own = sum(r.num_allocated - r.cache_protected_len for r in self.scheduler.running) // size
         free, shared = self.allocator.pages.available, tree.resident_pages(Tier.DEVICE)
         assert free + shared + own == self.setup.device_pages, (free, shared, own, self.setup.device_pages)
-        flights = self.cache.cache.flights
+        flights = self.cache.cache.in_flight
         in_flight, resident = len(flights.owned()), tree.resident_pages(Tier.HOST)
         assert self.host.available + resident + in_flight == self.setup.host_pages, (
             self.host.available, resident, in_flight, self.setup.host_pages,
         )  # fmt: skip
         pending = sum(self.controller.pending(kind) for kind in JobKind)
         assert pending == len(flights), f"{pending} tickets are open, the cache knows {len(flights)}"
-        for kind, lane in self.controller._desk.lanes.items():
-            assert len(lane.queue) <= self.setup.queued_jobs, (kind, len(lane.queue))
+        for kind, job_queue in self.controller._job_table.job_queues.items():
+            assert len(job_queue.waiting) <= self.setup.queued_jobs, (kind, len(job_queue.waiting))
 
     def check(self) -> None:
         """Every invariant of every part. O(everything)."""
@@ -413,7 +413,7 @@ class World:
         self.copy_faults = self.alloc_faults = 0.0
         self.driver.held.clear()
         self.released.clear()
-        while any(lanes.late for lanes in self.lanes):
+        while any(threads.late for threads in self.threads):
             self.land()
         for _ in range(ROUNDS_TO_DRAIN):
             if not (self.scheduler.waiting or self.scheduler.running):
@@ -444,14 +444,14 @@ class World:
     def assert_idle(self) -> None:
         """Promise 6: nothing is held, queued, running or counted any more."""
         cache, tree = self.cache, self.cache.tree
-        assert self.controller.is_idle and len(cache.cache.flights) == 0
+        assert self.controller.is_idle and len(cache.cache.in_flight) == 0
         assert cache.num_in_flight == 0, cache.num_in_flight
         assert not cache._prefetcher._active and not cache._prefetcher._loaded and not cache._counted
         assert not cache._copies._grown, f"copies of the rows of {list(cache._copies._grown)} are kept"
-        assert not self.controller._desk._open and not cache._backup.storing._ending
+        assert not self.controller._job_table._open and not cache._write_through.storage_backup._ending
         for tier in Tier:
             assert tree.protected_pages(tier) == 0, f"{tree.protected_pages(tier)} {tier.name} pages locked"
-        assert sum(lanes.num_busy for lanes in self.lanes) == 0
+        assert sum(threads.num_busy for threads in self.threads) == 0
         cache.reset()
         self.check()
         assert self.allocator.pages.available == self.setup.device_pages

@@ -30,7 +30,7 @@ from hiradix.storage.generations import (
     record_key,
     renamed,
 )
-from hiradix.storage.kit.pieces import Use, as_use
+from hiradix.storage.kit.pieces import ChainUse, as_use
 from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, memory_context, raise_error
 
 PAGE = 256
@@ -53,18 +53,18 @@ class Engine:
 
     def put(self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None) -> list[bool]:
         pages = [[memoryview(self.page(key, component, extra))] for key in keys]
-        with as_use(Use(extra_key=extra)):
+        with as_use(ChainUse(extra_key=extra)):
             return self.store.parts[component].put(keys, pages)
 
     def found(self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None) -> int:
-        with as_use(Use(extra_key=extra)):
+        with as_use(ChainUse(extra_key=extra)):
             return self.store.parts[component].exists(keys)
 
     def read(
         self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None
     ) -> list[bytes | None]:
         into = [bytearray(PAGE) for _ in keys]
-        with as_use(Use(extra_key=extra)):
+        with as_use(ChainUse(extra_key=extra)):
             ok = self.store.parts[component].get(keys, [[memoryview(page)] for page in into])
         return [bytes(page) if done else None for page, done in zip(into, ok, strict=True)]
 

@@ -20,8 +20,8 @@ from hiradix.storage import (
     Traits,
 )
 from hiradix.storage.guard.breaker import Breaker
-from hiradix.storage.guard.calls import LaneSession
-from hiradix.storage.kit.lanes import CallTimeout, LanePool
+from hiradix.storage.guard.calls import ThreadSession
+from hiradix.storage.kit.call_threads import CallThreadPool, CallTimeout
 from hiradix.storage.kit.meters import Op
 from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
@@ -259,7 +259,7 @@ def test_what_checking_took_is_not_waited_for_once_more() -> None:
             waits.append(timeout_s)
             return call()
 
-    session = LaneSession(lambda: now[0], 2.0, cast(Any, Waiting()), lambda: None)
+    session = ThreadSession(lambda: now[0], 2.0, cast(Any, Waiting()), lambda: None)
     ended = session.start(lambda: "read")
     now[0] = 1.5
     assert ended() == "read" and waits == [0.5]
@@ -750,14 +750,14 @@ def test_waiting_for_workers_of_others_is_no_failure(make: Make) -> None:
     """Writes may take long; a lookup that is answered as soon as a worker is free says nothing ill."""
     world = make(GuardLimits(2.0, 1e12, num_workers=1, breaker=BreakerLimits(3, 10.0)))
     put(world.storage, keys_of(2))
-    acquire = LanePool._acquire
+    acquire = CallThreadPool._acquire
 
-    def busy(pool: LanePool, *args: Any) -> Any:
+    def busy(pool: CallThreadPool, *args: Any) -> Any:
         world.clock.now_s += 1.5
         return acquire(pool, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LanePool, "_acquire", busy)
+        patch.setattr(CallThreadPool, "_acquire", busy)
         assert [world.storage.exists(keys_of(2)) for _ in range(5)] == [2] * 5
         assert [all(hits(world.storage, keys_of(2))) for _ in range(5)] == [True] * 5
     assert world.storage.state is BreakerState.CLOSED
@@ -778,17 +778,17 @@ def test_a_backend_that_raises_the_guards_own_errors_keeps_no_worker(make: Make)
 
 def test_a_call_that_ends_as_it_is_left_counts_for_its_own_kind() -> None:
     """Its worker may be in a call of another kind before whoever left it says so."""
-    pool = LanePool(2)
+    pool = CallThreadPool(2)
     for _ in range(3):
         done = threading.Event()
-        with pytest.raises(CallTimeout), pool.lane(30.0, kind="read") as lane:
+        with pytest.raises(CallTimeout), pool.thread(30.0, kind="read") as thread:
             try:
-                lane.run(done.wait, 0.0)
+                thread.run(done.wait, 0.0)
             except CallTimeout:
                 done.set()
                 while pool.num_busy:
                     time.sleep(0.001)
-                with pool.lane(30.0, kind="write"):
+                with pool.thread(30.0, kind="write"):
                     pass
                 raise
         assert pool.num_busy == 0 and not any(pool._left.values())

@@ -31,7 +31,7 @@ from hiradix.storage import (
 )
 from hiradix.storage.generations import COMPARED_PUTS, NUM_SLOTS, record_key
 from hiradix.storage.guard.joining import MAX_UNDER_WAY
-from hiradix.storage.kit.lanes import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import LEFT_BEHIND
 from hiradix.storage.kit.reach import is_unreachable
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, keys_of, put
 from tests.storage.doubles import MemoryBackend

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page
 from hiradix.storage.kit import landing as landing_module
+from hiradix.storage.kit.call_threads import CallThread
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lanes import Lane
 from hiradix.storage.kit.seal import CRC32, DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
 from tests.contracts.storage import (
     FINGERPRINT,
@@ -169,13 +169,13 @@ def test_a_late_answer_is_not_written_to_pages_that_were_taken_back(
     assert all(put(patient, keys_of(4)))
     storage, pages = guarded(backend, SHORT_S), [blank() for _ in range(4)]
     backend.slow_key = key_of(2)
-    finish = Lane.finish
+    finish = CallThread.finish
 
-    def late(lane: Lane, *call: Any) -> Any:
+    def late(thread: CallThread, *call: Any) -> Any:
         assert backend.begun.wait(HANG_LIMIT_S), "the third page never came"
-        return finish(lane, *call)
+        return finish(thread, *call)
 
-    monkeypatch.setattr(Lane, "finish", late)
+    monkeypatch.setattr(CallThread, "finish", late)
     assert storage.get(keys_of(4), pages) == [True, True, False, False]
     assert [content(page) for page in pages[:2]] == [bytes_of(key) for key in keys_of(2)]
     for page in pages:

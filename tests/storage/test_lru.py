@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.storage.kit.lru import SKEW_NS, Entry, LruIndex
-from hiradix.storage.kit.pieces import Piece, Use
+from hiradix.storage.kit.lru import SKEW_NS, LruEntry, LruIndex
+from hiradix.storage.kit.pieces import CallPart, ChainUse
 
 NOW_NS = 1_700_000_000 * 10**9
 DAY_NS = 24 * 3600 * 10**9
@@ -21,11 +21,11 @@ MOVES = st.one_of(
 )
 
 
-def coldest_first(model: dict[str, Entry]) -> Iterator[str]:
+def coldest_first(model: dict[str, LruEntry]) -> Iterator[str]:
     return iter(sorted(model, key=lambda name: (model[name].used_ns, name)))
 
 
-def taken(model: dict[str, Entry], num_bytes: int, slack: int, keep: set[str]) -> dict[str, int]:
+def taken(model: dict[str, LruEntry], num_bytes: int, slack: int, keep: set[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in coldest_first(model):
         freed, size = sum(found.values()), model[name].num_bytes
@@ -40,25 +40,25 @@ def taken(model: dict[str, Entry], num_bytes: int, slack: int, keep: set[str]) -
 @settings(max_examples=300, deadline=None)
 @given(st.lists(MOVES, max_size=120))
 def test_it_is_a_plain_order_of_use(moves: list[tuple]) -> None:  # type: ignore[type-arg]
-    index, model, now_ns = LruIndex(), dict[str, Entry](), NOW_NS
+    index, model, now_ns = LruIndex(), dict[str, LruEntry](), NOW_NS
     for kind, *more in moves:
         now_ns = index.now(now_ns)
         if kind == "use":
             name, size, ahead = more
-            old = model.get(name, Entry(0, 0))
-            index.use(name, Entry(size, now_ns + ahead))
-            model[name] = Entry(size, max(now_ns + ahead, old.used_ns))
+            old = model.get(name, LruEntry(0, 0))
+            index.use(name, LruEntry(size, now_ns + ahead))
+            model[name] = LruEntry(size, max(now_ns + ahead, old.used_ns))
         elif kind == "drop":
-            gone = model.pop(more[0], Entry(0, 0))
+            gone = model.pop(more[0], LruEntry(0, 0))
             assert index.drop(more[0]) == gone.num_bytes
         elif kind == "take":
             expected = taken(model, *more)
             assert list(index.take(*more).items()) == list(expected.items())
             model = {name: entry for name, entry in model.items() if name not in expected}
         else:
-            found = {name: Entry(3, now_ns - 1) for name in more[0]}
+            found = {name: LruEntry(3, now_ns - 1) for name in more[0]}
             index.replace_all(found, now_ns)
-            model = {n: Entry(3, max(now_ns - 1, model.get(n, e).used_ns)) for n, e in found.items()}
+            model = {n: LruEntry(3, max(now_ns - 1, model.get(n, e).used_ns)) for n, e in found.items()}
         assert index.coldest() == next(coldest_first(model), None)
         assert index.num_bytes == sum(entry.num_bytes for entry in model.values())
         assert len(index) == len(model) and all(name in index for name in model)
@@ -79,15 +79,15 @@ def test_no_chain_loses_its_head_before_its_end(data: st.DataObject) -> None:
     shared = data.draw(st.integers(0, 6))
     chains = [chain(n, shared, shared + data.draw(st.integers(1, 12))) for n in range(4)]
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    under_way = [(Use(), list(chains[number])) for number in numbers]
+    under_way = [(ChainUse(), list(chains[number])) for number in numbers]
     while under_way:
         at = data.draw(st.integers(0, len(under_way) - 1))
         use, rest = under_way[at]
         step = data.draw(st.integers(1, 5))
         now_ns += data.draw(st.sampled_from([-SKEW_NS // 200, -1, 0, 1, 10**6, 10**9]))
-        began_ns = Piece(use, len(use.names), len(use.names)).began(index.now(now_ns))
+        began_ns = CallPart(use, len(use.names), len(use.names)).began(index.now(now_ns))
         for rank, name in enumerate(rest[:step]):
-            index.use(name, Entry(1, began_ns - rank))
+            index.use(name, LruEntry(1, began_ns - rank))
         use.names += rest[:step]
         del rest[:step]
         if not rest:
@@ -101,16 +101,16 @@ def test_no_chain_loses_its_head_before_its_end(data: st.DataObject) -> None:
 def test_a_clock_that_is_set_back_by_a_day_makes_no_new_page_the_oldest() -> None:
     index = LruIndex()
     for name in "ab":
-        index.use(name, Entry(1, index.now(NOW_NS + DAY_NS)))
+        index.use(name, LruEntry(1, index.now(NOW_NS + DAY_NS)))
     for name in "cd":
-        index.use(name, Entry(1, index.now(NOW_NS)))
+        index.use(name, LruEntry(1, index.now(NOW_NS)))
     assert list(index.take(4, 0, ())) == ["a", "b", "c", "d"]
 
 
 def test_a_clock_that_is_set_back_a_little_makes_no_new_page_the_oldest() -> None:
     index = LruIndex()
     for number, name in enumerate("abcd"):
-        index.use(name, Entry(1, index.now(NOW_NS - number * 10**9)))
+        index.use(name, LruEntry(1, index.now(NOW_NS - number * 10**9)))
     assert list(index.take(4, 0, ())) == ["a", "b", "c", "d"]
 
 
@@ -118,7 +118,7 @@ def test_uses_that_are_over_take_no_memory() -> None:
     index = LruIndex()
     for _ in range(10_000):
         for name in "abc":
-            index.use(name, Entry(1, index.now(NOW_NS)))
+            index.use(name, LruEntry(1, index.now(NOW_NS)))
     assert len(index._order) <= 2 * len(index) + 64
 
 
@@ -127,8 +127,8 @@ def test_pages_that_have_left_take_no_memory_behind_one_that_all_share() -> None
     index = LruIndex()
     for number in range(1000):
         now_ns = index.now(NOW_NS)
-        index.use("shared", Entry(1, now_ns))
-        index.use(str(number), Entry(1, now_ns - 1), "shared")
+        index.use("shared", LruEntry(1, now_ns))
+        index.use(str(number), LruEntry(1, now_ns - 1), "shared")
         if number >= 10:
             assert list(index.take(1, 0, ())) == [str(number - 10)]
     assert set(index._parting["shared"]) == {str(number) for number in range(990, 1000)}
@@ -164,7 +164,7 @@ def test_no_page_leaves_before_what_follows_it(data: st.DataObject) -> None:
         for name in list(index.take(data.draw(st.integers(0, 3)), 0, used, now_ns + 1)):
             assert not descendants(name, fronts, index), f"{name} left before what follows it"
         for rank, name in enumerate(used):
-            index.use(name, Entry(1, now_ns - rank), fronts[name])
+            index.use(name, LruEntry(1, now_ns - rank), fronts[name])
     while (coldest := index.coldest()) is not None:
         assert not descendants(coldest, fronts, index), f"{coldest} would leave before what follows it"
         index.drop(coldest)
@@ -173,8 +173,8 @@ def test_no_page_leaves_before_what_follows_it(data: st.DataObject) -> None:
 def test_what_makes_room_for_a_page_is_not_in_front_of_it() -> None:
     index = LruIndex()
     for rank, name in enumerate("abc"):
-        index.use(name, Entry(1, NOW_NS - rank), "abc"[rank - 1] if rank else "")
-    index.use("x", Entry(1, NOW_NS + 10))
+        index.use(name, LruEntry(1, NOW_NS - rank), "abc"[rank - 1] if rank else "")
+    index.use("x", LruEntry(1, NOW_NS + 10))
     index.follow("c", NOW_NS + 20)
     assert list(index.take(4, 0, (), NOW_NS + 21)) == ["x"]
     assert list(index.take(4, 0, ())) == ["c", "b", "a"]
@@ -184,7 +184,7 @@ def test_what_is_no_chain_and_goes_in_a_ring_leaves_too() -> None:
     index = LruIndex()
     for names in ("abc", "cba", "bca"):
         for rank, name in enumerate(names):
-            index.use(name, Entry(1, index.now(NOW_NS)), names[rank - 1])
+            index.use(name, LruEntry(1, index.now(NOW_NS)), names[rank - 1])
     assert sorted(index.take(3, 0, ())) == ["a", "b", "c"]
 
 
@@ -194,7 +194,7 @@ def test_a_conversation_of_many_turns_is_gone_through_once() -> None:
     for turn in range(0, 3000, 10):
         now_ns = index.now(NOW_NS + turn * 10**9)
         for rank, (front, name) in enumerate(list(zip(fronts, fronts[1:]))[turn : turn + 10]):
-            index.use(name, Entry(1, now_ns - rank), front)
+            index.use(name, LruEntry(1, now_ns - rank), front)
     moved, put_in_order = [0], index._put_in_order
 
     def counted(name: str, used_ns: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hiradix.os_memory import HUGE_PAGE, address_of, staging_memory
 from hiradix.storage.backends.disk.engines import ThreadEngine
 from hiradix.storage.backends.disk.moves import PageIO
-from hiradix.storage.kit.lanes import Lane
+from hiradix.storage.kit.call_threads import CallThread
 from hiradix.storage.kit.registered import RegisteredMemory
 
 MIB = 1 << 20
@@ -34,9 +34,9 @@ def mapping(address: int) -> tuple[str, set[str]]:
 
 
 def in_lane() -> memoryview:
-    lane = Lane(lambda _: None)
-    lane.stop()
-    return lane.staging(3 * MIB)
+    thread = CallThread(lambda _: None)
+    thread.stop()
+    return thread.staging(3 * MIB)
 
 
 def in_block() -> memoryview:

@@ -28,22 +28,22 @@ from hiradix.storage import (
     StorageBackend,
     StorageContext,
     Traits,
-    build,
     create_storage_backend,
     load_storage_backend,
     open_storage,
+    opening,
     register_storage_backend,
     registry,
     storage_backend_names,
 )
 from hiradix.storage.backends.redis import resp
 from hiradix.storage.backends.redis.resp import Frame, RespStream, encode_around
-from hiradix.storage.build import COMMON_SETTINGS, StoreSettings
-from hiradix.storage.kit import lanes, vectored
+from hiradix.storage.kit import call_threads, vectored
+from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lanes import fill_head
 from hiradix.storage.kit.seal import CHECKSUMS, CRC32, NONE, SEAL_BYTES, XXH3_64, Sealer, Verdict
 from hiradix.storage.kit.vectored import WRITE_CALL_BYTES, read_into, write_from
+from hiradix.storage.opening import COMMON_SETTINGS, StoreSettings
 from tests.contracts.storage import FINGERPRINT, OTHER, PAGE_BYTES, hits, key_of, keys_of, page_of, put
 from tests.seeds import seeded, seeds
 from tests.storage.doubles import MemoryBackend
@@ -247,10 +247,10 @@ class TestRegistry:
         register_storage_backend("hanging", f"{__name__}:Hanging")
         keys = {"deadline_s": 0.01, "num_workers": 1, "admin_timeout_s": 0.01}
         context = StorageContext(FINGERPRINT, keys, PAGE_BYTES)
-        left = lanes.LeftBehind()  # other tests' threads do not count
-        for module in (lanes, build):
+        left = call_threads.LeftBehind()  # other tests' threads do not count
+        for module in (call_threads, opening):
             monkeypatch.setattr(module, "LEFT_BEHIND", left)
-        monkeypatch.setattr(build, "MAX_LEFT_BEHIND", 3)
+        monkeypatch.setattr(opening, "MAX_LEFT_BEHIND", 3)
         register_storage_backend("plugin", f"{__name__}:Plugin")
         idle = open_storage("plugin", CONTEXT)
         assert all(put(idle, keys_of(1)))

@@ -27,7 +27,7 @@ from hiradix.storage import (
     StorageContext,
     open_storage,
 )
-from hiradix.storage.wrappers.account import Account, Entered, Entry
+from hiradix.storage.wrappers.account import Account, AccountEntry, Entered
 from hiradix.storage.wrappers.quota import QuotaConfig, QuotaStorage, account_name, with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig
 from hiradix.tree import RadixTree, Tier
@@ -238,19 +238,19 @@ class TestAccount:
         account.close()
 
     def test_what_is_entered_never_exceeds_the_limit(self, account: Account) -> None:
-        head = {key: Entry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}
+        head = {key: AccountEntry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}
         assert account.enter("a", head, 25) == Entered(frozenset(keys_of(2)))
-        assert account.enter("a", {key_of(5): Entry(10, 9)}, 25) == Entered(frozenset(), short_bytes=5)
+        assert account.enter("a", {key_of(5): AccountEntry(10, 9)}, 25) == Entered(frozenset(), short_bytes=5)
         assert account.used_bytes("a") == 20
 
     def test_anothers_page_takes_nothing_of_a_tenants_limit(self, account: Account) -> None:
-        account.enter("a", {key_of(0): Entry(10, 1)}, 10)
-        both = {key: Entry(10, 2) for key in keys_of(2)}
+        account.enter("a", {key_of(0): AccountEntry(10, 1)}, 10)
+        both = {key: AccountEntry(10, 2) for key in keys_of(2)}
         assert account.enter("b", both, 10) == Entered(frozenset(both))
         assert account.used_bytes("a") == account.used_bytes("b") == 10
 
     def test_what_is_to_be_kept_stays_however_old_its_use(self, account: Account) -> None:
-        account.enter("a", {key: Entry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}, 30)
+        account.enter("a", {key: AccountEntry(10, at_ns) for at_ns, key in enumerate(keys_of(3))}, 30)
         assert account.coldest("a", 10, {key_of(0)}) == [key_of(1)]
 
 
@@ -297,10 +297,10 @@ def test_pages_of_a_clock_that_was_ahead_leave_first(tmp_path: Path) -> None:
     """They stayed for ever, and what was put last left for what was put next."""
     path, old, new = tmp_path / "account", keys_of(3), keys_of(2, 10)
     account = Account(path, "memory")
-    account.enter("a", {key: Entry(10, 4 * 10**18 + at) for at, key in enumerate(old)}, 100)
+    account.enter("a", {key: AccountEntry(10, 4 * 10**18 + at) for at, key in enumerate(old)}, 100)
     account.close()
     account = Account(path, "memory", lambda: 17 * 10**17)
-    account.enter("a", {key: Entry(10, 17 * 10**17 + at) for at, key in enumerate(new)}, 100)
+    account.enter("a", {key: AccountEntry(10, 17 * 10**17 + at) for at, key in enumerate(new)}, 100)
     assert account.coldest("a", 50, ()) == [*old, *new]
     account.close()
 

@@ -19,9 +19,9 @@ from hiradix.storage import (
     Traits,
 )
 from hiradix.storage.backends.tier.backend import TierBackend
-from hiradix.storage.guard.calls import Answers, as_answered, has_failed, reasons_of
+from hiradix.storage.guard.calls import FlagsWithReason, as_answered, has_failed, reasons_of
 from hiradix.storage.guard.guard import GuardLimits
-from hiradix.storage.kit.lanes import fill_head
+from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.wrappers.negative import NegativeCache
 from hiradix.storage.wrappers.quota import QuotaConfig, with_quota
 from hiradix.storage.wrappers.wrap import WrapConfig, inner_context, wrap
@@ -44,7 +44,7 @@ class Saying(MemoryBackend):
     def _said(self, keys: Sequence[str], answer: list[bool]) -> list[bool]:
         reasons = Counter(self.says[key] for key in keys if key in self.says)
         flags = [good and key not in self.says for key, good in zip(keys, answer, strict=True)]
-        return Answers(flags, reasons) if reasons else flags
+        return FlagsWithReason(flags, reasons) if reasons else flags
 
     def get(self, keys: Any, into: Any) -> list[bool]:
         for key, page in zip(keys, into, strict=True):
@@ -196,5 +196,5 @@ def test_what_failed_is_not_taken_for_absent() -> None:
 def test_no_page_has_two_reasons(
     flags: list[bool], told: list[Any], more: dict[MissReason, int], expected: dict[MissReason, int]
 ) -> None:
-    answers = [Answers([False] * 9, reasons) for reasons in told]
+    answers = [FlagsWithReason([False] * 9, reasons) for reasons in told]
     assert reasons_of(as_answered(flags, *answers, more=more)) == expected

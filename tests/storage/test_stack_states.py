@@ -23,8 +23,8 @@ from hiradix.errors import StorageError
 from hiradix.storage import GuardedStorage, GuardLimits, Page, StorageBackend, StorageContext, Traits
 from hiradix.storage.backends.tier import backend as tier_module
 from hiradix.storage.guard.breaker import BreakerLimits
+from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lanes import fill_head
 from hiradix.storage.protocol import fits
 from hiradix.storage.wrappers.account import Account
 from hiradix.storage.wrappers.compress import CompressedStorage

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
-from hiradix.transfer.jobs import FailReason, Query, Read, Store, Tail, Trail
+from hiradix.transfer.jobs import (
+    FailReason,
+    QueryPayload,
+    ReadPayload,
+    StorePayload,
+    TrailingPages,
+    TrailingWindow,
+)
 from hiradix.transfer.runtime import Runtime, TransferLimits
 from hiradix.transfer.storage_runner import MAX_LOOKS, StorageRunner
 from hiradix.transfer.worker import Stopped
@@ -88,7 +95,9 @@ def test_hits_end_where_the_rule_says_and_no_page_is_asked_for_twice(
     full: set[int], trails: list[tuple[set[int], int]], count: int, batch_pages: int
 ) -> None:
     shelves = [Shelf(sorted(full)), *(Shelf(sorted(there)) for there, _ in trails)]
-    query = Query(ROWS, count, tuple(Trail(i, reach) for i, (_, reach) in enumerate(trails, 1)))
+    query = QueryPayload(
+        ROWS, count, tuple(TrailingWindow(i, reach) for i, (_, reach) in enumerate(trails, 1))
+    )
     task = run(runner_of(shelves, batch_pages).query, task_of(query))
     assert task.num_pages == expected(full, trails, count, MANY - count)
     if len(trails) == 1:
@@ -97,7 +106,7 @@ def test_hits_end_where_the_rule_says_and_no_page_is_asked_for_twice(
 
 def test_a_search_that_finds_nothing_jumps_by_reach() -> None:
     shelves = [Shelf(range(MANY)), Shelf([])]
-    task = run(runner_of(shelves).query, task_of(Query(ROWS, MANY, (Trail(1, 8),))))
+    task = run(runner_of(shelves).query, task_of(QueryPayload(ROWS, MANY, (TrailingWindow(1, 8),))))
     assert task.num_pages == 0 and shelves[1].num_calls == MANY // 8
 
 
@@ -114,7 +123,9 @@ def test_a_search_has_an_end() -> None:
             return len(keys)
 
     nothing = Nothing()
-    task = run(runner_of([All(), nothing]).query, task_of(Query(rows, len(rows), (Trail(1, 1),))))
+    task = run(
+        runner_of([All(), nothing]).query, task_of(QueryPayload(rows, len(rows), (TrailingWindow(1, 1),)))
+    )
     assert task.num_pages == 0 and nothing.num_calls == MAX_LOOKS
 
 
@@ -127,7 +138,7 @@ def test_a_query_that_is_stopped_before_it_knows_has_found_nothing() -> None:
         if len(calls) == 15:
             raise Stopped(FailReason.CANCELLED)
 
-    task = task_of(Query(ROWS, MANY, (Trail(1, 2),)), check)
+    task = task_of(QueryPayload(ROWS, MANY, (TrailingWindow(1, 2),)), check)
     with pytest.raises(Stopped):
         run(runner_of([Shelf(range(MANY)), Shelf(range(5))]).query, task)
     assert task.num_pages == 0
@@ -138,8 +149,8 @@ def test_a_read_counts_on_from_component_to_component_and_ends_at_the_first_gap(
     for window, want in (({4, 5}, 8), ({4}, 7), ({5}, 6)):
         shelves = [Shelf(range(6)), Shelf(sorted(window))]
         runner = runner_of(shelves)
-        tails = (Tail(np.arange(6, dtype=np.int32)), Tail(np.array([11, 9], np.int32), 1))
-        task = run(runner.read, task_of(Read(digests, tails)))
+        tails = (TrailingPages(np.arange(6, dtype=np.int32)), TrailingPages(np.array([11, 9], np.int32), 1))
+        task = run(runner.read, task_of(ReadPayload(digests, tails)))
         assert task.num_pages == want
         data = cast(Any, runner._hosts[1]).data
         assert (data[11] == ord("x")) is (4 in window)
@@ -151,8 +162,8 @@ def test_a_store_puts_the_last_pages_of_each_component_under_the_same_names() ->
     runner = runner_of(shelves)
     hosts = cast(Any, runner._hosts)
     hosts[0].data[:5], hosts[1].data[:5] = b"abcde", b"ABCDE"
-    tails = (Tail(np.arange(4, dtype=np.int32)), Tail(np.array([4, 0], np.int32), 1))
-    task = run(runner.store, task_of(Store(ROWS, tails)))
+    tails = (TrailingPages(np.arange(4, dtype=np.int32)), TrailingPages(np.array([4, 0], np.int32), 1))
+    task = run(runner.store, task_of(StorePayload(ROWS, tails)))
     assert task.num_pages == 6 and len(task.hashes) == MANY
     assert shelves[0].pages == dict(zip(NAMES[-4:], [b"a", b"b", b"c", b"d"]))
     assert shelves[1].pages == dict(zip(NAMES[-2:], [b"E", b"A"]))

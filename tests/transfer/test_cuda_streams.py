@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hiradix.adapters.sglang.build import streams_for
-from hiradix.adapters.sglang.ports import ControllerView, FencedStreams
+from hiradix.adapters.sglang.cache_factory import streams_for
+from hiradix.adapters.sglang.engine_views import ControllerView, FencedStreams
 from hiradix.memory.dma_transport import device_of
 from hiradix.memory.prove import own_stream, settle
 from hiradix.transfer import JobKind, LayerDoneCounter

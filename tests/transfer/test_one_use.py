@@ -12,7 +12,7 @@ import pytest
 from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.backends.file.page_dir import footprint
 from hiradix.storage.kit.seal import SEAL_BYTES
-from hiradix.transfer.jobs import Read, Store, Tail
+from hiradix.transfer.jobs import ReadPayload, StorePayload, TrailingPages
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import TWO_PAGES, run, task_of
@@ -49,13 +49,15 @@ class Driven:
         self._runner.use(cast(Any, storage))
 
     def store(self, rows: PageRows) -> int:
-        return run(self._runner.store, task_of(Store(rows, (Tail(np.arange(len(rows))),)))).num_pages
+        return run(
+            self._runner.store, task_of(StorePayload(rows, (TrailingPages(np.arange(len(rows))),)))
+        ).num_pages
 
     def read(self, rows: PageRows, count: int | None = None) -> int:
         """The last `count` pages of a chain."""
         digests, count = tuple(hash_pages(rows)), len(rows) if count is None else count
-        tails = (Tail(np.arange(count)),)
-        return run(self._runner.read, task_of(Read(digests[-count:], tails, digests))).num_pages
+        tails = (TrailingPages(np.arange(count)),)
+        return run(self._runner.read, task_of(ReadPayload(digests[-count:], tails, digests))).num_pages
 
 
 @pytest.mark.parametrize("name", ["file", "tier"])

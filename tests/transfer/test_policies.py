@@ -7,8 +7,8 @@ import math
 import pytest
 
 from hiradix.errors import ConfigError
-from hiradix.policy.prefetch import PREFETCH_POLICIES, PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WRITE_POLICIES, WritePolicy
+from hiradix.policy.prefetch_policy import PREFETCH_POLICIES, PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WRITE_POLICIES, WritePolicy
 
 
 @pytest.mark.parametrize(

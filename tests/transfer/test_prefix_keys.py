@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import Query, Read, Store, Tail
+from hiradix.transfer.jobs import QueryPayload, ReadPayload, StorePayload, TrailingPages
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import TWO_PAGES, run, task_of
@@ -36,7 +36,7 @@ class Asked:
 def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
     runner = StorageRunner([cast(Any, None)], TWO_PAGES)
     runner.use(cast(Any, storage))
-    return run(runner.query, task_of(Query(rows, num_pages))).num_pages
+    return run(runner.query, task_of(QueryPayload(rows, num_pages))).num_pages
 
 
 def moved(storage: Asked, payload: Any, move: str) -> list[tuple[list[str], list[str]]]:
@@ -72,7 +72,7 @@ UNKNOWN = ["-"]
 def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) -> None:
     rows = rows_of(5, start)
     chain = [digest.hex() for digest in hash_pages(rows)]
-    calls = moved(Asked(wants), Store(rows, (Tail(np.arange(4)),)), "store")
+    calls = moved(Asked(wants), StorePayload(rows, (TrailingPages(np.arange(4)),)), "store")
     known = wants and not start
     assert calls == [(chain[at : at + 2], chain[:at] if known else UNKNOWN) for at in (1, 3)]
 
@@ -81,6 +81,6 @@ def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) ->
 def test_pages_are_read_with_the_chain_before_them(wants: bool, known: bool) -> None:
     digests = tuple(hash_pages(rows_of(5)))
     chain = [digest.hex() for digest in digests]
-    read = Read(digests[1:], (Tail(np.arange(4)),), digests if known else None)
+    read = ReadPayload(digests[1:], (TrailingPages(np.arange(4)),), digests if known else None)
     calls = moved(Asked(wants), read, "read")
     assert calls == [(chain[at : at + 2], chain[:at] if wants and known else UNKNOWN) for at in (1, 3)]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import Store, Tail
+from hiradix.transfer.jobs import StorePayload, TrailingPages
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows
 from tests.transfer.doubles import TWO_PAGES, run, task_of
@@ -33,7 +33,7 @@ def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ..
     runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))], TWO_PAGES)
     runner.use(cast(Any, storage))
     rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    task = run(runner.store, task_of(Store(rows, (Tail(np.arange(3)),))))
+    task = run(runner.store, task_of(StorePayload(rows, (TrailingPages(np.arange(3)),))))
     assert task.num_pages == 3 and storage.calls == [said, said]
 
 
@@ -42,6 +42,6 @@ def test_pages_of_every_component_are_the_tenants() -> None:
     runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))] * 2, TWO_PAGES)
     runner.use(cast(Any, SimpleNamespace(parts=stores)))
     rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    tails = (Tail(np.arange(2)), Tail(np.arange(2), 1))
-    assert run(runner.store, task_of(Store(rows, tails))).num_pages == 4
+    tails = (TrailingPages(np.arange(2)), TrailingPages(np.arange(2), 1))
+    assert run(runner.store, task_of(StorePayload(rows, tails))).num_pages == 4
     assert [store.calls for store in stores] == [[(None, "salt:alice")]] * 2

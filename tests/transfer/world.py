@@ -321,7 +321,7 @@ class World:
 
     def do_hang(self) -> None:
         self.driver.held.add(
-            self.random.choice(sorted({w.name for w in self.controller._desk.workers.values()}))
+            self.random.choice(sorted({w.name for w in self.controller._job_table.workers.values()}))
         )
 
     def do_unhang(self) -> None:
@@ -350,8 +350,8 @@ class World:
             num_open = sum(f.kind is kind for f in self.open.values())
             assert self.controller.pending(kind) == num_open, kind
         assert self.num_results + len(self.open) == self.num_tickets
-        for lane in self.controller._desk.lanes.values():
-            assert len(lane.queue) <= self.controller.runtime.limits.queued_jobs + 1
+        for job_queue in self.controller._job_table.job_queues.values():
+            assert len(job_queue.waiting) <= self.controller.runtime.limits.queued_jobs + 1
 
     def drain(self) -> None:
         """Faults stop: everything comes to an end."""
@@ -365,7 +365,7 @@ class World:
         assert self.driver.num_overslept == num_overslept, "jobs that nobody woke their worker for"
         self.check()
         assert not self.open and self.controller.is_idle
-        assert not self.controller._desk._open
+        assert not self.controller._job_table._open
 
     def close(self) -> None:
         """Whatever hangs, every ticket gets its Result."""

@@ -14,9 +14,9 @@ from transformers import LlamaConfig, Phi3Config
 from vllm.config import CacheConfig, LoadConfig, ModelConfig
 from vllm.lora.request import LoRARequest
 
-from hiradix.adapters.vllm.build import identity_of
 from hiradix.adapters.vllm.names import refuse_ropes
 from hiradix.adapters.vllm.requests import AdapterChanged, _adapter
+from hiradix.adapters.vllm.worker_factory import identity_of
 from hiradix.errors import ConfigError
 from hiradix.prefix_cache import ModelIdentity
 from hiradix.tree import TokenLog

@@ -22,14 +22,14 @@ from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Blocks, pool_of
 from hiradix.adapters.vllm.orders import Orders
-from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.scheduler import SchedulerRole
+from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
 from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.eviction import make_order
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import ModelIdentity, stored_pages
 from hiradix.storage import Generations, Trust
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
-from hiradix.adapters.vllm.orders import Outcome, Stage
+from hiradix.adapters.vllm.orders import OrderOutcome, OrderStage
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.storage.attach.rules import AttachRules, Prepared, parse_rule
 from tests.vllm_roles.mini_vllm import MiniVLLM, S, World
 from tests.vllm_roles.test_life import request
@@ -108,7 +108,7 @@ def test_what_is_attached_brings_its_prefetch_policy() -> None:
     for name, policy in (("first", None), ("second", other), ("third", None), (None, None)):
         role.storage.ask(name, {}, policy)
         assert [order.name for order in role.step([], lambda request_id: []).storage] == [name]
-        role.apply([Outcome(len(seen) + 1, Stage.ATTACHED, 1)])
+        role.apply([OrderOutcome(len(seen) + 1, OrderStage.ATTACHED, 1)])
         seen.append(role.fetches.policy)
     assert seen == [before, other, other, other]
 
@@ -155,7 +155,7 @@ def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:
     role.storage.ask("third", {})
     role.storage.ask(None, {})
     assert ordered() == [] and not role.has_storage
-    answer = Outcome(1, Stage.ATTACHED, 1)
+    answer = OrderOutcome(1, OrderStage.ATTACHED, 1)
     role.apply([answer])
     assert ordered() == [], "one worker is still at it"
     role.apply([answer])

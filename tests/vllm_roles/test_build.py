@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hiradix.adapters.vllm import build, names
-from hiradix.adapters.vllm.build import KVGroup, WorkerPlan, build_worker, identity_of
+from hiradix.adapters.vllm import names, worker_factory
 from hiradix.adapters.vllm.layout import Interior, grouping
 from hiradix.adapters.vllm.settings import parse_settings
+from hiradix.adapters.vllm.worker_factory import KVGroup, WorkerPlan, build_worker, identity_of
 from hiradix.prefix_cache import ModelIdentity, model_identity
 from hiradix.storage import ComponentPages
 from tests.vllm_roles.test_layout import BLOCKS, HEADS, FullAttentionSpec, S, SlidingWindowSpec
@@ -27,13 +27,13 @@ MODEL = ModelIdentity("m")
 def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """The pages of the store opened last."""
     found: Asked = []
-    whole = build.open_stores
+    whole = worker_factory.open_stores
 
     def opened(name: str, keys: Any, components: Sequence[ComponentPages], required: bool) -> Any:
         found[:] = components
         return whole(name, keys, components, required=required)
 
-    monkeypatch.setattr(build, "open_stores", opened)
+    monkeypatch.setattr(worker_factory, "open_stores", opened)
     return found
 
 

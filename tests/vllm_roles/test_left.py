@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm.left import LeftBook, Pending
+from hiradix.adapters.vllm.finished_requests import FinishedRequest, WriteBackSaves
 from hiradix.adapters.vllm.requests import Tracked, track
 from hiradix.adapters.vllm.saves import NULL_BLOCK
 from tests.vllm_roles.mini_vllm import FakeRequest, S
@@ -20,7 +20,7 @@ class Device:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.book = LeftBook()
+        self.book = WriteBackSaves()
         self.holds = dict.fromkeys(range(1, BLOCKS + 1), 0)
         self.turn = 0
         self.left: list[tuple[Tracked, tuple[int, ...], list[int]]] = []
@@ -57,7 +57,7 @@ class Device:
         table = tuple(self.rng.sample(range(1, BLOCKS + 1), count + 1))
         tracked = track(FakeRequest(f"r{len(self.left)}", [1] * (S * count + 1), 1), S)
         assert tracked is not None
-        self.book.leave(Pending(tracked, count, (table,)))
+        self.book.leave(FinishedRequest(tracked, count, (table,)))
         self.left.append((tracked, table[:count], [self.holds[block] for block in table[:count]]))
 
     def forget(self) -> None:

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.adapters.vllm import requests
-from hiradix.adapters.vllm.left import LeftBook, Pending
-from hiradix.adapters.vllm.plan import StepRequest
+from hiradix.adapters.vllm.finished_requests import FinishedRequest, WriteBackSaves
 from hiradix.adapters.vllm.requests import track
 from hiradix.adapters.vllm.saves import NULL_BLOCK
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
+from hiradix.adapters.vllm.scheduler_plan import StepRequest
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.tree import Tier
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.vllm_roles.mini_vllm import FakeFeature, FakeLora, FakeRequest, FakeSpan, MiniVLLM, S, World
@@ -445,7 +445,7 @@ def test_a_request_that_reads_no_cache_asks_no_storage() -> None:
     probe = request("b", 4, first=1, skip_reading_prefix_cache=True)
     vllm.role.arrived(probe)
     assert vllm.role.lookup(probe, 0) == 0
-    assert vllm.role.step([], lambda request_id: []).queries == () and not vllm.role.fetches.flights
+    assert vllm.role.step([], lambda request_id: []).queries == () and not vllm.role.fetches.in_flight
     vllm.role.finished(probe, [[]])
     vllm.add(request("c", 4))
     vllm.drain()
@@ -479,7 +479,7 @@ def steps(vllm: MiniVLLM, wanted: Callable[[], bool]) -> None:
 def goes_on(vllm: MiniVLLM, name: str, stop: bool = False) -> None:
     """Steps until this one reads. stop: and storage answers no more then."""
     vllm.add(request(name, LONG, max_tokens=1))
-    vllm.run(lambda: any(fetch.host for fetch in vllm.role.fetches.flights.values()))
+    vllm.run(lambda: any(fetch.host for fetch in vllm.role.fetches.in_flight.values()))
     if stop:
         vllm.ranks[0].driver.held.add("fetch")
 
@@ -492,7 +492,7 @@ def test_what_a_slow_storage_has_given_at_the_deadline_is_used() -> None:
     assert vllm.now_s < 0.215, "it went on at the deadline"
     assert 8 * S <= vllm.hit_tokens < LONG * S
     assert vllm.hit_tokens == vllm.role.fetches.figures.read * S
-    assert not vllm.role.fetches.flights and vllm.role.fetches.figures.late == 0
+    assert not vllm.role.fetches.in_flight and vllm.role.fetches.figures.late == 0
     vllm.drain()
 
 
@@ -520,7 +520,7 @@ def test_a_read_for_nobody_ends_with_its_batch(ends: str) -> None:
         vllm.step()
         vllm.ranks[0].driver.step()
     vllm.step()
-    assert not vllm.role.fetches.flights, "it still reads"
+    assert not vllm.role.fetches.in_flight, "it still reads"
     assert vllm.role.fetches.figures.read <= (8 if ends == "abort" else 0)
     vllm.role.check()
     vllm.drain()
@@ -614,13 +614,15 @@ def test_write_back_saves_a_prompt_whole_when_its_first_block_is_taken() -> None
 
 def test_blocks_of_two_requests_are_saved_for_both_as_far_as_they_are_still_there() -> None:
     """As vLLM's prefix cache has it: the second request uses the first two blocks of the first."""
-    book, first, second = LeftBook(), *(track(request(name, 4), S) for name in "ab")
+    book, first, second = WriteBackSaves(), *(track(request(name, 4), S) for name in "ab")
     assert first is not None and second is not None
-    book.leave(Pending(first, 4, ((1, 2, 3, 4, 9),)))
-    book.leave(Pending(second, 3, ((1, 2, 7),)))
+    book.leave(FinishedRequest(first, 4, ((1, 2, 3, 4, 9),)))
+    book.leave(FinishedRequest(second, 3, ((1, 2, 7),)))
     assert book.taken([8, 9]) == [], "block 9 had no whole page"
-    assert book.taken([2, 7]) == [Pending(second, 3, ((1, 2, 7),))], "the step has not written to them yet"
-    assert book.taken([4]) == [Pending(first, 4, ((1, NULL_BLOCK, 3, 4),))]
+    assert book.taken([2, 7]) == [FinishedRequest(second, 3, ((1, 2, 7),))], (
+        "the step has not written to them yet"
+    )
+    assert book.taken([4]) == [FinishedRequest(first, 4, ((1, NULL_BLOCK, 3, 4),))]
     assert book.taken([1, 2, 3, 4, 7]) == []
 
 
@@ -735,7 +737,7 @@ def test_a_save_that_a_reset_overtakes_is_not_stored_as_new() -> None:
     vllm.run(lambda: bool(vllm.done))
     vllm.update_weights(preempts=True)
     vllm.run(lambda: vllm.role.has_storage)
-    assert vllm.role.saves.flights and not store[0]
+    assert vllm.role.saves.in_flight and not store[0]
     driver.held.clear()
     vllm.drain()
     assert not store[0] and vllm.role.figures.store_failed_pages == 3

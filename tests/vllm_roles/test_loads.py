@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.vllm.index import ARRIVING
-from hiradix.adapters.vllm.orders import Orders, Stage
+from hiradix.adapters.vllm.orders import Orders, OrderStage
 from hiradix.tree import Tier
 from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, Rank, S, World
 from tests.vllm_roles.test_life import request
@@ -45,7 +45,7 @@ def test_an_abort_between_a_failed_load_and_its_report_saves_nothing() -> None:
     rank.role.collect = collect  # type: ignore[method-assign]
     take, rank.role.take_outcomes = rank.role.take_outcomes, lambda: told.extend(take()) or tuple(told)  # type: ignore[method-assign]
     vllm.step()
-    assert b.is_loading and not any(outcome.stage is Stage.LOADED for outcome in told)
+    assert b.is_loading and not any(outcome.stage is OrderStage.LOADED for outcome in told)
     rank.role.collect, rank.role.take_outcomes = whole, take  # type: ignore[method-assign]
     vllm.abort(b)
     vllm.drain()
@@ -116,7 +116,7 @@ def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> No
     assert vllm.local_tokens == 4 * S
     vllm.index.lose_all()
     vllm.ranks[0].driver.held.clear()
-    vllm.run(lambda: not vllm.role.fetches.flights)
+    vllm.run(lambda: not vllm.role.fetches.in_flight)
     assert vllm.running == [long] and vllm.role.requests["long"].hold is None
     vllm.drain()
 
@@ -130,7 +130,7 @@ def promised(world: World = DEFERRED) -> tuple[MiniVLLM, FakeRequest]:
     b = request("b", 4)
     vllm.add(b)
     vllm.step()
-    assert b.is_loading and vllm.deferred and not vllm.role.loads.flights
+    assert b.is_loading and vllm.deferred and not vllm.role.loads.in_flight
     return vllm, b
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.vllm.requests import track
-from hiradix.policy.uses import Note
+from hiradix.policy.uses import LastUse
 from hiradix.tree import Node
 from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, S, World
 
@@ -75,7 +75,7 @@ def test_a_conversation_goes_on(policy: str, load_async: bool) -> None:
     said = served(vllm, "turn 1", prompt(1, 3), 2 * S).all_token_ids
     served(vllm, "turn 2", [*said, *prompt(2, 2)], 2 * S)
     found = notes(vllm)
-    assert found and all(isinstance(note, Note) for note in found), found
+    assert found and all(isinstance(note, LastUse) for note in found), found
     assert max(note.use.turn for note in found) == 1, "the second turn, from 0"
 
 

@@ -160,7 +160,7 @@ def test_a_comparison_that_finds_nothing_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves.SaveBook, "fences", lambda self, written: ())
+    monkeypatch.setattr(saves.SaveTracker, "fences", lambda self, written: ())
 
 
 def promised_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,15 +223,15 @@ def what_vllm_has_is_promised_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_vllm_has_is_loaded_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = loads.LoadBook.order
+    whole = loads.LoadTracker.order
 
-    def order(self: loads.LoadBook, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
+    def order(self: loads.LoadTracker, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
         local, tracked.local_tokens = tracked.local_tokens, 0
         is_there = whole(self, tracked, table, num_tokens)
         tracked.local_tokens = local
         return is_there
 
-    monkeypatch.setattr(loads.LoadBook, "order", order)
+    monkeypatch.setattr(loads.LoadTracker, "order", order)
 
 
 def a_reset_goes_by_requests_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def a_reset_goes_by_requests_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_reset_keeps_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores.StorageBook, "start_anew", lambda self: None)
+    monkeypatch.setattr(stores.StorageTracker, "start_anew", lambda self: None)
 
 
 FAULTS = (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hiradix.adapters.vllm.build import BuiltWorker, KVGroup, WorkerPlan, build_worker
 from hiradix.adapters.vllm.layout import Interior, grouping
 from hiradix.adapters.vllm.settings import parse_settings
+from hiradix.adapters.vllm.worker_factory import BuiltWorker, KVGroup, WorkerPlan, build_worker
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.prefix_cache import ModelIdentity

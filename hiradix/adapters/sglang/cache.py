@@ -22,10 +22,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     TreeLock,
 )
 
-from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
+from hiradix.adapters.sglang.engine_views import Rows
 from hiradix.adapters.sglang.events import as_sglang, watch
 from hiradix.adapters.sglang.front import Front
-from hiradix.adapters.sglang.ports import Rows
+from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
@@ -54,7 +54,7 @@ class LockGiven(DecLockRefParams):  # type: ignore[misc]
 class HiRadixPrefixCache(Front):
     """hiradix's radix tree as SGLang's `tree_cache`; device only."""
 
-    def __init__(self, params: Any, inner: RadixCache, adapters: Adapters = NO_ADAPTERS):
+    def __init__(self, params: Any, inner: RadixCache, adapters: LoraAdapters = NO_ADAPTERS):
         super().__init__(params, inner, adapters)
         self.eviction_policy = params.eviction_policy
         self.sliding_window_size = params.sliding_window_size

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation import kv_events as sglang_records
 
-from hiradix.adapters.sglang.adapters import Adapters
+from hiradix.adapters.sglang.lora_adapters import LoraAdapters
 from hiradix.errors import Misuse
 from hiradix.events import (
     AllBlocksCleared,
@@ -22,7 +22,7 @@ from hiradix.tree import RadixTree
 
 
 def watch(
-    params: Any, tree: RadixTree, storage_name: Callable[[], str | None], adapters: Adapters
+    params: Any, tree: RadixTree, storage_name: Callable[[], str | None], adapters: LoraAdapters
 ) -> KVEvents | None:
     """Notes what moves in `tree`, if SGLang's CacheInitParams ask for events."""
     if not params.enable_kv_cache_events:

@@ -19,9 +19,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
-from hiradix.adapters.sglang.adapters import NO_ADAPTERS
+from hiradix.adapters.sglang.engine_views import ControllerView, HostPoolView
 from hiradix.adapters.sglang.front import Front
-from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
+from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS
 from hiradix.cache.pages import BACKBONE
 from hiradix.prefix_cache import EvictParams as OwnEvictParams
 from hiradix.prefix_cache import HiRadixCache, RadixCache

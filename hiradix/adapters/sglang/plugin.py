@@ -41,7 +41,7 @@ def make_cache(context: Any) -> Any:
     support.require_known_release()
     warn_if_untested()
     try:
-        from hiradix.adapters.sglang.build import build_cache
+        from hiradix.adapters.sglang.cache_factory import build_cache
 
         return build_cache(context)
     except ImportError as error:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from hiradix.adapters import versions
-from hiradix.adapters.probe import Engine, Reads, installed_sources, is_without_sources, missing
+from hiradix.adapters.probe import Reads, ReleaseSources, installed_sources, is_without_sources, missing
 from hiradix.adapters.sglang import uses
 from hiradix.errors import ConfigError
 
@@ -49,7 +49,7 @@ def warn_if_untested() -> None:
 
 def lacking(read: Reads) -> tuple[str, ...]:
     """What keeps the SGLang with these sources from being served, in words; nothing where it can be."""
-    engine = Engine(read)
+    engine = ReleaseSources(read)
     found = engine.find(f"{uses.BASE}:BasePrefixCache")
     if engine.tree(uses.REGISTRY) is None:
         return (f"there is no {uses.REGISTRY}",)

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
-from hiradix.adapters.sglang.adapters import NO_ADAPTERS, Adapters
 from hiradix.adapters.sglang.cache import HiRadixPrefixCache
-from hiradix.adapters.sglang.meters import Meters
-from hiradix.adapters.sglang.ports import ControllerView, HostPoolView
+from hiradix.adapters.sglang.engine_views import ControllerView, HostPoolView
+from hiradix.adapters.sglang.lora_adapters import NO_ADAPTERS, LoraAdapters
+from hiradix.adapters.sglang.metrics_feed import MetricsFeed
 from hiradix.adapters.sglang.weights import UNSEEN, Weights
 from hiradix.cache.pages import BACKBONE
 from hiradix.config import ExtraConfig, parse_extra_config
 from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.prefix_cache import HiRadixCache, RadixKey
-from hiradix.prefix_cache.build import NamedStorage
+from hiradix.prefix_cache.factory import NamedStorage
 from hiradix.prefix_cache.hiradix import DETACH_TIMEOUT_S
 from hiradix.storage.attach.rules import AttachRefused, AttachRules, in_log, over_http
 from hiradix.transfer.process_group import place_in
@@ -45,12 +45,12 @@ class HiRadixHostCache(HiRadixPrefixCache):
         params: Any,
         inner: HiRadixCache,
         controller: ControllerView,
-        adapters: Adapters = NO_ADAPTERS,
+        adapters: LoraAdapters = NO_ADAPTERS,
     ):
         super().__init__(params, inner, adapters)
         self.cache_controller = controller
         self.token_to_kv_pool_host = HostPoolView(inner.cache.supply.host_pools[BACKBONE], self.page_size)
-        self._meters = Meters(self, params.enable_metrics)
+        self._meters = MetricsFeed(self, params.enable_metrics)
         self._checks = os.environ.get("HIRADIX_CHECK") == "1"
         self._has_unclaimed_load = False
         self._is_alone = place_in(params.attn_tp_cache_group or params.tp_cache_group)[1] == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiradix.adapters.probe import AnyField, Call, Contract, Has, Names, Use
+from hiradix.adapters.probe import AnyField, Call, Contract, Has, Names, Requirement
 
 _CACHE = "sglang.srt.mem_cache"
 BASE = f"{_CACHE}.base_prefix_cache"
@@ -76,7 +76,7 @@ def _contract(ours: str, unasked: frozenset[str] = frozenset()) -> Contract:
 
 
 # With either contract, over the device and the host.
-_ANY: tuple[Use, ...] = (
+_ANY: tuple[Requirement, ...] = (
     Call(f"{REGISTRY}:register_radix_cache_backend", 2),
     Call(f"{REGISTRY}:registered_radix_cache_backends"),
     Call(f"{REGISTRY}:default_radix_cache_factory", 1),
@@ -158,7 +158,7 @@ _ANY: tuple[Use, ...] = (
     ),
 )
 
-FINISHED_REQ: tuple[Use, ...] = (
+FINISHED_REQ: tuple[Requirement, ...] = (
     *_ANY,
     _contract("hiradix.adapters.sglang.legacy:HiRadixLegacyCache", _OF_STORAGE),
     Call(
@@ -182,7 +182,7 @@ FINISHED_REQ: tuple[Use, ...] = (
     ),
 )
 
-CHECKPOINT: tuple[Use, ...] = (
+CHECKPOINT: tuple[Requirement, ...] = (
     *_ANY,
     _contract("hiradix.adapters.sglang.tiers:HiRadixHostCache"),
     Has(

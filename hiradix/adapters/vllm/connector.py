@@ -23,7 +23,19 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
-from hiradix.adapters.vllm.build import (
+from hiradix.adapters.vllm.events import HostEvents, Stored
+from hiradix.adapters.vllm.index import HostIndex
+from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
+from hiradix.adapters.vllm.names import refuse_ropes
+from hiradix.adapters.vllm.orders import OrderOutcome, Orders, WorkerFacts
+from hiradix.adapters.vllm.resets import ResetWatch
+from hiradix.adapters.vllm.scheduler import SchedulerRole
+from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
+from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
+from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
+from hiradix.adapters.vllm.worker import NOTHING
+from hiradix.adapters.vllm.worker_factory import (
     BuiltWorker,
     KVGroup,
     WorkerPlan,
@@ -31,23 +43,11 @@ from hiradix.adapters.vllm.build import (
     identity_of,
     model_name,
 )
-from hiradix.adapters.vllm.events import HostEvents, Stored
-from hiradix.adapters.vllm.index import HostIndex
-from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
-from hiradix.adapters.vllm.names import refuse_ropes
-from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
-from hiradix.adapters.vllm.plan import Asked, SchedulerPlan, StepRequest
-from hiradix.adapters.vllm.resets import ResetWatch
-from hiradix.adapters.vllm.scheduler import SchedulerRole
-from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
-from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
-from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
-from hiradix.adapters.vllm.worker import NOTHING
 from hiradix.config import ExtraConfig
 from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.policy.eviction import make_order
-from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import ModelIdentity
 from hiradix.prefix_cache.hiradix import prefetch_limits
 
@@ -67,15 +67,15 @@ NO_RESULTS = KVConnectorTransferResults(frozenset(), frozenset(), frozenset())
 
 
 @dataclass
-class Answers(KVConnectorWorkerMetadata):
+class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, once per step."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[OrderOutcome, ...]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> Answers:
-        if not isinstance(other, Answers):
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
+        if not isinstance(other, WorkerMetadata):
             raise Misuse(f"answers of another connector: {other}")
-        return Answers(self.outcomes + other.outcomes)
+        return WorkerMetadata(self.outcomes + other.outcomes)
 
 
 @dataclass
@@ -305,7 +305,7 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         outcomes = self._built.role.take_outcomes()
-        return Answers(outcomes) if outcomes else None
+        return WorkerMetadata(outcomes) if outcomes else None
 
     def shutdown(self) -> None:
         if self.admin is not None:

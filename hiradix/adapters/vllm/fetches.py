@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hiradix.adapters.vllm.index import READY, HostIndex
-from hiradix.adapters.vllm.orders import Outcome, Query, Read, Ticket
+from hiradix.adapters.vllm.orders import OrderOutcome, QueryOrder, ReadOrder, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import Drought, worth_s
-from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.tree import BACKBONE, Lock, Pages, RadixKey, Tier
 
 CUT_SHARE, CUT_S = (
@@ -53,7 +53,7 @@ class Fetch:
 
 
 @dataclass
-class FetchFigures:
+class FetchCounters:
     """Pages since start."""
 
     asked: int = 0
@@ -63,7 +63,7 @@ class FetchFigures:
     left_out: int = 0  # not read, as reads before brought less than they took
 
 
-class FetchBook:
+class FetchTracker:
     """All prefetches under way. One thread. groups: the KV cache group of each of the index's components."""
 
     def __init__(
@@ -79,10 +79,10 @@ class FetchBook:
         kinds = zip(groups[1:], index.tree.components[1:], strict=True)
         self._windows = tuple((group, component.reach) for group, component in kinds)
         self.policy = policy
-        self.figures = FetchFigures()
-        self.flights: dict[Ticket, Fetch] = {}
-        self.queries: list[Query] = []
-        self.reads: list[Read] = []
+        self.figures = FetchCounters()
+        self.in_flight: dict[Ticket, Fetch] = {}
+        self.queries: list[QueryOrder] = []
+        self.reads: list[ReadOrder] = []
         self.cancels: list[Ticket] = []
         self._clock = clock
         self._ticket = ticket
@@ -90,7 +90,7 @@ class FetchBook:
 
     @property
     def pages_in_flight(self) -> int:
-        return sum(fetch.num_pages for fetch in self.flights.values())
+        return sum(fetch.num_pages for fetch in self.in_flight.values())
 
     def start(self, tracked: Tracked, num_pages: int) -> None:
         """Ask storage for what the host lacks of a request's first `num_pages` pages, if that is worth it."""
@@ -108,16 +108,16 @@ class FetchBook:
         rows = index.tree.rows(key, node, floor, num_pages)
         ticket = self._ticket()
         fetch = Fetch(key, floor, start, asked, anchors, self._clock(), tracked, first_hash=rows.start)
-        self.flights[ticket] = fetch
+        self.in_flight[ticket] = fetch
         tracked.fetch = ticket
-        self.queries.append(Query(ticket, rows, asked, self._windows))
+        self.queries.append(QueryOrder(ticket, rows, asked, self._windows))
         self.figures.asked += asked
 
     def is_awaited(self, tracked: Tracked) -> bool:
         """Whether a request should ask again: its prefetch runs and may still hold it."""
         if tracked.fetch is None:
             return False
-        fetch = self.flights[tracked.fetch]
+        fetch = self.in_flight[tracked.fetch]
         waited_s, limit_s = self._clock() - fetch.started_s, self.policy.wait_limit_s(fetch.num_pages)
         if waited_s < limit_s:
             if fetch.host and waited_s >= limit_s - min(CUT_S, CUT_SHARE * limit_s):
@@ -132,18 +132,18 @@ class FetchBook:
         """Nobody wants it any more. What has been read so far still enters the tree."""
         if tracked.fetch is None:
             return
-        self.flights[tracked.fetch].is_given_up = True
+        self.in_flight[tracked.fetch].is_given_up = True
         self._cut(tracked.fetch)
-        self.flights[tracked.fetch].owner = None
+        self.in_flight[tracked.fetch].owner = None
         tracked.fetch = None
 
     def _cut(self, ticket: Ticket) -> None:
-        fetch = self.flights[ticket]
+        fetch = self.in_flight[ticket]
         if not fetch.is_cut:
             fetch.is_cut = True
             self.cancels.append(ticket)
 
-    def take(self) -> tuple[tuple[Query, ...], tuple[Read, ...], tuple[Ticket, ...]]:
+    def take(self) -> tuple[tuple[QueryOrder, ...], tuple[ReadOrder, ...], tuple[Ticket, ...]]:
         """Queries, reads and cancels ordered since the last call."""
         if not (self.queries or self.reads or self.cancels):
             return (), (), ()
@@ -157,9 +157,9 @@ class FetchBook:
 
     # -- outcomes, the least of all workers' --------------------------------------------------
 
-    def found(self, outcome: Outcome) -> None:
+    def found(self, outcome: OrderOutcome) -> None:
         """With what storage has a prefix could end at the first `num_pages` of what was asked for."""
-        fetch = self.flights[outcome.ticket]
+        fetch = self.in_flight[outcome.ticket]
         self.figures.found += outcome.num_pages
         is_wanted = not fetch.is_orphan and fetch.owner is not None
         is_worth_it = is_wanted and self.policy.worth_reading(outcome.num_pages)
@@ -173,7 +173,7 @@ class FetchBook:
                 return
         self._finish(outcome.ticket)
 
-    def _read(self, ticket: Ticket, fetch: Fetch, end: int) -> Read | None:
+    def _read(self, ticket: Ticket, fetch: Fetch, end: int) -> ReadOrder | None:
         """What a boundary at `end` lacks, with host pages for it; None where those are in use.
 
         Of the backbone as much as there are pages for, unless windows, which end where it does, come along.
@@ -194,14 +194,14 @@ class FetchBook:
             return None
         last = fetch.end - fetch.first_hash
         hashes = fetch.hashes[last - max(len(pages) for _, pages in targets) : last]
-        return Read(ticket, hashes, targets, fetch.key.extra_key)
+        return ReadOrder(ticket, hashes, targets, fetch.key.extra_key)
 
-    def arrived(self, outcome: Outcome) -> Pages:
+    def arrived(self, outcome: OrderOutcome) -> Pages:
         """The first `num_pages` of a read are on the host of every worker. The backbone's that the tree took.
 
         Where windows come along, what has not come whole is given back.
         """
-        fetch, index = self.flights[outcome.ticket], self.index
+        fetch, index = self.in_flight[outcome.ticket], self.index
         if not fetch.host:
             raise Misuse(f"a read of ticket {outcome.ticket}, which asked only")
         backbone, others = fetch.host[BACKBONE], fetch.host[1:]
@@ -233,7 +233,7 @@ class FetchBook:
         return taken[BACKBONE] if len(taken[BACKBONE]) == count else host[BACKBONE][:0]
 
     def _finish(self, ticket: Ticket) -> None:
-        fetch = self.flights.pop(ticket)
+        fetch = self.in_flight.pop(ticket)
         if fetch.owner is not None:
             fetch.owner.fetch = None
         for anchor in fetch.anchors:
@@ -241,7 +241,7 @@ class FetchBook:
 
     def forget_all(self) -> None:
         """The index was cleared: nothing under way may enter it, and gives its pages back when it ends."""
-        for fetch in self.flights.values():
+        for fetch in self.in_flight.values():
             fetch.is_orphan = True
             if fetch.owner is not None:
                 self.abandon(fetch.owner)

@@ -39,7 +39,7 @@ READY, ARRIVING, LOST = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Found:
+class HostHit:
     """What of a key the host has: leading pages that can be loaded, and whether more are arriving."""
 
     num_pages: int
@@ -79,7 +79,7 @@ class HostIndex:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def find(self, key: RadixKey) -> Found:
+    def find(self, key: RadixKey) -> HostHit:
         """What of `key` could be loaded now. Leaves nothing pinned."""
         node = self.tree.match(key).loadable_node
         usable, is_arriving = node.end, False
@@ -93,7 +93,7 @@ class HostIndex:
                 is_arriving = bool(states[wrong[0]] == ARRIVING)
         if usable < node.end and len(self.tree.components) > 1:
             usable = 0  # a boundary further up may lack what its windows need
-        return Found(usable, is_arriving)
+        return HostHit(usable, is_arriving)
 
     def lock(self, key: RadixKey) -> Lock | None:
         """Keep all whole pages of `key` until `unlock`; None where the host has not got them all."""

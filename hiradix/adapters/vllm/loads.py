@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hiradix.adapters.vllm.index import HostIndex
-from hiradix.adapters.vllm.orders import Load, Move, Ticket
+from hiradix.adapters.vllm.orders import GroupCopy, LoadOrder, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.adapters.vllm.saves import NULL_BLOCK, BlockTable
 from hiradix.errors import Misuse
@@ -17,7 +17,7 @@ from hiradix.tree import Lock, Pages
 
 
 @dataclass(eq=False)
-class LoadFlight:
+class InFlightLoad:
     """A load that some worker may still be doing."""
 
     owner: Tracked
@@ -25,11 +25,11 @@ class LoadFlight:
     num_pages: int
 
 
-class LoadBook:
+class LoadTracker:
     """All loads ordered or under way.
 
     groups: the KV cache group of each of the index's components. is_async: loads run beside other requests'
-    steps. flights: by ticket. orders: since `take`.
+    steps. in_flight: by ticket. orders: since `take`.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class LoadBook:
         self._groups = groups
         self._is_async = is_async
         self._ticket = ticket
-        self.flights: dict[Ticket, LoadFlight] = {}
-        self.orders: list[Load] = []
+        self.in_flight: dict[Ticket, InFlightLoad] = {}
+        self.orders: list[LoadOrder] = []
 
     def order(self, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
         """Load `num_tokens` behind what vLLM has itself into the request's blocks.
@@ -57,16 +57,18 @@ class LoadBook:
             self._index.unlock(lock)
             lock = None
         ticket, request_id, in_step = self._ticket(), tracked.request.request_id, not self._is_async
-        self.flights[ticket] = LoadFlight(tracked, lock, end - start)
+        self.in_flight[ticket] = InFlightLoad(tracked, lock, end - start)
         tracked.loads.add(ticket)
         if moves is not None:
-            self.orders.append(Load(ticket, request_id, moves, in_step))
+            self.orders.append(LoadOrder(ticket, request_id, moves, in_step))
             return True
-        gone = (Move(group, _filled(table[group][start:]), NO_PAGES) for group in self._groups)
-        self.orders.append(Load(ticket, request_id, tuple(gone), in_step, "its pages have left the host"))
+        gone = (GroupCopy(group, _filled(table[group][start:]), NO_PAGES) for group in self._groups)
+        self.orders.append(
+            LoadOrder(ticket, request_id, tuple(gone), in_step, "its pages have left the host")
+        )
         return False
 
-    def _moves(self, lock: Lock, table: BlockTable, start: int, end: int) -> tuple[Move, ...] | None:
+    def _moves(self, lock: Lock, table: BlockTable, start: int, end: int) -> tuple[GroupCopy, ...] | None:
         """What is copied into the blocks from page `start` on; None where some of it may not be read."""
         moves = []
         for component, group in enumerate(self._groups):
@@ -78,25 +80,25 @@ class LoadBook:
                 return None
             there = blocks != NULL_BLOCK
             if there.any():
-                moves.append(Move(group, blocks[there], pages[there]))
+                moves.append(GroupCopy(group, blocks[there], pages[there]))
         return tuple(moves)
 
-    def take(self) -> tuple[Load, ...]:
+    def take(self) -> tuple[LoadOrder, ...]:
         """Loads ordered since the last call."""
         orders, self.orders = tuple(self.orders), []
         return orders
 
-    def ended(self, ticket: Ticket, ok: bool) -> LoadFlight:
+    def ended(self, ticket: Ticket, ok: bool) -> InFlightLoad:
         """Every worker has loaded it, or it failed: what it was then is no longer found."""
-        flight = self.flights.pop(ticket)
-        flight.owner.loads.discard(ticket)
+        job = self.in_flight.pop(ticket)
+        job.owner.loads.discard(ticket)
         if not ok:
-            flight.owner.num_saved = 0
-        if flight.lock is not None:
+            job.owner.num_saved = 0
+        if job.lock is not None:
             if not ok:
-                self._index.lose_path(flight.lock)
-            self._index.unlock(flight.lock)
-        return flight
+                self._index.lose_path(job.lock)
+            self._index.unlock(job.lock)
+        return job
 
 
 def _filled(table: Sequence[int]) -> Pages:

@@ -17,7 +17,7 @@ Ticket = int
 
 
 @dataclass(frozen=True, eq=False)
-class Move:
+class GroupCopy:
     """One KV cache group's part of a copy: block `device[i]` and host page `host[i]` belong together."""
 
     group: int
@@ -26,7 +26,7 @@ class Move:
 
 
 @dataclass(frozen=True, eq=False)
-class Save:
+class SaveOrder:
     """Device to host, once the step's forward has been launched; `before_forward`: as soon as it can be.
 
     rows: with storage attached, the tokens of the pages, which then go on to storage; each move's are the
@@ -34,13 +34,13 @@ class Save:
     """
 
     ticket: Ticket
-    moves: tuple[Move, ...]
+    moves: tuple[GroupCopy, ...]
     rows: PageRows | None = None
     before_forward: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Load:
+class LoadOrder:
     """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
 
     error: why nothing can be loaded; the moves have no host pages then, and the load is one that failed.
@@ -48,13 +48,13 @@ class Load:
 
     ticket: Ticket
     request_id: str
-    moves: tuple[Move, ...]
+    moves: tuple[GroupCopy, ...]
     in_step: bool
     error: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Query:
+class QueryOrder:
     """At how many of the last `num_pages` of `rows` a prefix could end with what storage has.
 
     windows: groups of which a prefix must end in so many pages, or in all of the `num_pages` if it has fewer.
@@ -67,7 +67,7 @@ class Query:
 
 
 @dataclass(frozen=True, eq=False)
-class Read:
+class ReadOrder:
     """The pages named `hashes` from storage to host pages.
 
     host: per KV cache group, pages for the last ones of `hashes`; the backbone's first, if it is among them.
@@ -103,10 +103,10 @@ class Orders:
     """
 
     fences: tuple[Ticket, ...] = ()
-    saves: tuple[Save, ...] = ()
-    loads: tuple[Load, ...] = ()
-    queries: tuple[Query, ...] = ()
-    reads: tuple[Read, ...] = ()
+    saves: tuple[SaveOrder, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+    queries: tuple[QueryOrder, ...] = ()
+    reads: tuple[ReadOrder, ...] = ()
     cancels: tuple[Ticket, ...] = ()
     storage: tuple[StorageOrder, ...] = ()
     computes: bool = True
@@ -118,7 +118,7 @@ class Orders:
         return bool(self.saves or self.queries or self.reads or self.cancels)
 
 
-class Stage(Enum):
+class OrderStage(Enum):
     """What has come to its end."""
 
     WRITTEN = "written"  # device to host
@@ -130,11 +130,11 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OrderOutcome:
     """One worker's answer to one order: the leading pages that are done, and why there are not more."""
 
     ticket: Ticket
-    stage: Stage
+    stage: OrderStage
     num_pages: int
     hashes: tuple[bytes, ...] = ()
     error: str | None = None

@@ -1,7 +1,7 @@
 """Device to host, the scheduler's half: which blocks, onto which host pages, and when they may be reused.
 
 Blocks belong to vLLM, which frees them when it likes. A save is ordered while its blocks hold what is to be
-saved, and stays in `flights` until every worker has copied them. Should vLLM hand one of them out again
+saved, and stays in `in_flight` until every worker has copied them. Should vLLM hand one of them out again
 before that, the step that writes to it carries a fence: its workers wait for that one copy first. So no
 request is ever held back from ending, and nothing is read after it was overwritten. A block's bytes are the
 same in all KV cache groups, which take turns with it, so a fence asks for the block alone.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.adapters.vllm.index import ARRIVING, HostIndex
-from hiradix.adapters.vllm.orders import Move, Save, Ticket
+from hiradix.adapters.vllm.orders import GroupCopy, SaveOrder, Ticket
 from hiradix.adapters.vllm.requests import Tracked
 from hiradix.errors import Misuse
 from hiradix.tree import BACKBONE, Lock, Node, PageRows, Pages, RadixKey, Tier
@@ -25,7 +25,7 @@ BlockTable = Sequence[Sequence[int]]  # block ids of each KV cache group
 
 
 @dataclass(eq=False)
-class SaveFlight:
+class InFlightSave:
     """A save that some worker may still be doing. pages: what the tree took, per component."""
 
     owner: Tracked
@@ -33,22 +33,22 @@ class SaveFlight:
     start: int
     lock: Lock
     pages: tuple[Pages, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[GroupCopy, ...]
     is_stored: bool  # goes on to storage
     hashes: Sequence[bytes] = ()
 
 
 @dataclass
-class SaveBook:
+class SaveTracker:
     """All saves under way, and the device blocks they read."""
 
     index: HostIndex
     groups: Sequence[int]  # KV cache group of each component
-    flights: dict[Ticket, SaveFlight] = field(default_factory=dict)
+    in_flight: dict[Ticket, InFlightSave] = field(default_factory=dict)
     reading: dict[int, Ticket] = field(default_factory=dict)
     num_dropped: int = 0  # pages without a host page
 
-    def plan(self, tracked: Tracked, table: BlockTable, num_pages: int, ticket: Ticket) -> Save | None:
+    def plan(self, tracked: Tracked, table: BlockTable, num_pages: int, ticket: Ticket) -> SaveOrder | None:
         """Order what the host lacks of a request's first `num_pages` pages; None if there is nothing to do.
 
         As many leading ones as host pages can be had for.
@@ -72,12 +72,12 @@ class SaveBook:
         parts, sources = [pages], [_blocks(table[self.groups[BACKBONE]], start, end)]
         for component in range(1, len(self.groups)):
             begin = self._lacking(node, component, start, end)
-            blocks = _tail(table[self.groups[component]], begin, end)
+            blocks = _trailing_blocks(table[self.groups[component]], begin, end)
             own = self.index.alloc(len(blocks), component)
             parts.append(own)
             sources.append(blocks[len(blocks) - len(own) :])
         moves = tuple(
-            Move(group, source, own)
+            GroupCopy(group, source, own)
             for group, source, own in zip(self.groups, sources, parts, strict=True)
             if len(own)
         )
@@ -85,8 +85,8 @@ class SaveBook:
         self.index.unlock(path)
         if not all(len(own) == len(took) for own, took in zip(parts, taken, strict=True)):
             raise Misuse(f"pages {parts} went to {taken}")
-        self._enter(ticket, SaveFlight(tracked, key, start, lock, taken, moves, False))
-        return Save(ticket, moves)
+        self._enter(ticket, InFlightSave(tracked, key, start, lock, taken, moves, False))
+        return SaveOrder(ticket, moves)
 
     def _lacking(self, node: Node, component: int, start: int, end: int) -> int:
         """From which page on the host lacks what a boundary at `end` needs of a window, without a gap."""
@@ -97,16 +97,16 @@ class SaveBook:
             start = at.start
         return start
 
-    def _enter(self, ticket: Ticket, flight: SaveFlight) -> None:
-        self.flights[ticket] = flight
-        for move in flight.moves:
+    def _enter(self, ticket: Ticket, job: InFlightSave) -> None:
+        self.in_flight[ticket] = job
+        for move in job.moves:
             for block in move.device.tolist():
                 self.reading[block] = ticket
 
-    def rows(self, flight: SaveFlight) -> PageRows:
-        """The tokens of a flight's pages of all components, with what their hash chain needs."""
-        node = flight.lock.node
-        return self.index.tree.page_rows(node, node.end - max(len(pages) for pages in flight.pages))
+    def rows(self, job: InFlightSave) -> PageRows:
+        """The tokens of a job's pages of all components, with what their hash chain needs."""
+        node = job.lock.node
+        return self.index.tree.page_rows(node, node.end - max(len(pages) for pages in job.pages))
 
     def fences(self, written: Iterable[int]) -> tuple[Ticket, ...]:
         """The saves that read any of these blocks, for whichever group it was."""
@@ -114,9 +114,9 @@ class SaveBook:
             return ()
         return tuple(sorted({self.reading[at] for at in written if at in self.reading}))
 
-    def end_reading(self, flight: SaveFlight, ticket: Ticket) -> None:
-        """No worker reads the flight's blocks any more."""
-        for move in flight.moves:
+    def end_reading(self, job: InFlightSave, ticket: Ticket) -> None:
+        """No worker reads the job's blocks any more."""
+        for move in job.moves:
             for block in move.device.tolist():
                 if self.reading.get(block) == ticket:
                     del self.reading[block]
@@ -135,7 +135,7 @@ def _unbroken(table: Sequence[int], start: int, end: int) -> int:
     return end
 
 
-def _tail(table: Sequence[int], start: int, end: int) -> Pages:
+def _trailing_blocks(table: Sequence[int], start: int, end: int) -> Pages:
     """The blocks of the longest run without a gap that ends at page `end`."""
     first = end
     while first > start and first <= len(table) and table[first - 1] != NULL_BLOCK:

@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any, ClassVar
 
-from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.left import LateBook, LeftBook, Pending, learn
-from hiradix.adapters.vllm.loads import LoadBook
-from hiradix.adapters.vllm.orders import Orders, Outcome, Save, Stage, Ticket
-from hiradix.adapters.vllm.plan import Changes, Figures, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.fetches import FetchTracker
+from hiradix.adapters.vllm.finished_requests import FinishedRequest, NextStepSaves, WriteBackSaves, learn
+from hiradix.adapters.vllm.loads import LoadTracker
+from hiradix.adapters.vllm.orders import OrderOutcome, Orders, OrderStage, SaveOrder, Ticket
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
-from hiradix.adapters.vllm.saves import BlockTable, SaveBook
-from hiradix.adapters.vllm.stores import StorageBook
-from hiradix.adapters.vllm.tally import Tally
+from hiradix.adapters.vllm.saves import BlockTable, SaveTracker
+from hiradix.adapters.vllm.scheduler_plan import Changes, SchedulerCounters, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.stores import StorageTracker
+from hiradix.adapters.vllm.worker_quorum import WorkerQuorum
 from hiradix.errors import BadNamespace
 from hiradix.tree import BACKBONE, Pages
 
@@ -45,17 +45,17 @@ class SchedulerRole:
     def __init__(self, plan: SchedulerPlan) -> None:
         self.plan = plan
         self.index = plan.index
-        self.figures = Figures()
+        self.figures = SchedulerCounters()
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
-        self.tally = Tally(plan.num_workers)
-        self.saves = SaveBook(plan.index, plan.groups)
-        self.fetches = FetchBook(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
-        self.storage = StorageBook(self.fetches, self._ticket, plan.clock)
-        self.loads = LoadBook(plan.index, plan.groups, plan.load_async, self._ticket)
+        self.tally = WorkerQuorum(plan.num_workers)
+        self.saves = SaveTracker(plan.index, plan.groups)
+        self.fetches = FetchTracker(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
+        self.storage = StorageTracker(self.fetches, self._ticket, plan.clock)
+        self.loads = LoadTracker(plan.index, plan.groups, plan.load_async, self._ticket)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
-        self._left: LateBook | LeftBook = LeftBook() if self._saves_lost else LateBook()
+        self._left: NextStepSaves | WriteBackSaves = WriteBackSaves() if self._saves_lost else NextStepSaves()
         self._changes = Changes()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
@@ -154,7 +154,7 @@ class SchedulerRole:
         ended = tracked.ended() if self.index.learner is not None and not tracked.is_stale else None
         if is_kept and not tracked.loads and known > tracked.num_saved:
             late = None if self._saves_lost else ended  # it is saved with the next step: it is learned then
-            self._left.leave(Pending(tracked, known, tuple(tuple(blocks) for blocks in table), late))
+            self._left.leave(FinishedRequest(tracked, known, tuple(tuple(blocks) for blocks in table), late))
             ended = ended if late is None else None
         learn(self.index, tracked, known, ended)
 
@@ -210,9 +210,9 @@ class SchedulerRole:
     @property
     def _is_awaited(self) -> bool:
         """Whether a request may be waiting for what workers do."""
-        return bool(self.fetches.flights or self.saves.flights or self.loads.flights)
+        return bool(self.fetches.in_flight or self.saves.in_flight or self.loads.in_flight)
 
-    def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> Save | None:
+    def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> SaveOrder | None:
         tracked = self.requests.get(one.request_id)
         if tracked is None or not self.index.is_open or self._saves_lost:
             return None
@@ -228,25 +228,27 @@ class SchedulerRole:
             known = min(known, tracked.local_tokens)
         return known // self.index.page_size
 
-    def _save_late(self, left: Iterable[Pending]) -> list[Save]:
+    def _save_late(self, left: Iterable[FinishedRequest]) -> list[SaveOrder]:
         """What ended requests left behind."""
         planned = []
         for one in left:
             planned.append(self._planned(self._ticket(), one.tracked, one.table, one.num_pages))
             learn(self.index, one.tracked, one.num_pages, one.ended)
-        return [Save(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
+        return [SaveOrder(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
 
-    def _planned(self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int) -> Save | None:
+    def _planned(
+        self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int
+    ) -> SaveOrder | None:
         save = self.saves.plan(tracked, table, num_pages, ticket)
         if save is None or not self.has_storage:
             return save
-        flight = self.saves.flights[ticket]
-        flight.is_stored = True
-        return Save(ticket, save.moves, self.saves.rows(flight))
+        job = self.saves.in_flight[ticket]
+        job.is_stored = True
+        return SaveOrder(ticket, save.moves, self.saves.rows(job))
 
     # -- what the workers say -------------------------------------------------------------------
 
-    def apply(self, outcomes: Iterable[Outcome]) -> None:
+    def apply(self, outcomes: Iterable[OrderOutcome]) -> None:
         """Take in what workers have done; each stage counts when the last of them has answered."""
         for outcome in outcomes:
             self._happened()
@@ -254,53 +256,53 @@ class SchedulerRole:
             if whole is not None:
                 self._ends[whole.stage](self, whole)
 
-    def _written(self, outcome: Outcome) -> None:
-        flight = self.saves.flights[outcome.ticket]
-        self.saves.end_reading(flight, outcome.ticket)
+    def _written(self, outcome: OrderOutcome) -> None:
+        job = self.saves.in_flight[outcome.ticket]
+        self.saves.end_reading(job, outcome.ticket)
         if outcome.error is None:
-            self.figures.saved_pages += len(flight.pages[BACKBONE])
-            self.index.arrived(flight.pages)
-            self._tell_entered(flight.owner, flight.start, flight.pages[BACKBONE])
+            self.figures.saved_pages += len(job.pages[BACKBONE])
+            self.index.arrived(job.pages)
+            self._tell_entered(job.owner, job.start, job.pages[BACKBONE])
         else:
-            self.figures.save_failed_pages += len(flight.pages[BACKBONE])
-            flight.owner.num_saved = 0
-            self.index.lose(flight.key, flight.start, flight.pages)
-        if not flight.is_stored:
+            self.figures.save_failed_pages += len(job.pages[BACKBONE])
+            job.owner.num_saved = 0
+            self.index.lose(job.key, job.start, job.pages)
+        if not job.is_stored:
             self._end_save(outcome.ticket)
 
-    def _stored(self, outcome: Outcome) -> None:
-        flight = self.saves.flights[outcome.ticket]
+    def _stored(self, outcome: OrderOutcome) -> None:
+        job = self.saves.in_flight[outcome.ticket]
         self.figures.stored_pages += outcome.num_pages
-        self.figures.store_failed_pages += len(flight.pages[BACKBONE]) - outcome.num_pages
+        self.figures.store_failed_pages += len(job.pages[BACKBONE]) - outcome.num_pages
         if outcome.hashes:
-            node = flight.lock.node
+            node = job.lock.node
             self.index.tree.set_hashes(node, node.end - len(outcome.hashes), outcome.hashes)
         self._end_save(outcome.ticket)
 
     def _end_save(self, ticket: Ticket) -> None:
-        self.index.unlock(self.saves.flights.pop(ticket).lock)
+        self.index.unlock(self.saves.in_flight.pop(ticket).lock)
 
-    def _loaded(self, outcome: Outcome) -> None:
-        flight = self.loads.ended(outcome.ticket, outcome.error is None)
+    def _loaded(self, outcome: OrderOutcome) -> None:
+        job = self.loads.ended(outcome.ticket, outcome.error is None)
         if outcome.error is None:
-            self.figures.loaded_pages += flight.num_pages
+            self.figures.loaded_pages += job.num_pages
         else:
             self.figures.load_failed += 1
 
-    def _read(self, outcome: Outcome) -> None:
-        fetch = self.fetches.flights[outcome.ticket]
+    def _read(self, outcome: OrderOutcome) -> None:
+        fetch = self.fetches.in_flight[outcome.ticket]
         owner = fetch.owner
         entered = self.fetches.arrived(outcome)
         if owner is not None:
             self._tell_entered(owner, fetch.start, entered)
 
-    _ends: ClassVar[Mapping[Stage, Callable[[Any, Outcome], None]]] = {
-        Stage.WRITTEN: _written,
-        Stage.STORED: _stored,
-        Stage.LOADED: _loaded,
-        Stage.FOUND: lambda self, outcome: self.fetches.found(outcome),
-        Stage.READ: _read,
-        Stage.ATTACHED: lambda self, outcome: self.storage.ended(outcome),
+    _ends: ClassVar[Mapping[OrderStage, Callable[[Any, OrderOutcome], None]]] = {
+        OrderStage.WRITTEN: _written,
+        OrderStage.STORED: _stored,
+        OrderStage.LOADED: _loaded,
+        OrderStage.FOUND: lambda self, outcome: self.fetches.found(outcome),
+        OrderStage.READ: _read,
+        OrderStage.ATTACHED: lambda self, outcome: self.storage.ended(outcome),
     }
 
     def _tell_entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
@@ -344,10 +346,10 @@ class SchedulerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and nothing is locked on any request's behalf."""
-        books = (self.saves.flights, self.fetches.flights, self.loads.flights, self.tally)
-        return not any(len(book) for book in books) and not self.saves.reading
+        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.tally)
+        return not any(len(book) for book in trackers) and not self.saves.reading
 
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
-        under_way = [fetch.host for fetch in self.fetches.flights.values() if fetch.host]
+        under_way = [fetch.host for fetch in self.fetches.in_flight.values() if fetch.host]
         self.index.check([sum(len(host[c]) for host in under_way) for c in range(len(self.plan.groups))])

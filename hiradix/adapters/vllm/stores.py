@@ -13,23 +13,25 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hiradix.adapters.vllm.fetches import FetchBook
-from hiradix.adapters.vllm.orders import Outcome, StorageOrder, Ticket
-from hiradix.adapters.vllm.plan import Asked
+from hiradix.adapters.vllm.fetches import FetchTracker
+from hiradix.adapters.vllm.orders import OrderOutcome, StorageOrder, Ticket
+from hiradix.adapters.vllm.scheduler_plan import Asked
 from hiradix.errors import Misuse
-from hiradix.policy.prefetch import PrefetchPolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 10.0
 
 
-class StorageBook:
+class StorageTracker:
     """Keeps which storage the workers have attached. Any thread asks; orders go out with a step.
 
     is_attached: every worker has storage, and none is switching."""
 
-    def __init__(self, fetches: FetchBook, ticket: Callable[[], Ticket], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, fetches: FetchTracker, ticket: Callable[[], Ticket], clock: Callable[[], float]
+    ) -> None:
         self.is_attached = False
         self._fetches = fetches
         self._ticket = ticket
@@ -75,7 +77,7 @@ class StorageBook:
         self._fetches.policy = asked.prefetch or self._fetches.policy
         return (StorageOrder(self._ticket(), asked.name, asked.keys, self._label),)
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: OrderOutcome) -> None:
         """Every worker has followed, or could not."""
         ok, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
         self.is_attached = ok and not self._is_anew

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hiradix.adapters.probe import Call, Contract, Has, Names, Use
+from hiradix.adapters.probe import Call, Contract, Has, Names, Requirement
 
 _KV = "vllm.distributed.kv_transfer.kv_connector.v1"
 _BASE = f"{_KV}.base"
@@ -19,7 +19,7 @@ _CALLERS = (
     "vllm.model_executor.layers.attention.kv_transfer_utils",
 )
 
-USES: tuple[Use, ...] = (
+USES: tuple[Requirement, ...] = (
     Contract(
         f"{_BASE}:KVConnectorBase_V1",
         "hiradix.adapters.vllm.connector:HiRadixConnector",

@@ -22,7 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from hiradix.adapters.vllm.orders import Load, Move, Orders, Outcome, Query, Read, Save, Stage, StorageOrder
+from hiradix.adapters.vllm.orders import (
+    GroupCopy,
+    LoadOrder,
+    OrderOutcome,
+    Orders,
+    OrderStage,
+    QueryOrder,
+    ReadOrder,
+    SaveOrder,
+    StorageOrder,
+)
 from hiradix.adapters.vllm.switch import OpenStorage, StorageSwitch
 from hiradix.adapters.vllm.traffic import Traffic
 from hiradix.storage import Stores
@@ -37,7 +47,7 @@ from hiradix.transfer import (
     TransferLimits,
 )
 from hiradix.transfer import Ticket as JobTicket
-from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES, Tail, Trail
+from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES, TrailingPages, TrailingWindow
 from hiradix.tree import Pages
 
 logger = logging.getLogger(__name__)
@@ -46,7 +56,7 @@ LIMITS = TransferLimits(queued_jobs=4096, num_load_slots=256)
 AWAIT_S = 0.002  # what a step without a forward gives to transfers that requests wait for
 IDLE_S = 1.0
 
-Order = Save | Load | Query | Read
+Order = SaveOrder | LoadOrder | QueryOrder | ReadOrder
 
 
 @dataclass
@@ -81,13 +91,14 @@ class WorkerRole:
         self.switch = StorageSwitch(self._controller, self._lock, open_storage, self._take_in)
         self._changed = threading.Condition(self._lock)
         self._jobs: dict[JobTicket, Order] = {}
-        self._stores: dict[JobTicket, Save] = {}
+        self._stores: dict[JobTicket, SaveOrder] = {}
         self._saving: set[int] = set()  # tickets whose blocks are still read
         self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
-        self._step_loads: dict[int, Load] = {}
-        self._gone: list[Load] = []  # of this step, which can load nothing: said with the step's own loads
-        self._outcomes: list[Outcome] = []
-        self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
+        self._step_loads: dict[int, LoadOrder] = {}
+        # of this step, which can load nothing: said with the step's own loads
+        self._gone: list[LoadOrder] = []
+        self._outcomes: list[OrderOutcome] = []
+        self._told: list[OrderOutcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
         self.step_failed = False
         self._closing = False
@@ -119,7 +130,7 @@ class WorkerRole:
         def answer(error: str | None) -> None:
             with self._changed:
                 attached = int(self.has_storage)
-                self._outcomes.append(Outcome(order.ticket, Stage.ATTACHED, attached, error=error))
+                self._outcomes.append(OrderOutcome(order.ticket, OrderStage.ATTACHED, attached, error=error))
                 self._changed.notify_all()
 
         with self._lock:
@@ -182,10 +193,10 @@ class WorkerRole:
                     self._save(save, "a load for this step failed" if self.step_failed else None)
             self.step_failed = False
             for query in orders.queries:
-                trails = [Trail(self._pair_of[group], reach) for group, reach in query.windows]
-                self._jobs[self._controller.query(query.rows, query.num_pages, trails)] = query
+                windows = [TrailingWindow(self._pair_of[group], reach) for group, reach in query.windows]
+                self._jobs[self._controller.query(query.rows, query.num_pages, windows)] = query
             for read in orders.reads:
-                backbone, others = self._tails(read.host)
+                backbone, others = self._trailing(read.host)
                 job = self._controller.read(read.hashes, backbone, others=others, extra_key=read.extra_key)
                 self._jobs[job] = read
             if orders.cancels:
@@ -213,7 +224,7 @@ class WorkerRole:
             self._told, self._outcomes = self._told + self._outcomes, []
             return collected
 
-    def take_outcomes(self) -> tuple[Outcome, ...]:
+    def take_outcomes(self) -> tuple[OrderOutcome, ...]:
         """Answers since the last call, as of `collect`: the scheduler hears of a load's end with vLLM."""
         outcomes, self._told = tuple(self._told), []
         return outcomes
@@ -225,7 +236,7 @@ class WorkerRole:
 
     @property
     def _copies_run(self) -> bool:
-        return bool(self._saving) or any(isinstance(order, Load) for order in self._jobs.values())
+        return bool(self._saving) or any(isinstance(order, LoadOrder) for order in self._jobs.values())
 
     def close(self, drain_timeout_s: float) -> None:
         """Let what is on its way to storage arrive, then end everything. Idempotent."""
@@ -250,7 +261,7 @@ class WorkerRole:
         for load in gone:
             self._loaded(load, load.error, load.in_step)
 
-    def _save(self, save: Save, refusal: str | None = None) -> None:
+    def _save(self, save: SaveOrder, refusal: str | None = None) -> None:
         if refusal is not None:
             self._written(save, refusal)
             return
@@ -258,7 +269,7 @@ class WorkerRole:
         self._jobs[job] = save
         self._saving.add(save.ticket)
 
-    def _copies(self, moves: Sequence[Move], *, to_host: bool) -> list[Copy]:
+    def _copies(self, moves: Sequence[GroupCopy], *, to_host: bool) -> list[Copy]:
         return [
             Copy(move.device, move.host, self._pair_of[move.group])
             if to_host
@@ -266,15 +277,18 @@ class WorkerRole:
             for move in moves
         ]
 
-    def _tails(self, host: Iterable[tuple[int, Pages]]) -> tuple[Pages, list[Tail]]:
+    def _trailing(self, host: Iterable[tuple[int, Pages]]) -> tuple[Pages, list[TrailingPages]]:
         """Host pages by group as the controller has them: the backbone's, if any, and the others."""
-        tails = [Tail(pages, self._pair_of[group]) for group, pages in host]
-        backbone = next((tail.pages for tail in tails if tail.pair == BACKBONE_PAIR), NO_PAGES)
-        return backbone, [tail for tail in tails if tail.pair != BACKBONE_PAIR]
+        trailing = [TrailingPages(pages, self._pair_of[group]) for group, pages in host]
+        backbone = next(
+            (pages_of_pair.pages for pages_of_pair in trailing if pages_of_pair.pair == BACKBONE_PAIR),
+            NO_PAGES,
+        )
+        return backbone, [pages_of_pair for pages_of_pair in trailing if pages_of_pair.pair != BACKBONE_PAIR]
 
     def _cancel(self, tickets: set[int]) -> None:
         for job, order in list(self._jobs.items()):
-            if order.ticket in tickets and isinstance(order, Query | Read):
+            if order.ticket in tickets and isinstance(order, QueryOrder | ReadOrder):
                 self._controller.cancel(job)
 
     def _pump_on(self) -> None:
@@ -307,24 +321,28 @@ class WorkerRole:
     def _apply(self, result: Result) -> None:
         if result.kind is JobKind.STORE:
             save = self._stores.pop(result.ticket)
-            (backbone, _) = self._tails([(move.group, move.host) for move in save.moves])
-            self._answer(save, Stage.STORED, result._replace(num_pages=min(result.num_pages, len(backbone))))
+            (backbone, _) = self._trailing([(move.group, move.host) for move in save.moves])
+            self._answer(
+                save, OrderStage.STORED, result._replace(num_pages=min(result.num_pages, len(backbone)))
+            )
             return
         order = self._jobs.pop(result.ticket)
-        if isinstance(order, Save):
+        if isinstance(order, SaveOrder):
             self._written(order, result.error)
-        elif isinstance(order, Load):
+        elif isinstance(order, LoadOrder):
             self._loaded(order, result.error, self._step_loads.pop(order.ticket, None) is not None)
         else:
-            self._answer(order, Stage.FOUND if isinstance(order, Query) else Stage.READ, result)
+            self._answer(
+                order, OrderStage.FOUND if isinstance(order, QueryOrder) else OrderStage.READ, result
+            )
 
-    def _answer(self, order: Order, stage: Stage, result: Result) -> None:
+    def _answer(self, order: Order, stage: OrderStage, result: Result) -> None:
         done = result.num_pages, result.hashes, result.error, result.duration_s
-        self._outcomes.append(Outcome(order.ticket, stage, *done))
+        self._outcomes.append(OrderOutcome(order.ticket, stage, *done))
 
-    def _written(self, save: Save, error: str | None) -> None:
+    def _written(self, save: SaveOrder, error: str | None) -> None:
         self._saving.discard(save.ticket)
-        self._outcomes.append(Outcome(save.ticket, Stage.WRITTEN, 0, error=error))
+        self._outcomes.append(OrderOutcome(save.ticket, OrderStage.WRITTEN, 0, error=error))
         is_unstored = save.ticket in self._unstored
         self._unstored.discard(save.ticket)
         if save.rows is None:
@@ -332,13 +350,13 @@ class WorkerRole:
         if error is None and is_unstored:
             error = "storage was switched"
         if error is None:
-            backbone, others = self._tails([(move.group, move.host) for move in save.moves])
+            backbone, others = self._trailing([(move.group, move.host) for move in save.moves])
             self._stores[self._controller.store(save.rows, backbone, others)] = save
         else:
-            self._outcomes.append(Outcome(save.ticket, Stage.STORED, 0, error=error))
+            self._outcomes.append(OrderOutcome(save.ticket, OrderStage.STORED, 0, error=error))
 
-    def _loaded(self, load: Load, error: str | None, is_of_step: bool) -> None:
-        self._outcomes.append(Outcome(load.ticket, Stage.LOADED, 0, error=error))
+    def _loaded(self, load: LoadOrder, error: str | None, is_of_step: bool) -> None:
+        self._outcomes.append(OrderOutcome(load.ticket, OrderStage.LOADED, 0, error=error))
         if self._collected is NOTHING:
             self._collected = Collected()
         blocks = set(np.concatenate([move.device for move in load.moves]).tolist())

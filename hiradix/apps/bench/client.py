@@ -119,7 +119,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LoadSettings:
     """How hard a server is driven: requests in flight, tokens an answer, alternatives a token."""
 
     concurrency: int = 4
@@ -208,7 +208,7 @@ class ChatServer:
     """One server under test. Use as an async context manager; all requests share one connection pool."""
 
     def __init__(
-        self, url: str, limits: Limits, *, api_key: str | None = None, model: str | None = None
+        self, url: str, limits: LoadSettings, *, api_key: str | None = None, model: str | None = None
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(READ_TIMEOUT_S, connect=10.0)

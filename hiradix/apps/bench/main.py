@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hiradix import __version__
-from hiradix.apps.bench.client import Answer, ChatServer, Limits, Play, play_phase, replay
+from hiradix.apps.bench.client import Answer, ChatServer, LoadSettings, Play, play_phase, replay
 from hiradix.apps.bench.report import SOURCES, compare, percentile, rows, summary, tokens_by_source
 from hiradix.apps.bench.workload import Size, Workload, make_workload
 from hiradix.errors import CacheError, ConfigError
@@ -75,7 +75,7 @@ async def measure(
 
     A further URL that fails is told on standard error and has no answers. Raises CacheError for the first.
     """
-    limits = Limits(args.concurrency, args.max_tokens, args.top_logprobs)
+    limits = LoadSettings(args.concurrency, args.max_tokens, args.top_logprobs)
     play = Play(workload.conversations, limits.max_tokens)
     phases: list[list[Answer]] = []
     async with ChatServer(urls[0], limits, api_key=args.api_key, model=args.model) as server:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hiradix.apps.bench.client import Answer, ChatServer, Limits, Phase, Play, play_phase, replay
+from hiradix.apps.bench.client import Answer, ChatServer, LoadSettings, Phase, Play, play_phase, replay
 from hiradix.apps.bench.report import (
     TIERS,
     compare,
@@ -40,7 +40,7 @@ class DemoConfig:
     num_threads: int = 2
     storage_backend: str = "disk"
     storage_config: str | None = None
-    limits: Limits = Limits()
+    limits: LoadSettings = LoadSettings()
 
     def common_flags(self) -> list[str]:
         """Flags of both servers."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hiradix.apps.engine.ports import PrefixCache
+from hiradix.apps.engine.prefix_cache_protocol import PrefixCache
 from hiradix.apps.engine.recurrent import NO_STATE
 from hiradix.apps.engine.request import Request
 from hiradix.apps.engine.scheduler import Scheduler

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hiradix.apps.engine.answers import Answers
 from hiradix.apps.engine.api import (
     FINISH_ABORT,
     EngineBusy,
@@ -31,12 +30,13 @@ from hiradix.apps.engine.api import (
 from hiradix.apps.engine.canary import computed_pages
 from hiradix.apps.engine.checks import check_conservation
 from hiradix.apps.engine.model import PagedModel
+from hiradix.apps.engine.output_builder import OutputBuilder
 from hiradix.apps.engine.packing import Work
 from hiradix.apps.engine.pools import EnginePools, build_pools
-from hiradix.apps.engine.ports import PrefixCache, is_transferring
+from hiradix.apps.engine.prefix_cache_protocol import PrefixCache, is_transferring
 from hiradix.apps.engine.rank_storage import Attach, attach_on_ranks, clear_on_ranks, open_timeout_s
 from hiradix.apps.engine.request import Request
-from hiradix.apps.engine.scheduler import Limits, Part, Scheduler
+from hiradix.apps.engine.scheduler import ScheduledTokens, Scheduler, SchedulerLimits
 from hiradix.apps.engine.slots import free_tokens
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.apps.engine.tensor_parallel import LoadGates
@@ -102,7 +102,9 @@ class Engine:
         self._scheduler = Scheduler(
             self.cache, self._pools.allocator, self._pools.rows, limits, self._states
         )  # fmt: skip
-        self._answers = Answers(self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device)
+        self._answers = OutputBuilder(
+            self._model.stop_token_ids, self.tokenizer, config.seed, self._model.device
+        )
         self._ended: list[Output] = []
         self._note_prefill: Callable[[int, float], None] | None = getattr(self.cache, "note_prefill", None)
         self._open_timeout_s = None if group is None else open_timeout_s(group.timeout_s)
@@ -199,7 +201,7 @@ class Engine:
         """End a `wait`; the one method any thread may call."""
         self._wakeup.set()
 
-    def _run(self, parts: list[Part]) -> list[Output]:
+    def _run(self, parts: list[ScheduledTokens]) -> list[Output]:
         """Forward and sample `parts`; when a load they wait for fails, its readers wait again instead."""
         work = [self._work(part) for part in parts]
         waits, start_s = self._gates.is_waiting, time.perf_counter()
@@ -221,7 +223,7 @@ class Engine:
                 self._scheduler.finish(request)
         return outputs
 
-    def _work(self, part: Part) -> Work:
+    def _work(self, part: ScheduledTokens) -> Work:
         request = part.request
         end = request.num_computed + part.num_tokens
         tokens, state = request.tokens(request.num_computed, end), self._states.use(request, part.num_tokens)
@@ -352,8 +354,8 @@ class Engine:
         return build_cache(config, params, pools.device, _share_of(identity, group))
 
 
-def _limits(config: EngineConfig, pools: EnginePools) -> Limits:
-    return Limits(
+def _limits(config: EngineConfig, pools: EnginePools) -> SchedulerLimits:
+    return SchedulerLimits(
         max_running=config.max_running_requests, max_waiting=config.max_waiting_requests,
         chunk_tokens=config.chunked_prefill_size, page_size=config.cache.page_size,
         window=pools.window,

@@ -13,7 +13,7 @@ import torch
 
 from hiradix.apps.engine.attention import ATTENTION_NAME, paged_attention
 from hiradix.apps.engine.packing import Pools, Work, pack
-from hiradix.apps.engine.recurrent import FAMILIES, PassDesk, replace_recurrent, states_of
+from hiradix.apps.engine.recurrent import FAMILIES, CurrentPass, replace_recurrent, states_of
 from hiradix.apps.engine.rope import FixedRope, fix_ropes, fixed_ropes
 from hiradix.apps.engine.tensor_parallel import check_divisible, cut
 from hiradix.errors import ConfigError
@@ -185,9 +185,9 @@ class PagedModel:
         self.shape = kv_shape(config, dtype, 1 if group is None else group.size)
         self.windows = windows_of(config)
         self.states = states_of(config, dtype)
-        self._desk = PassDesk()
+        self._current_pass = CurrentPass()
         if self.states is not None:
-            replace_recurrent(self._model, config, self._desk)
+            replace_recurrent(self._model, config, self._current_pass)
         self._no_mask = torch.zeros(1, 1, 1, 1, device=device)
         self.vocab_size: int = config.vocab_size
         self.stop_token_ids = stop_token_ids(config, path)
@@ -204,7 +204,7 @@ class PagedModel:
         latent: dict[str, Any] = {"attention_mask": None}
         if isinstance(self.shape, MLAShape):  # a mask of four dimensions is taken as it is, and not made
             latent = {"attention_mask": self._no_mask, "past_key_values": packed.paged}
-        self._desk.states = packed.states
+        self._current_pass.states = packed.states
         out = self._model(
             input_ids=packed.token_ids[None], position_ids=packed.positions[None], **latent, use_cache=False,
             logits_to_keep=packed.last_rows, paged=packed.paged,

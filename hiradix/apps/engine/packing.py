@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from hiradix.apps.engine.attention import Chunk, DecodeGroup, KVBuffers, PagedPass, PagedStep
-from hiradix.apps.engine.recurrent import Piece, StatePass, StatePool
+from hiradix.apps.engine.recurrent import SequenceRows, StatePass, StatePool
 from hiradix.apps.engine.states import StateUse
 from hiradix.errors import Misuse
 
@@ -91,19 +91,19 @@ def _state_pass(work: Sequence[Work], pool: StatePool, device: torch.device) -> 
     return StatePass(pool, [_pieces(part, end) for part, end in zip(work, ends, strict=True)], device)
 
 
-def _pieces(part: Work, end: int) -> list[Piece]:
+def _pieces(part: Work, end: int) -> list[SequenceRows]:
     """`part` as the packed rows up to `end`, cut where a record of its state is taken."""
     use, start = part.state, end - len(part.token_ids)
     if use is None:
         raise Misuse("a sequence without a state")
     if use.record is None:
-        return [Piece(start, end, use.source, (use.target,))]
+        return [SequenceRows(start, end, use.source, (use.target,))]
     cut = end - (part.num_tokens - use.boundary)
     if not start < cut <= end:
         raise Misuse(f"a record behind token {use.boundary}, the pass ends at {part.num_tokens}")
     if cut == end:
-        return [Piece(start, end, use.source, (use.target, use.record))]
-    return [Piece(start, cut, use.source, (use.record,)), Piece(cut, end, None, (use.target,))]
+        return [SequenceRows(start, end, use.source, (use.target, use.record))]
+    return [SequenceRows(start, cut, use.source, (use.record,)), SequenceRows(cut, end, None, (use.target,))]
 
 
 def _step(work: Sequence[Work], pool: LayerPool, device: torch.device) -> PagedStep:

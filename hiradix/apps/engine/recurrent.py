@@ -110,7 +110,7 @@ class StatePool:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SequenceRows:
     """Rows [start, end) of a pass, the next tokens of one sequence.
 
     source: slot of the state before them; None: what the piece before this one left. targets: slots that get
@@ -137,7 +137,7 @@ class _Group:
     slots: torch.Tensor
 
     @staticmethod
-    def of(pieces: Sequence[Piece], device: torch.device) -> _Group:
+    def of(pieces: Sequence[SequenceRows], device: torch.device) -> _Group:
         rows = torch.tensor([list(range(piece.start, piece.end)) for piece in pieces], device=device)
         is_first = pieces[0].source is not None
         sources = torch.tensor([piece.source for piece in pieces], device=device) if is_first else None
@@ -149,7 +149,7 @@ class _Group:
 class StatePass:
     """A pass's part over the state pool."""
 
-    def __init__(self, pool: StatePool, sequences: Sequence[Sequence[Piece]], device: torch.device):
+    def __init__(self, pool: StatePool, sequences: Sequence[Sequence[SequenceRows]], device: torch.device):
         """sequences: the pieces of each, one behind the other."""
         self._pool = pool
         self._at = {layer: at for at, layer in enumerate(pool.layers)}
@@ -240,36 +240,36 @@ class _Anywhere:
 
 
 class RecurrentLayer(torch.nn.Module):
-    """Takes the place of transformers' module `inner`: runs it by way of the pass that `desk` has."""
+    """Takes the place of transformers' module `inner`: runs it by way of the pass that `current_pass` has."""
 
-    def __init__(self, inner: Any, cache: str, desk: PassDesk):
+    def __init__(self, inner: Any, cache: str, current_pass: CurrentPass):
         super().__init__()
         self.inner = inner
         self._cache = cache
-        self._desk = desk
+        self._current_pass = current_pass
 
     def forward(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        if self._desk.states is None:
+        if self._current_pass.states is None:
             raise Misuse("a recurrent layer outside of a pass")
 
         def call(rows: torch.Tensor, states: StandIn) -> torch.Tensor:
             out: torch.Tensor = self.inner(rows, **{self._cache: states})
             return out
 
-        found: torch.Tensor = self._desk.states.run(self.inner.layer_idx, call, hidden_states)
+        found: torch.Tensor = self._current_pass.states.run(self.inner.layer_idx, call, hidden_states)
         return found
 
 
-class PassDesk:
+class CurrentPass:
     """Where a model's recurrent layers find the pass that runs: their arguments have no room for it."""
 
     def __init__(self) -> None:
         self.states: StatePass | None = None
 
 
-def replace_recurrent(model: torch.nn.Module, config: Any, desk: PassDesk) -> None:
+def replace_recurrent(model: torch.nn.Module, config: Any, current_pass: CurrentPass) -> None:
     """Have the recurrent layers of `model` run over packed passes."""
     family = FAMILIES[config.model_type]
     for name, module in list(model.named_modules()):
         if name.rpartition(".")[2] == family.module and hasattr(module, "layer_idx"):
-            model.set_submodule(name, RecurrentLayer(module, family.cache, desk))
+            model.set_submodule(name, RecurrentLayer(module, family.cache, current_pass))

@@ -17,9 +17,9 @@ from enum import Enum
 
 import torch
 
-from hiradix.apps.engine.ports import PrefixCache, is_transferring
+from hiradix.apps.engine.prefix_cache_protocol import PrefixCache, is_transferring
 from hiradix.apps.engine.request import Request
-from hiradix.apps.engine.slots import Allocator, Slots
+from hiradix.apps.engine.slots import Allocator, SlotSupply
 from hiradix.apps.engine.states import NO_STATES, NoStates, StateSlots
 from hiradix.errors import Misuse
 from hiradix.memory import ReqToTokenPool
@@ -32,7 +32,7 @@ _MAX_FAILED_PASSES = 2  # a request whose admissions failed so often with a load
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScheduledTokens:
     """`request` computes its next `num_tokens` tokens; `admitted`: in the plan that admitted it."""
 
     request: Request
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """Sizes the scheduler keeps to: requests, tokens per pass, tokens per page.
 
     window: tokens that layers with a window look back, where those have a pool of their own.
@@ -67,7 +67,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: Limits,
+        self, cache: PrefixCache, allocator: Allocator, rows: ReqToTokenPool, limits: SchedulerLimits,
         states: StateSlots | NoStates = NO_STATES,
     ):  # fmt: skip
         self.waiting: deque[Request] = deque()
@@ -75,7 +75,7 @@ class Scheduler:
         self.num_retractions = 0
         self.limits = limits
         self._cache = cache
-        self._slots = Slots(cache, allocator, limits.page_size)
+        self._slots = SlotSupply(cache, allocator, limits.page_size)
         if self._slots.has_windows != (limits.window is not None):
             raise Misuse(f"window {limits.window}, {allocator}")
         self._rows = rows
@@ -118,7 +118,7 @@ class Scheduler:
 
     # -- one step -----------------------------------------------------------------------
 
-    def plan(self) -> list[Part]:
+    def plan(self) -> list[ScheduledTokens]:
         """Parts of the next pass, at most `chunk_tokens` together (each running decode gets its one)."""
         self._reserve = max(_MIN_RESERVE, self._reserve * _RESERVE_DECAY)
         parts = self._plan_running()
@@ -139,7 +139,7 @@ class Scheduler:
                 left = None if left is None else left - part.num_tokens
         return parts
 
-    def computed(self, part: Part) -> bool:
+    def computed(self, part: ScheduledTokens) -> bool:
         """Record a finished part; True when the request's next token can be sampled.
 
         A prefill's tokens are given to the prefix cache at once, chunk by chunk; decoded ones at the end.
@@ -173,10 +173,10 @@ class Scheduler:
 
     # -- running requests ---------------------------------------------------------------
 
-    def _plan_running(self) -> list[Part]:
+    def _plan_running(self) -> list[ScheduledTokens]:
         """Decodes first (they are one token each), then prefills under way within what is left."""
         ready = self._grow_running()
-        parts = [Part(r, 1) for r in ready if r.num_uncomputed == 1]
+        parts = [ScheduledTokens(r, 1) for r in ready if r.num_uncomputed == 1]
         budget = self.limits.chunk_tokens
         left = None if budget is None else max(1, budget - len(parts))
         for request in (r for r in ready if r.num_uncomputed > 1):
@@ -242,7 +242,7 @@ class Scheduler:
         start, end = max(own, request.num_computed // size * size), request.num_computed
         return self._slots.open_windows(self.row(request)[start : end + self._most_next(request)])
 
-    def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> Part:
+    def _next_part(self, request: Request, left: int | None, *, admitted: bool) -> ScheduledTokens:
         """The request's next chunk of at most `left` tokens, ending on a page boundary where it can.
 
         It ends where the request parts from others, if there is no record: the next one finds one there.
@@ -253,7 +253,7 @@ class Scheduler:
             count = aligned if aligned > 0 else left
         if done < request.num_known < (done + count) // size * size:
             count = request.num_known - done
-        return Part(request, count, admitted)
+        return ScheduledTokens(request, count, admitted)
 
     # -- admission ----------------------------------------------------------------------
 

@@ -15,12 +15,12 @@ from hiradix.memory import HybridSlotAllocator, SlotAllocator
 from hiradix.prefix_cache import EvictParams
 
 if TYPE_CHECKING:
-    from hiradix.apps.engine.ports import PrefixCache
+    from hiradix.apps.engine.prefix_cache_protocol import PrefixCache
 
 Allocator = SlotAllocator | HybridSlotAllocator
 
 
-class Slots:
+class SlotSupply:
     """The allocator and the cache behind it, as one supply. Sizes are in tokens."""
 
     def __init__(self, cache: PrefixCache, allocator: Allocator, page_size: int):

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hiradix.apps.replay.lab import Cell, Outcome, Source, run
+from hiradix.apps.replay.lab import Cell, CellResult, Source, run
 from hiradix.apps.replay.report import millions, span_of
-from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import Machine, add_machine_flags, machine_of, summary_ms
 from hiradix.errors import CacheError, ConfigError
 
@@ -32,7 +32,7 @@ def advice(source: Source, machine: Machine, processes: int, device_tokens: int 
     return _shown(run(cells, processes), machine)
 
 
-def _shown(outcomes: Sequence[Outcome], machine: Machine) -> str:
+def _shown(outcomes: Sequence[CellResult], machine: Machine) -> str:
     trace = outcomes[0].trace
     lines = [
         f"{trace.name} [{trace.source[:16]}]: {len(trace.calls)} requests, {millions(trace.unique_tokens)} "

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
-from hiradix.apps.replay.trace import Call, Namer, Trace
+from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 BLOCK = 512
@@ -186,5 +186,5 @@ def generate(kind: str, seed: int, limit: int | None = None) -> Trace:
     calls = []
     for event in events[:limit]:
         tokens = len(event.path) * BLOCK - event.missing
-        calls.append(Call(event.time_s, tokens, event.answer, namer.blocks(list(event.path[:-1]))))
+        calls.append(TraceRequest(event.time_s, tokens, event.answer, namer.blocks(list(event.path[:-1]))))
     return Trace(f"{kind} (synthetic)", f"seed {seed}", BLOCK, tuple(calls), is_synthetic=True)

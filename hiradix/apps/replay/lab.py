@@ -20,7 +20,7 @@ from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.play import REASONS, TIER_NAMES, Played, Player
 from hiradix.apps.replay.readers import read_trace
-from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.trace import Trace
 from hiradix.errors import ConfigError
 from hiradix.policy.eviction import eviction_policies
@@ -58,7 +58,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellResult:
     """A cell's run over a trace."""
 
     cell: Cell
@@ -123,11 +123,11 @@ def _work(job: tuple[int, Cell]) -> tuple[int, Played]:
 
 def run(
     cells: Sequence[Cell], processes: int, progress: Callable[[int, int], None] = lambda cell, done: None
-) -> list[Outcome]:
+) -> list[CellResult]:
     """All outcomes, in the order of the cells. progress: told the number of a cell and how far it is."""
     traces = {source: source.load() for source in dict.fromkeys(cell.source for cell in cells)}
     played = dict(_played(cells, traces, processes, progress))
-    return [Outcome(cell, traces[cell.source], played[number]) for number, cell in enumerate(cells)]
+    return [CellResult(cell, traces[cell.source], played[number]) for number, cell in enumerate(cells)]
 
 
 def _played(

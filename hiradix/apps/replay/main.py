@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.apps.replay.advice import advice
-from hiradix.apps.replay.lab import Cell, Outcome, Source, check_policy, run
+from hiradix.apps.replay.lab import Cell, CellResult, Source, check_policy, run
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.report import plot, row, table, write_json
-from hiradix.apps.replay.stage import Tiers
+from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import add_machine_flags, machine_of
 from hiradix.errors import CacheError, ConfigError
 
@@ -103,7 +103,7 @@ def progress_bar(num_cells: int) -> Iterator[Callable[[int, int], None]]:
         yield tell
 
 
-def play(cells: Sequence[Cell], processes: int) -> list[Outcome]:
+def play(cells: Sequence[Cell], processes: int) -> list[CellResult]:
     """All outcomes, in the order of the cells, with a bar on the terminal."""
     with progress_bar(len(cells)) as tell:
         return run(cells, processes, tell)

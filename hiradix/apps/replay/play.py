@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.apps.replay.stage import Stage, Tiers
-from hiradix.apps.replay.trace import Call, Trace
+from hiradix.apps.replay.simulated_cache import SimulatedCache, Tiers
+from hiradix.apps.replay.trace import Trace, TraceRequest
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.tree import RadixKey, Tier
@@ -43,7 +43,7 @@ class Player:
 
     def __init__(self, trace: Trace, policy: str, tiers: Tiers, config: Mapping[str, Any] | None = None):
         self.trace = trace
-        self.stage = Stage(policy, tiers, trace.block_tokens, config)
+        self.stage = SimulatedCache(policy, tiers, trace.block_tokens, config)
         self._tiers = tiers
         count = len(trace.calls)
         self.played = Played(
@@ -69,7 +69,7 @@ class Player:
         self.played.decisions = self._digest.hexdigest()
         return self.played
 
-    def _request(self, number: int, call: Call) -> None:
+    def _request(self, number: int, call: TraceRequest) -> None:
         stage, tree, cache = self.stage, self.stage.tree, self.stage.cache
         cache.tick()
         key = RadixKey(call.blocks)
@@ -110,7 +110,7 @@ class Player:
         prefetcher.progress(number)
         return prefetcher.pop_loaded_pages(number)
 
-    def _count(self, number: int, call: Call, on_device: int, found: int, fetched: int) -> None:
+    def _count(self, number: int, call: TraceRequest, on_device: int, found: int, fetched: int) -> None:
         size, played = self.trace.block_tokens, self.played
         played.hits["device"][number] = on_device * size
         stored = min(fetched, found - on_device)

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from hiradix.apps.replay.packed import read_gzip, zstandard_for
-from hiradix.apps.replay.trace import Call, Namer, Trace
+from hiradix.apps.replay.trace import Namer, Trace, TraceRequest
 from hiradix.errors import ConfigError
 
 MAX_BYTES = 4 << 30
@@ -149,7 +149,7 @@ def _csv_lines(path: Path, lines: io.StringIO) -> Iterator[tuple[int, Record]]:
         raise ConfigError(f"{path}:{reader.line_num + 1}: {error}") from error
 
 
-def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], Call]]:
+def _reader(path: Path, first: Record) -> tuple[int, Callable[[Record], TraceRequest]]:
     """Tokens per block, and what reads one record."""
     if "hash_ids" in first and "chat_id" in first:
         return GATHERED, _gathering(GATHERED // 16)
@@ -233,12 +233,12 @@ def _delay(record: Record) -> float:
     return delay
 
 
-def _mooncake() -> Callable[[Record], Call]:
+def _mooncake() -> Callable[[Record], TraceRequest]:
     """With `delay` (ms, AIPerf's) for `timestamp`: so long after the request before it of its session, or of
     all where it names none. Answers take no time here."""
     last: dict[str, float] = {}
 
-    def read(record: Record) -> Call:
+    def read(record: Record) -> TraceRequest:
         tokens = _count(record, "input_length")
         blocks = np.array(_ids(record, "hash_ids")[: tokens // 512], np.int64)
         session = str(_field(record, _SESSION) or "")
@@ -251,28 +251,28 @@ def _mooncake() -> Callable[[Record], Call]:
         else:
             raise KeyError("timestamp or delay")
         last[session] = time_s
-        return Call(time_s, tokens, _count(record, "output_length"), blocks)
+        return TraceRequest(time_s, tokens, _count(record, "output_length"), blocks)
 
     return read
 
 
-def _gathering(count: int) -> Callable[[Record], Call]:
+def _gathering(count: int) -> Callable[[Record], TraceRequest]:
     """Small blocks by the handful: as many as make a block of ours, named by the last of them."""
     namer = Namer()
 
-    def read(record: Record) -> Call:
+    def read(record: Record) -> TraceRequest:
         tokens, ids = _count(record, "input_length"), _ids(record, "hash_ids")
         whole = [tuple(ids[i : i + count]) for i in range(0, tokens // GATHERED * count, count)]
         blocks = namer.blocks([group for group in whole if len(group) == count])
-        return Call(_time_at(record, "timestamp"), tokens, _count(record, "output_length"), blocks)
+        return TraceRequest(_time_at(record, "timestamp"), tokens, _count(record, "output_length"), blocks)
 
     return read
 
 
-def _recorded(size: int) -> Callable[[Record], Call]:
+def _recorded(size: int) -> Callable[[Record], TraceRequest]:
     namer = Namer()
 
-    def read(record: Record) -> Call:
+    def read(record: Record) -> TraceRequest:
         tokens, names, own = _count(record, "prompt_tokens"), record["blocks"], record["block_tokens"]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("blocks is no list of texts")
@@ -280,7 +280,7 @@ def _recorded(size: int) -> Callable[[Record], Call]:
             raise ValueError(f"{len(names)} blocks of {own} tokens, of {tokens} tokens in blocks of {size}")
         blocks = namer.blocks(names)
         hint = record.get("hint")
-        return Call(
+        return TraceRequest(
             _time_at(record, "time_s"),
             tokens,
             _count(record, "output_tokens"),
@@ -291,28 +291,28 @@ def _recorded(size: int) -> Callable[[Record], Call]:
     return read
 
 
-def _plain() -> Callable[[Record], Call]:
+def _plain() -> Callable[[Record], TraceRequest]:
     namer = Namer()
 
-    def read(record: Record) -> Call:
+    def read(record: Record) -> TraceRequest:
         tokens = _ids(record, "tokens" if "tokens" in record else "token_ids")
         size = PLAIN_BLOCK
         contents = [tuple(tokens[i : i + size]) for i in range(0, len(tokens) // size * size, size)]
-        return Call(_time(record, *_TIME), len(tokens), _answer(record), namer.blocks(list(contents)))
+        return TraceRequest(_time(record, *_TIME), len(tokens), _answer(record), namer.blocks(list(contents)))
 
     return read
 
 
-def _sessions() -> Callable[[Record], Call]:
+def _sessions() -> Callable[[Record], TraceRequest]:
     """Counts only: what a session sent before is taken for a prefix of what it sends now."""
     namer = Namer()
     serial = iter(range(1 << 62))
 
-    def read(record: Record) -> Call:
+    def read(record: Record) -> TraceRequest:
         tokens = _count(record, *_PROMPT)
         session = _field(record, _SESSION)
         whose = ("alone", next(serial)) if session is None else ("session", str(session))
         blocks = namer.blocks([(whose, i) for i in range(tokens // SESSION_BLOCK)])
-        return Call(_time(record, *_TIME), tokens, _answer(record), blocks)
+        return TraceRequest(_time(record, *_TIME), tokens, _answer(record), blocks)
 
     return read

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hiradix.apps.replay.lab import Outcome
+from hiradix.apps.replay.lab import CellResult
 from hiradix.apps.replay.play import TIER_NAMES
 from hiradix.apps.replay.timing import Machine, summary_ms
 from hiradix.errors import ConfigError
@@ -20,12 +20,12 @@ def millions(tokens: int) -> str:
     return f"{tokens / 1e6:.3g}M" if tokens >= 100_000 else f"{tokens / 1e3:.3g}k"
 
 
-def span_of(outcome: Outcome, warm: float) -> slice:
+def span_of(outcome: CellResult, warm: float) -> slice:
     """The requests that count: all behind the first `warm` of them, which only warm the cache."""
     return slice(int(len(outcome.trace.calls) * warm), None)
 
 
-def row(outcome: Outcome, warm: float, machine: Machine) -> Row:
+def row(outcome: CellResult, warm: float, machine: Machine) -> Row:
     """One cell's numbers."""
     span, cell, played = span_of(outcome, warm), outcome.cell, outcome.played
     tokens = int(outcome.prompt_tokens[span].sum())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hiradix.apps.replay.lab import Outcome
+from hiradix.apps.replay.lab import CellResult
 from hiradix.errors import ConfigError
 
 _PERCENT = 0.01
@@ -27,7 +27,7 @@ class Machine:
     storage_rate: float = 3e9
     overhead_s: float = 0.02
 
-    def ttft_s(self, outcome: Outcome, span: slice = slice(None)) -> npt.NDArray[np.float64]:
+    def ttft_s(self, outcome: CellResult, span: slice = slice(None)) -> npt.NDArray[np.float64]:
         """Seconds to the first token of each request of `span`.
 
         Where fetching from storage would take longer than computing it, it is computed.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 Blocks = npt.NDArray[np.int64]
 
 
-class Call(NamedTuple):
+class TraceRequest(NamedTuple):
     """One request. blocks: names of its whole blocks, equal iff the prefix up to their end is.
 
     prompt_tokens counts the part behind the last whole block too. hint: the client's, or None.
@@ -31,7 +31,7 @@ class Trace:
     name: str
     source: str
     block_tokens: int
-    calls: tuple[Call, ...]
+    calls: tuple[TraceRequest, ...]
     is_synthetic: bool = False
 
     @property

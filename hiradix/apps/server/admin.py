@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from hiradix.apps.server import audit
 from hiradix.apps.server.schema import ApiError, first_error, read_json
-from hiradix.apps.server.service import NO_HOST_TIER, AttachRequest, Outcome, Service
+from hiradix.apps.server.service import NO_HOST_TIER, AdminResult, AttachRequest, Service
 from hiradix.config import HiCacheConfig
 from hiradix.settings import redact
 from hiradix.storage.attach.rules import DEFAULT, AttachRefused, AttachRules, Wanted, in_log, over_http
@@ -192,7 +192,7 @@ class Admin:
                 _log(request, what, outcome)
             else:
                 audit.act(request.scope, what, f"failed: {in_log(outcome.message, found.text)}")
-                outcome = Outcome(False, over_http(outcome.message))
+                outcome = AdminResult(False, over_http(outcome.message))
         return _storage_answer("attach", outcome)
 
     def _wanted(self, body: AttachBody) -> Wanted:
@@ -266,12 +266,12 @@ def _seconds(request: Request, name: str) -> tuple[float | None, Response | None
     return None, PlainTextResponse(f"{name} must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
 
 
-def _log(request: Request, what: str, outcome: Outcome) -> None:
+def _log(request: Request, what: str, outcome: AdminResult) -> None:
     told = in_log(outcome.message, None).strip()
     audit.act(request.scope, what, "done" if outcome.ok else f"failed: {told}")
 
 
-def _storage_answer(verb: str, outcome: Outcome) -> Response:
+def _storage_answer(verb: str, outcome: AdminResult) -> Response:
     if outcome.ok:
         return PlainTextResponse(f"HiCache storage backend {verb}ed.\n{outcome.message}\n")
     return PlainTextResponse(f"Failed to {verb} HiCache storage backend.\n{outcome.message}", 400)

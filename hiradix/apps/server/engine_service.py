@@ -12,17 +12,17 @@ from typing import Any
 from hiradix.apps.engine.api import Output, Scope
 from hiradix.apps.engine.async_engine import EngineThread
 from hiradix.apps.engine.engine import Engine
-from hiradix.apps.server.off_loop import off_loop
+from hiradix.apps.server.bounded_executor import off_loop
 from hiradix.apps.server.recorder import TraceRecorder
 from hiradix.apps.server.service import (
     NO_HOST_TIER,
+    AdminResult,
     AttachRequest,
-    CacheFigures,
+    CacheReport,
     Generation,
-    Outcome,
     Snapshot,
-    Tokenizer,
-    TransferFigures,
+    TokenizerLike,
+    TransferReport,
 )
 from hiradix.errors import CacheError, Misuse, StorageError
 from hiradix.prefix_cache import HiRadixCache, OpenedStorage
@@ -50,7 +50,7 @@ class EngineService:
         self._open: set[str] = set()
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> TokenizerLike | None:
         """The model's tokenizer."""
         return self._engine.tokenizer
 
@@ -96,7 +96,7 @@ class EngineService:
         """Figures between two steps; TimeoutError when a step takes longer than SNAPSHOT_TIMEOUT_S."""
         return await self._thread.acall(snapshot_of, SNAPSHOT_TIMEOUT_S)
 
-    async def flush(self, timeout_s: float) -> Outcome:
+    async def flush(self, timeout_s: float) -> AdminResult:
         """Empty device and host tiers; with a timeout, waits for idle first."""
         try:
             if timeout_s > 0:
@@ -104,12 +104,12 @@ class EngineService:
             else:
                 done = await self._thread.acall(lambda engine: engine.flush(), ADMIN_TIMEOUT_S)
         except TimeoutError:
-            return Outcome(False, WAITED_FOR_IDLE)
+            return AdminResult(False, WAITED_FOR_IDLE)
         except CacheError as error:
-            return Outcome(False, f"{NOT_IDLE}{error}\n")
-        return Outcome(done, "" if done else NOT_IDLE)
+            return AdminResult(False, f"{NOT_IDLE}{error}\n")
+        return AdminResult(done, "" if done else NOT_IDLE)
 
-    async def attach(self, request: AttachRequest) -> Outcome:
+    async def attach(self, request: AttachRequest) -> AdminResult:
         """Attach storage or change policies; see `Service`. The backend is opened on a thread of its own."""
         policies = request.prefetch_policy, request.write_policy
 
@@ -123,20 +123,20 @@ class EngineService:
 
         answer = await self._thread.acall(plan, ADMIN_TIMEOUT_S)
         if answer is not None:
-            return Outcome(*answer)
+            return AdminResult(*answer)
         try:
             opened = await self._opened(request)
         except CacheError as error:
             await self._thread.acall(lambda engine: _hierarchy(engine).attach_opened(None), ADMIN_TIMEOUT_S)
-            return Outcome(False, str(error))
+            return AdminResult(False, str(error))
         return await self._attached(opened, request)
 
-    async def _attached(self, opened: OpenedStorage, request: AttachRequest) -> Outcome:
+    async def _attached(self, opened: OpenedStorage, request: AttachRequest) -> AdminResult:
         """Hand an open backend to the engine; closed again where the engine does not take it in time."""
         policies, handed = (request.prefetch_policy, request.write_policy), None
         try:
             handed = self._thread.submit(lambda engine: _hierarchy(engine).attach_opened(opened, *policies))
-            return Outcome(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
+            return AdminResult(*await asyncio.wait_for(asyncio.wrap_future(handed), ADMIN_TIMEOUT_S))
         except BaseException:
             if handed is None or handed.cancel():
                 await off_loop(opened.storage.close)
@@ -155,7 +155,7 @@ class EngineService:
             f"Failed to attach storage backend '{request.backend}': not open within {timeout_s:g} s"
         )
 
-    async def detach(self, wait_s: float | None = None) -> Outcome:
+    async def detach(self, wait_s: float | None = None) -> AdminResult:
         """Detach storage; see `Service`. The engine's thread never waits for it."""
 
         def refuse(engine: Engine) -> str | None:
@@ -164,7 +164,7 @@ class EngineService:
             return engine.refusal("detach") if wait_s is None else None
 
         if (refused := await self._thread.acall(refuse, ADMIN_TIMEOUT_S)) is not None:
-            return Outcome(False, refused)
+            return AdminResult(False, refused)
         deadline_s = time.monotonic() + (DETACH_TIMEOUT_S if wait_s is None else wait_s)
         while True:
             try:
@@ -174,20 +174,20 @@ class EngineService:
                 break
             except StorageError as error:
                 if time.monotonic() >= deadline_s:
-                    return Outcome(False, f"Failed to detach HiCache storage backend: {error}")
+                    return AdminResult(False, f"Failed to detach HiCache storage backend: {error}")
             await asyncio.sleep(DETACH_POLL_S)
         if storage is not None:
             await off_loop(storage.close)
-        return Outcome(True, "Detached HiCache storage backend successfully.")
+        return AdminResult(True, "Detached HiCache storage backend successfully.")
 
-    async def clear_storage(self) -> Outcome:
+    async def clear_storage(self) -> AdminResult:
         """Delete this model's pages in storage. The engine's thread does not wait for it."""
         if not self._engine.config.cache.enable_hierarchical_cache:
-            return Outcome(False, NO_HOST_TIER)
+            return AdminResult(False, NO_HOST_TIER)
         storage = _hierarchy(self._engine).storage
         done = storage is not None and await off_loop(storage.clear)
         done = await self._thread.acall(lambda engine: _hierarchy(engine).cleared(done), ADMIN_TIMEOUT_S)
-        return Outcome(done, "" if done else NOT_CLEARED)
+        return AdminResult(done, "" if done else NOT_CLEARED)
 
     def close(self, timeout_s: float) -> bool:
         """Let backups end, then stop the engine, both within `timeout_s`; False when something was cut
@@ -226,10 +226,10 @@ def _closed_late(closing: asyncio.Future[None]) -> None:
         logger.warning("storage that came too late to be attached: %s", error)
 
 
-def _transfers(stats: TransferStats | None) -> dict[str, TransferFigures]:
+def _transfers(stats: TransferStats | None) -> dict[str, TransferReport]:
     kinds = stats.kinds if stats is not None else {}
     return {
-        kind.value: TransferFigures(
+        kind.value: TransferReport(
             count.num_results, sum(count.failures.values()), count.num_bytes, count.busy_s
         )
         for kind, count in kinds.items()
@@ -241,10 +241,10 @@ def snapshot_of(engine: Engine) -> Snapshot:
     cache: Any = engine.cache
     stats = cache.stats()
     publisher = engine.publisher
-    figures = {entry.name: getattr(stats, entry.name) for entry in fields(CacheFigures)}
+    figures = {entry.name: getattr(stats, entry.name) for entry in fields(CacheReport)}
     return Snapshot(
         engine=engine.info(),
-        cache=CacheFigures(**figures),
+        cache=CacheReport(**figures),
         transfers=_transfers(stats.transfers),
         cache_type=type(cache).__name__,
         storage_backend=stats.storage_backend,

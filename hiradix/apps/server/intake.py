@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hiradix.apps.server.off_loop import Lane
+from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.schema import MAX_BODY_BYTES, ApiError
 from hiradix.errors import Misuse
 
@@ -28,9 +28,9 @@ class Intake:
     def __init__(self, max_bytes: int = MAX_BYTES):
         self._max_bytes = max_bytes
         self.num_bytes = 0
-        self._bodies = Lane("bodies to parse", 1, MAX_PARSED)
-        self._small = Lane("prompts to tokenise", 4, 1024)
-        self._large = Lane("long prompts to tokenise", 1, 8)
+        self._bodies = BoundedExecutor("bodies to parse", 1, MAX_PARSED)
+        self._small = BoundedExecutor("prompts to tokenise", 4, 1024)
+        self._large = BoundedExecutor("long prompts to tokenise", 1, 8)
 
     def body(self) -> BodyShare:
         """What one body holds, as a context."""

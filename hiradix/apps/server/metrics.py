@@ -17,7 +17,7 @@ from hiradix.apps.engine.api import Output
 from hiradix.apps.server.generation import ClientGone
 from hiradix.apps.server.refusals import REFUSALS
 from hiradix.apps.server.schema import ApiError
-from hiradix.apps.server.service import Snapshot, TransferFigures
+from hiradix.apps.server.service import Snapshot, TransferReport
 
 TTFT_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 LATENCY_BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -89,7 +89,7 @@ STORAGE_COUNTERS: tuple[Figure, ...] = (
 )
 
 
-TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[TransferFigures], float]], ...] = (
+TRANSFER_COUNTERS: tuple[tuple[str, str, Callable[[TransferReport], float]], ...] = (
     ("hiradix:transfer_jobs", "Transfers that ended.", lambda t: t.num_jobs),
     ("hiradix:transfer_failures", "Transfers that failed or were cut short.", lambda t: t.num_failed),
     ("hiradix:transfer_bytes", "Bytes moved.", lambda t: t.num_bytes),
@@ -102,7 +102,7 @@ def _total(snapshot: Snapshot) -> int:
 
 
 def _num_bytes(snapshot: Snapshot, kind: str) -> int:
-    return snapshot.transfers.get(kind, TransferFigures()).num_bytes
+    return snapshot.transfers.get(kind, TransferReport()).num_bytes
 
 
 def _used(snapshot: Snapshot) -> int:

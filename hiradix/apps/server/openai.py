@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from hiradix.apps.engine.api import EngineBusy, Output, RequestError, SamplingParams
 from hiradix.apps.server.auth import caller_of
+from hiradix.apps.server.bounded_executor import BoundedExecutor
 from hiradix.apps.server.generation import ClientGone, Run, api_error, merged
 from hiradix.apps.server.intake import Intake
 from hiradix.apps.server.metrics import RequestMetrics
-from hiradix.apps.server.off_loop import Lane
 from hiradix.apps.server.render import (
     DONE,
     ChatRenderer,
@@ -42,7 +42,7 @@ from hiradix.apps.server.schema import (
     SessionBody,
     read_body,
 )
-from hiradix.apps.server.service import Generation, Service, Tokenizer
+from hiradix.apps.server.service import Generation, Service, TokenizerLike
 from hiradix.errors import Misuse
 
 MANY_LOGPROBS = 1000
@@ -72,7 +72,7 @@ class OpenAI:
         self._model = model_name
         self._metrics = metrics
         self._intake = Intake()
-        self._long_answers = Lane("long answers to show", 1, MAX_SHOWN)
+        self._long_answers = BoundedExecutor("long answers to show", 1, MAX_SHOWN)
         self._started = int(time.time())
         self.router = APIRouter(prefix="/v1")
         self.router.add_api_route("/completions", self.completions, methods=["POST"])
@@ -184,9 +184,9 @@ class OpenAI:
         return await self._encode(lambda tokenizer: tokenizer.apply_chat(plain, most), "messages", num_chars)
 
     async def _encode(
-        self, encode: Callable[[Tokenizer], Sequence[int]], field: str, num_chars: int
+        self, encode: Callable[[TokenizerLike], Sequence[int]], field: str, num_chars: int
     ) -> Sequence[int]:
-        tokenizer: Tokenizer | None = self._service.tokenizer
+        tokenizer: TokenizerLike | None = self._service.tokenizer
         if tokenizer is None:
             raise ApiError(
                 f"{field}: this model has no tokenizer, send token ids to /v1/completions", param=field

@@ -36,7 +36,7 @@ class AttachRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AdminResult:
     """Whether an administrative operation was done, and the sentence to tell the administrator."""
 
     ok: bool
@@ -44,7 +44,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheFigures:
+class CacheReport:
     """The cache's own counters, in tokens where not said otherwise; those after `host_used` only grow.
 
     `unfulfilled` counts tokens found in storage that did not arrive, by reason. `num_in_flight` is transfers.
@@ -70,7 +70,7 @@ class CacheFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFigures:
+class TransferReport:
     """One kind of transfer since the start: jobs ended and failed, bytes moved, seconds the worker worked."""
 
     num_jobs: int = 0
@@ -91,8 +91,8 @@ class Snapshot:
     """
 
     engine: EngineInfo
-    cache: CacheFigures = CacheFigures()
-    transfers: Mapping[str, TransferFigures] = field(default_factory=dict)
+    cache: CacheReport = CacheReport()
+    transfers: Mapping[str, TransferReport] = field(default_factory=dict)
     cache_type: str = "HiRadixCache"
     storage_backend: str | None = None
     storage: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Snapshot:
     state: Mapping[str, int] = field(default_factory=dict)
 
 
-class Tokenizer(Protocol):
+class TokenizerLike(Protocol):
     """Text to tokens and back; safe to call from any thread."""
 
     def encode(self, text: str, context_length: int | None = None) -> list[int]:
@@ -125,7 +125,7 @@ class Service(Protocol):
     """
 
     @property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> TokenizerLike | None:
         """None for a model directory without a tokenizer: such a server takes and gives token ids only."""
 
     @property
@@ -148,17 +148,17 @@ class Service(Protocol):
     async def snapshot(self) -> Snapshot:
         """The current figures; TimeoutError when the engine does not answer in time."""
 
-    async def flush(self, timeout_s: float) -> Outcome:
+    async def flush(self, timeout_s: float) -> AdminResult:
         """Empty device and host tiers once idle, waiting at most `timeout_s`."""
 
-    async def attach(self, request: AttachRequest) -> Outcome:
+    async def attach(self, request: AttachRequest) -> AdminResult:
         """Attach a storage backend, or change the policies of the same one. Requests go on meanwhile."""
 
-    async def detach(self, wait_s: float | None = None) -> Outcome:
+    async def detach(self, wait_s: float | None = None) -> AdminResult:
         """Detach the storage backend; nothing attached is a success. Requests go on meanwhile.
 
         wait_s: seconds that its running jobs may take to end; None asks for an idle engine.
         """
 
-    async def clear_storage(self) -> Outcome:
+    async def clear_storage(self) -> AdminResult:
         """Delete every page in the attached storage."""

@@ -18,7 +18,7 @@ from hiradix.storage.backends.s3.config import S3Config
 from hiradix.storage.backends.sglang.files import SglangNaming
 from hiradix.storage.backends.sglang.host import DYNAMIC_SETTINGS
 from hiradix.storage.backends.tier.backend import TierConfig
-from hiradix.storage.build import COMMON_SETTINGS
+from hiradix.storage.opening import COMMON_SETTINGS
 
 
 def _by_name(table: Iterable[Setting]) -> dict[str, Setting]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from hiradix.errors import StorageError
-from hiradix.storage.kit.lanes import CallTimeout, Lane
+from hiradix.storage.kit.call_threads import CallThread, CallTimeout
 from hiradix.storage.kit.meters import FAULTS, MissReason
 from hiradix.storage.protocol import Page, StorageBackend, asked_chain, chain_before, page_bytes
 
@@ -22,7 +22,7 @@ class BadAnswer(Exception):
     """A backend returned something that is no answer to its call."""
 
 
-class Answers(list[bool]):
+class FlagsWithReason(list[bool]):
     """A backend's flags of a `get` or `put`, and why those that are False are.
 
     why: one reason, or how many pages have each. number: of how many it is, if not of all. Of the others the
@@ -48,7 +48,7 @@ class Answers(list[bool]):
 
 def reasons_of(answer: Sequence[bool]) -> Mapping[MissReason, int]:
     """How many pages of a `get` or `put` are missing for each reason that is known."""
-    return answer.reasons if isinstance(answer, Answers) else {}
+    return answer.reasons if isinstance(answer, FlagsWithReason) else {}
 
 
 def has_failed(answer: Sequence[bool]) -> bool:
@@ -69,7 +69,7 @@ def as_answered(
             number = min(left, max(0, number - reasons[why]))
             reasons[why] += number
             left -= number
-    return Answers(flags, reasons) if reasons.total() else flags
+    return FlagsWithReason(flags, reasons) if reasons.total() else flags
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Batch:
     def flags(self, chunk: range, answer: object) -> list[bool]:
         """The flags of an answer, noting why pages are missing where it says so; raises BadAnswer."""
         flags = checked_flags(answer, len(chunk))
-        for why, number in reasons_of(answer).items() if isinstance(answer, Answers) else ():
+        for why, number in reasons_of(answer).items() if isinstance(answer, FlagsWithReason) else ():
             self.refused[why] = self.refused.get(why, 0) + number
         return flags
 
@@ -133,10 +133,12 @@ class Session:
 
 
 @dataclass(slots=True)
-class LaneSession(Session):
-    """Runs on a lane, which can be left behind. afterwards: to be called there when the work has ended."""
+class ThreadSession(Session):
+    """Runs on a call thread, which can be left behind. afterwards: to be called there when the work has
+    ended.
+    """
 
-    lane: Lane
+    thread: CallThread
     afterwards: Callable[[], None]
 
     def run(self, work: Callable[[], T]) -> T:
@@ -144,23 +146,23 @@ class LaneSession(Session):
 
     def start(self, work: Callable[[], T]) -> Callable[[], T]:
         """Begin `work`. What comes back waits for it; it is to be called whatever happens meanwhile, as the
-        lane is the backend's until then."""
+        call thread is the backend's until then."""
 
         def work_and_more() -> T:
             value = work()
             self.afterwards()
             return value
 
-        call = self.lane.start(work_and_more)
-        return lambda: cast(T, self.lane.finish(call, self.left_s()))
+        call = self.thread.start(work_and_more)
+        return lambda: cast(T, self.thread.finish(call, self.left_s()))
 
     def stage(self, batch: Batch, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
         """Staging memory for each page of the chunk, `extra_bytes` longer than the page.
 
-        which: 0 or 1, as a lane has two pieces of memory.
+        which: 0 or 1, as a call thread has two pieces of memory.
         """
         sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
-        memory = self.lane.staging(sum(sizes), which)
+        memory = self.thread.staging(sum(sizes), which)
         views, start = [], 0
         for size in sizes:
             views.append(memory[start : start + size])

@@ -2,7 +2,7 @@
 
 `GuardedStorage` answers, it never raises: whatever a backend does, a page that was not proven good in time is
 a miss with a reason. A caller waits at most the deadline, and its pages are never in a backend's hands
-(`lanes`). The exception are backends with the trait `direct`: theirs are the caller's thread and pages, and
+(`threads`). The exception are backends with the trait `direct`: theirs are the caller's thread and pages, and
 a call that is past its deadline is waited for, while everybody else gets misses (`direct`).
 """
 
@@ -29,20 +29,27 @@ from hiradix.storage.guard.breaker import (
     Troubles,
 )
 from hiradix.storage.guard.calls import (
-    Answers,
     BadAnswer,
     Batch,
-    LaneSession,
+    FlagsWithReason,
     OtherKind,
     Session,
+    ThreadSession,
     checked_count,
 )
 from hiradix.storage.guard.direct import DIRECT_PIECE_BYTES, DirectCalls
 from hiradix.storage.guard.staged import Staged, Work
-from hiradix.storage.kit.lanes import CallTimeout, LanePool, NoLane, OthersBusy, chunks, growing
+from hiradix.storage.kit.call_threads import (
+    CallThreadPool,
+    CallTimeout,
+    NoFreeThread,
+    OthersBusy,
+    chunks,
+    growing,
+)
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.kit.options import CHECKSUM
-from hiradix.storage.kit.pieces import Piece, as_piece, pieces_of
+from hiradix.storage.kit.pieces import CallPart, as_piece, pieces_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
@@ -111,7 +118,7 @@ class GuardedStorage:
         fingerprint: PageFingerprint,
         limits: GuardLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
-        lanes: LanePool | None = None,
+        threads: CallThreadPool | None = None,
         name: str = "",
     ):
         self.name = name or type(backend).__name__
@@ -129,22 +136,22 @@ class GuardedStorage:
         if not (self._traits.verifies or not self._traits.direct):
             raise Misuse("a direct backend must verify its pages")
         self.breakers = Breakers(limits.breaker, clock)
-        self._lanes = lanes or LanePool(limits.num_workers)
+        self._threads = threads or CallThreadPool(limits.num_workers)
         self._meters = Meters()
         self._page_bytes = 0  # of a page that was read or stored here
         self._states = StoreStates(type(backend).__name__)
         self._told: dict[tuple[int, int], bool] = {}  # of which memory, and whether it took that
         self._backend_stats: Mapping[str, float] = {}
         self._closed = False
-        self._ends_lanes = True
+        self._ends_threads = True
 
     def beside(self, backend: StorageBackend, fingerprint: PageFingerprint) -> GuardedStorage:
         """A guard of other pages in the same store, with this one's workers, breakers and figures of calls.
 
         Close it before this one.
         """
-        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._lanes, self.name)
-        other.breakers, other._meters, other._ends_lanes = self.breakers, self._meters, False
+        other = GuardedStorage(backend, fingerprint, self.limits, self._clock, self._threads, self.name)
+        other.breakers, other._meters, other._ends_threads = self.breakers, self._meters, False
         return other
 
     @property
@@ -254,7 +261,7 @@ class GuardedStorage:
     def refuse(self, num_pages: int) -> list[bool]:
         """The answer to a put of so many pages in a store that is read-only, without asking it."""
         self._meters.of(Op.PUT).ended(None, 0, 0, ((MissReason.READ_ONLY, num_pages),))
-        return Answers([False] * num_pages, MissReason.READ_ONLY)
+        return FlagsWithReason([False] * num_pages, MissReason.READ_ONLY)
 
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed, or did not answer within the deadline."""
@@ -290,8 +297,8 @@ class GuardedStorage:
         if not self._closed:
             self._closed = True
             self._admin("close", self.backend.close, timeout_s, extra=True)
-            if self._ends_lanes:
-                self._lanes.close()
+            if self._ends_threads:
+                self._threads.close()
 
     @property
     def state(self) -> BreakerState:
@@ -309,8 +316,8 @@ class GuardedStorage:
         return {
             **self._meters.snapshot(),
             **self.breakers.figures(),
-            "workers_busy": self._lanes.num_busy,
-            "late_answers": self._lanes.num_late,
+            "workers_busy": self._threads.num_busy,
+            "late_answers": self._threads.num_late,
             "joined": 1.0,
             "read_only": float(self.is_read_only or self._backend_stats.get("read_only", 0)),
             **{f"backend_{name}": value for name, value in self._backend_stats.items()},
@@ -354,7 +361,7 @@ class GuardedStorage:
         told = Counter(batch.refused)
         if reason is not None:
             told[reason] += lost
-        return Answers(batch.ok, told)
+        return FlagsWithReason(batch.ok, told)
 
     def _tell(self, batch: Batch) -> None:
         """Say that pages did not pass the checks here; a backend that verifies says so itself."""
@@ -410,7 +417,7 @@ class GuardedStorage:
             waited_s = self._within(op, start_s, start_s + limit_s, body)
         except BadKey as error:
             reason, why, ok = MissReason.BAD_KEY, str(error), None
-        except (CallTimeout, NoLane, BadAnswer) as error:
+        except (CallTimeout, NoFreeThread, BadAnswer) as error:
             is_of_others = isinstance(error, OtherKind | OthersBusy)
             is_of_others |= self._traits.guarded and isinstance(error, CallTimeout)
             reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
@@ -439,9 +446,9 @@ class GuardedStorage:
     def _within(self, op: Op, start_s: float, deadline: float, body: Callable[[Session], None]) -> float:
         """Run `body`; the seconds that it waited for a worker, which others had."""
         if self._direct is None:
-            with self._lanes.lane(deadline - self._clock(), kind=op) as lane:
+            with self._threads.thread(deadline - self._clock(), kind=op) as thread:
                 waited_s = self._clock() - start_s
-                body(LaneSession(self._clock, deadline, lane, self._refresh_stats))
+                body(ThreadSession(self._clock, deadline, thread, self._refresh_stats))
             return waited_s
         session = Session(self._clock, deadline)
         number = self._direct.begin(deadline)
@@ -465,25 +472,25 @@ class GuardedStorage:
         self.get(keys, [[staging_memory(self._page_bytes)]], prefix_keys or None)
         return reads.state is _CLOSED
 
-    def _delete_within(self, session: LaneSession, names: Sequence[str]) -> bool:
+    def _delete_within(self, session: ThreadSession, names: Sequence[str]) -> bool:
         """Delete names on a put's way. A deletion that fails is none of the put's faults, and one that hangs
         keeps no worker from puts."""
         breaker = self.breakers.of(Op.DELETE)
-        admission = None if self._lanes.is_full(Op.DELETE) else breaker.admit()
+        admission = None if self._threads.is_full(Op.DELETE) else breaker.admit()
         if admission is None:
             return False
-        lane = session.lane
-        before, lane.kind = lane.kind, Op.DELETE
+        thread = session.thread
+        before, thread.kind = thread.kind, Op.DELETE
         try:
             session.run(partial(self.backend.delete, names))
         except CallTimeout as error:
             self._record(Op.DELETE, breaker.record(admission, False), str(error))
             raise OtherKind(f"a deletion before it: {error}") from error
         except Exception as error:  # as in _call
-            lane.kind = before
+            thread.kind = before
             self._record(Op.DELETE, breaker.record(admission, False), f"{type(error).__name__}: {error}")
             return False
-        lane.kind = before
+        thread.kind = before
         self._record(Op.DELETE, breaker.record(admission, True), "")
         return True
 
@@ -506,7 +513,7 @@ class GuardedStorage:
 
     def _move_chunks(self, op: Op, session: Session, batch: Batch, runs: Sequence[range]) -> None:
         work = self._work(op, batch)
-        if not isinstance(session, LaneSession):
+        if not isinstance(session, ThreadSession):
             for chunk in runs:
                 pages = batch.pages[chunk.start : chunk.stop]
                 batch.answered(chunk, session.run(work(chunk, pages)))
@@ -523,8 +530,8 @@ class GuardedStorage:
         timeout_s = self.limits.admin_timeout_s if timeout_s is None else timeout_s
         deadline = self._clock() + timeout_s
         try:
-            with self._lanes.lane(timeout_s / 2 if extra else timeout_s, extra) as lane:
-                LaneSession(self._clock, deadline, lane, self._refresh_stats).run(work)
+            with self._threads.thread(timeout_s / 2 if extra else timeout_s, extra) as thread:
+                ThreadSession(self._clock, deadline, thread, self._refresh_stats).run(work)
         except Exception as error:  # as in _call
             logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
             return False
@@ -540,7 +547,7 @@ def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
     return True
 
 
-def _in_piece(piece: Piece, call: Callable[[], object]) -> object:
+def _in_piece(piece: CallPart, call: Callable[[], object]) -> object:
     with as_piece(piece):
         return call()
 
@@ -554,7 +561,7 @@ _UNTOLD = {Op.GET: MissReason.ABSENT, Op.PUT: MissReason.REFUSED}
 _FAULTS: Mapping[type[Exception], MissReason] = {
     CallTimeout: MissReason.TIMEOUT,
     OtherKind: MissReason.TIMEOUT,
-    NoLane: MissReason.BUSY,
+    NoFreeThread: MissReason.BUSY,
     OthersBusy: MissReason.BUSY,
     BadAnswer: MissReason.BAD_ANSWER,
 }

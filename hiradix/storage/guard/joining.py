@@ -22,9 +22,9 @@ from typing import Any, Protocol
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.guard.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.guard.not_joined import NotJoined
-from hiradix.storage.kit.lanes import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import LEFT_BEHIND
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits
 
@@ -417,7 +417,7 @@ class JoiningStorage:
     def _missed(self, op: Op, num_pages: int) -> list[bool]:
         reason = MissReason.CLOSED if self._joiner.is_closed else MissReason.NOT_JOINED
         self._joiner.meters.of(op).ended(None, 0, 0, ((reason, num_pages),))
-        return Answers([False] * num_pages, reason)
+        return FlagsWithReason([False] * num_pages, reason)
 
     @property
     def may_read(self) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from hiradix.errors import Misuse
-from hiradix.storage.guard.calls import Batch, LaneSession
+from hiradix.storage.guard.calls import Batch, ThreadSession
+from hiradix.storage.kit.call_threads import gather, scatter
+from hiradix.storage.kit.damaged_keys import DamagedKeys
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lanes import gather, scatter
 from hiradix.storage.kit.seal import REASONS, SEAL_BYTES, Sealer, Verdict
-from hiradix.storage.kit.spoilt import Spoilt
 from hiradix.storage.protocol import Page
 
 Work = Callable[[range, Sequence[Page]], Callable[[], object]]
@@ -28,13 +28,13 @@ class Staged:
     delete: removes names in the store during a put; False where it could not.
     """
 
-    def __init__(self, sealer: Sealer | None, delete: Callable[[LaneSession, Sequence[str]], bool]):
+    def __init__(self, sealer: Sealer | None, delete: Callable[[ThreadSession, Sequence[str]], bool]):
         self._sealer = sealer
         self._delete = delete
-        self._spoilt = Spoilt()
+        self._damaged_keys = DamagedKeys()
         self.seal_bytes = 0 if sealer is None else SEAL_BYTES
 
-    def read(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def read(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
         """Read the chunks `runs`. What was read before a fault is in the batch's pages, if it is good."""
         before: _Read | None = None
         try:
@@ -50,7 +50,7 @@ class Staged:
         finally:
             self._take(batch, before)
 
-    def land(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def land(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
         """Read the chunks `runs` straight into the batch's pages. What is whole and good there when a fault
         comes stays; nothing is written to them after this."""
         for chunk in runs:
@@ -66,7 +66,7 @@ class Staged:
                 whole = [landing.withdraw() for landing in landings]
                 self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
 
-    def write(self, session: LaneSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def write(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
         """Store the chunks `runs`; bad pages that were read under their names are deleted before.
 
         Where they cannot be deleted they stay noted, and are not stored: the store would keep what it has.
@@ -78,21 +78,21 @@ class Staged:
                 self._fill(batch, chunk, views)
                 done, before = before, None
                 _answer(batch, done)
-                spoilt = self._spoilt.take(batch.names[chunk.start : chunk.stop])
-                kept = self._remove(session, spoilt) if spoilt else ()
+                damaged = self._damaged_keys.take(batch.names[chunk.start : chunk.stop])
+                kept = self._remove(session, damaged) if damaged else ()
                 before = chunk, session.start(work(chunk, [[view] for view in views])), kept
         finally:
             _answer(batch, before)
 
-    def _remove(self, session: LaneSession, spoilt: Sequence[str]) -> Collection[str]:
+    def _remove(self, session: ThreadSession, damaged: Sequence[str]) -> Collection[str]:
         """Delete these; those that are still there."""
         removed = False
         try:
-            removed = self._delete(session, spoilt)
+            removed = self._delete(session, damaged)
         finally:
             if not removed:
-                self._spoilt.note(spoilt)
-        return () if removed else frozenset(spoilt)
+                self._damaged_keys.note(damaged)
+        return () if removed else frozenset(damaged)
 
     def _fill(self, batch: Batch, chunk: range, views: Sequence[memoryview]) -> None:
         """Copy a chunk's pages to the staging memory, each with its seal."""
@@ -125,7 +125,7 @@ class Staged:
             reason = REASONS[verdict]
             batch.refused[reason] = batch.refused.get(reason, 0) + 1
             if verdict is not Verdict.UNKNOWN:
-                self._spoilt.note([batch.names[index]])
+                self._damaged_keys.note([batch.names[index]])
         return verdict is Verdict.GOOD
 
     def _check(self, key: str, view: memoryview) -> Verdict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 from hiradix.errors import Misuse, StorageError
-from hiradix.storage.kit.lanes import scatter
+from hiradix.storage.kit.call_threads import scatter
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, RUNNING, SEAL_BYTES, Running, Sealer, Verdict
 from hiradix.storage.protocol import Page
 

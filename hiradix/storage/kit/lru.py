@@ -17,7 +17,7 @@ def believed(used_ns: int, now_ns: int) -> int:
     return used_ns - BEFORE_ALL_NS if used_ns > now_ns + SKEW_NS else used_ns
 
 
-class Entry(NamedTuple):
+class LruEntry(NamedTuple):
     """A page file: bytes it counts for, and when it was last used (nanoseconds, as its mtime)."""
 
     num_bytes: int
@@ -36,7 +36,7 @@ class LruIndex:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, LruEntry] = {}
         self._order: list[tuple[int, str]] = []  # a heap; uses that later ones have replaced are in it, too
         self._fronts: dict[str, str] = {}  # name -> the page in front of it in its chain
         self._next: dict[str, str] = {}  # name -> of those it is in front of, the one used last
@@ -59,7 +59,7 @@ class LruIndex:
         self._latest_ns = max(self._latest_ns + 1, now_ns)
         return self._latest_ns
 
-    def use(self, name: str, entry: Entry, front: str = "") -> None:
+    def use(self, name: str, entry: LruEntry, front: str = "") -> None:
         """Add `name`, or replace it; where it was used later before, that counts.
 
         front: the page in front of it in its chain, where that is known. What was known before is kept.
@@ -132,7 +132,7 @@ class LruIndex:
             freed += taken[name]
         return taken
 
-    def replace_all(self, found: Mapping[str, Entry], now_ns: int) -> None:
+    def replace_all(self, found: Mapping[str, LruEntry], now_ns: int) -> None:
         """Become `found`, but where a name was used later than its file says, that counts."""
         seen = self._entries
 
@@ -140,7 +140,7 @@ class LruIndex:
             at_ns, known = believed(found[name].used_ns, now_ns), seen.get(name)
             return at_ns if known is None else max(at_ns, believed(known.used_ns, now_ns))
 
-        self._entries = {name: Entry(found[name].num_bytes, used_ns(name)) for name in found}
+        self._entries = {name: LruEntry(found[name].num_bytes, used_ns(name)) for name in found}
         self._fronts = {name: front for name, front in self._fronts.items() if name in found}
         self._next = {name: behind for name, behind in self._next.items() if name in found}
         self._parting = {name: behind for name, behind in self._parting.items() if name in found}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Use:
+class ChainUse:
     """Calls that are one use of one chain. began_ns: when the backend had the first piece, by its clock.
 
     after: the page of the chain in front of them, where that is known. is_chain: whether it is one; pages
@@ -25,16 +25,16 @@ class Use:
     is_chain: bool = True
     began_ns: int | None = None
     names: list[str] = field(default_factory=list)
-    inside: dict[Hashable, Use] = field(default_factory=dict)
+    inside: dict[Hashable, ChainUse] = field(default_factory=dict)
     extra_key: str | None = None
 
 
 @dataclass(slots=True)
-class Piece:
+class CallPart:
     """A part of a call that the backend is given. The call's names begin at `first` of `whole`, its own at
     `start`."""
 
-    whole: Use = field(default_factory=Use)
+    whole: ChainUse = field(default_factory=ChainUse)
     first: int = 0
     start: int = 0
 
@@ -60,33 +60,35 @@ class Piece:
 class _UnderWay(threading.local):
     """What this thread's calls are a part of."""
 
-    use: Use | None = None
-    piece: Piece | None = None
+    use: ChainUse | None = None
+    piece: CallPart | None = None
 
 
 _under_way = _UnderWay()
 
 
-def current_piece() -> Piece:
+def current_piece() -> CallPart:
     """Of the call that this thread is in; all of one where nobody said otherwise."""
-    return _under_way.piece or Piece()
+    return _under_way.piece or CallPart()
 
 
-def pieces_of(guard: Hashable, names: Sequence[str]) -> Callable[[int], Piece]:
+def pieces_of(guard: Hashable, names: Sequence[str]) -> Callable[[int], CallPart]:
     """The pieces of a call that this thread makes of `guard`, by where in the call they start.
 
     It is a part of what the thread said, or of the call above that it is made in; else it is by itself.
     """
     piece = _under_way.piece
     outer = _under_way.use if piece is None else piece.whole
-    use = Use() if outer is None else outer.inside.setdefault(guard, Use(outer.after, outer.is_chain))
+    use = (
+        ChainUse() if outer is None else outer.inside.setdefault(guard, ChainUse(outer.after, outer.is_chain))
+    )
     first = len(use.names)
     use.names += names
-    return lambda start: Piece(use, first, first + start)
+    return lambda start: CallPart(use, first, first + start)
 
 
 @contextmanager
-def as_piece(piece: Piece) -> Iterator[None]:
+def as_piece(piece: CallPart) -> Iterator[None]:
     """This thread's calls are that piece meanwhile."""
     _under_way.piece = piece
     try:
@@ -96,7 +98,7 @@ def as_piece(piece: Piece) -> Iterator[None]:
 
 
 @contextmanager
-def as_use(use: Use) -> Iterator[None]:
+def as_use(use: ChainUse) -> Iterator[None]:
     """This thread's calls are a part of that use meanwhile."""
     before, _under_way.use = _under_way.use, use
     try:
@@ -105,6 +107,6 @@ def as_use(use: Use) -> Iterator[None]:
         _under_way.use = before
 
 
-def current_use() -> Use | None:
+def current_use() -> ChainUse | None:
     """What this thread has said its calls are a part of."""
     return _under_way.use

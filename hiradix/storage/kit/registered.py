@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hiradix.os_memory import address_of, staging_memory
-from hiradix.storage.kit.lanes import chunks, gather, scatter
+from hiradix.storage.kit.call_threads import chunks, gather, scatter
 from hiradix.storage.kit.seal import SEAL_BYTES, Sealer, Verdict
 from hiradix.storage.protocol import Page, page_bytes
 

@@ -52,7 +52,7 @@ _SCHEMA = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class AccountEntry:
     """A page to be put: its bytes, and when it counts as used (ns)."""
 
     num_bytes: int
@@ -120,7 +120,7 @@ class Account:
 
     # -- puts ---------------------------------------------------------------------------
 
-    def enter(self, tenant: str, pages: Mapping[str, Entry], limit_bytes: int) -> Entered:
+    def enter(self, tenant: str, pages: Mapping[str, AccountEntry], limit_bytes: int) -> Entered:
         """Enter a batch, head first, as far as the tenant's limit goes. Pages that are in stay in."""
         with self._writing() as db:
             used = _used(db, tenant)
@@ -151,7 +151,7 @@ class Account:
             )
             return Entered(frozenset(entered), max(0, used + wanted - limit_bytes))
 
-    def confirm(self, tenant: str, pages: Mapping[str, Entry]) -> list[str]:
+    def confirm(self, tenant: str, pages: Mapping[str, AccountEntry]) -> list[str]:
         """Which pages, put just now, somebody deletes or has deleted. They are in the account, as leaving."""
         with self._database() as db:
             lost = [key for key in pages if not _stays(db, key)]
@@ -294,7 +294,7 @@ def _stays(db: sqlite3.Connection, key: str) -> bool:
     return db.execute("SELECT 1 FROM pages WHERE key = ? AND leaving = 0", (key,)).fetchone() is not None
 
 
-def _insert(db: sqlite3.Connection, tenant: str, pages: Mapping[str, Entry], *, leaving: bool) -> None:
+def _insert(db: sqlite3.Connection, tenant: str, pages: Mapping[str, AccountEntry], *, leaving: bool) -> None:
     """Enter pages that are not in."""
     rows = [(key, tenant, page.num_bytes, page.used_ns, leaving) for key, page in pages.items()]
     db.executemany("INSERT INTO pages VALUES (?, ?, ?, ?, ?)", rows)

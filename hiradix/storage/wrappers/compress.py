@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import zstandard
 
-from hiradix.storage.kit.lanes import scatter
+from hiradix.storage.kit.call_threads import scatter
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes
 from hiradix.storage.wrappers.wrapper import CodingWrapper

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from hiradix.config import read_small_file
 from hiradix.errors import ConfigError
-from hiradix.storage.kit.lanes import fill_head
+from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.protocol import Page, StorageBackend, page_bytes

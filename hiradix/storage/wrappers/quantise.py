@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.kit.lanes import scatter
+from hiradix.storage.kit.call_threads import scatter
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.seal import REASONS, SEAL_BYTES, Sealer, Verdict

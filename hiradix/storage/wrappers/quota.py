@@ -25,7 +25,7 @@ from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.kit.options import flag, parse_size
 from hiradix.storage.protocol import Page, StorageBackend, check_keys, page_bytes
-from hiradix.storage.wrappers.account import Account, AccountError, Entered, Entry
+from hiradix.storage.wrappers.account import Account, AccountEntry, AccountError, Entered
 from hiradix.storage.wrappers.wrapper import Wrapper
 
 logger = logging.getLogger(__name__)
@@ -225,18 +225,18 @@ class QuotaStorage(Wrapper):
 
     # -- inside -------------------------------------------------------------------------
 
-    def _entries(self, keys: Sequence[str], pages: Sequence[Page]) -> dict[str, Entry]:
+    def _entries(self, keys: Sequence[str], pages: Sequence[Page]) -> dict[str, AccountEntry]:
         """Each key once, in order, the first hottest."""
         with self._lock:
             stamps = self._stamps("put", keys)
         sizes = {key: page_bytes(page) for key, page in zip(keys, pages, strict=True)}
-        return {key: Entry(size, stamps[key]) for key, size in sizes.items()}
+        return {key: AccountEntry(size, stamps[key]) for key, size in sizes.items()}
 
     def _stamps(self, kind: str, keys: Sequence[str]) -> dict[str, int]:
         """When each counts as used, coldest first. Locked."""
         return {str(key): at_ns for key, at_ns in self._recency.stamps(kind, keys, self._time_ns())}
 
-    def _make_room(self, name: str, entries: Mapping[str, Entry], limit_bytes: int) -> Entered:
+    def _make_room(self, name: str, entries: Mapping[str, AccountEntry], limit_bytes: int) -> Entered:
         """Enter what may be put, after as many of the tenant's coldest pages left as it takes."""
         entered = self._account.enter(name, entries, limit_bytes)
         for _ in range(_ROUNDS if self._deletes else 0):
@@ -253,7 +253,9 @@ class QuotaStorage(Wrapper):
             entered = self._account.enter(name, entries, limit_bytes)
         return entered
 
-    def _settle(self, name: str, entries: Mapping[str, Entry], keys: Sequence[str], ok: list[bool]) -> None:
+    def _settle(
+        self, name: str, entries: Mapping[str, AccountEntry], keys: Sequence[str], ok: list[bool]
+    ) -> None:
         """After a put: what was refused leaves first; what somebody deleted meanwhile is no success."""
         stored = {key for key, good in zip(keys, ok) if good}
         refused = [key for key in entries if key not in stored]

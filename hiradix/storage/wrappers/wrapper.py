@@ -11,21 +11,21 @@ from typing import Any
 
 from hiradix.storage.guard.breaker import NO_TROUBLES, Troubles
 from hiradix.storage.guard.calls import as_answered
+from hiradix.storage.kit.damaged_keys import DamagedKeys
 from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.kit.spoilt import Spoilt
 from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
 
 
 class Wrapper(StorageBackend):
     """Owns `inner`; has its traits unless a subclass says otherwise.
 
-    Pages that a subclass notes in `_spoilt` are removed before they are put again.
+    Pages that a subclass notes in `_damaged_keys` are removed before they are put again.
     """
 
     def __init__(self, inner: StorageBackend):
         self.inner = inner
         self.traits: Traits = getattr(inner, "traits", Traits())
-        self._spoilt = Spoilt()
+        self._damaged_keys = DamagedKeys()
 
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         return self.inner.exists(keys, prefix_keys)
@@ -55,9 +55,9 @@ class Wrapper(StorageBackend):
         self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None, tenant: str
     ) -> list[bool]:
         """The inner backend's, with the chain and the tenant if it asks for those."""
-        spoilt = self._spoilt.take(keys)
-        if spoilt and not self.read_only:
-            self.inner.delete(spoilt)
+        damaged = self._damaged_keys.take(keys)
+        if damaged and not self.read_only:
+            self.inner.delete(damaged)
         call: Callable[..., list[bool]] = self.inner.put
         more = asked_chain(self.inner, prefix_keys) | asked_tenant(self.inner, tenant)
         return call(keys, pages, **more)
@@ -135,14 +135,14 @@ class CodingWrapper(Wrapper):
     ) -> list[bool]:
         stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
         ok = self._get(keys, [[view] for view in stored], prefix_keys)
-        flags, spoilt = list(ok), Counter[MissReason]()
+        flags, damaged = list(ok), Counter[MissReason]()
         for index, (good, key, view, page) in enumerate(zip(ok, keys, stored, into, strict=True)):
             why = self._unpack(key, view, page) if good else None
             if why is not None:
                 flags[index] = False
-                spoilt[why] += 1
+                damaged[why] += 1
                 self._note_spoilt(key)
-        return as_answered(flags, ok, more=spoilt)
+        return as_answered(flags, ok, more=damaged)
 
     def put(
         self,
@@ -155,7 +155,7 @@ class CodingWrapper(Wrapper):
         return self._put(keys, packed, prefix_keys, tenant)
 
     def _note_spoilt(self, key: str) -> None:
-        self._spoilt.note([key])
+        self._damaged_keys.note([key])
         with self._lock:
             self._num_damaged += 1
             is_first = self._num_damaged == 1

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.disk.bad_slots import FAILURES, LASTING, BadSlots
 from hiradix.storage.backends.disk.config import PATH_KEY, DiskConfig, slot_bytes
-from hiradix.storage.backends.disk.index import Entry
+from hiradix.storage.backends.disk.index import IndexEntry
 from hiradix.storage.backends.disk.log import WrongFolder
 from hiradix.storage.backends.disk.moves import Move
 from hiradix.storage.backends.disk.probe import choose
 from hiradix.storage.backends.disk.recency import Recency, Uses
 from hiradix.storage.backends.disk.record import Name, name_of
-from hiradix.storage.backends.disk.store import PageRecord, Place, Store
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.backends.disk.store import DiskStore, PageRecord, Place
+from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.pieces import current_piece
@@ -58,9 +58,9 @@ class DiskBackend(StorageBackend):
         self._time_ns = time_ns
         self._algorithm = NONE if config.verify == "off" else DEFAULT_ALGORITHM
         self._recency = Recency()
-        self._used: dict[tuple[int, int], Entry] = {}  # whose use the log does not know of
-        self._damaged: dict[Entry, None] = {}  # which the log still names
-        self._unreadable: dict[Entry, None] = {}  # likewise
+        self._used: dict[tuple[int, int], IndexEntry] = {}  # whose use the log does not know of
+        self._damaged: dict[IndexEntry, None] = {}  # which the log still names
+        self._unreadable: dict[IndexEntry, None] = {}  # likewise
         self._bad_slots = BadSlots()  # the mutex guards it
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
@@ -68,10 +68,10 @@ class DiskBackend(StorageBackend):
         self._is_refused = False  # the last write was, as the file system cannot be written any more
         self._states = StoreStates("disk")
         started = time.perf_counter()
-        store: Store | None = None
+        store: DiskStore | None = None
         try:
             namespace = bytes.fromhex(context.fingerprint.digest())[:16]
-            self._store = store = Store(config, namespace, slot_bytes(context.page_bytes), time_ns)
+            self._store = store = DiskStore(config, namespace, slot_bytes(context.page_bytes), time_ns)
             if store.read_only is None:
                 with store.alone(OPEN_TIMEOUT_S):
                     self._abilities = choose(config)
@@ -117,7 +117,7 @@ class DiskBackend(StorageBackend):
                 return whole
             ok = [False] * len(keys)
             still = reads.still_there(self._store)
-            damaged: dict[Entry, None] = {}
+            damaged: dict[IndexEntry, None] = {}
             failed = [at for at in _lasting(faults) if still[at]]
             for at, (index, entry, there) in enumerate(zip(reads.indices, reads.entries, still)):
                 ok[index] = whole[at] and there
@@ -138,7 +138,7 @@ class DiskBackend(StorageBackend):
             fault = next(iter(faults.values()))
             raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
         told = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
-        return Answers(ok, told) if damaged or faults else ok
+        return FlagsWithReason(ok, told) if damaged or faults else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
@@ -171,7 +171,7 @@ class DiskBackend(StorageBackend):
             return ok
         self._count("put_no_room", num_refused)
         self._states.enter("full", f"{self.config.path} has no room: pages are refused")
-        return Answers(ok, MissReason.FULL)
+        return FlagsWithReason(ok, MissReason.FULL)
 
     @property
     def read_only(self) -> bool:
@@ -186,7 +186,7 @@ class DiskBackend(StorageBackend):
             there = self._store.shelf.pages
             ok = [name in there for name in names]
         self._count("put_read_only", ok.count(False))
-        return Answers(ok, MissReason.READ_ONLY)
+        return FlagsWithReason(ok, MissReason.READ_ONLY)
 
     def _put_missing(self, names: Sequence[Name], given: _Given, uses: Uses) -> None:
         """Store those pages that are not there, and log all as used. Locked, without the mutex."""
@@ -279,7 +279,7 @@ class DiskBackend(StorageBackend):
             self._try_locked(self._log_uses)
         return reads
 
-    def _find(self, keys: Sequence[str]) -> tuple[list[Name], list[Entry | None]]:
+    def _find(self, keys: Sequence[str]) -> tuple[list[Name], list[IndexEntry | None]]:
         """The keys' names and pages; other processes' too, where one is missing. Needs the mutex."""
         entries = list(map(self._store.shelf.pages.get, keys))
         if None not in entries:
@@ -288,7 +288,7 @@ class DiskBackend(StorageBackend):
         self._store.refresh()
         return names, list(map(self._store.shelf.pages.get, names))
 
-    def _reads(self, entries: Sequence[Entry | None], into: Sequence[Page]) -> _Reads:
+    def _reads(self, entries: Sequence[IndexEntry | None], into: Sequence[Page]) -> _Reads:
         """Where to read the pages that are there. Needs the mutex."""
         num_bytes, size = self._page_bytes, self._store.slot_size
         there = [entry for entry in entries if entry is not None and entry.num_bytes == num_bytes]
@@ -343,7 +343,7 @@ class DiskBackend(StorageBackend):
         used, self._used = self._used, {}
         self._store.touch(sorted(used.values(), key=lambda entry: entry.used_ns))
 
-    def _must_check(self, entries: Sequence[Entry]) -> bool:
+    def _must_check(self, entries: Sequence[IndexEntry]) -> bool:
         """Whether one of them is to be checked."""
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not all([e.verified for e in entries]))
@@ -386,7 +386,7 @@ class DiskBackend(StorageBackend):
                 fault = next(iter(faults.values()))
                 raise StorageError(f"cannot write to {self.config.path}: {fault}") from fault
 
-    def _drop_damaged(self, entries: Mapping[Entry, None]) -> None:
+    def _drop_damaged(self, entries: Mapping[IndexEntry, None]) -> None:
         """Forget pages that are not what was stored; in the log at once, or before the next put."""
         self._count("read_damaged", len(entries))
         segment, slot = next(iter(entries)).place
@@ -409,14 +409,14 @@ class DiskBackend(StorageBackend):
 
     def _unreadable_of(
         self, reads: _Reads, whole: Sequence[bool], failed: Sequence[int]
-    ) -> dict[Entry, None]:
+    ) -> dict[IndexEntry, None]:
         """Of pages that failed to be read those whose slots are bad by now. Needs the mutex."""
         entries = reads.entries
         if any(whole):
             self._bad_slots.succeeded(_slot_of(entry) for entry, ok in zip(entries, whole) if ok)
         return {entries[at]: None for at in failed if self._bad_slots.failed(_slot_of(entries[at]))}
 
-    def _drop_unreadable(self, entries: Mapping[Entry, None]) -> None:
+    def _drop_unreadable(self, entries: Mapping[IndexEntry, None]) -> None:
         """Forget pages whose slots cannot be read; in the log at once, or before the next put."""
         self._count("slots_unreadable", len(entries))
         segment, slot = next(iter(entries)).place
@@ -468,10 +468,10 @@ class _Reads:
 
     state: tuple[int, int]
     indices: Sequence[int]
-    entries: Sequence[Entry]
+    entries: Sequence[IndexEntry]
     moves: Sequence[Move]
 
-    def still_there(self, store: Store) -> Sequence[bool]:
+    def still_there(self, store: DiskStore) -> Sequence[bool]:
         """Which pages the log still names where they were read. Needs the mutex."""
         if store.state == self.state:
             return [True] * len(self.entries)
@@ -484,7 +484,7 @@ def _lasting(faults: Mapping[int, OSError]) -> list[int]:
     return [at for at, fault in faults.items() if fault.errno in LASTING]
 
 
-def _slot_of(entry: Entry) -> tuple[int, int, int]:
+def _slot_of(entry: IndexEntry) -> tuple[int, int, int]:
     """A page's slot, as long as it is there."""
     return *entry.place, entry.version
 
@@ -497,7 +497,7 @@ def _fronts(names: Sequence[Name]) -> list[Name | None]:
     return [first, *names[:-1]] if piece.whole.is_chain else [None] * max(1, len(names))
 
 
-def _is_intact(entry: Entry, page: Page) -> bool:
+def _is_intact(entry: IndexEntry, page: Page) -> bool:
     """Whether a page's bytes are those that were stored. One without a checksum is not: nobody knows."""
     checksum = CHECKSUMS.get(entry.algorithm)
     return checksum is not None and checksum(page) == entry.checksum

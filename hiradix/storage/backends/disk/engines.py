@@ -33,7 +33,7 @@ class Operation:
     spans: list[tuple[int, int]]
 
 
-class Engine(Protocol):
+class IOEngine(Protocol):
     """Runs batches; from several threads at once."""
 
     name: str

@@ -21,7 +21,7 @@ RETIRED_SHARE = 8
 """At most one slot in so many is retired: a disk of which more fails is not to be helped so."""
 
 
-class Entry:
+class IndexEntry:
     """A page in its slot. verified: its bytes were checked, or written, by this process. logged_ns: the last
     use that the log knows of."""
 
@@ -44,7 +44,7 @@ class Entry:
         self.front: Name | None = None  # as `chains` has it
         self.next: Name | None = None
 
-    def is_same(self, other: Entry | None) -> bool:
+    def is_same(self, other: IndexEntry | None) -> bool:
         """Whether that is this page, put by the same call. Versions alone tell so in one log, but not in one
         that was put back to an old state."""
         return other is self or (
@@ -62,7 +62,7 @@ class Shelf:
     """
 
     slot_bytes: int
-    pages: OrderedDict[Name, Entry] = field(default_factory=OrderedDict)
+    pages: OrderedDict[Name, IndexEntry] = field(default_factory=OrderedDict)
     labels: set[Name] = field(default_factory=set)
     free: set[tuple[int, int]] = field(default_factory=set)
     heap: list[tuple[int, int]] = field(default_factory=list)  # of `free`, and of some no longer in it
@@ -125,7 +125,7 @@ class Index:
         self._namespace = namespace
         self.shelves: dict[int, Shelf] = {}
         self.segments: dict[int, SegmentInfo] = {}
-        self.by_place: dict[tuple[int, int], Entry] = {}
+        self.by_place: dict[tuple[int, int], IndexEntry] = {}
         self.retired: set[tuple[int, int]] = set()  # slots that are not given out any more
         self.dropped: list[int] = []  # segments that went, for their files to be let go of
         self.next_segment = 0
@@ -182,14 +182,14 @@ class Index:
             self.next_segment = record.segment
             self.next_version = record.checksum
 
-    def use(self, entry: Entry, used_ns: int) -> None:
+    def use(self, entry: IndexEntry, used_ns: int) -> None:
         """The entry's page is its shelf's hottest now."""
         entry.used_ns = used_ns
         self._shelf_of(entry).pages.move_to_end(self.label(entry.namespace, entry.name))
 
     def coldest(
         self, shelf: Shelf, count: int, keep: Collection[Name], front: Name | None = None
-    ) -> list[Entry]:
+    ) -> list[IndexEntry]:
         """At most `count` of a shelf's coldest pages: none of `keep`'s labels, nor `front`, nor what is in
         front of any of these."""
         pages = cast(OrderedDict[Name, Linked], shelf.pages)
@@ -200,7 +200,8 @@ class Index:
         for number, info in sorted(self.segments.items()):
             yield Record(Kind.SEGMENT, number, info.num_slots, num_bytes=info.slot_bytes)
         yield from (Record(Kind.RETIRED, *place) for place in sorted(self.retired))
-        behind: list[tuple[Entry, Entry]] = []  # and what is in front of them, where that is not next
+        # and what is in front of them, where that is not next
+        behind: list[tuple[IndexEntry, IndexEntry]] = []
         for shelf in self.shelves.values():
             entries = list(shelf.pages.values())
             for entry, after in zip(entries, [*entries[1:], None]):
@@ -211,7 +212,7 @@ class Index:
         for entry, front in behind:
             yield follows_record(entry.place, front.name)
 
-    def forget(self, entries: Iterable[Entry]) -> None:
+    def forget(self, entries: Iterable[IndexEntry]) -> None:
         """Take pages out without a record: for a store that cannot write one."""
         for entry in entries:
             if entry.is_same(self.by_place.get(entry.place)):
@@ -247,14 +248,14 @@ class Index:
 
     # -- records ------------------------------------------------------------------------
 
-    def _shelf_of(self, entry: Entry) -> Shelf:
+    def _shelf_of(self, entry: IndexEntry) -> Shelf:
         return self.shelves[self.segments[entry.place[0]].slot_bytes]
 
     def _put(self, record: Record) -> None:
         info = self.segments.get(record.segment)
         if info is None or record.slot >= info.num_slots or record.num_bytes > info.slot_bytes:
             return
-        entry = Entry(record, unpacked_name(record.key, record.flags), self._same)
+        entry = IndexEntry(record, unpacked_name(record.key, record.flags), self._same)
         place, shelf = entry.place, self.shelf(info.slot_bytes)
         label = self.label(entry.namespace, entry.name)
         if place in self.by_place:
@@ -324,7 +325,7 @@ class Index:
         self.dropped.append(number)
 
 
-def put_record(entry: Entry, more_flags: int) -> Record:
+def put_record(entry: IndexEntry, more_flags: int) -> Record:
     """The PUT record of a page as it is now."""
     key, flags = packed_name(entry.name)
     return Record(

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hiradix.errors import StorageError
-from hiradix.storage.backends.disk.index import Entry, Index
+from hiradix.storage.backends.disk.index import Index, IndexEntry
 from hiradix.storage.backends.disk.kernel import file_size
 from hiradix.storage.backends.disk.record import (
     FORMAT_VERSION,
@@ -324,7 +324,7 @@ def require_own(root: Path) -> None:
         raise WrongFolder(f"{path} is no log of a disk store; take another folder") from None
 
 
-def pages_in(root: Path) -> list[Entry]:
+def pages_in(root: Path) -> list[IndexEntry]:
     """The pages of every fingerprint that the log in `root` names, for those that only look.
 
     Takes no lock and changes nothing. Raises OSError or StorageError where there is no log.

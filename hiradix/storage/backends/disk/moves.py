@@ -18,9 +18,9 @@ from functools import partial
 
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.backends.disk import kernel
-from hiradix.storage.backends.disk.engines import Engine, Operation
-from hiradix.storage.backends.disk.segments import Segment
-from hiradix.storage.kit.lanes import gather, scatter
+from hiradix.storage.backends.disk.engines import IOEngine, Operation
+from hiradix.storage.backends.disk.segments import SegmentFile
+from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.kit.vectored import IOV_MAX, read_into, write_from
 from hiradix.storage.protocol import Page
 
@@ -41,7 +41,7 @@ checked sooner than handed over."""
 _READ, _WRITTEN = (
     tuple(f"{verb}_{way}" for way in ("direct", "cached", "bounced")) for verb in ("read", "written")
 )
-Move = tuple[Segment, int, Page]
+Move = tuple[SegmentFile, int, Page]
 """A page's file, its offset there, its memory. Offset and room for the page are multiples of ALIGNMENT."""
 
 
@@ -51,7 +51,7 @@ class PageIO:
     use_cache: look for pages in the page cache first. write_direct: O_DIRECT for writes too.
     """
 
-    def __init__(self, engine: Engine, use_cache: bool, write_direct: bool):
+    def __init__(self, engine: IOEngine, use_cache: bool, write_direct: bool):
         self._engine = engine
         self._use_cache = use_cache
         self._write_direct = write_direct
@@ -70,11 +70,11 @@ class PageIO:
     ) -> tuple[list[bool], dict[int, OSError]]:
         """Which pages were read whole, and what went wrong with which. `check` of a page decides about it, if
         given."""
-        return self._do(_Batch(moves, num_bytes, check, write=False))
+        return self._do(_PageBatch(moves, num_bytes, check, write=False))
 
     def write(self, moves: Sequence[Move], num_bytes: int) -> tuple[list[bool], dict[int, OSError]]:
         """Which pages were written whole, and what went wrong with which."""
-        return self._do(_Batch(moves, num_bytes, None, write=True))
+        return self._do(_PageBatch(moves, num_bytes, None, write=True))
 
     def close(self) -> None:
         """Let go of engine and buffers. Idempotent."""
@@ -84,7 +84,7 @@ class PageIO:
 
     # -- inside -------------------------------------------------------------------------
 
-    def _do(self, batch: _Batch) -> tuple[list[bool], dict[int, OSError]]:
+    def _do(self, batch: _PageBatch) -> tuple[list[bool], dict[int, OSError]]:
         direct: list[_Run] = []
         cached: list[_Run] = []
         bounced: list[int] = []
@@ -109,7 +109,7 @@ class PageIO:
         return batch.ok, batch.faults
 
     @contextmanager
-    def _checked_aside(self, batch: _Batch) -> Iterator[None]:
+    def _checked_aside(self, batch: _PageBatch) -> Iterator[None]:
         """Have the batch's pages checked beside the reads that come in this block, all of them by its end."""
         if batch.check is None or len(batch.moves) * batch.num_bytes < 2 * CHECKED_ASIDE_BYTES:
             yield
@@ -120,10 +120,10 @@ class PageIO:
         finally:
             aside.finish()
 
-    def _together(self, batch: _Batch) -> int:
+    def _together(self, batch: _PageBatch) -> int:
         return max(1, DIRECT_OPERATION_BYTES // batch.num_bytes)
 
-    def _cut(self, batch: _Batch, run: _Run) -> Iterator[_Run]:
+    def _cut(self, batch: _PageBatch, run: _Run) -> Iterator[_Run]:
         """The run, in parts that are in the page cache and parts that are not."""
         segment, offset, _ = batch.moves[run.indices[0]]
         if segment.direct_fd < 0 or (batch.write and not self._write_direct):
@@ -141,7 +141,7 @@ class PageIO:
                 for part in (slice(None, half), slice(half, None)):
                     yield from self._cut(batch, run.part(part))
 
-    def _run(self, batch: _Batch, runs: Sequence[_Run]) -> None:
+    def _run(self, batch: _PageBatch, runs: Sequence[_Run]) -> None:
         """One operation for each run; what did not end well is tried once more, page by page."""
         whole = [run for run in runs if run.num_spans <= IOV_MAX]
         for run in runs if len(whole) < len(runs) else ():
@@ -158,7 +158,7 @@ class PageIO:
                 for ended, results in landings:
                     batch.landed([(whole[i], result) for i, result in zip(ended, results)])
 
-    def _through_bounce(self, batch: _Batch, indices: Sequence[int]) -> None:
+    def _through_bounce(self, batch: _PageBatch, indices: Sequence[int]) -> None:
         size = -(-batch.num_bytes // ALIGNMENT) * ALIGNMENT
         memory = self._take_bounce(size)
         together = len(memory) // size
@@ -169,7 +169,7 @@ class PageIO:
         with self._lock:
             self._bounce.append(memory)
 
-    def _bounce_group(self, batch: _Batch, group: Sequence[int], views: Sequence[memoryview]) -> None:
+    def _bounce_group(self, batch: _PageBatch, group: Sequence[int], views: Sequence[memoryview]) -> None:
         num_bytes, operations = batch.num_bytes, []
         for index, view in zip(group, views):
             segment, offset, page = batch.moves[index]
@@ -196,7 +196,7 @@ class PageIO:
                 return self._bounce.pop()
         return staging_memory(max(BOUNCE_BYTES, num_bytes))
 
-    def _count(self, batch: _Batch, direct: list[_Run], cached: list[_Run], num_bounced: int) -> None:
+    def _count(self, batch: _PageBatch, direct: list[_Run], cached: list[_Run], num_bounced: int) -> None:
         names = _WRITTEN if batch.write else _READ
         num_direct, num_cached = (sum([len(run.indices) for run in runs]) for runs in (direct, cached))
         with self._lock:
@@ -292,7 +292,7 @@ class _Run:
         return [self.part(slice(at, at + num_pages)) for at in starts]
 
 
-class _Batch:
+class _PageBatch:
     """Pages on their way and what became of them."""
 
     def __init__(
@@ -327,7 +327,7 @@ class _Batch:
         yield _Run(indices, [pages[at] for at in indices])
 
     def _is_one_run(
-        self, segments: Sequence[Segment], offsets: tuple[int, ...], pages: Sequence[Page]
+        self, segments: Sequence[SegmentFile], offsets: tuple[int, ...], pages: Sequence[Page]
     ) -> bool:
         """Whether each page lies behind the one before: the usual case, told without a look at each."""
         count, first, size = len(pages), offsets[0], self.num_bytes

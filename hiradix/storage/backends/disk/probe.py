@@ -13,7 +13,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.storage.backends.disk import kernel
 from hiradix.storage.backends.disk.config import DiskConfig
-from hiradix.storage.backends.disk.engines import Engine, Operation, ThreadEngine, UringEngine
+from hiradix.storage.backends.disk.engines import IOEngine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.backends.disk.log import NAME as LOG_NAME
 from hiradix.storage.backends.disk.moves import ALIGNMENT, PageIO
 from hiradix.storage.backends.disk.segments import SUFFIX
@@ -76,7 +76,7 @@ def _probe(folder: Path, read_only: bool) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def _engine(config: DiskConfig, path: Path) -> Engine:
+def _engine(config: DiskConfig, path: Path) -> IOEngine:
     if config.engine != "threads":
         try:
             engine = UringEngine()
@@ -91,14 +91,14 @@ def _engine(config: DiskConfig, path: Path) -> Engine:
     return ThreadEngine(config.num_threads)
 
 
-def _direct_works(engine: Engine, path: Path) -> bool:
+def _direct_works(engine: IOEngine, path: Path) -> bool:
     try:
         return _reads(engine, path, os.O_RDONLY | os.O_DIRECT)
     except OSError:
         return False
 
 
-def _reads(engine: Engine, path: Path, flags: int) -> bool:
+def _reads(engine: IOEngine, path: Path, flags: int) -> bool:
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
         memory = staging_memory(ALIGNMENT)

@@ -1,7 +1,7 @@
 """Segment files: preallocated rows of page slots of one size.
 
-A file's descriptors live as long as somebody holds the `Segment`: a read that is under way never finds its
-descriptor closed, or someone else's.
+A file's descriptors live as long as somebody holds the `SegmentFile`: a read that is under way never finds
+its descriptor closed, or someone else's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOOK = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-class Segment:
+class SegmentFile:
     """An open segment file: `fd` goes through the page cache, `direct_fd` past it (-1: not possible)."""
 
     def __init__(self, path: str, direct: bool, read_only: bool = False):
@@ -47,21 +47,22 @@ class SegmentFolder:
         self._root = root
         self._direct = direct
         self._read_only = read_only
-        self._open: dict[int, Segment] = {}
+        self._open: dict[int, SegmentFile] = {}
 
     def path(self, number: int) -> str:
         return os.path.join(self._root, f"segment-{number:010d}{SUFFIX}")
 
-    def get(self, number: int) -> Segment:
+    def get(self, number: int) -> SegmentFile:
         """The segment, opened when first asked for. Raises OSError."""
         segment = self._open.get(number)
         if segment is None:
             try:
-                segment = Segment(self.path(number), self._direct, self._read_only)
+                segment = SegmentFile(self.path(number), self._direct, self._read_only)
             except OSError as error:
                 if error.errno != errno.EROFS:
                     raise
-                return Segment(self.path(number), self._direct, True)  # not kept: for as long as that lasts
+                # not kept: for as long as that lasts
+                return SegmentFile(self.path(number), self._direct, True)
             self._open[number] = segment
         return segment
 

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 from hiradix.errors import StorageError
 from hiradix.storage.backends.disk.config import OVERHEAD_BYTES, SLOT_OVERHEAD_BYTES, DiskConfig
-from hiradix.storage.backends.disk.index import RETIRED_SHARE, Entry, Index, Shelf, follows_record
+from hiradix.storage.backends.disk.index import RETIRED_SHARE, Index, IndexEntry, Shelf, follows_record
 from hiradix.storage.backends.disk.log import NAME as LOG_NAME
 from hiradix.storage.backends.disk.log import Log, require_own
 from hiradix.storage.backends.disk.record import BEHIND_NEXT, Kind, Name, Record, packed_name
-from hiradix.storage.backends.disk.segments import Segment, SegmentFolder
+from hiradix.storage.backends.disk.segments import SegmentFile, SegmentFolder
 from hiradix.storage.kit.dir_lock import DirLock
 from hiradix.storage.kit.lru import SKEW_NS
 from hiradix.storage.kit.read_only import refusal
@@ -30,7 +30,7 @@ EVICT_TOGETHER, EVICT_SHARE = 32, 64
 Place = tuple[int, int]
 
 
-class Store:
+class DiskStore:
     """Holds the directory's lock, log and segment files, and makes room for pages. `slot_size`: of our
     pages. `mutex` guards index and log of this process.
 
@@ -128,7 +128,7 @@ class Store:
         if self._log.refresh():
             self._after_reading()
 
-    def segment(self, number: int) -> Segment | None:
+    def segment(self, number: int) -> SegmentFile | None:
         """A segment's file; None when it is gone. Needs the mutex."""
         try:
             return self._segments.get(number)
@@ -147,7 +147,7 @@ class Store:
         """
         while len(places := self.shelf.take_free(count)) < count and self._add_slots(keep, front):
             pass
-        evicted: list[Entry] = []
+        evicted: list[IndexEntry] = []
         if len(places) < count:
             if self.shelf.waiting.latest_ns > (now_ns := self._time_ns()) + SKEW_NS:  # the clock was set back
                 self.index.sort(now_ns)
@@ -161,7 +161,7 @@ class Store:
             self._log.sync()
         return places
 
-    def sync_segments(self, segments: Collection[Segment]) -> None:
+    def sync_segments(self, segments: Collection[SegmentFile]) -> None:
         """Make what was written to them survive a power failure."""
         for segment in segments:
             os.fdatasync(segment.fd)
@@ -179,12 +179,12 @@ class Store:
         if self._config.fsync:
             self._log.sync()
 
-    def touch(self, entries: Sequence[Entry]) -> None:
+    def touch(self, entries: Sequence[IndexEntry]) -> None:
         """Let the log know when pages were used last. Locked."""
         alive = [entry for entry in entries if self.index.by_place.get(entry.place) is entry]
         self._log.append([Record(Kind.TOUCH, *entry.place, used_ns=entry.used_ns) for entry in alive])
 
-    def free(self, entries: Sequence[Entry]) -> None:
+    def free(self, entries: Sequence[IndexEntry]) -> None:
         """Forget pages, unless others are where they were. Locked."""
         current = self.index.by_place
         alive = [e for e in entries if e.place not in current or e.is_same(current[e.place])]
@@ -196,7 +196,7 @@ class Store:
         free = [Record(Kind.FREE, *place) for place in sorted(places)]
         self._log.append(free + [Record(Kind.RETIRED, *place) for place in sorted(places)[: max(0, room)]])
 
-    def forget(self, entries: Sequence[Entry]) -> None:
+    def forget(self, entries: Sequence[IndexEntry]) -> None:
         """The same in this process alone, without a record: until the log is read anew. Needs the mutex."""
         self.index.forget(entries)
 

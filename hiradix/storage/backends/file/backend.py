@@ -23,13 +23,13 @@ from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.ledger import Ledger, NoLedger
 from hiradix.storage.backends.file.page_dir import PageDir, footprint, remove
 from hiradix.storage.backends.file.room import Keep, Room
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.guard.calls import FlagsWithReason
+from hiradix.storage.kit.damaged_keys import MAX_KEYS
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.pieces import current_piece
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
-from hiradix.storage.kit.spoilt import MAX_KEYS
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.kit.under_way import UnderWay
 from hiradix.storage.kit.vectored import NO_ROOM, read_into, write_from
@@ -134,9 +134,9 @@ class FileBackend(StorageBackend):
         self._use(keys, into, ok, now_ns, fronts)
         if not all(ok) and self._room.is_lost:
             self._states.enter("lost", f"{self.config.path} was removed, with its pages")
-            return Answers(ok, MissReason.LOST)
+            return FlagsWithReason(ok, MissReason.LOST)
         if bad:
-            return Answers(ok, MissReason.DAMAGED, len(bad))
+            return FlagsWithReason(ok, MissReason.DAMAGED, len(bad))
         self._states.leave("damaged")
         return ok
 
@@ -184,7 +184,7 @@ class FileBackend(StorageBackend):
         self._states.drop("lost")
         if not all(ok):
             self._states.enter("full", f"{self.config.path} has no room: pages are refused")
-            return Answers(ok, MissReason.FULL)
+            return FlagsWithReason(ok, MissReason.FULL)
         self._states.leave("full")
         return ok
 
@@ -249,7 +249,7 @@ class FileBackend(StorageBackend):
         self._states.enter("read_only", said_of(self.config.path, why))
         self._is_refused = True
         self._count("put_read_only", ok.count(False))
-        return Answers(ok, MissReason.READ_ONLY)
+        return FlagsWithReason(ok, MissReason.READ_ONLY)
 
     def _count(self, name: str, number: int = 1) -> None:
         with self._counts_lock:

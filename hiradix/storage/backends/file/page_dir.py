@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from hiradix.storage.kit.lru import Entry
+from hiradix.storage.kit.lru import LruEntry
 from hiradix.storage.kit.seal import VERSION, key_digest
 from hiradix.storage.protocol import is_key
 
@@ -140,10 +140,10 @@ class PageDir:
 
     # -- what is there ------------------------------------------------------------------
 
-    def scan(self) -> dict[str, Entry]:
+    def scan(self) -> dict[str, LruEntry]:
         """Every page of every fingerprint, by `name`; call with the lock held. Of a directory that is only
         read those of our own: others' need no room, and we may have no right to look."""
-        found: dict[str, Entry] = {}
+        found: dict[str, LruEntry] = {}
         spaces = [self.namespace] if self._read_only else os.listdir(self.root)
         for space in filter(_SPACE.fullmatch, spaces):
             for folder in folders_of(space):
@@ -151,7 +151,7 @@ class PageDir:
                     status = _status(entry)
                     if status is not None:
                         name = self.name(folder, entry.name)
-                        found[name] = Entry(footprint(status.st_size), status.st_mtime_ns)
+                        found[name] = LruEntry(footprint(status.st_size), status.st_mtime_ns)
         return found
 
     def temp_bytes(self) -> int:

@@ -14,7 +14,7 @@ from hiradix.errors import StorageError
 from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.ledger import Ledger
 from hiradix.storage.backends.file.page_dir import PageDir, file_footprint, remove
-from hiradix.storage.kit.lru import BEFORE_ALL_NS, Entry, LruIndex
+from hiradix.storage.kit.lru import BEFORE_ALL_NS, LruEntry, LruIndex
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Room:
         """
         with self._lock:
             if os.path.exists(self._folder.path(name)):
-                self._index.use(name, Entry(num_bytes, used_ns), front)
+                self._index.use(name, LruEntry(num_bytes, used_ns), front)
 
     def follow(self, name: str, used_ns: int) -> None:
         """What follows `name` in its chain is to be stored."""

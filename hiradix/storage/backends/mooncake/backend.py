@@ -29,7 +29,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from hiradix.errors import CacheError, ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.mooncake.config import MooncakeConfig
 from hiradix.storage.backends.mooncake.own import OwnMemory, copy_out
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.registered import LaidOut, RegisteredMemory, Span
@@ -126,7 +126,7 @@ class MooncakeBackend(StorageBackend):
             self._states.leave("full")
             return ok
         self._states.enter("full", "the members have no memory for more: pages are refused")
-        return Answers(ok, MissReason.FULL)
+        return FlagsWithReason(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         with self._call(keys):

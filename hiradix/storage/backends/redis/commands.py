@@ -14,8 +14,8 @@ import redis
 from hiradix.errors import StorageError
 from hiradix.storage.backends.redis.link import CLIENT_FAULTS
 from hiradix.storage.backends.redis.resp import NIL, Frame, ReplyError, RespStream, encode_around, number_in
+from hiradix.storage.kit.call_threads import fill_head
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lanes import fill_head
 from hiradix.storage.protocol import Page, fits, page_bytes
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from obstore.exceptions import BaseError
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.s3.client import connect, is_away, told
 from hiradix.storage.backends.s3.config import S3Config
-from hiradix.storage.guard.calls import Answers
+from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lru import Entry, LruIndex
+from hiradix.storage.kit.lru import LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.pieces import current_piece
@@ -111,7 +111,7 @@ class S3Backend(StorageBackend):
             self._states.leave("full")
             return ok
         self._states.enter("full", f"{flag('max_size')} has no room for more of a call: pages are refused")
-        return Answers(ok, MissReason.FULL)
+        return FlagsWithReason(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
@@ -268,7 +268,7 @@ class S3Backend(StorageBackend):
             next(iter(found), None)  # says whether bucket and credentials are right
             return
         entries = {
-            key_in(entry): Entry(int(entry["size"]), int(entry["last_modified"].timestamp() * 1e9))
+            key_in(entry): LruEntry(int(entry["size"]), int(entry["last_modified"].timestamp() * 1e9))
             for entry in found
         }
         with self._lock:
@@ -285,7 +285,7 @@ class S3Backend(StorageBackend):
                 for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
                     if ok[index]:
                         size = self._index.size(key) or page_bytes(page)
-                        self._index.use(key, Entry(size, now_ns - index), front)
+                        self._index.use(key, LruEntry(size, now_ns - index), front)
 
     def _began(self) -> int:
         """When the first page of this call counts as used. Call with the lock held."""
@@ -319,7 +319,7 @@ class S3Backend(StorageBackend):
                 if self._index.num_bytes + size > cap:
                     break
                 added += [] if keys[index] in self._index else [keys[index]]
-                self._index.use(keys[index], Entry(size, now_ns - index), fronts[index])
+                self._index.use(keys[index], LruEntry(size, now_ns - index), fronts[index])
                 fits.append(index)
             self._has_folder = self._has_folder and len(self._index) > len(fits)
         self._evict(victims, added)
@@ -334,7 +334,7 @@ class S3Backend(StorageBackend):
             self._forget(added)
             with self._lock:
                 for key, num_bytes in victims.items():
-                    self._index.use(key, Entry(num_bytes, 0))
+                    self._index.use(key, LruEntry(num_bytes, 0))
             raise
         with self._lock:
             self._counts["evicted"] += len(victims)

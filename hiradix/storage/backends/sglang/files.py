@@ -29,15 +29,15 @@ from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.page_dir import footprint, remove
 from hiradix.storage.backends.file.room import Keep
-from hiradix.storage.guard.calls import Answers
-from hiradix.storage.kit.lru import Entry, LruIndex
+from hiradix.storage.guard.calls import FlagsWithReason
+from hiradix.storage.kit.damaged_keys import MAX_KEYS
+from hiradix.storage.kit.lru import LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import Piece, current_piece
+from hiradix.storage.kit.pieces import CallPart, current_piece
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
-from hiradix.storage.kit.spoilt import MAX_KEYS
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.kit.vectored import NO_ROOM, read_into, write_from
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
@@ -179,7 +179,7 @@ class SglangFileBackend(StorageBackend):
         ok = [self._read(key, page, now_ns - index, bad) for index, (key, page) in numbered]
         self._use(keys, into, ok, now_ns, piece)
         if bad:
-            return Answers(ok, MissReason.DAMAGED, len(bad))
+            return FlagsWithReason(ok, MissReason.DAMAGED, len(bad))
         self._states.leave("damaged")
         return ok
 
@@ -213,7 +213,7 @@ class SglangFileBackend(StorageBackend):
             self._states.leave("full")
             return ok
         self._states.enter("full", f"{self.config.path} has no room: pages are refused")
-        return Answers(ok, MissReason.FULL)
+        return FlagsWithReason(ok, MissReason.FULL)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._check(keys)
@@ -263,7 +263,7 @@ class SglangFileBackend(StorageBackend):
         self._is_refused = True
         with self._lock:
             self._counts["put_read_only"] += ok.count(False)
-        return Answers(ok, MissReason.READ_ONLY)
+        return FlagsWithReason(ok, MissReason.READ_ONLY)
 
     def _check_writable(self) -> None:
         if self.read_only:
@@ -289,15 +289,15 @@ class SglangFileBackend(StorageBackend):
         return False
 
     def _use(
-        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, piece: Piece
+        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, piece: CallPart
     ) -> None:
         """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
         with self._lock:
             for index, (key, page, front) in enumerate(zip(keys, pages, piece.fronts(keys))):
                 if ok[index]:
-                    self._index.use(key, Entry(footprint(page_bytes(page)), now_ns - index), front)
+                    self._index.use(key, LruEntry(footprint(page_bytes(page)), now_ns - index), front)
 
-    def _piece(self) -> tuple[int, Piece]:
+    def _piece(self) -> tuple[int, CallPart]:
         """When the first page of this piece of a call counts as used, and the piece."""
         piece = current_piece()
         with self._lock:
@@ -372,7 +372,7 @@ class SglangFileBackend(StorageBackend):
             if not self._make_room(num_bytes, keep):
                 self._counts["put_no_room"] += 1
                 return False
-            self._index.use(key, Entry(num_bytes, used_ns))
+            self._index.use(key, LruEntry(num_bytes, used_ns))
             self._written += num_bytes
         temp = os.path.join(self.config.path, f".{uuid.uuid4().hex}.tmp")
         try:
@@ -421,7 +421,7 @@ class SglangFileBackend(StorageBackend):
     # -- room: call with the lock held --------------------------------------------------
 
     def _scan(self) -> None:
-        found: dict[str, Entry] = {}
+        found: dict[str, LruEntry] = {}
         oldest_ns = self._time_ns() - int(_OLD_TEMP_S * 1e9)
         with os.scandir(self.config.path) as entries:
             for entry in entries:
@@ -431,7 +431,7 @@ class SglangFileBackend(StorageBackend):
                     continue
                 if entry.name.endswith(self._tail) and stat.S_ISREG(status.st_mode):
                     key = entry.name.removesuffix(self._tail)
-                    found[key] = Entry(footprint(status.st_size), status.st_mtime_ns)
+                    found[key] = LruEntry(footprint(status.st_size), status.st_mtime_ns)
                 elif _TEMP.fullmatch(entry.name) and status.st_mtime_ns < oldest_ns and not self.read_only:
                     remove(entry.path)  # a writer died
         self._index.replace_all(found, self._time_ns())

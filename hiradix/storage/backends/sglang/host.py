@@ -22,7 +22,7 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.settings import REQUIRED, Setting, Type
 from hiradix.storage.backends.sglang.base import base_module, inherits, is_inherited, make_config
 from hiradix.storage.backends.sglang.pool import ArenaPool
-from hiradix.storage.kit.lanes import gather, scatter
+from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.storage.protocol import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from hiradix.errors import Misuse
 from hiradix.os_memory import staging_memory
-from hiradix.storage.kit.lanes import gather, scatter
+from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.protocol import Page, page_bytes
 
 _ALIGN = 4096

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 from hiradix.errors import ConfigError, StorageError
 from hiradix.settings import OPEN, REQUIRED, Type, setting
 from hiradix.storage.backends.tier.promotions import Promotions
-from hiradix.storage.build import open_storage
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.guard.joining import StoragePart, WhenJoined
 from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
+from hiradix.storage.opening import open_storage
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
 

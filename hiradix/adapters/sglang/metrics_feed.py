@@ -20,7 +20,7 @@ POOL = "kv"
 _REASONS = ("below_threshold", "host_capacity", "storage_transfer", "deadline", "dropped")
 
 
-class Meters:
+class MetricsFeed:
     """Feeds `cache.metrics_collector` and a storage collector. is_on: whether anybody asked for metrics."""
 
     def __init__(self, cache: Any, is_on: bool):

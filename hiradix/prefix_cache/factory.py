@@ -20,8 +20,8 @@ from hiradix.memory import (
     size_host_pool,
     size_host_pools,
 )
-from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache.hiradix import HiRadixCache, StorageFactory, prefetch_limits
 from hiradix.prefix_cache.hybrid import HybridRadixCache
 from hiradix.prefix_cache.identity import (

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 MAX_KEYS = 1 << 16
 
 
-class Spoilt:
+class DamagedKeys:
     """Keys of such pages, at most `MAX_KEYS`, oldest out. Thread-safe."""
 
     def __init__(self) -> None:

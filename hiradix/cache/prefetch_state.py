@@ -6,14 +6,14 @@ import sys
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hiradix.cache.pages import BACKBONE, Counters, PagesOf, PageSupply
+from hiradix.cache.pages import BACKBONE, CacheCounters, PagesOf, PageSupply
 from hiradix.policy.no_regret import NoRegret
 from hiradix.transfer import Ticket
 from hiradix.transfer.jobs import Chain
 from hiradix.tree import HOST, Lock, Node, RadixKey, RadixTree
 
 
-class Phase(Enum):
+class PrefetchPhase(Enum):
     QUERY = "query"
     READ = "read"
     JOINED = "joined"  # waits for another prefetch of the same pages
@@ -32,7 +32,7 @@ class Prefetch:
     anchor: Node
     lock: Lock | None = None
     beside: Lock | None = None  # on what the tiers have of the key behind `anchor`, in no boundary
-    phase: Phase = Phase.QUERY
+    phase: PrefetchPhase = PrefetchPhase.QUERY
     tickets: set[Ticket] = field(default_factory=set)
     unread_pages: int = 0  # pages of reads that are not back yet
     end_page: int = sys.maxsize  # the first page that did not come: what lies behind cannot be used
@@ -61,7 +61,7 @@ class Prefetch:
             gate.ended(self.num_asked, self.num_came, self.read_s)
         self.num_asked, self.num_came, self.read_s = 0, 0, 0.0
 
-    def lost(self, num_pages: int, counters: Counters) -> None:
+    def lost(self, num_pages: int, counters: CacheCounters) -> None:
         """Count pages that failed to come: no fault of storage where nobody waits for them any more."""
         if not self.stopped:
             counters.miss("storage_transfer", num_pages)
@@ -70,7 +70,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True)
-class Found:
+class StorageHit:
     """What storage has of a prefetch: pages [start, end) of its key, by their names.
 
     chain: the key's hashes from its first page on, where they are known. known: so many of the first pages
@@ -86,10 +86,10 @@ class Found:
     def end(self) -> int:
         return self.start + len(self.hashes)
 
-    def part(self, first: int, end: int) -> Found:
+    def part(self, first: int, end: int) -> StorageHit:
         """Pages [first, end) of the key."""
         hashes = self.hashes[first - self.start : end - self.start]
-        return Found(first, hashes, self.chain, max(0, self.start + self.known - first))
+        return StorageHit(first, hashes, self.chain, max(0, self.start + self.known - first))
 
 
 class Arrivals:
@@ -100,7 +100,7 @@ class Arrivals:
         self.tree: RadixTree = supply.tree
         self.others = list(enumerate(supply.tree.components))[1:]
 
-    def adopt(self, p: Prefetch, found: Found, pages: PagesOf) -> None:
+    def adopt(self, p: Prefetch, found: StorageHit, pages: PagesOf) -> None:
         """Put what was read, each component's last pages of `found`, into the host tier; the anchor moves to
         where they end."""
         start, count, tree = found.start, len(found.hashes), self.tree
@@ -124,7 +124,7 @@ class Arrivals:
         p.loaded_end = found.end
         self.supply.counters.prefetched += gained
 
-    def _note(self, node: Node, found: Found) -> None:
+    def _note(self, node: Node, found: StorageHit) -> None:
         """Storage has what it was asked for, and these are the names of it all."""
         self.tree.set_hashes(node, found.start, found.hashes)
         first = found.start + found.known

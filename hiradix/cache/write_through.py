@@ -1,4 +1,5 @@
-"""Copies from device to host: write-through and write-back. What arrives goes on to storage (`storing`).
+"""Copies from device to host: write-through and write-back. What arrives goes on to storage
+(`storage_backup`).
 
 A copy is two-phase: the path is locked and host pages are allocated when it is submitted; the host pages
 enter the tree when the result is applied. Nodes may be split in between: `adopt` addresses pages by
@@ -14,26 +15,26 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hiradix.cache.flights import Flight, Flights
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import (
     BACKBONE,
     NO_PAGES,
-    Counters,
+    CacheCounters,
     PagesOf,
     PageSupply,
     gathered,
     shared_out,
     sizes,
 )
-from hiradix.cache.storing import Storing
+from hiradix.cache.storage_backup import StorageBackup
 from hiradix.errors import Misuse
 from hiradix.policy.learning import learner_of
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
-from hiradix.tree import DEVICE, HOST, Lock, Node, RadixTree, Segment, ids
+from hiradix.tree import DEVICE, HOST, Lock, Node, NodePages, RadixTree, ids
 
 
-class Down:
+class WriteThroughCopy:
     """What one copy takes down: the backbone's pages [start, node.end) of the path, and segments of others.
 
     host: the pages they go to, per component; the segments' in their order.
@@ -41,7 +42,7 @@ class Down:
 
     __slots__ = ("host", "node", "others", "start")
 
-    def __init__(self, node: Node, start: int, others: list[Segment], host: PagesOf):
+    def __init__(self, node: Node, start: int, others: list[NodePages], host: PagesOf):
         self.node = node
         self.start = start
         self.others = others
@@ -66,20 +67,20 @@ class WriteBack:
         self.locks = locks
 
 
-class Backup:
+class WriteThrough:
     """Decides with the write policy what goes down a tier, and brings it there."""
 
     def __init__(
-        self, supply: PageSupply, controller: TransferController, flights: Flights, policy: WritePolicy
+        self, supply: PageSupply, controller: TransferController, in_flight: InFlightJobs, policy: WritePolicy
     ):
         self.policy = policy
         self._tree: RadixTree = supply.tree
         self._learner = learner_of(supply.tree.order_factory)
         self._supply = supply
-        self._counters: Counters = supply.counters
+        self._counters: CacheCounters = supply.counters
         self._controller = controller
-        self._flights = flights
-        self.storing = Storing(supply, controller, flights)
+        self._in_flight = in_flight
+        self.storage_backup = StorageBackup(supply, controller, in_flight)
         self._is_plain = len(supply.device_pools) == 1
         # by component: device pages that are being copied down
         self._writing = [np.zeros(pool.num_pages + 1, np.bool_) for pool in supply.device_pools]
@@ -88,7 +89,7 @@ class Backup:
         """Forget what is being copied (after a reset)."""
         for writing in self._writing:
             writing[:] = False
-        self.storing.clear()
+        self.storage_backup.clear()
 
     def on_insert(self, node: Node) -> None:
         """Something was given to the tree at `node`, or found there: copy down what is due on its path."""
@@ -99,7 +100,7 @@ class Backup:
                     self._submit_inner(last, start)
             if not self._is_plain and (others := self._others(node, node.end)):
                 self._submit(node, node.end, others)  # what its boundary lacks beside the backbone
-        self.storing.store(node)
+        self.storage_backup.store(node)
 
     def _submit_inner(self, node: Node, start: int) -> None:
         """What ends between page `start` of a path and `node` needs beside the backbone, which goes down only
@@ -142,7 +143,7 @@ class Backup:
         return runs
 
     def _submit(
-        self, node: Node, start: int, others: list[Segment] | None = None, is_new: bool = True
+        self, node: Node, start: int, others: list[NodePages] | None = None, is_new: bool = True
     ) -> WriteBack | None:
         """Start one copy of the path from page `start` to `node`, as far as the host pool can take it.
 
@@ -220,7 +221,7 @@ class Backup:
         self._learner.make_way(HOST, None)
         return self._supply.host.available - before
 
-    def _others(self, node: Node, start: int) -> list[Segment]:
+    def _others(self, node: Node, start: int) -> list[NodePages]:
         """What a boundary at `node` lacks on the host of further components, where the backbone is there,
         on its way, or goes down too: from page `start` on."""
         if self._is_plain:
@@ -236,14 +237,14 @@ class Backup:
                 found.append(segment)
         return found
 
-    def _with_pages(self, node: Node, start: int, others: list[Segment]) -> Down | None:
+    def _with_pages(self, node: Node, start: int, others: list[NodePages]) -> WriteThroughCopy | None:
         """Host pages for it all; None if they cannot be had."""
         num_pages = sizes(others)
         num_pages[BACKBONE] = node.end - start
         host = self._supply.alloc_all_host(num_pages)
-        return None if host is None else Down(node, start, others, host)
+        return None if host is None else WriteThroughCopy(node, start, others, host)
 
-    def _write(self, down: Down, locks: list[Lock]) -> Ticket:
+    def _write(self, down: WriteThroughCopy, locks: list[Lock]) -> Ticket:
         """Submit one copy, which gives `locks` back when it ends."""
         node, host_pages = down.node, down.host[BACKBONE]
         source = self._tree.pages(node, DEVICE, start=down.start) if len(host_pages) else NO_PAGES
@@ -267,14 +268,14 @@ class Backup:
                 self._supply.free_all_host(down.host)
             self._unlock(locks)
             if ok:
-                self.storing.store(node)
+                self.storage_backup.store(node)
                 if self.policy.writes_on_evict:
-                    self.storing.store_below(node)
+                    self.storage_backup.store_below(node)
 
-        self._flights.add(ticket, Flight(JobKind.WRITE, done, owns=down.host))
+        self._in_flight.add(ticket, InFlightJob(JobKind.WRITE, done, owns=down.host))
         return ticket
 
-    def _adopt(self, down: Down) -> None:
+    def _adopt(self, down: WriteThroughCopy) -> None:
         """Give the tree the host pages of a copy that is done."""
         adopt, free = self._tree.adopt, self._supply.free_host
         free(adopt(down.node, BACKBONE, HOST, down.host[BACKBONE]))
@@ -311,7 +312,7 @@ class Backup:
                 copies.append(copy)
         return victims, copies
 
-    def _lost_with(self, node: Node) -> list[Segment]:
+    def _lost_with(self, node: Node) -> list[NodePages]:
         """What boundaries at or below `node` lose with its further components on the device.
 
         A record was taken where a match may end; a window's pages lie everywhere, and few are behind an end.
@@ -327,7 +328,7 @@ class Backup:
                 (at,) = at.children.values()
                 below += at.num_pages
             if below < kind.reach:
-                found.append(Segment(node, component, node.start, node.end, pages))
+                found.append(NodePages(node, component, node.start, node.end, pages))
         return found
 
     def keep(self, copies: Iterable[WriteBack]) -> None:

@@ -30,7 +30,7 @@ def off_loop(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(future)
 
 
-class Lane:
+class BoundedExecutor:
     """Runs work on at most `num_threads` threads, with at most `most` pieces of work that run or wait.
 
     Work whose caller has gone keeps its place until it has ended, and is not started any more if it waits.

@@ -14,7 +14,7 @@ from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
 from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
 from hiradix.storage.guard.not_joined import NotJoined
 from hiradix.storage.identities import remember
-from hiradix.storage.kit.lanes import LEFT_BEHIND
+from hiradix.storage.kit.call_threads import LEFT_BEHIND
 from hiradix.storage.kit.options import CHECKSUM, flag
 from hiradix.storage.protocol import StorageBackend, StorageContext, Traits
 from hiradix.storage.registry import FLAG, create_storage_backend, load_storage_backend
@@ -103,7 +103,7 @@ def open_guarded(
 
 
 def _check_left_behind(name: str) -> None:
-    left = LEFT_BEHIND.num_lanes
+    left = LEFT_BEHIND.num_threads
     if left >= MAX_LEFT_BEHIND:
         raise ConfigError(
             f"{FLAG} {name}: {left} threads are in calls of closed stores that have not ended; no store is "

@@ -32,14 +32,14 @@ _REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
 
 
 @dataclass(frozen=True)
-class Adapters:
+class LoraAdapters:
     """Digests of the weights of adapters whose ids say nothing of them, by id. ids: of all given at start."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     ids: frozenset[str] = frozenset()
 
     @staticmethod
-    def given(references: Iterable[Any] | None, is_hub: bool = True) -> Adapters:
+    def given(references: Iterable[Any] | None, is_hub: bool = True) -> LoraAdapters:
         """Those of `--lora-paths`; SGLang's records. Reads each one's weights, of a folder or of a hub name's
         snapshot. is_hub: whether names are Hugging Face's."""
         known, ids = {}, set()
@@ -52,7 +52,7 @@ class Adapters:
             known[one.lora_id] = origin.revision
             if not origin.is_read:
                 logger.warning("hiradix: adapter %s: its weights are not found, only its name counts", path)
-        return Adapters(known, frozenset(ids - {""}))
+        return LoraAdapters(known, frozenset(ids - {""}))
 
     def of(self, extra_key: str | None) -> str:
         """The adapter that computes the pages of an extra key: what tells it from others, "" for none.
@@ -78,7 +78,7 @@ class Adapters:
         return extra_key[len(ADAPTER) :].partition(_MARK)[2]
 
 
-NO_ADAPTERS = Adapters()
+NO_ADAPTERS = LoraAdapters()
 
 
 def apart(extra_key: str) -> str:

@@ -20,7 +20,7 @@ from hiradix.transfer import JobKind, Result, Ticket
 NOTHING: Final[PagesOf] = MappingProxyType({})
 
 
-class Flight:
+class InFlightJob:
     """One submitted job.
 
     owns: host pages that are this job's alone (a destination) until its result is applied.
@@ -49,72 +49,72 @@ class Flight:
         return sum(map(len, self.owns.values())) + sum(map(len, self.reads.values()))
 
 
-class Flights:
-    """The table of tickets. Scheduler thread only. num_owned: host pages of flights, by component."""
+class InFlightJobs:
+    """The table of tickets. Scheduler thread only. num_owned: host pages of jobs in flight, by component."""
 
     def __init__(self, free_host: Callable[[PagesOf], None]):
         self._free_host = free_host
-        self._lanes: dict[JobKind, dict[Ticket, Flight]] = {kind: {} for kind in JobKind}
+        self._by_kind: dict[JobKind, dict[Ticket, InFlightJob]] = {kind: {} for kind in JobKind}
         self.num_owned: defaultdict[int, int] = defaultdict(int)
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._by_kind.values()))
 
     def __contains__(self, ticket: Ticket) -> bool:
-        for lane in self._lanes.values():
-            if ticket in lane:
+        for jobs in self._by_kind.values():
+            if ticket in jobs:
                 return True
         return False
 
-    def add(self, ticket: Ticket, flight: Flight) -> None:
+    def add(self, ticket: Ticket, job: InFlightJob) -> None:
         if ticket in self:
             raise Misuse(f"ticket {ticket} used twice")
-        self._lanes[flight.kind][ticket] = flight
-        for component, pages in flight.owns.items():
+        self._by_kind[job.kind][ticket] = job
+        for component, pages in job.owns.items():
             self.num_owned[component] += len(pages)
 
-    def lane(self, kind: JobKind) -> Mapping[Ticket, Flight]:
-        """The flights of one kind, oldest first."""
-        return self._lanes[kind]
+    def of_kind(self, kind: JobKind) -> Mapping[Ticket, InFlightJob]:
+        """The jobs in flight of one kind, oldest first."""
+        return self._by_kind[kind]
 
     def apply(self, result: Result) -> None:
         """Run a result's one completion path. An unknown ticket is a bug."""
-        flight = self._lanes[result.kind].pop(result.ticket)
-        for component, pages in flight.owns.items():
+        job = self._by_kind[result.kind].pop(result.ticket)
+        for component, pages in job.owns.items():
             self.num_owned[component] -= len(pages)
-        if flight.orphaned:
-            self._free_host(flight.owns)
+        if job.orphaned:
+            self._free_host(job.owns)
         else:
-            flight.on_result(result)
+            job.on_result(result)
 
     def orphan_all(self) -> None:
-        """Cut every present flight off from the tree. The host pages it used are its own meanwhile.
+        """Cut every present job off from the tree. The host pages it used are its own meanwhile.
 
         Those that several read are the last one's: where more than one is left, results come in order.
         """
         taken: dict[int, Pages] = {}
-        for flight in reversed(list(self._all())):
-            if not flight.orphaned:
-                owns, reads = flight.owns, flight.reads
-                flight.owns = {
+        for job in reversed(list(self._all())):
+            if not job.orphaned:
+                owns, reads = job.owns, job.reads
+                job.owns = {
                     c: np.setdiff1d(
                         np.union1d(owns.get(c, NO_PAGES), reads.get(c, NO_PAGES)), taken.get(c, NO_PAGES)
                     ).astype(np.int32)
                     for c in {*owns, *reads}
                 }
-                flight.orphaned = True
-                for c, pages in flight.owns.items():
+                job.orphaned = True
+                for c, pages in job.owns.items():
                     taken[c] = np.concatenate([taken.get(c, NO_PAGES), pages])
                     self.num_owned[c] += len(pages) - len(owns.get(c, NO_PAGES))
 
     def owned(self, component: int = BACKBONE) -> Pages:
-        """Host pages owned by flights, for conservation: each is in no other place."""
-        pages = (flight.owns.get(component, NO_PAGES) for flight in self._all())
+        """Host pages owned by jobs in flight, for conservation: each is in no other place."""
+        pages = (job.owns.get(component, NO_PAGES) for job in self._all())
         return np.concatenate([NO_PAGES, *pages])
 
     def tickets(self, *kinds: JobKind) -> list[Ticket]:
         """Tickets of these kinds, oldest first; of every kind when none is named."""
-        return sorted(ticket for kind in kinds or JobKind for ticket in self._lanes[kind])
+        return sorted(ticket for kind in kinds or JobKind for ticket in self._by_kind[kind])
 
-    def _all(self) -> Iterator[Flight]:
-        return (flight for lane in self._lanes.values() for flight in lane.values())
+    def _all(self) -> Iterator[InFlightJob]:
+        return (job for jobs in self._by_kind.values() for job in jobs.values())

@@ -1,11 +1,11 @@
 """What requests that have ended left on the device, the scheduler's half: what of it is saved, and when.
 
-With the next step (`LateBook`), or under write_back when vLLM takes the blocks (`LeftBook`). vLLM tells no
-connector what it evicts. But it evicts a block when it hands it out again, and a step's requests say which
-blocks they are the first to write to. What an ended request left in one of those is saved then, and the step
-waits for that copy: with it goes all else of the request that is still there, up to the first page that is
-not, as a page on the host is found only behind those before it. vLLM takes a prompt's last blocks first: one
-copy saves it whole.
+With the next step (`NextStepSaves`), or under write_back when vLLM takes the blocks (`WriteBackSaves`). vLLM
+tells no connector what it evicts. But it evicts a block when it hands it out again, and a step's requests say
+which blocks they are the first to write to. What an ended request left in one of those is saved then, and the
+step waits for that copy: with it goes all else of the request that is still there, up to the first page that
+is not, as a page on the host is found only behind those before it. vLLM takes a prompt's last blocks first:
+one copy saves it whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Blocks = tuple[tuple[int, ...], ...]  # of each KV cache group
 
 
 @dataclass
-class Pending:
+class FinishedRequest:
     """Blocks of a request that has ended, to be saved: its first pages, the blocks of each KV cache group.
 
     ended: what a policy may learn of it once they are saved; None: it has, or there is none that learns.
@@ -33,23 +33,23 @@ class Pending:
     table: Blocks
     ended: Finished | None = None
 
-    def without(self, written: set[int]) -> Pending:
+    def without(self, written: set[int]) -> FinishedRequest:
         """What is left of it when these blocks are written to."""
         gone = [tuple(NULL_BLOCK if b in written else b for b in blocks) for blocks in self.table]
         return replace(self, table=tuple(gone))
 
 
 @dataclass
-class LateBook:
+class NextStepSaves:
     """What requests left that ended since the last step. No step waits for it."""
 
-    _late: list[Pending] = field(default_factory=list)
+    _late: list[FinishedRequest] = field(default_factory=list)
 
-    def leave(self, pending: Pending) -> None:
+    def leave(self, pending: FinishedRequest) -> None:
         """A request has ended."""
         self._late.append(pending)
 
-    def taken(self, written: Iterable[int]) -> list[Pending]:
+    def taken(self, written: Iterable[int]) -> list[FinishedRequest]:
         """All of it, once, less the blocks that this step writes to."""
         if not self._late:
             return []
@@ -63,22 +63,22 @@ class LateBook:
 
 
 @dataclass(eq=False)
-class Left:
+class FinishedBlocks:
     """Blocks of an ended request as it left them. turns: how often each had been written to before."""
 
-    pending: Pending
+    pending: FinishedRequest
     turns: Blocks
     is_saved: bool = False
 
 
 @dataclass
-class LeftBook:
+class WriteBackSaves:
     """What ended requests left on the device. Holds as many requests as the device has blocks, at most."""
 
     _turns: dict[int, int] = field(default_factory=dict)
-    _latest: dict[int, Left] = field(default_factory=dict)
+    _latest: dict[int, FinishedBlocks] = field(default_factory=dict)
 
-    def leave(self, pending: Pending) -> None:
+    def leave(self, pending: FinishedRequest) -> None:
         """A request has ended; its blocks stay as they are until somebody writes to them.
 
         Those behind its last whole page matter to nobody, and vLLM takes them first.
@@ -86,15 +86,15 @@ class LeftBook:
         table = tuple(blocks[: pending.num_pages] for blocks in pending.table)
         pending = replace(pending, table=table)
         turns = tuple(tuple(self._turns.get(block, 0) for block in blocks) for blocks in pending.table)
-        left = Left(pending, turns)
+        left = FinishedBlocks(pending, turns)
         for blocks in pending.table:
             self._latest.update((block, left) for block in blocks if block != NULL_BLOCK)
 
-    def taken(self, written: Iterable[int]) -> list[Pending]:
+    def taken(self, written: Iterable[int]) -> list[FinishedRequest]:
         """What a step that writes to these blocks takes away: each request's once, less what is gone."""
         if not self._latest:
             return []
-        found: list[Left] = []
+        found: list[FinishedBlocks] = []
         blocks = sorted(written)
         for block in blocks:
             left = self._latest.pop(block, None)
@@ -106,7 +106,7 @@ class LeftBook:
             self._turns[block] = self._turns.get(block, 0) + 1
         return pending
 
-    def _there(self, left: Left) -> Blocks:
+    def _there(self, left: FinishedBlocks) -> Blocks:
         """The table with NULL_BLOCK for what has been written to since."""
         rows = zip(left.pending.table, left.turns, strict=True)
         return tuple(

@@ -13,7 +13,7 @@ from hiradix.apps.engine.sampler import Draw, SeedSource, sample
 from hiradix.apps.engine.tokenizer import TextStream, Tokenizer
 
 
-class Answers:
+class OutputBuilder:
     """Grows every request's answer by one token at a time."""
 
     def __init__(

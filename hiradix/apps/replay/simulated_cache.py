@@ -13,10 +13,10 @@ from typing import Any
 from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import learning_policies, make_order
-from hiradix.policy.prefetch import PrefetchLimits, PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import Runtime, StepDriver, TransferController
-from hiradix.transfer.ports import PrefixKeys, Views
+from hiradix.transfer.protocols import PrefixKeys, Views
 from hiradix.tree import RadixTree
 
 _PAGE = bytearray(1)
@@ -101,7 +101,7 @@ class KeyStore:
         return {}
 
 
-class Stage:
+class SimulatedCache:
     """One cache of given tiers under one policy. `tick` lets every transfer end."""
 
     def __init__(self, policy: str, tiers: Tiers, block_tokens: int, config: Mapping[str, Any] | None = None):
@@ -136,6 +136,6 @@ class Stage:
         """Run every transfer under way to its end."""
         if self._driver is None:
             return
-        while len(self.cache.flights):
+        while len(self.cache.in_flight):
             self._driver.run()
             self.cache.tick()

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hiradix.adapters.rope import DYNAMIC, LONG, lengths_that_decide, unfixed
-from hiradix.adapters.sglang.adapters import Adapters, keep_apart
-from hiradix.adapters.sglang.ports import AllocatorPort, ControllerView, FencedStreams, HybridPort
+from hiradix.adapters.sglang.engine_views import AllocatorPort, ControllerView, FencedStreams, HybridPort
+from hiradix.adapters.sglang.lora_adapters import LoraAdapters, keep_apart
 from hiradix.adapters.sglang.support import (
     TESTED,
     Api,
@@ -170,7 +170,7 @@ def _build(context: Any, flags: Any, api: Api) -> Any:
     given = getattr(flags, "lora_paths", None)
     if given or getattr(flags, "enable_lora", False):
         keep_apart()
-    adapters = Adapters.given(given if context.enable_hierarchical_cache else None, _names_are_hub())
+    adapters = LoraAdapters.given(given if context.enable_hierarchical_cache else None, _names_are_hub())
     weights = _weights_of(context, flags) if context.enable_hierarchical_cache else UNSEEN
     inner = _inner(context, flags, adapters, weights, None if streams is None else Runtime(streams=streams))
     controller = None
@@ -226,7 +226,7 @@ def gate_reads(params: Any, tp_worker: Any, gate: Any) -> None:
 
 
 def _inner(
-    context: Any, flags: Any, adapters: Adapters, weights: Weights, runtime: Runtime | None
+    context: Any, flags: Any, adapters: LoraAdapters, weights: Weights, runtime: Runtime | None
 ) -> RadixCache:
     """Our cache over SGLang's pools, device only or with host and storage."""
     params, config = context.params, _config(context, flags)

@@ -3,7 +3,7 @@
 A ticket is open from its submission until its Result is in the outbox. `finish` closes tickets under the
 lock and ignores those that are closed already, so a job that returns after `abandon` says nothing twice.
 
-A deferred task is in its lane at once, in its place; only the wake of its worker waits, for the next load,
+A deferred task is in its queue at once, in its place; only the wake of its worker waits, for the next load,
 which its worker's thread then passes on: so that the scheduler wakes one thread in a step. Where no load
 comes, the second `poll` after it wakes: the first may be that of a step that is about to load. Whoever waits
 for results, and `release`, wake at once; and a thread that nobody wakes looks by itself (`Driver.announce`).
@@ -17,17 +17,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from hiradix.errors import Misuse
-from hiradix.transfer.counters import Counters
+from hiradix.transfer.counters import TransferCounters
 from hiradix.transfer.drivers import Driver
 from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
-from hiradix.transfer.ports import Clock
+from hiradix.transfer.protocols import Clock
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import BadAnswer, Crew, Lane, Steps, Stopped, Task, Worker
+from hiradix.transfer.worker import BadStorageAnswer, JobQueue, Steps, Stopped, Task, Worker, WorkerContext
 
 MAX_ERROR_CHARS = 300
 
 
-class Desk:
+class JobTable:
     """Lanes and their workers, open tickets and the outbox.
 
     jobs: how each kind of job is done. on_finish(task, error): called before a job's results are posted, on
@@ -41,8 +41,8 @@ class Desk:
         on_finish: Callable[[Task, str | None], None],
     ):
         self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
-        self.lanes = {kind: Lane(kind) for kind in JobKind}
-        self.counters = Counters()
+        self.job_queues = {kind: JobQueue(kind) for kind in JobKind}
+        self.counters = TransferCounters()
         self.wakeup: Callable[[], None] | None = None
         self._on_finish = on_finish
         self._driver: Driver = runtime.driver
@@ -56,11 +56,11 @@ class Desk:
         self.workers = self._make_workers(runtime, jobs)
 
     def _make_workers(self, runtime: Runtime, jobs: Mapping[JobKind, Steps]) -> dict[JobKind, Worker]:
-        crew = Crew(jobs, self.finish, runtime.driver.notify, self.lock, runtime.clock)
+        context = WorkerContext(jobs, self.finish, runtime.driver.notify, self.lock, runtime.clock)
         workers: dict[JobKind, Worker] = {}
         for name, kinds in runtime.workers.items():
-            lanes = [self.lanes[kind] for kind in kinds]
-            workers.update(dict.fromkeys(kinds, Worker(name, lanes, crew)))
+            job_queues = [self.job_queues[kind] for kind in kinds]
+            workers.update(dict.fromkeys(kinds, Worker(name, job_queues, context)))
         if set(workers) != set(JobKind):
             raise Misuse(f"workers for {list(workers)} only")
         return workers
@@ -122,14 +122,14 @@ class Desk:
         """Whether a wake is due for deferred writes, which the caller then sees to. Not for those that began
         by themselves, as their worker was awake."""
         num_deferred, self._num_deferred = self._num_deferred, 0
-        return num_deferred > 0 and len(self.lanes[JobKind.WRITE].queue) > 0
+        return num_deferred > 0 and len(self.job_queues[JobKind.WRITE].waiting) > 0
 
     def _queue(self, task: Task, refused: FailReason | None) -> bool:
         with self.lock:
             for part in task.job.parts:
                 self._open[part.ticket] = task
             if refused is None:
-                self.lanes[task.job.kind].queue.append(task)
+                self.job_queues[task.job.kind].waiting.append(task)
                 return True
         self.finish(task, Stopped(refused))
         return False
@@ -140,7 +140,7 @@ class Desk:
         if task is None:
             return
         with self.lock:
-            queue = self.lanes[task.job.kind].queue
+            queue = self.job_queues[task.job.kind].waiting
             was_queued = task in queue
             if was_queued:
                 queue.remove(task)
@@ -153,18 +153,18 @@ class Desk:
         unstarted: list[Task] = []
         with self.lock:
             for kind in kinds:
-                lane = self.lanes[kind]
-                unstarted.extend(lane.queue)
-                lane.queue.clear()
-                if lane.active is not None:
-                    lane.active.stop = reason
+                job_queue = self.job_queues[kind]
+                unstarted.extend(job_queue.waiting)
+                job_queue.waiting.clear()
+                if job_queue.active is not None:
+                    job_queue.active.stop = reason
         for task in unstarted:
             self.finish(task, Stopped(reason))
 
     def abandon_running(self) -> None:
         """Post failed results for jobs that do not come back."""
-        for lane in self.lanes.values():
-            task = lane.active
+        for job_queue in self.job_queues.values():
+            task = job_queue.active
             if task is not None:
                 self.finish(task, Stopped(FailReason.ABANDONED))
 
@@ -229,9 +229,9 @@ class Desk:
 
     def wait_quiet(self, kinds: Iterable[JobKind], timeout_s: float) -> bool:
         """Block until no job of these kinds is queued or running."""
-        lanes = [self.lanes[kind] for kind in kinds]
+        job_queues = [self.job_queues[kind] for kind in kinds]
         self.release()
-        return self._driver.wait_for(lambda: all(lane.is_quiet for lane in lanes), timeout_s)
+        return self._driver.wait_for(lambda: all(job_queue.is_quiet for job_queue in job_queues), timeout_s)
 
     def pending(self, kind: JobKind) -> int:
         """Tickets whose Result has not been polled."""
@@ -244,7 +244,7 @@ def reason_of(kind: JobKind, error: BaseException) -> FailReason:
         return error.reason
     if isinstance(error, AssertionError):
         return FailReason.BUG
-    if isinstance(error, BadAnswer):
+    if isinstance(error, BadStorageAnswer):
         return FailReason.BAD_ANSWER
     return FailReason.COPY if kind in (JobKind.WRITE, JobKind.LOAD) else FailReason.BACKEND
 

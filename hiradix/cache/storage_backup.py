@@ -14,24 +14,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
-from hiradix.cache.flights import Flight, Flights
-from hiradix.cache.pages import BACKBONE, NO_PAGES, Counters, Pages, PageSupply
+from hiradix.cache.in_flight import InFlightJob, InFlightJobs
+from hiradix.cache.pages import BACKBONE, NO_PAGES, CacheCounters, Pages, PageSupply
 from hiradix.errors import Misuse
-from hiradix.transfer import JobKind, Result, Tail, TransferController
+from hiradix.transfer import JobKind, Result, TrailingPages, TransferController
 from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
 from hiradix.tree.tree import extended
 
 OFFER_AGAIN_USES: Final = 64  # a node used that often is offered to storage again, which may have lost it
 
 
-class Storing:
+class StorageBackup:
     """Brings host pages to storage, where one is attached."""
 
-    def __init__(self, supply: PageSupply, controller: TransferController, flights: Flights):
+    def __init__(self, supply: PageSupply, controller: TransferController, in_flight: InFlightJobs):
         self._tree: RadixTree = supply.tree
-        self._counters: Counters = supply.counters
+        self._counters: CacheCounters = supply.counters
         self._controller = controller
-        self._flights = flights
+        self._in_flight = in_flight
         self._others = list(enumerate(supply.tree.components))[1:]
         self._ending: set[Node] = set()  # whose boundaries are being stored
 
@@ -39,7 +39,7 @@ class Storing:
         """Forget what is being stored (after a reset)."""
         self._ending.clear()
 
-    def doubt(self, node: Node) -> None:
+    def offer_again(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
         if self._controller.storage_attached:
             for n in self._tree.path(node):
@@ -96,7 +96,7 @@ class Storing:
             self._tree.unlock(lock)
 
         ticket = self._controller.store(rows, host_pages)
-        self._flights.add(ticket, Flight(JobKind.STORE, done, reads={BACKBONE: host_pages}))
+        self._in_flight.add(ticket, InFlightJob(JobKind.STORE, done, reads={BACKBONE: host_pages}))
 
     def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
         for n in self._tree.path(node, start):
@@ -139,8 +139,8 @@ class Storing:
             node.boundary_stored = result.num_pages == sum(map(len, pages.values()))
             self._tree.unlock(lock)
 
-        ticket = self._controller.store(rows, NO_PAGES, [Tail(own, c) for c, own in pages.items()])
-        self._flights.add(ticket, Flight(JobKind.STORE, done, reads=pages))
+        ticket = self._controller.store(rows, NO_PAGES, [TrailingPages(own, c) for c, own in pages.items()])
+        self._in_flight.add(ticket, InFlightJob(JobKind.STORE, done, reads=pages))
 
 
 def _record(node: Node, component: int) -> Pages:

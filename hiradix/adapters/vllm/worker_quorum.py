@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hiradix.adapters.vllm.orders import Outcome, Stage, Ticket
+from hiradix.adapters.vllm.orders import OrderOutcome, OrderStage, Ticket
 
 
 @dataclass
-class Tally:
+class WorkerQuorum:
     """Answers that are not complete yet, by ticket and stage."""
 
     num_workers: int
-    _open: dict[tuple[Ticket, Stage], tuple[int, Outcome]] = field(default_factory=dict)
+    _open: dict[tuple[Ticket, OrderStage], tuple[int, OrderOutcome]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, outcome: Outcome) -> Outcome | None:
+    def add(self, outcome: OrderOutcome) -> OrderOutcome | None:
         """The answer of all workers once this is the last one's, else None."""
         at = (outcome.ticket, outcome.stage)
         seen, so_far = self._open.pop(at, (0, outcome))
-        least = Outcome(
+        least = OrderOutcome(
             outcome.ticket,
             outcome.stage,
             min(outcome.num_pages, so_far.num_pages),

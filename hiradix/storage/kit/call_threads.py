@@ -1,8 +1,9 @@
 """A few worker threads, each with its own staging memory, so that a caller can walk away from a hung call.
 
-A lane is one daemon thread and one staging buffer. Backends only ever see staging memory: when a caller gives
-up, the lane stays out of the pool until the call ends, so a late read or write can touch nobody's pages. That
-is what the copy between staging and pages buys; it runs at memory speed and outside the interpreter lock.
+A call thread is a daemon thread with a staging buffer. Backends only ever see staging memory: when a caller
+gives up, the call thread stays out of the pool until the call ends, so a late read or write can touch
+nobody's pages. That is what the copy between staging and pages buys; it runs at memory speed and outside the
+interpreter lock.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ T = TypeVar("T")
 
 
 class CallTimeout(Exception):
-    """The call did not end in time; its lane is gone until it does."""
+    """The call did not end in time; its call thread is gone until it does."""
 
 
-class NoLane(Exception):
+class NoFreeThread(Exception):
     """No worker came free in time."""
 
 
-class OthersBusy(NoLane):
+class OthersBusy(NoFreeThread):
     """No worker came free in time, and none was left behind in a call of this kind: it says nothing of it."""
 
 
@@ -45,11 +46,13 @@ class _Call:
         self.error: Exception | None = None
 
 
-class Lane:
+class CallThread:
     """One worker thread and its staging memory. Used by one caller at a time."""
 
     def __init__(
-        self, on_late_end: Callable[[Lane], None], on_left: Callable[[Lane], None] = lambda lane: None
+        self,
+        on_late_end: Callable[[CallThread], None],
+        on_left: Callable[[CallThread], None] = lambda thread: None,
     ):
         self._on_late_end, self._on_left = on_late_end, on_left
         self._inbox: SimpleQueue[_Call | None] = SimpleQueue()
@@ -58,19 +61,19 @@ class Lane:
         threading.Thread(target=self._work, name="hiradix-storage", daemon=True).start()
 
     def staging(self, num_bytes: int, which: int = 0) -> memoryview:
-        """`num_bytes` of page-aligned memory that is the lane's, which has two of them; contents are what was
-        there."""
+        """`num_bytes` of page-aligned memory that is the call thread's, which has two of them; contents are
+        what was there."""
         if len(self._memory[which]) < num_bytes:
             self._memory[which] = staging_memory(num_bytes)
         return self._memory[which][:num_bytes]
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
-        """What `work` returns or raises on the lane's thread. CallTimeout: the lane is no longer the
+        """What `work` returns or raises on the thread. CallTimeout: the call thread is no longer the
         caller's."""
         return cast(T, self.finish(self.start(work), timeout_s))
 
     def start(self, work: Callable[[], Any]) -> _Call:
-        """Begin `work` on the lane's thread. `finish` is to be called before the lane is given back."""
+        """Begin `work` on the thread. `finish` is to be called before the call thread is given back."""
         call = _Call(work)
         self._inbox.put(call)
         return call
@@ -95,7 +98,7 @@ class Lane:
         while (call := self._inbox.get()) is not None:
             try:
                 call.value = call.work()
-            except CallTimeout as error:  # the work's own: the lane is not left behind
+            except CallTimeout as error:  # the work's own: the call thread is not left behind
                 call.error = StorageError(f"{type(error).__name__}: {error}")
             except Exception as error:  # the caller's to handle
                 call.error = error
@@ -112,30 +115,31 @@ class Lane:
 
 
 class LeftBehind:
-    """How many lanes of closed pools are in calls that have not ended, in this process. Thread-safe."""
+    """How many call threads of closed pools are in calls that have not ended, in this process. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.num_lanes = 0
+        self.num_threads = 0
 
     def add(self, number: int) -> None:
         with self._lock:
-            self.num_lanes += number
+            self.num_threads += number
 
 
 LEFT_BEHIND = LeftBehind()
 
 
-class LanePool:
-    """At most `num_lanes` lanes in calls that somebody waits for, made when first needed.
+class CallThreadPool:
+    """At most `num_threads` call threads in calls that somebody waits for, made when first needed.
 
-    Calls that were left behind count for those of their own kind only: with `num_lanes` reads hung no further
-    read is begun, and lookups and writes go on.
+    Calls that were left behind count for those of their own kind only: with `num_threads` reads hung no
+    further read is begun, and lookups and writes go on.
     """
 
-    def __init__(self, num_lanes: int):
-        self._num_lanes = num_lanes
-        self._free: list[Lane] = []
+    def __init__(self, num_threads: int):
+        self._num_threads = num_threads
+        self._free: list[CallThread] = []
         self._num_made = 0
         self._left: Counter[Hashable] = Counter()  # calls by kind that nobody waits for any more
         self._changed = threading.Condition()
@@ -150,25 +154,25 @@ class LanePool:
             return self._num_made - len(self._free)
 
     @contextmanager
-    def lane(self, timeout_s: float, extra: bool = False, kind: Hashable = None) -> Iterator[Lane]:
-        """A lane of one's own; NoLane when all stay busy for `timeout_s` or the pool is closed.
+    def thread(self, timeout_s: float, extra: bool = False, kind: Hashable = None) -> Iterator[CallThread]:
+        """A call thread of one's own; NoFreeThread when all stay busy for `timeout_s` or the pool is closed.
 
         extra: where all stay busy it is one more. kind: of the call it is for. After a CallTimeout in the
-        body the lane comes back by itself when its call ends.
+        body the call thread comes back by itself when its call ends.
         """
-        lane = self._acquire(timeout_s, extra, kind)
+        thread = self._acquire(timeout_s, extra, kind)
         try:
-            yield lane
+            yield thread
         except CallTimeout:  # counted when it was left behind; it may be another caller's by now
             raise
         except BaseException:
-            self._put_back(lane)
+            self._put_back(thread)
             raise
-        self._put_back(lane)
+        self._put_back(thread)
 
     def is_full(self, kind: Hashable) -> bool:
         """Whether as many calls of a kind were left behind as there may be calls at once."""
-        return self._left[kind] >= self._num_lanes
+        return self._left[kind] >= self._num_threads
 
     def close(self) -> None:
         """End all threads: idle ones now, the others when their call ends. Idempotent."""
@@ -179,46 +183,46 @@ class LanePool:
             free, self._free = self._free, []
             self._left_behind.add(self._num_made - len(free))
             self._changed.notify_all()
-        for lane in free:
-            lane.stop()
+        for thread in free:
+            thread.stop()
 
-    def _acquire(self, timeout_s: float, extra: bool, kind: Hashable) -> Lane:
+    def _acquire(self, timeout_s: float, extra: bool, kind: Hashable) -> CallThread:
         with self._changed:
             self._changed.wait_for(lambda: self._may_acquire(kind), max(0.0, timeout_s))
             if self._closed or not (extra or self._may_acquire(kind)):
                 is_own = self._closed or self._left[kind] > 0
-                raise (NoLane if is_own else OthersBusy)("all workers are in calls that have not ended")
-            lane = self._free.pop() if self._free else None
-            self._num_made += lane is None
-        lane = lane or Lane(self._late, lambda left: self._leave(left.kind, 1))
-        lane.kind = kind
-        return lane
+                raise (NoFreeThread if is_own else OthersBusy)("all workers are in calls that have not ended")
+            thread = self._free.pop() if self._free else None
+            self._num_made += thread is None
+        thread = thread or CallThread(self._late, lambda left: self._leave(left.kind, 1))
+        thread.kind = kind
+        return thread
 
     def _may_acquire(self, kind: Hashable) -> bool:
         if self._closed:
             return True
         num_waited_for = self._num_made - len(self._free) - self._left.total()
-        return num_waited_for + self._left[kind] < self._num_lanes
+        return num_waited_for + self._left[kind] < self._num_threads
 
     def _leave(self, kind: Hashable, number: int) -> None:
         with self._changed:
             self._left[kind] += number
             self._changed.notify_all()
 
-    def _late(self, lane: Lane) -> None:
+    def _late(self, thread: CallThread) -> None:
         with self._changed:
             self.num_late += 1
-        self._leave(lane.kind, -1)
-        self._put_back(lane)
+        self._leave(thread.kind, -1)
+        self._put_back(thread)
 
-    def _put_back(self, lane: Lane) -> None:
+    def _put_back(self, thread: CallThread) -> None:
         with self._changed:
             if not self._closed:
-                self._free.append(lane)
+                self._free.append(thread)
                 self._changed.notify_all()
                 return
         self._left_behind.add(-1)
-        lane.stop()
+        thread.stop()
 
 
 def gather(page: Page, into: memoryview) -> None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
 from hiradix.adapters.vllm.index import HostIndex
-from hiradix.policy.prefetch import PrefetchPolicy
-from hiradix.policy.write import WritePolicy
+from hiradix.policy.prefetch_policy import PrefetchPolicy
+from hiradix.policy.write_policy import WritePolicy
 
 
 class Asked(NamedTuple):
@@ -53,7 +53,7 @@ class StepRequest(NamedTuple):
 
 
 @dataclass
-class Figures:
+class SchedulerCounters:
     """Tokens and pages since start, and since the last report to vLLM."""
 
     hit_tokens: int = 0
