@@ -60,7 +60,7 @@ STEPS = (
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call of a function of hiradix.
 
     crosses: the caller is in another file of hiradix. owner: the class that the function belongs to.
@@ -75,7 +75,7 @@ class Call:
     owner: str | None
 
     @classmethod
-    def of(cls, step: int, thread: str, module: str, qualname: str, crosses: bool) -> Call:
+    def of(cls, step: int, thread: str, module: str, qualname: str, crosses: bool) -> TracedCall:
         first, _, rest = qualname.partition(".")
         owner = f"{module}.{first}" if rest and not rest.startswith("<locals>") else None
         return cls(step, thread, module, qualname.replace(".<locals>", ""), crosses, owner)
@@ -85,7 +85,7 @@ class Recorder:
     """Notes each call into hiradix while a step is on, on every thread that was started under `watching`."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TracedCall] = []
         self.step: int | None = None
         self._scheduler = threading.current_thread()
         self._modules: dict[str, str | None] = {}  # by file name
@@ -120,7 +120,7 @@ class Recorder:
         crosses = caller is not None and caller != module
         thread = threading.current_thread()
         shown = "scheduler" if thread is self._scheduler else thread.name
-        self.calls.append(Call.of(step, shown, module, name, crosses))
+        self.calls.append(TracedCall.of(step, shown, module, name, crosses))
 
     def _module(self, frame: FrameType) -> str | None:
         """The dotted name of the frame's module; None outside of hiradix, and in this module."""
@@ -134,7 +134,7 @@ class Recorder:
 
 
 @dataclass
-class Request:
+class TourRequest:
     """A request as an engine has it: `hiradix.prefix_cache.records.RequestLike`."""
 
     rid: str
@@ -151,7 +151,7 @@ class Request:
         return len(self.fill_ids)
 
 
-class Engine:
+class TinyEngine:
     """The least of an engine: pools, a table of slots, and a forward pass with made-up keys and values."""
 
     def __init__(self, folder: Path, eviction_policy: str) -> None:
@@ -178,7 +178,7 @@ class Engine:
         self._news = threading.Event()
         cache.set_wakeup(self._news.set)
 
-    def admit(self, rid: str, tokens: Sequence[int]) -> Request:
+    def admit(self, rid: str, tokens: Sequence[int]) -> TourRequest:
         """Match the prompt, load back what the host has of it, and lock the prefix that was found."""
         found = self.cache.match_prefix(MatchPrefixParams(RadixKey(list(tokens))))
         slots, node = found.device_indices, found.last_device_node
@@ -186,9 +186,9 @@ class Engine:
             loaded, node = self.cache.init_load_back(found.last_host_node, found.host_hit_length)
             slots = torch.cat([slots, loaded])
         self.cache.inc_lock_ref(node)
-        return Request(rid, tokens, tokens, node, slots, len(slots))
+        return TourRequest(rid, tokens, tokens, node, slots, len(slots))
 
-    def forward(self, request: Request) -> None:
+    def forward(self, request: TourRequest) -> None:
         """Compute what the prompt has beyond its prefix; read all of it layer by layer, as attention does."""
         num_known, num_tokens = len(request.prefix_indices), len(request.origin_input_ids)
         needed = -(-(num_tokens - num_known) // PAGE) * PAGE
@@ -207,7 +207,7 @@ class Engine:
                 if not bool((buffer[slots] == expected).all()):
                     raise CacheError("a cached page is not what was computed")
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: TourRequest) -> None:
         """Give the request's pages to the tree."""
         self.cache.cache_finished_req(request)
         self.rows.free(request.req_pool_idx)
@@ -239,13 +239,13 @@ class Engine:
         self._news.clear()
 
 
-def walk(folder: Path, eviction_policy: str = "lru") -> list[Call]:
+def walk(folder: Path, eviction_policy: str = "lru") -> list[TracedCall]:
     """Take the tour in a store below `folder`: all calls into hiradix, in their order."""
     if not hasattr(tree_key.RadixKey.page_aligned, "__code__"):
         raise CacheError("the compiled form has no calls to show: run this from the source tree")
     recorder = Recorder()
     with recorder.watching():
-        engine = Engine(folder, eviction_policy)
+        engine = TinyEngine(folder, eviction_policy)
         try:
             _take_steps(engine, recorder)
         finally:
@@ -253,7 +253,7 @@ def walk(folder: Path, eviction_policy: str = "lru") -> list[Call]:
     return recorder.calls
 
 
-def _take_steps(engine: Engine, recorder: Recorder) -> None:
+def _take_steps(engine: TinyEngine, recorder: Recorder) -> None:
     cache, prompt = engine.cache, [*range(PAGE), 99]
     warm_up = engine.admit("warm-up", [5] * (PAGE + 1))  # starts the threads, and the store's first file
     engine.forward(warm_up)
@@ -302,7 +302,7 @@ def _take_steps(engine: Engine, recorder: Recorder) -> None:
 # -- what was seen ------------------------------------------------------------------------------
 
 
-def summary(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def summary(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
     """What `--json` prints, a record for each step."""
     return [
         {"step": number, "title": title, **_figures([c for c in calls if c.step == number])}
@@ -310,7 +310,7 @@ def summary(calls: Sequence[Call]) -> list[dict[str, Any]]:
     ]
 
 
-def _figures(calls: Sequence[Call]) -> dict[str, Any]:
+def _figures(calls: Sequence[TracedCall]) -> dict[str, Any]:
     return {
         "calls": len(calls),
         "files": len({call.module for call in calls}),
@@ -320,7 +320,7 @@ def _figures(calls: Sequence[Call]) -> dict[str, Any]:
     }
 
 
-def _route(calls: Sequence[Call]) -> list[dict[str, Any]]:
+def _route(calls: Sequence[TracedCall]) -> list[dict[str, Any]]:
     """Per thread the modules, and in each its functions, in the order of their first calls."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
     for call in calls:

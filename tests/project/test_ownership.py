@@ -10,22 +10,22 @@ from tests.project.repo import Module, modules
 
 EXCEPTIONS = {
     # Set while serving, by an operator, or as the cache grows.
-    "HiRadixCache": {"self._prefetcher.policy", "self._backup.policy", "self.controller.wakeup"},
-    "StorageBook": {"self._fetches.policy"},
+    "HiRadixCache": {"self._prefetcher.policy", "self._write_through.policy", "self.controller.wakeup"},
+    "StorageTracker": {"self._fetches.policy"},
     "UseLog": {"self.ghosts.limit"},
     "RadixTree": {"self._residencies.watch", "self._end.root"},
     # Whom to wake is known when an engine's thread begins, long after the controller was made.
     "WorkerRole": {"self._controller.wakeup"},
-    "TransferController": {"self._desk.wakeup"},
+    "TransferController": {"self._job_table.wakeup"},
     # Each step, batch or file has its own.
-    "PagedModel": {"self._desk.states"},
+    "PagedModel": {"self._current_pass.states"},
     "ControllerView": {"self._streams.fence"},
-    "Piece": {"self.whole.began_ns"},
+    "CallPart": {"self.whole.began_ns"},
     "Log": {"self.index.dropped", "self.index.next_segment"},
-    "Store": {"self.index.dropped"},
+    "DiskStore": {"self.index.dropped"},
     "Player": {"self.played.cpu_s", "self.played.writes", "self.played.decisions"},
     # Objects of others, which take it no other way.
-    "Meters": {"self._storage.labels"},
+    "MetricsFeed": {"self._storage.labels"},
     "_Ending": {"self._timer.daemon"},
     "MooncakeBackend": {"self._how.replica_num"},
     "CompressedStorage": {"self._local.compressor", "self._local.decompressor"},

@@ -39,7 +39,7 @@ def rows() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tour.Call]:
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[tour.TracedCall]:
     if COMPILED:
         pytest.skip("the compiled form has no calls to show")
     return tour.walk(tmp_path_factory.mktemp("store"))
@@ -57,7 +57,7 @@ def test_a_named_function_exists(row: Row) -> None:
     assert callable(reduce(getattr, row.function.split("."), importlib.import_module(row.module)))
 
 
-def test_each_named_function_is_called_in_its_step_in_order(calls: list[tour.Call]) -> None:
+def test_each_named_function_is_called_in_its_step_in_order(calls: list[tour.TracedCall]) -> None:
     """Of several rows for one function the next call after the row before counts."""
     for step in range(1, len(tour.STEPS) + 1):
         for thread in {row.thread for row in rows() if row.step == step}:
@@ -66,12 +66,12 @@ def test_each_named_function_is_called_in_its_step_in_order(calls: list[tour.Cal
                 assert (row.module, row.function) in seen, row
 
 
-def test_a_function_that_is_not_called_would_be_seen(calls: list[tour.Call]) -> None:
+def test_a_function_that_is_not_called_would_be_seen(calls: list[tour.TracedCall]) -> None:
     first = [(c.module, c.function) for c in calls if c.step == 1]
     assert first and ("hiradix.prefix_cache.radix", "RadixCache.evict") not in first
 
 
-def test_figures_count_what_was_called(calls: list[tour.Call]) -> None:
+def test_figures_count_what_was_called(calls: list[tour.TracedCall]) -> None:
     for step in tour.summary(calls):
         own = [call for call in calls if call.step == step["step"]]
         assert step["calls"] == len(own) > 0

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
-class Generation(Extension):
+class GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's text for training; its body is rendered as it is."""
 
     tags = {"generation"}
@@ -35,7 +35,7 @@ class Generation(Extension):
 def environment() -> ImmutableSandboxedEnvironment:
     """What chat templates are written for: whitespace, tags, filters and functions as in transformers."""
     found = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
     found.filters["tojson"] = _to_json
     found.globals |= {"raise_exception": _raise, "strftime_now": _now}
