@@ -86,7 +86,7 @@ class ExtraConfig:
         IDENTITY_KEY, Type.LABEL, None,
         "as `--hicache-storage-identity`, which it goes before; in SGLang and vLLM too",
     )
-    backend: Mapping[str, Any] = field(default_factory=_frozen)
+    backend: Mapping[str, Any] = field(default_factory=_frozen, repr=False)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> ExtraConfig:

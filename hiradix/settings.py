@@ -59,6 +59,8 @@ class Type(enum.Enum):
 
 
 NUMBERS = (Type.INTEGER, Type.NUMBER, Type.SECONDS)
+UNSHOWN = (Type.SECRET, Type.OBJECT, Type.STORE)
+"""In no repr. What somebody else reads may have secrets of any name."""
 TEXTS = (Type.TEXT, Type.SECRET, Type.FOLDER, Type.FILE, Type.ADDRESS)
 
 
@@ -166,7 +168,7 @@ def setting(
     """A field of a configuration, with the `Setting` of these arguments.
 
     to: makes the field's value of a checked one, and of the default.
-    shown: whether the configuration's repr has it; a secret is in none.
+    shown: whether the configuration's repr has it, if its type is none of `UNSHOWN`.
     """
     return field_of(Setting(name, type, default, text, **more), to, shown)
 
@@ -175,7 +177,7 @@ def field_of(one: Setting, to: Callable[[Any], Any] | None = None, shown: bool =
     """The same for a setting that several configurations have."""
     default = one.default
     about = {"setting": one, "to": to}
-    is_shown = shown and one.type is not Type.SECRET
+    is_shown = shown and one.type not in UNSHOWN
     if default is REQUIRED:
         return dataclasses.field(metadata=about, repr=is_shown)
 

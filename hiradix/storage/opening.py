@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hiradix.errors import ConfigError, Unreachable
@@ -32,7 +32,7 @@ class StoreSettings:
     guard: GuardLimits
     join: JoinLimits
     wraps: WrapConfig
-    own: Mapping[str, Any]
+    own: Mapping[str, Any] = field(repr=False)
 
     @staticmethod
     def read(keys: Mapping[str, Any] | StoreSettings) -> StoreSettings:

@@ -141,7 +141,7 @@ class StorageContext:
     """
 
     fingerprint: PageFingerprint
-    extra_config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    extra_config: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}), repr=False)
     page_bytes: int = 0
     ragged: bool = False
     elements: str = ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hiradix.config import ExtraConfig, HiCacheConfig
 from hiradix.errors import ConfigError
 from hiradix.settings import (
     REQUIRED,
@@ -24,6 +25,11 @@ from hiradix.settings import (
     shown_values,
 )
 from hiradix.storage import StoreSettings, Trust, open_stores, trust_of
+from hiradix.storage.backends.nixl.config import NixlConfig
+from hiradix.storage.backends.s3.config import S3Config
+from hiradix.storage.backends.tier.backend import TierConfig
+from hiradix.storage.fingerprint import PageFingerprint
+from hiradix.storage.protocol import StorageContext
 from tests.storage.test_components import BOTH
 
 
@@ -78,6 +84,35 @@ def test_secrets_are_in_no_repr_and_have_names_that_logs_hide() -> None:
     assert "hunter2" not in repr(Outer("a", key="hunter2"))
     with pytest.raises(ValueError, match="motto"):
         Setting("motto", Type.SECRET, "", "would be shown")
+
+
+OF_OTHERS: dict[str, object] = {
+    "an object of a setting": Outer("a", extras={"password": "hunter2"}),
+    "obstore's settings": S3Config.from_mapping(
+        {"url": "s3://bucket/pages", "store_options": {"aws_secret_access_key": "hunter2"}}
+    ),
+    "a plugin's parameters": NixlConfig.from_mapping({"plugin_options": {"secret_key": "hunter2"}}),
+    "keys of the store behind nixl": NixlConfig.from_mapping({"secret_access_key": "hunter2"}),
+    "halves of a tier": TierConfig({"backend": "redis", "password": "hunter2"}, {"token": "hunter2"}),
+    "a backend's own keys": StoreSettings.read({"password": "hunter2"}),
+    "the extra config": HiCacheConfig(
+        hicache_storage_backend_extra_config=ExtraConfig.from_mapping({"password": "hunter2"})
+    ),
+    "what a backend is made from": StorageContext(PageFingerprint("m"), {"password": "hunter2"}, 1),
+    "the extra config by itself": ExtraConfig.from_mapping({"password": "hunter2"}),
+}
+
+
+@pytest.mark.parametrize("config", OF_OTHERS.values(), ids=OF_OTHERS)
+def test_keys_that_somebody_else_reads_are_in_no_repr(config: object) -> None:
+    """Which of them are secrets is not known here."""
+    assert "hunter2" not in repr(config)
+
+
+def test_an_error_about_a_plugins_parameters_shows_no_others() -> None:
+    with pytest.raises(ConfigError, match="plugin_options must be an object of texts, got 7 for depth") as e:
+        NixlConfig.from_mapping({"plugin_options": {"secret_key": "hunter2", "depth": 7}})
+    assert "hunter2" not in str(e.value)
 
 
 def test_keys_of_a_configuration_are_those_of_its_fields_and_groups() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hiradix.errors import ConfigError
-from hiradix.settings import OPEN, OverHttp, Type, fields_of, read, setting
+from hiradix.settings import OPEN, OverHttp, Type, fields_of, read, redact, setting
 from hiradix.storage.kit.options import flag
 
 FILE_PLUGINS = ("POSIX", "GDS", "GDS_MT")
@@ -16,8 +16,10 @@ PLUGINS = (*FILE_PLUGINS, "OBJ")
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    if not all(isinstance(value, str) for value in values.values()):
-        raise ConfigError(f"{flag('plugin_options')} must be an object of texts, got {values!r}")
+    for name, value in values.items():
+        if not isinstance(value, str):
+            got = f"{redact(value, str(name))!r} for {name}"
+            raise ConfigError(f"{flag('plugin_options')} must be an object of texts, got {got}")
     return dict(values)
 
 
@@ -45,7 +47,7 @@ class NixlConfig:
         "zero_copy", Type.BOOL, None, "calls run on the caller's thread and move the host pool's own pages",
         default_text="true for files", over_http=OPEN,
     )
-    rest: Mapping[str, Any] = field(default_factory=dict)
+    rest: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> NixlConfig:
