@@ -4,17 +4,23 @@ A note in the user's cache folder holds the digest of one file. Its name says wh
 inode, size, times, and a look at pieces of it. A file of which any of these has changed has another name, so
 an old note is never found. The note is locked while the file is read: other processes go on with other files,
 then wait, and read the file themselves when whoever holds the lock shows no life.
+
+Writing to a mapped file changes its times when a page becomes dirty, and not again before that page was
+written back; so that is done before the times are asked for. In memory file systems it never changes them:
+what is in those is not shared.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,8 +33,11 @@ SILENT_S = 30.0  # after which nobody waits any longer for a process that reads 
 SETTLED_S = (
     2.0  # since its last change: a later one shows in the times, whatever the file system's clock does
 )
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.02
 _SUM_BYTES = 32
+_NAME = re.compile(r"[0-9a-f]{64}")
+_IN_MEMORY = frozenset((0x01021994, 0x858458F6, 0x958458F6))  # tmpfs, ramfs, hugetlbfs
 
 Make = Callable[[Path, Callable[[], None]], bytes]
 Look = Callable[[BinaryIO], bytes]
@@ -64,15 +73,15 @@ class _Note:
 
     def __init__(self, file: Path, look: Look) -> None:
         self._file, self._look = file, look
-        self._path = self._place()
+        self._name = self._name_now()
         self._sign_of_life: tuple[int, float] | None = None
 
     def digest(self, make: Make) -> bytes | None:
         """The file's digest; None while another process reads the file."""
-        if self._path is None:
+        if self._name is None:
             return make(self._file, lambda: None)
         try:
-            stream = open(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
+            stream = _opened(self._name)
         except OSError as error:
             return self._alone(make, error)
         with stream:
@@ -96,7 +105,7 @@ class _Note:
 
         digest = make(self._file, show_life)
         try:
-            if self._place() == self._path:
+            if self._name_now() == self._name:
                 stream.seek(0)
                 stream.write(digest + hashlib.sha256(digest).digest())
                 stream.truncate()
@@ -116,32 +125,63 @@ class _Note:
             self._sign_of_life = seen, now_s
         return now_s - self._sign_of_life[1] >= SILENT_S
 
-    def _place(self) -> Path | None:
-        """The note's path; None where the file or the folder is such that nothing is shared."""
+    def _name_now(self) -> str | None:
+        """The note's name; None where the file or the folder is such that nothing is shared."""
         with self._file.open("rb") as stream:
+            try:
+                if not _shows_changes(stream):
+                    return None
+                os.fdatasync(stream.fileno())
+                said = (BOOT_ID.read_text(), os.fsdecode(self._file.resolve()), *_stat_of(stream))
+            except OSError as error:
+                logger.debug("digests of weights are not shared: %s", error)
+                return None
             stat = os.fstat(stream.fileno())
             if time.time() - max(stat.st_ctime, stat.st_mtime) < SETTLED_S:
                 return None
-            said = (_boot_id(), str(self._file.resolve()), *_stat_of(stream))
-            name = hashlib.sha256("\0".join(said).encode() + b"\0" + self._look(stream)).hexdigest()
+            name = hashlib.sha256(os.fsencode("\0".join(said)) + b"\0" + self._look(stream)).hexdigest()
         try:
-            notes = _own_folder()
-            if not (notes / name).exists():
-                prune(notes, MOST)
+            folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _own_folder() as notes:
+                if name not in os.listdir(notes):
+                    prune(folder(), MOST, _NAME)
         except (OSError, RuntimeError) as error:  # the latter: a user without a home
             logger.debug("digests of weights are not shared: %s", error)
             return None
-        return notes / name
+        return name
 
 
-def _own_folder() -> Path:
-    """The folder of the notes, made where there is none. OSError: others may write to it."""
-    place = folder()
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stat = place.stat()
-    if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
-        raise PermissionError(f"{place} can be written by others")
-    return place
+@contextmanager
+def _own_folder() -> Iterator[int]:
+    """The folder of the notes, open, so that none comes in its place. OSError: there is none, or a link, or
+    others may write to it."""
+    notes = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        stat = os.fstat(notes)
+        if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
+            raise PermissionError(f"{folder()} can be written by others")
+        yield notes
+    finally:
+        os.close(notes)
+
+
+def _opened(name: str) -> BinaryIO:
+    """The note of that name, made where there is none. OSError: it is somebody else's."""
+    with _own_folder() as notes:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        stream = open(os.open(name, flags, 0o600, dir_fd=notes), "r+b")
+    if os.fstat(stream.fileno()).st_uid != os.geteuid():
+        stream.close()
+        raise PermissionError(f"{folder() / name} is of another user")
+    return stream
+
+
+def _shows_changes(stream: BinaryIO) -> bool:
+    """Whether whatever writes to a file changes its times, mapped or not."""
+    statfs = (ctypes.c_ulong * 64)()  # its first word is the file system's type
+    if ctypes.CDLL(None).fstatfs(stream.fileno(), statfs):
+        return False
+    return statfs[0] & 0xFFFFFFFF not in _IN_MEMORY
 
 
 def _stat_of(stream: BinaryIO) -> tuple[str, ...]:
@@ -149,11 +189,6 @@ def _stat_of(stream: BinaryIO) -> tuple[str, ...]:
     network file system looks again when it opens one."""
     stat = os.fstat(stream.fileno())
     return tuple(map(str, (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)))
-
-
-def _boot_id() -> str:
-    """What tells this host, since it was started, from others. A crash may lose what a file's times tell."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text()
 
 
 def _text_of(stream: BinaryIO) -> bytes | None:

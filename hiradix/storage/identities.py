@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MOST = 1000
 SHOWN = 32  # hex digits by which stores name a fingerprint
 _NAME = re.compile(r"[0-9a-f]{32}")
+_FILE = re.compile(_NAME.pattern + r"\.(json|\d+)")  # with a number: not written to its end
 
 
 def identities_folder() -> Path:
@@ -41,7 +42,7 @@ def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
         if target.exists():
             os.utime(target)
             return
-        prune(folder, MOST)
+        prune(folder, MOST, _FILE)
         written = target.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(dataclasses.asdict(fingerprint)))
         written.replace(target)
@@ -49,11 +50,12 @@ def remember(fingerprint: PageFingerprint, folder: Path | None = None) -> None:
         logger.debug("a fingerprint is not remembered: %s", error)
 
 
-def prune(folder: Path, most: int) -> None:
-    """Make room for one more of at most `most` files: what was written longest ago goes, and a tenth with
-    it."""
+def prune(folder: Path, most: int, names: re.Pattern[str]) -> None:
+    """Make room for one more of at most `most` files of such names: what was written longest ago goes, and a
+    tenth with it. Whatever else is in the folder is somebody's."""
     with os.scandir(folder) as entries:
-        notes = sorted((entry.stat().st_mtime, entry.path) for entry in entries if entry.is_file())
+        ours = (entry for entry in entries if names.fullmatch(entry.name) and entry.is_file())
+        notes = sorted((entry.stat().st_mtime, entry.path) for entry in ours)
     if len(notes) >= most:
         for _, path in notes[: len(notes) - most + max(1, most // 10)]:
             Path(path).unlink(missing_ok=True)  # another process may prune, too

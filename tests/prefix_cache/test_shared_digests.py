@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import multiprocessing
 import os
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from hiradix.prefix_cache import origin_of, shared_digests
 from hiradix.prefix_cache import weight_files as wf
 from hiradix.prefix_cache.shared_digests import digests_of
 
+SHOWS_CHANGES = shared_digests._shows_changes
 OLD_S = 1_000_000_000
 """When files here were written: a file of this moment is not shared."""
 
@@ -25,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of several files, and a user's cache that is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(shared_digests, "SETTLED_S", 0.0)
+    monkeypatch.setattr(shared_digests, "_shows_changes", lambda stream: True)  # tests may be in memory
     monkeypatch.setattr(wf, "_SHARED_BYTES", 0)
     folder = tmp_path / "model"
     folder.mkdir()
@@ -187,6 +191,83 @@ def test_a_file_of_this_moment_is_not_noted(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(shared_digests, "SETTLED_S", 1e9)
     origin_of(str(folder))
     assert not shared_digests.folder().exists() or not notes()
+
+
+AT = (3 << 19) + (8 << 10)
+"""Of a file of 16 MiB a place between the pieces that are looked at."""
+
+
+def mapped(file: Path) -> mmap.mmap:
+    with file.open("r+b") as stream:
+        return mmap.mmap(stream.fileno(), 0)
+
+
+def test_a_change_of_a_mapped_file_is_seen_whenever_it_comes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that is not written back yet can be written to again, and the file's times stay as they are."""
+    monkeypatch.setattr(shared_digests, "_shows_changes", SHOWS_CHANGES)
+    file = folder / "1.bin"
+    file.write_bytes(bytes(1 << 24))
+    with mapped(file) as memory:
+        memory[AT] = 1
+        before = origin_of(str(folder))
+        memory[AT + 1] = 1
+        assert origin_of(str(folder)) != before
+
+
+def test_a_file_system_in_memory_shows_no_changes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is written there to a mapped file changes none of its times."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(shared_digests, "SETTLED_S", 0.0)
+    monkeypatch.setattr(wf, "_SHARED_BYTES", 0)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        file = Path(name) / "1.bin"
+        file.write_bytes(bytes(1 << 24))
+        with mapped(file) as memory:
+            memory[AT] = 1
+            before = origin_of(name)
+            memory[AT + 1] = 1
+            assert origin_of(name) != before
+
+
+def test_a_host_that_says_nothing_of_its_start_costs_the_sharing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, read: Counter[str]
+) -> None:
+    monkeypatch.setattr(shared_digests, "BOOT_ID", Path("/proc/no such file"))
+    assert origin_of(str(folder)) == origin_of(str(folder)) and set(read.values()) == {2}
+
+
+def test_a_folder_may_have_a_name_that_is_no_text(folder: Path, read: Counter[str]) -> None:
+    other = Path(os.fsdecode(os.fsencode(folder) + b"\xff"))
+    folder.rename(other)
+    assert origin_of(str(other)) == origin_of(str(other)) and set(read.values()) == {1}
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(
+    folder: Path, tmp_path: Path, read: Counter[str]
+) -> None:
+    """Whoever can write beside it chooses where it leads."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(0o700)
+    shared_digests.folder().parent.mkdir(parents=True)
+    shared_digests.folder().symlink_to(elsewhere)
+    origin_of(str(folder))
+    assert origin_of(str(folder)) and set(read.values()) == {2} and not list(elsewhere.iterdir())
+
+
+def test_only_notes_make_room_for_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may keep weights in a folder of this name."""
+    monkeypatch.setattr(shared_digests, "MOST", 1)
+    shared_digests.folder().mkdir(0o700, parents=True)
+    kept = shared_digests.folder() / "model.safetensors"
+    kept.write_bytes(b"of somebody")
+    os.utime(kept, (0, 0))
+    for number in range(3):
+        assert digests_of([folder / f"{number}.safetensors"], lambda one, alive: b"digest")
+    assert kept.exists() and len(notes()) == 2
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"\0" * 64])
