@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from hiradix.errors import StorageError
 from hiradix.storage.backends.disk import DiskBackend
-from hiradix.storage.backends.disk.bad_slots import FAILURES
+from hiradix.storage.backends.disk.bad_slots import FAILURES, MOST_UNWRITABLE
 from hiradix.storage.backends.disk.config import slot_bytes
 from hiradix.storage.backends.disk.index import RETIRED_SHARE
 from hiradix.storage.guard.calls import FlagsWithReason
@@ -180,6 +181,27 @@ def test_the_same_of_puts_of_one_page(make: Make, disk: Disk) -> None:
         with pytest.raises(StorageError, match="bad sector"):
             put(store, keys[1:2])
     assert put(store, keys[1:2]) == [True]
+
+
+def test_a_disk_that_takes_nothing_for_a_while_keeps_its_slots(make: Make, disk: Disk) -> None:
+    """Its path fails under a put, and under many more: at most a few of its slots are taken for bad."""
+    store, keys = make(), keys_of(200)
+    assert all(put(store, keys[:100]))
+    for first in [110] + 50 * FAILURES * [0]:
+        disk.unwritable = set(range(first, 10_000))
+        with pytest.raises(StorageError, match="bad sector"):
+            put(store, keys)
+    disk.unwritable = set()
+    assert all(put(store, keys)) and store.stats()["retired_slots"] <= 2 * MOST_UNWRITABLE
+    assert all(hits(store, keys))
+
+
+def test_a_slot_that_is_left_out_is_said(make: Make, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    store, keys = make(), keys_of(8)
+    disk.unwritable = {3}
+    with pytest.raises(StorageError, match="bad sector"):
+        put(store, keys)
+    assert re.search(r"cannot write slot 3 of segment \d+, nor 0 more", caplog.text)
 
 
 def test_a_disk_that_fails_everywhere_is_not_given_up_slot_by_slot(make: Make, disk: Disk) -> None:

@@ -376,7 +376,10 @@ class DiskBackend(StorageBackend):
             self._store.publish(records)
             for record in records:
                 self._store.index.by_place[record.place].verified = True
-            self._retire_unwritable(records, [writes[at][0].place for at in _lasting(faults)])
+            if faults:
+                self._retire_unwritable(records, [writes[at][0].place for at in _lasting(faults)])
+            elif records:
+                self._bad_slots.written()
         if faults:
             self._count("write_errors", len(faults))
             for fault in faults.values():
@@ -443,12 +446,14 @@ class DiskBackend(StorageBackend):
     def _retire_unwritable(self, written: Sequence[PageRecord], failed: Sequence[Place]) -> None:
         """Have no page come again where one could not be written though others could, or too often: free
         slots are taken in order. Locked."""
-        if written:
-            self._bad_slots.succeeded(())
-        bad = [place for place in failed if written or self._bad_slots.written_in_vain(place)]
+        bad = self._bad_slots.unwritable(failed, bool(written))
         if bad:
             self._count("slots_unwritable", len(bad))
             self._store.retire(bad)
+            logger.warning(
+                "storage disk: %s cannot write slot %d of segment %d, nor %d more: no page comes there again",
+                self.config.path, bad[0][1], bad[0][0], len(bad) - 1,
+            )  # fmt: skip
 
     def _try_locked(self, work: Callable[[], None]) -> None:
         """Do `work` if the directory's lock is to be had soon; it is not worth more."""

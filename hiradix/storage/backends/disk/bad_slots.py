@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 LASTING = frozenset(
     getattr(errno, name) for name in ("EIO", "ENODATA", "EBADMSG", "EREMOTEIO", "EILSEQ", "EUCLEAN")
 )
 """Errors of the medium, or of the file system's own checksums, that concern the place alone."""
 FAILURES = 3  # of one slot in a row: then it is bad
+MOST_UNWRITABLE = 8  # slots that are given up before any page could be written again
 MOST_SLOTS = 4096  # whose failures are counted at once
 
 Key = tuple[int, ...]
+_Key = TypeVar("_Key", bound=Key)
 
 
 class BadSlots:
     """Counts failures in a row of each slot. Not thread-safe.
 
     One counts only if something else succeeded since that slot's last: where nothing does, the disk is away.
+    Of writes, which try the same free slots again, a few are given up in that case too.
     """
 
     def __init__(self) -> None:
         self._num_successes = 0
+        self._num_unwritable = 0  # since a page could be written
         self._failed: dict[Key, tuple[int, int]] = {}  # how often, and how many successes were before
 
     def succeeded(self, keys: Iterable[Key]) -> None:
@@ -45,7 +50,17 @@ class BadSlots:
         self._failed[key] = number, self._num_successes
         return False
 
-    def written_in_vain(self, key: Key) -> bool:
-        """The same of a slot that could not be written while no other was tried: each time counts."""
+    def unwritable(self, keys: Sequence[_Key], others_were: bool) -> list[_Key]:
+        """Of slots that could not be written those that are bad by now. others_were: written in the same
+        call; where none were, each time counts."""
         self._num_successes += 1
-        return self.failed(key)
+        if others_were:
+            self.written()
+        bad = [key for key in keys if others_were or self.failed(key)]
+        bad = bad[: MOST_UNWRITABLE - self._num_unwritable]
+        self._num_unwritable += len(bad)
+        return bad
+
+    def written(self) -> None:
+        """The disk takes pages."""
+        self._num_unwritable = 0
