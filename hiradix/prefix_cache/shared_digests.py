@@ -94,7 +94,10 @@ class _Note:
                 return make(self._file, lambda: None) if self._is_silent(stream) else None
             except OSError as error:
                 return self._alone(make, error)
-            return self._make(make, stream) if noted is None else noted
+            try:
+                return self._make(make, stream) if noted is None else noted
+            finally:
+                fcntl.flock(stream, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
 
     def _make(self, make: Make, stream: BinaryIO) -> bytes:
         """Read the file, and note its digest if it is still as it was."""
@@ -109,7 +112,6 @@ class _Note:
                 stream.seek(0)
                 stream.write(digest + hashlib.sha256(digest).digest())
                 stream.truncate()
-                stream.flush()
         except OSError as error:
             logger.debug("the digest of %s is not shared: %s", self._file, error)
         return digest
@@ -169,7 +171,7 @@ def _opened(name: str) -> BinaryIO:
     """The note of that name, made where there is none. OSError: it is somebody else's."""
     with _own_folder() as notes:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        stream = open(os.open(name, flags, 0o600, dir_fd=notes), "r+b")
+        stream = open(os.open(name, flags, 0o600, dir_fd=notes), "r+b", buffering=0)
     if os.fstat(stream.fileno()).st_uid != os.geteuid():
         stream.close()
         raise PermissionError(f"{folder() / name} is of another user")

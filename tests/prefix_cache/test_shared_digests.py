@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import multiprocessing
 import os
+import resource
 import tempfile
 import threading
 from collections import Counter
@@ -240,6 +241,23 @@ def test_a_host_that_says_nothing_of_its_start_costs_the_sharing(
     assert origin_of(str(folder)) == origin_of(str(folder)) and set(read.values()) == {2}
 
 
+def test_the_lock_goes_with_the_reading_though_a_child_has_the_file_open(folder: Path) -> None:
+    """What was forked meanwhile has the same open file, and lives on."""
+    kept: list[int] = []
+
+    def make(one: Path, alive: Callable[[], None]) -> bytes:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        (note,) = (link for link in links if link.resolve() == notes()[0])
+        kept.append(os.dup(int(note.name)))
+        raise OSError("of the model")
+
+    with pytest.raises(OSError, match="of the model"):
+        digests_of([folder / "0.safetensors"], make)
+    with notes()[0].open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(kept[0])
+
+
 def test_a_folder_may_have_a_name_that_is_no_text(folder: Path, read: Counter[str]) -> None:
     other = Path(os.fsdecode(os.fsencode(folder) + b"\xff"))
     folder.rename(other)
@@ -299,6 +317,21 @@ def test_a_cache_that_cannot_be_written_costs_the_sharing(
     (tmp_path / "no folder").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     assert origin_of(str(folder)) == origin_of(str(folder)) and set(read.values()) == {2}
+
+
+def test_a_note_that_cannot_be_written_costs_the_sharing(folder: Path) -> None:
+    """The disk of the cache is full."""
+    file, limits = folder / "0.safetensors", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def make(one: Path, alive: Callable[[], None]) -> bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        return b"digest"
+
+    try:
+        assert digests_of([file], make) == {file: b"digest"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [note.stat().st_size for note in notes()] == [0]
 
 
 def test_a_file_that_cannot_be_read_is_said(folder: Path) -> None:
