@@ -149,11 +149,12 @@ def _tier(inner: StorageBackend, machine: StackStates) -> StorageBackend:
     near = machine.memory(machine.near)
     stores = {"upper": near, "lower": inner}
 
-    def opened(name: str, context: StorageContext) -> GuardedStorage:
+    def opened(name: str, keys: Mapping[str, Any], context: StorageContext) -> GuardedStorage:
         return GuardedStorage(stores[name], context.fingerprint, machine.limits, machine.clock)
 
     with mock.patch.object(tier_module, "_open", opened):
-        return tier_module.TierBackend(StorageContext(machine.fingerprint, {}, PAGE_BYTES))
+        halves = {name: {"backend": "memory"} for name in stores}
+        return tier_module.TierBackend(StorageContext(machine.fingerprint, halves, PAGE_BYTES))
 
 
 WRAPPERS: Mapping[str, Callable[[StorageBackend, Any], StorageBackend]] = {
