@@ -161,6 +161,17 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     chat.close()
 
 
+def test_one_that_is_being_killed_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended, and that cannot be seen yet."""
+    chat = ChatTemplate("ok", {})
+    assert chat.render(HELLO) == "ok" and chat._process is not None
+    chat._process.kill()
+    chat._process.wait(60)
+    monkeypatch.setattr(chat._process, "poll", lambda: None)
+    assert chat.render(HELLO) == "ok"
+    chat.close()
+
+
 def test_conversations_of_several_threads_get_their_own_texts() -> None:
     chat, found = ChatTemplate(FOR + "{{ m.content }}" + END, {}), {}
 

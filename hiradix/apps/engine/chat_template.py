@@ -75,24 +75,37 @@ class ChatTemplate:
     def _answer(self, line: bytes) -> bytes:
         if self._process is not None and self._process.poll() is not None:
             self._ended()
-        if self._process is None:
-            try:
-                self._process = self._start()
-            except OSError as error:
-                raise TemplateError(f"cannot be run: {error}") from error
-            self._end = weakref.finalize(self, _end, self._process)
+        is_new = self._process is None
+        if is_new:
+            self._begin()
             line = self._given + line
-        try:
-            answer = _exchanged(self._process, line, time.monotonic() + self._seconds + _PATIENCE_S)
-        except BaseException:
-            self._ended()  # or the next conversation would be given this one's text
-            raise
-        if answer is not None and answer.endswith(b"\n"):
-            return answer
-        code = self._ended()
+        answer, code = self._asked(line)
         if answer is None or code == -signal.SIGPROF:
             raise TemplateError(f"ran for too long: not done within {self._seconds:g} s")
-        raise TemplateError(f"ended its process with exit code {code}")
+        if code is None:
+            return answer
+        if is_new:
+            raise TemplateError(f"ended its process with exit code {code}")
+        return self._answer(line)  # it may have ended before
+
+    def _asked(self, line: bytes) -> tuple[bytes | None, int | None]:
+        """What the process answers, None after too long; and its exit code where it has not."""
+        if self._process is None:
+            raise Misuse("there is a process")
+        answer: bytes | None = None
+        try:
+            answer = _exchanged(self._process, line, time.monotonic() + self._seconds + _PATIENCE_S)
+        finally:
+            is_whole = answer is not None and answer.endswith(b"\n")
+            code = None if is_whole else self._ended()  # or the next would be given this one's text
+        return answer, code
+
+    def _begin(self) -> None:
+        try:
+            self._process = self._start()
+        except OSError as error:
+            raise TemplateError(f"cannot be run: {error}") from error
+        self._end = weakref.finalize(self, _end, self._process)
 
     def _ended(self) -> int | None:
         """End the process; its exit code."""
