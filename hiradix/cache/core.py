@@ -103,7 +103,9 @@ class HierarchicalCache:
             share = self._ranks.share
         self._clock = share(self._clock)
         self.write_through = WriteThrough(self.supply, host.controller, self.in_flight, host.write_policy)
-        self.no_regret = NoRegret(host.no_regret, share, lambda: host.controller.storage_troubles)
+        self.no_regret = NoRegret(
+            host.no_regret, share, lambda: host.controller.storage_troubles, self.tree.page_size
+        )
         self._load_back = LoadBack(
             self.supply, host.controller, self.in_flight, self.make_room, share, self.no_regret
         )

@@ -31,6 +31,7 @@ FASTEST = 1e12  # pages per second
 MIN_USE = 1 / 16  # of what lookups may take: such a share of computing, however little they have saved
 DRY_FETCHES = 3  # in a row that brought less than they took: then some are left out
 HIT_S = 1.0  # what a hit is worth where nobody measures computing: half of a store's default deadline
+HIT_TOKENS = 16384  # or of a longer one so many tokens: few engines compute more of them in that time
 MOST_OWED = 16  # failures in a row that are charged at most
 MOST_LEFT_OUT = 32  # between two that find out whether fetches bring something again
 
@@ -134,10 +135,10 @@ class Drought:
         self._num_dry = self._num_left_out = 0
 
 
-def worth_s(asked: int, num_pages: int) -> float:
-    """Seconds that `num_pages` of `asked` are taken to save where computing is not measured: `HIT_S` is what
-    all of them would."""
-    return HIT_S * num_pages / asked if asked else 0.0
+def worth_s(asked: int, num_pages: int, num_tokens: int) -> float:
+    """Seconds that `num_pages` of `asked` are taken to save where computing is not measured: all, which are
+    `num_tokens`, would save `HIT_S`, or that for every `HIT_TOKENS`."""
+    return HIT_S * max(1.0, num_tokens / HIT_TOKENS) * num_pages / asked if asked else 0.0
 
 
 class _Calls:
@@ -168,7 +169,7 @@ class NoRegret:
     share: makes a measured number one that all ranks agree on (the least); called at construction, in fixed
     order. num_refused: pages of refused transfers since start; num_unasked: of lookups that were not made.
     troubles: how often storage became another, as its breakers opened or closed, and how many lookups and
-    how many reads failed.
+    how many reads failed. page_size: tokens of a page.
     What was measured across a change says nothing, and storage's costs are measured anew from there on. A
     call that failed is charged only when one after it has not: failures in a row are for the breaker.
     """
@@ -178,6 +179,7 @@ class NoRegret:
         enabled: bool = True,
         share: Callable[[Source], Source] = lambda source: source,
         troubles: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0),
+        page_size: int = 1,
     ):
         self.enabled = enabled
         self.num_refused = dict.fromkeys(GatedTransfer, 0)
@@ -186,6 +188,7 @@ class NoRegret:
         self._moved = {move: Cost() for move in GatedTransfer}
         self._asked = Cost()
         self._troubles = troubles
+        self._page_size = page_size
         self._num_changes = 0
         self._lookups, self._reads = _Calls(1), _Calls(2)
         self._waste_s = 0.0  # of a fetch: what those that brought nothing took, on average of the last few
@@ -220,7 +223,7 @@ class NoRegret:
         if self._computing() > 0:
             saved_s = math.inf if num_pages else 0.0
         else:
-            saved_s = worth_s(asked, num_pages)
+            saved_s = worth_s(asked, num_pages, asked * self._page_size)
         self._drought.ended(seconds, saved_s)
 
     def attached(self) -> None:

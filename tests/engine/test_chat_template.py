@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from hiradix.apps.engine import RequestError
+from hiradix.apps.engine import RequestError, chat_template
 from hiradix.apps.engine.chat_template import ChatTemplate, TemplateError
 from hiradix.apps.engine.tokenizer import Tokenizer
 from tests.engine.checkpoints import write_tokenizer
@@ -159,6 +161,17 @@ def test_a_process_that_was_killed_is_started_again() -> None:
     chat.close()
 
 
+def test_one_that_is_being_killed_costs_no_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has ended, and that cannot be seen yet."""
+    chat = ChatTemplate("ok", {})
+    assert chat.render(HELLO) == "ok" and chat._process is not None
+    chat._process.kill()
+    chat._process.wait(60)
+    monkeypatch.setattr(chat._process, "poll", lambda: None)
+    assert chat.render(HELLO) == "ok"
+    chat.close()
+
+
 def test_conversations_of_several_threads_get_their_own_texts() -> None:
     chat, found = ChatTemplate(FOR + "{{ m.content }}" + END, {}), {}
 
@@ -208,3 +221,100 @@ def test_what_went_wrong_is_the_requests_error(tmp_path: Path) -> None:
     assert tokenizer is not None and tokenizer.has_chat_template
     with pytest.raises(RequestError, match="^messages: the chat template refused them: ZeroDivisionError"):
         tokenizer.apply_chat(HELLO)
+
+
+def test_it_is_served_beside_a_thousand_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == resource.RLIM_INFINITY or hard > 1200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert rendered("ok") == "ok"
+    finally:
+        for file in held:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_conversation_that_was_interrupted_leaves_no_text_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = ChatTemplate(FOR + "{{ m.content }}" + END, {})
+    assert chat.render([{"content": "a"}]) == "a"
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            chat.render([{"content": "b"}])
+    assert chat.render([{"content": "c"}]) == "c"
+    chat.close()
+
+
+@pytest.mark.parametrize("content", ["", "x" * 1_000_000], ids=["short", "more than a pipe holds"])
+def test_a_process_that_was_stopped_is_ended(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_PATIENCE_S", 0.1)
+    chat = ChatTemplate("ok", {}, seconds=1)
+    assert chat.render(HELLO) == "ok" and chat._process is not None
+    os.kill(chat._process.pid, signal.SIGSTOP)
+    with pytest.raises(TemplateError, match="^ran for too long"):
+        chat.render([{"content": content}])
+    assert chat.render(HELLO) == "ok"
+    chat.close()
+
+
+def test_processes_that_are_killed_leave_no_files_open() -> None:
+    chat = ChatTemplate("ok", {})
+    chat.render(HELLO)
+    num_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert chat._process is not None
+        chat._process.kill()
+        chat._process.wait(60)
+        assert chat.render(HELLO) == "ok"
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    chat.close()
+
+
+def test_a_process_that_is_killed_has_not_run_for_too_long() -> None:
+    chat = ChatTemplate(LONG + END + END, {}, seconds=100)
+
+    def kill() -> None:
+        while (process := chat._process) is None:
+            time.sleep(0.01)
+        process.kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(TemplateError, match="^ended its process with exit code -9"):
+        chat.render(HELLO)
+    thread.join()
+
+
+def test_an_error_is_told_in_few_words() -> None:
+    with pytest.raises(TemplateError) as caught:
+        rendered("{{ raise_exception('no ' * 10 ** 6) }}")
+    assert str(caught.value).startswith("refused them: no no ") and len(str(caught.value)) < 1100
+
+
+def test_its_process_has_no_keys_and_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is for the server, which answers what it has begun."""
+    monkeypatch.setenv("A_KEY", "sesam")
+    chat = ChatTemplate("ok", {})
+    chat.render(HELLO)
+    assert chat._process is not None
+    assert b"sesam" not in Path(f"/proc/{chat._process.pid}/environ").read_bytes()
+    assert os.getpgid(chat._process.pid) != os.getpgid(0)
+    chat.close()
+
+
+
+def test_what_json_cannot_say_is_refused() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for content in ({1}, b"x", deep):
+        with pytest.raises(TemplateError, match="^takes what JSON can say: "):
+            rendered("ok", [{"content": content}])

@@ -398,6 +398,7 @@ AMBIGUOUS = [
     POST + b"content-length: 5\r\ncontent-length: 5\r\n\r\nabcde",
     POST + b"content-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
     POST + b"content-length: 5, 6\r\n\r\nabcde",
+    POST + b"content-length: 5, 5\r\n\r\nabcde",
     POST + b"content-length: +5\r\n\r\nabcde",
     POST + b"content-length: 5_0\r\n\r\nabcde",
     POST + b"content-length: -5\r\n\r\nabcde",

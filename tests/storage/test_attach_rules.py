@@ -439,6 +439,11 @@ def test_rules_of_an_engine_whose_flags_are_not_ours() -> None:
             "password_file: could not",
         ),
         (f"{EXTRA_CONFIG_FLAG}: root:x:0:0 is no key", "hicache_storage_backend: could not"),
+        (f"{EXTRA_CONFIG_FLAG}: lower: {EXTRA_CONFIG_FLAG}: url: no", "lower.url: could not"),
+        (
+            f"{EXTRA_CONFIG_FLAG}: upper: {EXTRA_CONFIG_FLAG}: lower: {EXTRA_CONFIG_FLAG}: ttl_s must be",
+            "upper.lower.ttl_s: bad value",
+        ),
         ("-ERR root:x:0:0:root:/root:/bin/bash", "hicache_storage_backend: could not"),
         ("<html>internal secret</html>", "hicache_storage_backend: could not"),
     ],
@@ -460,6 +465,12 @@ def test_an_answer_has_a_setting_and_a_kind_of_failure(text: str, told: str) -> 
 )
 def test_our_own_words_are_answered(text: str) -> None:
     assert over_http(text) == text
+
+
+@pytest.mark.parametrize("flag", ["hicache_write_policy", "hicache_storage_prefetch_policy"])
+def test_a_policy_that_is_no_word_is_named(flag: str) -> None:
+    told = over_http(f"Invalid {flag}: 'root:x:0\\n'. Expected one of ['write_back'].")
+    assert told == f"{flag}: bad value; the server's log says more"
 
 
 def test_the_log_has_the_text_without_secrets() -> None:

@@ -219,6 +219,26 @@ def test_without_a_measured_cost_of_computing_a_part_is_worth_its_part_of_a_hit(
 
 
 @pytest.mark.parametrize(
+    ("asked", "num_pages", "seconds", "is_worth_it"),
+    [
+        (256, 256, 0.9, True), (256, 256, 1.1, False), (1024, 1024, 3.9, True), (1024, 1024, 4.1, False),
+        (2048, 2048, 5.0, True), (2048, 1024, 3.9, True), (2048, 1024, 4.1, False), (2048, 0, 0.1, False),
+        (1, 1, 0.9, True),
+    ],
+)  # fmt: skip
+def test_a_long_hit_is_worth_more_than_a_short_one(
+    asked: int, num_pages: int, seconds: float, is_worth_it: bool
+) -> None:
+    """Of pages of 64 tokens: no engine computes 131,072 tokens in a second."""
+    count, gate = 0, NoRegret(page_size=64)
+    for _ in range(100):
+        if gate.takes(GatedTransfer.FETCH, asked):
+            count += 1
+            gate.ended(asked, num_pages, seconds)
+    assert count == 100 if is_worth_it else count < 12
+
+
+@pytest.mark.parametrize(
     ("num_pages", "seconds", "is_worth_it"),
     [
         (4, 0.004, True),

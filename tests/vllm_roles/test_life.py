@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm import requests
+from hiradix.adapters.vllm import fetches, requests
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, WriteBackSaves
 from hiradix.adapters.vllm.requests import track
 from hiradix.adapters.vllm.saves import NULL_BLOCK
@@ -437,6 +437,24 @@ def test_reads_that_bring_nothing_become_rare_until_one_brings_something() -> No
     assert figures.found == 24 * 4 and figures.left_out == (1 + 2 + 4 + 8) * 4
     assert figures.read == 3 * 4
     assert later.role.take_figures()["prefetch_left_out_pages"] == figures.left_out
+
+
+def test_a_read_is_worth_what_its_tokens_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: list[dict[str, bytes]] = [{}]
+    first = MiniVLLM(World(), store)
+    first.add(request("a", 4))
+    first.drain()
+    told: list[tuple[int, int, int]] = []
+
+    def worth_s(*numbers: int) -> float:
+        told.append(numbers)  # type: ignore[arg-type]
+        return 1.0
+
+    monkeypatch.setattr(fetches, "worth_s", worth_s)
+    later = MiniVLLM(World(), store)
+    later.add(request("b", 4))
+    later.drain()
+    assert told == [(4, 4, 4 * S)]
 
 
 def test_a_request_that_reads_no_cache_asks_no_storage() -> None:

@@ -207,7 +207,8 @@ class FetchTracker:
         backbone, others = fetch.host[BACKBONE], fetch.host[1:]
         total = sum(len(pages) for pages in fetch.host)
         if not (fetch.is_given_up or fetch.is_orphan):
-            self._drought.ended(outcome.seconds, worth_s(total, outcome.num_pages))
+            num_tokens = fetch.num_pages * index.page_size
+            self._drought.ended(outcome.seconds, worth_s(total, outcome.num_pages, num_tokens))
         count = 0 if fetch.is_orphan or (others and outcome.num_pages < total) else outcome.num_pages
         index.free(backbone[count:])
         taken = backbone[:0]

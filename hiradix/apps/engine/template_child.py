@@ -21,6 +21,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MOST_TOLD = 1000  # characters of an error, which the template may have written
+
 
 class GenerationBlock(Extension):
     """`{% generation %}` marks the assistant's text for training; its body is rendered as it is."""
@@ -62,6 +64,10 @@ def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+def _error(text: str) -> str:
+    return json.dumps({"error": text if len(text) <= MOST_TOLD else f"{text[:MOST_TOLD]}..."})
+
+
 def main() -> None:
     """Answer requests from the standard input until it ends."""
     given = json.loads(sys.stdin.readline())
@@ -79,11 +85,11 @@ def main() -> None:
                 raise TemplateError(f"a text of {len(text)} characters, at most {limits['chars']}")
             answer = json.dumps({"text": text})
         except TemplateError as error:
-            answer = json.dumps({"error": str(error)})
+            answer = _error(str(error))
         except MemoryError:
-            answer = json.dumps({"error": f"it needs more than {limits['bytes'] >> 20} MiB"})
+            answer = _error(f"it needs more than {limits['bytes'] >> 20} MiB")
         except Exception as error:  # it may divide by zero, or call itself for ever
-            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+            answer = _error(f"{type(error).__name__}: {error}")
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(answer + "\n")
         sys.stdout.flush()

@@ -101,6 +101,8 @@ class StrictHTTP(h11.Connection):
                 raise h11.RemoteProtocolError("a header's line is folded")
             name = _NAME.match(line)
             names.append(b"" if name is None else name[0].lower())
+            if names[-1] == b"content-length" and b"," in line:
+                raise h11.RemoteProtocolError("the body's length is a list")
         lengths, codings = names.count(b"content-length"), names.count(b"transfer-encoding")
         if lengths + codings > 1:
             raise h11.RemoteProtocolError("the body's length is given more than once")

@@ -419,10 +419,12 @@ _KINDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("connect: TLS failed", re.compile(r"certificate|\bssl\b|\btls\b", re.IGNORECASE)),
     (f"{BACKEND}: its library cannot be imported", re.compile(r"cannot import|pip install", re.IGNORECASE)),
 )  # fmt: skip
-_KEY = re.compile(re.escape(EXTRA_CONFIG_FLAG) + r": ([a-z0-9_]+)")
+_FLAG = re.escape(EXTRA_CONFIG_FLAG)
+_KEY = re.compile(rf"((?:{_FLAG}: (?:upper|lower): )*){_FLAG}: ([a-z0-9_]+)")  # of a half of a tier: in it
 _BAD_VALUE = re.compile(
     _KEY.pattern + r":? (?:must|expected|unknown value|is (?:no|too|empty|required|less)|needs)"
 )
+_POLICY = re.compile(r"Invalid (hicache_\w+_policy): ")
 
 
 def over_http(message: str) -> str:
@@ -433,14 +435,24 @@ def over_http(message: str) -> str:
     """
     if _OURS.fullmatch(message.strip()):
         return message
-    bad = [name for name in _BAD_VALUE.findall(message) if name in KNOWN_KEYS]
+    if (policy := _POLICY.match(message)) is not None:
+        return f"{policy[1]}: bad value; the server's log says more"
+    bad = _named(_BAD_VALUE, message)
     if bad:
         return f"{bad[-1]}: bad value; the server's log says more"
     for told, pattern in _KINDS:
         if pattern.search(message):
             return f"{told}; the server's log says more"
-    named = next((name for name in _KEY.findall(message) if name in KNOWN_KEYS), BACKEND)
-    return f"{named}: could not be used; the server's log says more"
+    return f"{next(iter(_named(_KEY, message)), BACKEND)}: could not be used; the server's log says more"
+
+
+def _named(pattern: re.Pattern[str], message: str) -> list[str]:
+    """The known keys that it finds, as a request has them: `lower.url`."""
+    return [
+        before.replace(f"{EXTRA_CONFIG_FLAG}: ", "").replace(": ", ".") + name
+        for before, name in pattern.findall(message)
+        if name in KNOWN_KEYS
+    ]
 
 
 def in_log(message: str, text: str | None) -> str:
