@@ -148,7 +148,7 @@ class GrayLane(SimLane):
 
 
 class GrayLanes:
-    """Workers that go by kind, as `LanePool` has them: none that was left behind comes back before `heal`."""
+    """Call threads that go by kind, as `CallThreadPool` has them: none that was left behind comes back before `heal`."""
 
     def __init__(self, driver: ClockDriver, num_threads: int) -> None:
         self.driver, self._num_threads = driver, num_threads
