@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import Component, DeadLeaf, Granularity, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 POOL = 150
@@ -77,9 +77,11 @@ class World:
         self.size = config.page_size
         self.components = config.components()
         order = make_order(config.policy, POLICY_CONFIG.get(config.policy))
-        grain = Grain(config.long_path, config.waste)
+        granularity = Granularity(config.long_path, config.waste)
         rule = DeadLeaf(config.dead_leaf)
-        self.tree = RadixTree(config.page_size, self.components, order=order, grain=grain, dead_leaf=rule)
+        self.tree = RadixTree(
+            config.page_size, self.components, order=order, granularity=granularity, dead_leaf=rule
+        )
         self.names: dict[
             tuple, int
         ] = {}  # (name of the page before, row) -> name of a page and all before it
