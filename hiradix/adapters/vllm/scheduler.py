@@ -48,7 +48,7 @@ class SchedulerRole:
         self.figures = SchedulerCounters()
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
-        self.tally = WorkerQuorum(plan.num_workers)
+        self.quorum = WorkerQuorum(plan.num_workers)
         self.saves = SaveTracker(plan.index, plan.groups)
         self.fetches = FetchTracker(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
         self.storage = StorageTracker(self.fetches, self._ticket, plan.clock)
@@ -192,7 +192,7 @@ class SchedulerRole:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
         loads = self.loads.take()
-        written = {block for load in loads for move in load.moves for block in move.device.tolist()}
+        written = {block for load in loads for copy in load.copies for block in copy.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
         saves = self._save_late(self._left.taken(written))
@@ -234,7 +234,7 @@ class SchedulerRole:
         for one in left:
             planned.append(self._planned(self._ticket(), one.tracked, one.table, one.num_pages))
             learn(self.index, one.tracked, one.num_pages, one.ended)
-        return [SaveOrder(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
+        return [SaveOrder(save.ticket, save.copies, save.rows, True) for save in planned if save is not None]
 
     def _planned(
         self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int
@@ -244,7 +244,7 @@ class SchedulerRole:
             return save
         job = self.saves.in_flight[ticket]
         job.is_stored = True
-        return SaveOrder(ticket, save.moves, self.saves.rows(job))
+        return SaveOrder(ticket, save.copies, self.saves.rows(job))
 
     # -- what the workers say -------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class SchedulerRole:
         """Take in what workers have done; each stage counts when the last of them has answered."""
         for outcome in outcomes:
             self._happened()
-            whole = self.tally.add(outcome)
+            whole = self.quorum.add(outcome)
             if whole is not None:
                 self._ends[whole.stage](self, whole)
 
@@ -346,8 +346,8 @@ class SchedulerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and nothing is locked on any request's behalf."""
-        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.tally)
-        return not any(len(book) for book in trackers) and not self.saves.reading
+        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.quorum)
+        return not any(len(tracker) for tracker in trackers) and not self.saves.reading
 
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
