@@ -6,8 +6,8 @@ Conversations over a few shared system prompts, returning by popularity, in a ca
 with a window pool of several sizes. One line per case and rules: prompt tokens found, on the device and in
 all, and the full pages that no match could reach, on average over the run. keep, bare, unusable: what becomes
 of dead leaves (`DeadLeaf`), with windows in the order of last use. spare: windows that no boundary needs go
-first (`Grain.by_need`). `unlimited` has no windows: what full attention alone finds. Nothing is timed. Ours
-are the rules that a cache has by default (`unusable, spare`). Writes build/bench/window.json.
+first (`Granularity.by_need`). `unlimited` has no windows: what full attention alone finds. Nothing is timed.
+Ours are the rules that a cache has by default (`unusable, spare`). Writes build/bench/window.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hiradix.memory import PageAllocator  # noqa: E402
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402
 from hiradix.policy.write_policy import WritePolicy  # noqa: E402
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferController  # noqa: E402
-from hiradix.tree import FULL, Component, DeadLeaf, Grain, Node, RadixKey, RadixTree, Tier  # noqa: E402
+from hiradix.tree import FULL, Component, DeadLeaf, Granularity, Node, RadixKey, RadixTree, Tier  # noqa: E402
 
 PAGE = 16
 REACH = 16  # pages: a window of 256 tokens
@@ -107,7 +107,7 @@ def make_cache(rules: Rules, window_pages: int, host_pages: int) -> Hierarchical
     rule, by_need = rules
     counts = [FULL_PAGES, window_pages] if window_pages else [FULL_PAGES]
     components = (FULL, Component("window", REACH))[: len(counts)]
-    tree = RadixTree(PAGE, components, grain=Grain(by_need=by_need), dead_leaf=rule)
+    tree = RadixTree(PAGE, components, granularity=Granularity(by_need=by_need), dead_leaf=rule)
     device = [PageAllocator(count, 1) for count in counts]
     if not host_pages:
         return HierarchicalCache(tree, device)

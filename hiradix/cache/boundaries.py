@@ -235,7 +235,7 @@ class BoundaryReads:
         """Where nothing is being read any more: look for another boundary, or finish."""
         if p.tickets:
             return
-        p.told(self.no_regret)
+        p.report_to(self.no_regret)
         num_pages, p.again_end = p.again_end - p.anchor.end, 0
         if num_pages > 0 and p.tries < MAX_TRIES and not p.stopped:
             self._ends.again(p, num_pages)

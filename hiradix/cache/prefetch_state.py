@@ -55,7 +55,7 @@ class Prefetch:
         """Whether what it took says something of storage: nobody let go of it before its time."""
         return not self.stopped or self.is_late
 
-    def told(self, gate: NoRegret) -> None:
+    def report_to(self, gate: NoRegret) -> None:
         """All its reads are back: the gate hears what they were for, and what they brought."""
         if self.is_measured:
             gate.ended(self.num_asked, self.num_came, self.read_s)

@@ -86,7 +86,7 @@ class Reads:
                 if p.has_failed:  # also what came behind a page that did not is of no use
                     p.lost(len(host_pages) - usable, self._supply.counters)
             if not p.tickets:
-                p.told(self.no_regret)
+                p.report_to(self.no_regret)
                 self._finish(p)
 
         p.unread_pages += len(host_pages)

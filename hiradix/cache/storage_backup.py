@@ -40,7 +40,7 @@ class StorageBackup:
         self._ending.clear()
 
     def offer_again(self, node: Node) -> None:
-        """A request runs on the path to `node`, counted already: doubt old hints that storage has it."""
+        """A request runs on the path to `node`, counted already: now and then forget that storage has it."""
         if self._controller.storage_attached:
             for n in self._tree.path(node):
                 if n.hit_count % OFFER_AGAIN_USES == 0:

@@ -125,17 +125,17 @@ class Publisher:
         """Hand over what was noted since the last call; never waits."""
         limit = self.config.max_queue_size
         if self._is_behind:
-            self._events.take_notes()
+            self._events.take_changes()
             if self._queue.qsize() > limit // 2:
                 return
             self._is_behind = False
             self._events.resync()
-        notes = self._events.take_notes()
-        if not notes:
+        changes = self._events.take_changes()
+        if not changes:
             return
         if self._queue.qsize() < limit:
             self.num_queued += 1
-            self._queue.put((self._clock(), notes))
+            self._queue.put((self._clock(), changes))
             return
         self._is_behind = True
         self.num_dropped += 1
@@ -159,9 +159,9 @@ class Publisher:
         encode = encoder(self.config.encoding)
         try:
             while (item := self._queue.get()) is not None:
-                time_s, notes = item
+                time_s, changes = item
                 try:
-                    if events := self._events.events_of(notes):
+                    if events := self._events.events_of(changes):
                         self._send(encode(time_s, events, RANK))
                 except Exception:  # serving goes on; what could not be told is told anew
                     logger.exception("%s: a message could not be sent", FLAG)

@@ -1,4 +1,4 @@
-"""KVEvents: watches a tree, notes what enters and leaves each tier, and turns the notes into events.
+"""KVEvents: watches a tree, notes what enters and leaves each tier, and turns these changes into events.
 
 Noting is the scheduler's and costs next to nothing; naming costs a hash per new page and may be done in
 another thread (see `Publisher`), in the order of noting.
@@ -63,14 +63,14 @@ class KVEvents:
         self.naming = naming or Naming()
         self._storage_medium = storage_medium
         self._tree = tree
-        self._notes: list[TierChange] = []
+        self._changes: list[TierChange] = []
         self._has_named_storage = False
         tree.watch = self
 
     # -- the scheduler's thread: what the tree tells ------------------------------------------
 
     def stored(self, node: Node, tier: int) -> None:
-        self._notes.append(
+        self._changes.append(
             TierChange(
                 tier, node.chain or chain_of(node), node.start, node.end, node.run, node.width, node.start
             )
@@ -78,13 +78,13 @@ class KVEvents:
 
     def removed(self, node: Node, tier: int) -> None:
         """Readers that do not tell media apart forget the blocks: they are told where else they still are."""
-        self._notes.append(TierChange(tier, node.chain, node.start, node.end))
+        self._changes.append(TierChange(tier, node.chain, node.start, node.end))
         other = 1 - tier
         if (node.host if other else node.device).pages is not None:
             self.stored(node, other)
 
     def cleared(self) -> None:
-        self._notes = [_CLEARED]
+        self._changes = [_CLEARED]
         self._has_named_storage = False
 
     def backed_up(self, node: Node, start: int, end: int) -> None:
@@ -97,7 +97,7 @@ class KVEvents:
                 lo, hi = max(start, at.start), min(end, at.end)
                 found.append(TierChange(medium, chain_of(at), lo, hi, at.run, at.width, at.start))
             at = at.parent
-        self._notes += reversed(found)
+        self._changes += reversed(found)
 
     def storage_changed(self) -> None:
         if self._has_named_storage:
@@ -111,52 +111,52 @@ class KVEvents:
                 if node.resident(tier):
                     self.stored(node, tier)
 
-    def take_notes(self) -> list[TierChange]:
+    def take_changes(self) -> list[TierChange]:
         """What was noted since the last call, for `events_of`."""
-        notes, self._notes = self._notes, []
-        return notes
+        changes, self._changes = self._changes, []
+        return changes
 
     def take(self) -> list[Event]:
         """The events since the last call: for an engine that publishes them itself."""
-        return self.events_of(self.take_notes()) if self._notes else []
+        return self.events_of(self.take_changes()) if self._changes else []
 
     # -- any one thread -----------------------------------------------------------------------
 
-    def events_of(self, notes: Iterable[TierChange]) -> list[Event]:
-        """Notes as events, neighbours joined: pages that follow each other in one medium are one event."""
+    def events_of(self, changes: Iterable[TierChange]) -> list[Event]:
+        """Changes as events, neighbours joined: pages that follow each other in one medium are one event."""
         events: list[Event] = []
-        for note in notes:
-            chain = note.chain
+        for change in changes:
+            chain = change.chain
             if chain is None:
                 events.append(AllBlocksCleared())
                 continue
             chain.name(self.naming, self._tree.page_size)
             tail = events[-1] if events else None
-            if note.run:
-                event = self._stored_event(note, chain)
+            if change.run:
+                event = self._stored_event(change, chain)
                 if not (isinstance(tail, BlockStored) and _joined(tail, event)):
                     events.append(event)
                 continue
-            medium, names = WIRE_NAMES[note.medium], chain.names(note.start, note.end)
+            medium, names = WIRE_NAMES[change.medium], chain.names(change.start, change.end)
             if isinstance(tail, BlockRemoved) and tail.medium == medium:
                 tail.block_hashes += names
             else:
                 events.append(BlockRemoved(names, medium))
         return events
 
-    def _stored_event(self, note: TierChange, chain: Chain) -> BlockStored:
+    def _stored_event(self, change: TierChange, chain: Chain) -> BlockStored:
         space, size = chain.space, self._tree.page_size
-        tokens = unpacked(note.run, note.width)
-        lo, hi = (note.start - note.first) * size, (note.end - note.first) * size
+        tokens = unpacked(change.run, change.width)
+        lo, hi = (change.start - change.first) * size, (change.end - change.first) * size
         ids: list[Token] = tokens[lo:hi].tolist()
         if space.is_bigram:
             ids = list(map(tuple, np.stack([tokens[lo:hi], tokens[lo + 1 : hi + 1]], axis=1).tolist()))
         return BlockStored(
-            chain.names(note.start, note.end),
-            chain.parent_name(note.start),
+            chain.names(change.start, change.end),
+            chain.parent_name(change.start),
             ids,
             size,
-            WIRE_NAMES[note.medium],
+            WIRE_NAMES[change.medium],
             space.cache_salt,
             self.naming.lora_name(space.extra_key),
         )

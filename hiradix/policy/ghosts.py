@@ -24,7 +24,7 @@ NoteT = TypeVar("NoteT")
 
 @mypyc_attr(acyclic=True)
 class BlockNames:
-    """Names of a path's blocks. Immutable; trails of one conversation share their bytes.
+    """Names of a path's blocks. Immutable; those of one conversation share their bytes.
 
     The pieces but the last grow at least twofold towards the front, so there are O(log blocks) of them.
     """
@@ -76,14 +76,14 @@ EMPTY: Final = BlockNames((), 0)
 
 
 def extend(
-    trail: BlockNames, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int
+    blocks: BlockNames, key: RadixKey, num_blocks: int, page_size: int, pages_per_block: int
 ) -> BlockNames:
-    """`trail`, which names the first blocks of `key`, up to `num_blocks`. About 0.3 us per block of 512."""
-    known = trail.num_blocks
+    """The names of the first blocks of `key`, extended to `num_blocks`. About 0.3 us per block of 512."""
+    known = blocks.num_blocks
     if known >= num_blocks:
-        return trail
+        return blocks
     size, lookahead = page_size * pages_per_block, key.space.lookahead
-    name = trail.last or key.space.seed
+    name = blocks.last or key.space.seed
     names: list[bytes] = []
     at, end = known * size, num_blocks * size
     while at < end:
@@ -94,7 +94,7 @@ def extend(
         name = name_of(name, run, first, last)
         names.append(name)
         at += size
-    return trail.joined(names[0] if len(names) == 1 else b"".join(names))
+    return blocks.joined(names[0] if len(names) == 1 else b"".join(names))
 
 
 class Ghosts(Generic[NoteT]):

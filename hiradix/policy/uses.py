@@ -34,14 +34,14 @@ class Finished:
 
 @mypyc_attr(acyclic=True)
 class RequestUse:
-    """One request. turn: which of its conversation; pages: of its prompt; trail: names its whole path."""
+    """One request. turn: which of its conversation; pages: of its prompt; blocks: of its whole path."""
 
-    __slots__ = ("turn", "pages", "trail")
+    __slots__ = ("turn", "pages", "blocks")
 
-    def __init__(self, turn: int, pages: int, trail: BlockNames):
+    def __init__(self, turn: int, pages: int, blocks: BlockNames):
         self.turn = turn
         self.pages = pages
-        self.trail = trail
+        self.blocks = blocks
 
 
 @mypyc_attr(acyclic=True)
@@ -114,12 +114,12 @@ class UseLog:
         prompt_tokens = request.prompt_tokens
         self.clock += prompt_tokens + request.output_tokens
         nodes, stretches = _known(tree, node)
-        num_known, turn, step, trail = 0, 0, 1, EMPTY
+        num_known, turn, step, blocks = 0, 0, 1, EMPTY
         if stretches:
             num_known, owner = stretches[-1]
-            trail = owner.use.trail  # type: ignore[union-attr]
-        trail = self._extended(trail, num_known, node.end, key)
-        has_ghosts = bool(self.ghosts) and self._revive(trail, num_known, stretches)
+            blocks = owner.use.blocks  # type: ignore[union-attr]
+        blocks = self._extended(blocks, num_known, node.end, key)
+        has_ghosts = bool(self.ghosts) and self._revive(blocks, num_known, stretches)
         if stretches:
             num_known, owner = stretches[-1]
             if owner is None:
@@ -132,26 +132,27 @@ class UseLog:
             own = self.own_class(turn, num_known, request, key)
         elif any(old.visits + step < 2 for _, old in stretches if old is not None):
             own = self.own_class(turn, num_known, request, key)  # a class that nothing is in is not made
-        use = RequestUse(turn, -(-prompt_tokens // self.page_tokens), trail)
+        use = RequestUse(turn, -(-prompt_tokens // self.page_tokens), blocks)
         noted = self._noted(use, stretches, own, step)
         if has_ghosts:
             nodes = _cut(tree, nodes, noted)
         _write(nodes, noted)
 
-    def _extended(self, trail: BlockNames, num_known: int, end: int, key: RadixKey) -> BlockNames:
-        """The trail of `key` up to page `end`, from one that names the first `num_known` pages at least."""
+    def _extended(self, blocks: BlockNames, num_known: int, end: int, key: RadixKey) -> BlockNames:
+        """Block names of `key` up to page `end`. blocks: those of its first `num_known` pages, at least."""
         size = self.pages_per_block
         known, wanted = num_known // size, end // size
-        if known < trail.num_blocks:
-            trail = trail.head(known)
-        return extend(trail, key, wanted, self.page_size, size) if wanted > trail.num_blocks else trail
+        if known < blocks.num_blocks:
+            blocks = blocks.head(known)
+        return extend(blocks, key, wanted, self.page_size, size) if wanted > blocks.num_blocks else blocks
 
-    def _revive(self, trail: BlockNames, num_known: int, stretches: list[Stretch]) -> bool:
+    def _revive(self, blocks: BlockNames, num_known: int, stretches: list[Stretch]) -> bool:
         """Add to `stretches` what of a path follows its first `num_known` pages and is a ghost, one no more;
         whether there is any."""
         size = self.pages_per_block
         before = len(stretches)
-        for block, name in enumerate(trail.names(num_known // size, trail.num_blocks), num_known // size + 1):
+        names = blocks.names(num_known // size, blocks.num_blocks)
+        for block, name in enumerate(names, num_known // size + 1):
             note = self.ghosts.pop(name)
             if note is None:
                 break
@@ -200,7 +201,7 @@ class UseLog:
         size = self.pages_per_block
         first, last = node.start // size, node.end // size
         unnamed = node.num_pages
-        for name in note.use.trail.names(first, last):
+        for name in note.use.blocks.names(first, last):
             unnamed -= size
             lost = self.ghosts.add(name, note)
             if lost is not None:

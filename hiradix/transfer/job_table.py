@@ -28,7 +28,7 @@ MAX_ERROR_CHARS = 300
 
 
 class JobTable:
-    """Lanes and their workers, open tickets and the outbox.
+    """Job queues and their workers, open tickets and the outbox.
 
     jobs: how each kind of job is done. on_finish(task, error): called before a job's results are posted, on
     the posting thread; wakeup(): called after.

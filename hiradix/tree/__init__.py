@@ -14,7 +14,7 @@ from hiradix.tree.node import (
     Component,
     DeadLeaf,
     Freed,
-    Grain,
+    Granularity,
     Insertion,
     Lock,
     Match,
@@ -30,7 +30,7 @@ IS_COMPILED = not node.__file__.endswith(".py")  # by mypyc: the same source, fa
 
 __all__ = [
     "AS_INSERTED", "BACKBONE", "DEVICE", "FULL", "HOST", "IS_COMPILED", "UNBOUNDED", "Component", "DeadLeaf",
-    "EvictionOrder", "Freed", "Grain", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node",
+    "EvictionOrder", "Freed", "Granularity", "Insertion", "Lock", "LruOrder", "Match", "Namespace", "Node",
     "OrderContext", "OrderFactory", "PageRows", "Pages", "RadixKey", "RadixTree", "NodePages", "Tier",
     "TokenLog", "hash_pages", "namespace_seed",
 ]  # fmt: skip

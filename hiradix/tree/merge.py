@@ -6,7 +6,7 @@ what is below it while it is at most twice as big. So sizes along a path at leas
 path has O(log pages) nodes, and a page is copied O(log pages) times in its life.
 
 A node that was merged away keeps its `end` and knows its successor: `revived` cuts it out again when somebody
-comes back with it, also if the heir has lost its own end to eviction since.
+comes back with it, also if the successor has lost its own end to eviction since.
 """
 
 from __future__ import annotations

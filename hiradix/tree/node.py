@@ -39,7 +39,7 @@ TIERS: Final = (DEVICE, HOST)
 
 
 @dataclass(frozen=True)
-class Grain:
+class Granularity:
     """How coarse nodes may be, and what leaves without asking the policy.
 
     long_path: nodes an unlock must leave free before it looks for what to merge (see `merge`).
@@ -65,14 +65,14 @@ class DeadLeaf(Enum):
     UNUSABLE = "unusable"
 
 
-AS_INSERTED = Grain(sys.maxsize, sys.maxsize, False)  # never merged, and leave whole, as the policy says
+AS_INSERTED = Granularity(sys.maxsize, sys.maxsize, False)  # never merged; leave whole, as the policy says
 
 
 @dataclass(frozen=True)
 class Rules:
     """What a tree does beyond what it is asked for."""
 
-    grain: Grain = Grain()
+    granularity: Granularity = Granularity()
     dead_leaf: DeadLeaf = DeadLeaf.KEEP
 
 

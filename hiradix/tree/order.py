@@ -161,10 +161,10 @@ class LruOrder:
 
 
 class UnneededFirst:
-    """The order of a further component: spare entries, oldest first, then the policy's order of the rest.
+    """The order of a further component: unneeded entries, oldest first, then the policy's order of the rest.
 
     Most of a long prompt's window pages are behind no boundary: only its end, and where other prompts part
-    from it, can be matched. What is locked once is no longer spare.
+    from it, can be matched. What was locked once is needed from then on.
     """
 
     def __init__(self, context: OrderContext, make_order: OrderFactory):

@@ -149,7 +149,7 @@ class Residencies:
     ):
         self.components = tuple(components)
         self.page_size = page_size
-        self.grain = rules.grain
+        self.granularity = rules.granularity
         self.dead_leaf = rules.dead_leaf if len(components) > 1 else DeadLeaf.KEEP  # all are usable
         self._make_order = make_order
         self.orders: list[list[EvictionOrder]] = []
@@ -206,7 +206,7 @@ class Residencies:
 
         In a backbone their unlocked ancestors follow, so that they stay hotter (invariant 5).
         Others serve deep boundaries better, so there the ancestors go first; and before anything else, what
-        is spare.
+        no boundary needs.
         """
         order = self.orders[component][tier]
         if component == BACKBONE:
@@ -217,7 +217,7 @@ class Residencies:
             order.push(path)
             return
         assert isinstance(order, UnneededFirst)
-        if self.grain.by_need:
+        if self.granularity.by_need:
             reach = self.components[component].reach
             order.push_unneeded(entry for entry in reversed(entries) if not is_needed(entry.node, reach))
         order.push([entry for entry in reversed(entries) if not order.is_unneeded(entry)])

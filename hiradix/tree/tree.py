@@ -47,7 +47,7 @@ from hiradix.tree.node import (
     Component,
     DeadLeaf,
     Freed,
-    Grain,
+    Granularity,
     Ids,
     Insertion,
     Lock,
@@ -69,7 +69,7 @@ _INT32: Final = np.dtype(np.int32)
 _WHOLE_PATH: Final = (0,)
 _CLAIMED: Final = (True,)
 _GIVEN_BACK: Final[tuple[int, ...]] = ()
-_GRAIN: Final = Grain()
+_GRANULARITY: Final = Granularity()
 
 
 class RadixTree:
@@ -93,7 +93,8 @@ class RadixTree:
 
     def __init__(
         self, page_size: SupportsIndex, components: Sequence[Component] = (FULL,), *,
-        order: OrderFactory = LruOrder, grain: Grain = _GRAIN, dead_leaf: DeadLeaf = DeadLeaf.KEEP,
+        order: OrderFactory = LruOrder, granularity: Granularity = _GRANULARITY,
+        dead_leaf: DeadLeaf = DeadLeaf.KEEP,
     ):  # fmt: skip
         self.page_size = index(page_size)
         if self.page_size <= 0:
@@ -102,7 +103,7 @@ class RadixTree:
             raise Misuse(f"the first component must be the backbone, every page its own data: {components}")
         self.components = tuple(components)
         self.order_factory = order
-        self._residencies = Residencies(components, self.page_size, order, Rules(grain, dead_leaf))
+        self._residencies = Residencies(components, self.page_size, order, Rules(granularity, dead_leaf))
         self._pins = self._residencies.pins
         self._is_plain = len(components) == 1
         self._created = 0
@@ -165,7 +166,7 @@ class RadixTree:
         at = self._in_tree(node)
         if not kind.per_page:
             return at.start
-        if self._residencies.grain.by_need:
+        if self._residencies.granularity.by_need:
             return max(0, at.end - kind.reach)
         while at.start > 0 and node.end - at.start < kind.reach:
             assert at.parent is not None
@@ -299,7 +300,7 @@ class RadixTree:
             for c in range(1, len(floors)):
                 for n in reversed(list(self.path(node, floors[c]))):
                     self._pins.unpin_other(n, c, tier)
-        if self._pins.unpin(node, tier) > self._residencies.grain.long_path:
+        if self._pins.unpin(node, tier) > self._residencies.granularity.long_path:
             merge_path(self._residencies, node)
 
     # -- writing ----------------------------------------------------------------------------
@@ -426,8 +427,8 @@ class RadixTree:
     def evict(self, component: int, tier: Tier, num_pages: SupportsIndex) -> list[Freed]:
         """Drop the coldest unlocked data until `num_pages` of it are out, or none is left.
 
-        Nodes go whole; of one that holds far more than is wanted (see `Grain`) a part. Returns exactly what
-        was dropped: of a backbone, other components of the node too; of a device node without host copy,
+        Nodes go whole; of one that holds far more than is wanted (see `Granularity`) a part. Returns exactly
+        what was dropped: of a backbone, other components of the node too; of a device node without host copy,
         its host-only descendants too; leaves where no match can end any more (see `DeadLeaf`).
         """
         residencies, out, missing = self._residencies, Dropped(self._residencies.places), index(num_pages)
@@ -435,7 +436,7 @@ class RadixTree:
         gone: Node | None = None
         while missing > 0 and (victim := order.coldest()) is not None:
             node = _node_of(victim)
-            if per_page and node.num_pages > residencies.grain.waste * missing:
+            if per_page and node.num_pages > residencies.granularity.waste * missing:
                 node = self._cut_victim(node, component, missing)
             missing -= node.num_pages if per_page else 1
             parent = node.parent
@@ -460,14 +461,14 @@ class RadixTree:
         return nodes
 
     def _cut_victim(self, node: Node, component: int, wanted: int) -> Node:
-        """The part of a victim to take: all of it, unless it has more than `Grain.waste` times the pages
-        `wanted`.
+        """The part of a victim to take: all of it, unless it has more than `Granularity.waste` times the
+        pages `wanted`.
 
         Halved until it has not, so that a big node that goes bit by bit costs O(1) per page. Of the backbone
         the end goes first, of others the front.
         """
         keep_front = component == BACKBONE
-        while node.num_pages > self._residencies.grain.waste * wanted:
+        while node.num_pages > self._residencies.granularity.waste * wanted:
             taken = max(wanted, node.num_pages // 2)
             upper = self._split(node, node.num_pages - taken if keep_front else taken)
             if not keep_front:

@@ -19,7 +19,7 @@ from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import JobKind, PoolPair, Runtime, StepDriver, TransferController
-from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier
+from hiradix.tree import Component, DeadLeaf, Granularity, Lock, Node, RadixKey, RadixTree, Tier
 from tests.transfer.doubles import Pool, Transport, loads_came
 from tests.tree.world import POLICY_CONFIG, Draw, components_of
 
@@ -102,8 +102,10 @@ class ComponentWorld:
         self.driver = StepDriver(seed)
         self.components = setup.components()
         order = make_order(setup.order, POLICY_CONFIG.get(setup.order))
-        grain, rule = Grain(setup.long_path), DeadLeaf(setup.dead_leaf)
-        self.tree = RadixTree(self.size, self.components, order=order, grain=grain, dead_leaf=rule)
+        granularity, rule = Granularity(setup.long_path), DeadLeaf(setup.dead_leaf)
+        self.tree = RadixTree(
+            self.size, self.components, order=order, granularity=granularity, dead_leaf=rule
+        )
         both = dict(zip(LAYERS, zip(setup.device_pages, setup.host_pages, strict=True), strict=True))
         counts = [both[c.name] for c in self.components]
         num_layers = [len(LAYERS[c.name]) for c in self.components]

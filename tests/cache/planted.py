@@ -107,7 +107,7 @@ FAULTS = [
         "_1 - _2.reach + 1",
     ),
     Fault(
-        "query: the first trail is enough",
+        "query: the first window is enough",
         "StorageRunner._boundary",
         "_1 == len(_2.windows)",
         "_1",

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage.kit.pieces import ChainUse, as_piece, as_use, pieces_of
+from hiradix.storage.kit.pieces import ChainUse, as_part, as_use, parts_of
 from tests.contracts.storage import Base, Make, hits, hits_without_using, key_of, keys_of, put
 from tests.seeds import seeded, seeds
 
@@ -44,16 +44,16 @@ def in_chain(call: Call, store: Any, keys: Sequence[str], front: str = "") -> li
     """`call` on a part of a chain, as the guard hands it to a backend. front: the page in front of it, if
     that is told."""
     with as_use(ChainUse(front)):
-        piece = pieces_of(store, list(keys))(0)
-    with as_piece(piece):
+        part = parts_of(store, list(keys))(0)
+    with as_part(part):
         return call(store, list(keys))
 
 
 def in_pieces(call: Call, store: Any, keys: Sequence[str], size: int) -> list[bool]:
     """The same of a call that the guard cuts."""
-    part, answers = pieces_of(store, list(keys)), list[bool]()
+    part, answers = parts_of(store, list(keys)), list[bool]()
     for start in range(0, len(keys), size):
-        with as_piece(part(start)):
+        with as_part(part(start)):
             answers += call(store, list(keys[start : start + size]))
     return answers
 

@@ -107,7 +107,7 @@ class OurSide(Side):
             if setup.storage:
                 self.cache.attach("memory", ExtraConfig())
         if manner.as_inserted:
-            self.cache.tree._residencies.grain = AS_INSERTED  # the class has no parameter for it
+            self.cache.tree._residencies.granularity = AS_INSERTED  # the class has no parameter for it
 
     def _host_tier(self, num_host: int, write_policy: str) -> HostTier:
         host_pool = HostPool(SHAPE, num_host, self.page_size, layout="layer_first")
@@ -188,7 +188,7 @@ class OurWindowSide(WindowSide, OurSide):
         )
         store = self.cache.tree._residencies
         if manner.as_inserted:
-            store.grain = AS_INSERTED
+            store.granularity = AS_INSERTED
         store.dead_leaf = manner.dead_leaf
         if manner.with_window:
             self._drop_with_window(store)

@@ -16,7 +16,7 @@ from hiradix.apps.storage_tools import main
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
 from hiradix.storage.backends.disk.record import Name
-from hiradix.storage.kit.pieces import ChainUse, as_piece, as_use, pieces_of
+from hiradix.storage.kit.pieces import ChainUse, as_part, as_use, parts_of
 from tests.contracts.storage import OTHER, hits, keys_of, put
 from tests.disk.places import cap_of, open_disk
 
@@ -50,8 +50,8 @@ def turn(call: Call, store: DiskBackend, chain: list[str], part: slice) -> None:
     """A part of a chain, as a job moves it through the guard."""
     keys = chain[part]
     with as_use(ChainUse(chain[part.start - 1] if part.start else "")):
-        piece = pieces_of(store, keys)(0)
-    with as_piece(piece):
+        part = parts_of(store, keys)(0)
+    with as_part(part):
         assert all(call(store, keys))
 
 
@@ -128,8 +128,8 @@ def test_no_page_makes_room_for_what_follows_it(make: Make) -> None:
         turn(put, store, keys_of(ROOM), slice(start, start + 16))
     length = prefix(store, keys_of(ROOM))
     with as_use(ChainUse(keys_of(ROOM)[-1])):
-        piece = pieces_of(store, keys_of(10, ROOM))(0)
-    with as_piece(piece):
+        part = parts_of(store, keys_of(10, ROOM))(0)
+    with as_part(part):
         put(store, keys_of(10, ROOM))
     assert prefix(store, keys_of(ROOM + 10)) >= length
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hiradix.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Naming
-from hiradix.tree import Component, Grain, RadixKey, RadixTree, Tier
+from hiradix.tree import Component, Granularity, RadixKey, RadixTree, Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 PLAIN = [-3488128144981237669, 5674439469042975057]  # [1, 2, 3, 4], [5, 6, 7, 8]
@@ -101,7 +101,7 @@ def test_a_page_that_leaves_a_tier_is_said_to_be_in_the_other() -> None:
 
 
 def test_what_goes_down_as_several_nodes_is_one_event_root_first() -> None:
-    tree, events = watched(grain=Grain(long_path=99))
+    tree, events = watched(granularity=Granularity(long_path=99))
     insert(tree, RadixKey(range(1, 5)))
     node = insert(tree, RadixKey(range(1, 9)), 10)
     events.take()

@@ -168,7 +168,7 @@ def test_a_sender_that_falls_behind_tells_everything_anew() -> None:
             rig.publisher.flush()
             assert stuck.wait(DEADLINE_S)
         assert rig.publisher.num_dropped == 1
-        assert len(rig.events.take_notes()) == 0, "notes pile up while nobody can send them"
+        assert len(rig.events.take_changes()) == 0, "notes pile up while nobody can send them"
         rig.tree.evict(0, 0, 6)
         going.set()
         rig.settled()

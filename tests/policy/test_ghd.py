@@ -228,10 +228,10 @@ def test_tables_survive_a_restart(tmp_path: Path) -> None:
     trace = generate("chat", 2, 600)
     first = Player(trace, "ghd", Tiers(120_000), {"tables": path})
     first.play()
-    first.stage.cache.close()
+    first.simulated.cache.close()
     again = Player(trace, "ghd", Tiers(120_000), {"tables": path})
-    learned = first.stage.cache.learner.tables  # type: ignore[union-attr]
-    read = again.stage.cache.learner.tables  # type: ignore[union-attr]
+    learned = first.simulated.cache.learner.tables  # type: ignore[union-attr]
+    read = again.simulated.cache.learner.tables  # type: ignore[union-attr]
     assert len(read) == len(learned) > 20 and np.array_equal(read.index, learned.index)
 
 
@@ -361,13 +361,13 @@ def test_a_policy_without_memory_has_no_learner() -> None:
 def test_a_policy_per_tier(pair: str) -> None:
     player = Player(generate("chat", 3, 250), pair, Tiers(60_000, 200_000))
     played = player.play()
-    player.stage.cache.check()
+    player.simulated.cache.check()
     assert played.hits["host"].sum() > 0
-    learner = player.stage.cache.learner
+    learner = player.simulated.cache.learner
     assert (learner is None) == (pair == "lru,lfu")
-    player.stage.cache.reset()
+    player.simulated.cache.reset()
     assert learner is None or len(learner.ghosts) == 0
-    player.stage.cache.check()
+    player.simulated.cache.check()
 
 
 @pytest.mark.parametrize("name", ["lru,lfu,mru", "ghd,2q", "ghd,ghd", "lru,", "nosuch,lru"])
@@ -383,7 +383,7 @@ def test_what_a_request_leaves_is_freed_without_the_collector_which_does_not_loo
     assert sys.getrefcount(name) == before + 100
     if ids.IS_BUILT:
         note, request = left[0], Finished(1, 2, HINTS[0])
-        assert not any(gc.is_tracked(part) for part in (note, note.use, note.use.trail, request))
+        assert not any(gc.is_tracked(part) for part in (note, note.use, note.use.blocks, request))
         del note
     gc.disable()
     try:

@@ -18,50 +18,52 @@ def name_of(number: int) -> bytes:
     return number.to_bytes(NAME_BYTES, "little")
 
 
-def assert_names(trail: BlockNames, names: list[bytes]) -> None:
+def assert_names(blocks: BlockNames, names: list[bytes]) -> None:
     count = len(names)
-    assert trail.num_blocks == count
-    assert trail.names(0, count + 3) == names
-    assert trail.last == (names[-1] if names else b"")
+    assert blocks.num_blocks == count
+    assert blocks.names(0, count + 3) == names
+    assert blocks.last == (names[-1] if names else b"")
     for first in {0, 1, count // 2, count}:
-        assert trail.names(first, count - 1) == names[first : max(count - 1, 0)]
+        assert blocks.names(first, count - 1) == names[first : max(count - 1, 0)]
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 200)), max_size=12))
 def test_a_trail_is_the_list_of_its_names(moves: list[tuple[bool, int]]) -> None:
     """Cut anywhere, on the border of two of its pieces too, and continued from there."""
-    trail, names, number = EMPTY, [], 0
+    blocks, names, number = EMPTY, [], 0
     for is_cut, count in moves:
         if is_cut:
-            trail, names = trail.head(count), names[:count]
+            blocks, names = blocks.head(count), names[:count]
         else:
             new = [name_of(number + i) for i in range(count)]
             number += count
-            trail, names = trail.joined(b"".join(new)), names + new
-        assert_names(trail, names)
+            blocks, names = blocks.joined(b"".join(new)), names + new
+        assert_names(blocks, names)
 
 
 def test_heads_that_end_with_a_piece() -> None:
     names = [name_of(i) for i in range(300)]
-    trail = EMPTY.joined(b"".join(names[:200])).joined(b"".join(names[200:264])).joined(b"".join(names[264:]))
+    blocks = EMPTY
+    for part in (names[:200], names[200:264], names[264:]):
+        blocks = blocks.joined(b"".join(part))
     for count in range(300, -1, -1):
-        assert_names(trail.head(count), names[:count])
+        assert_names(blocks.head(count), names[:count])
 
 
 def test_a_trail_of_one_block_after_the_other_has_few_pieces() -> None:
-    trail = EMPTY
+    blocks = EMPTY
     for number in range(4096):
-        trail = trail.joined(name_of(number))
-        assert len(trail._pieces) <= 2 + math.log2(number + 2)
-    assert_names(trail, [name_of(i) for i in range(4096)])
+        blocks = blocks.joined(name_of(number))
+        assert len(blocks._pieces) <= 2 + math.log2(number + 2)
+    assert_names(blocks, [name_of(i) for i in range(4096)])
 
 
-def extended(tokens: list[int], *ends: int, trail: BlockNames = EMPTY, **space: object) -> BlockNames:
+def extended(tokens: list[int], *ends: int, blocks: BlockNames = EMPTY, **space: object) -> BlockNames:
     key = RadixKey(tokens, **space)  # type: ignore[arg-type]
     for end in ends:
-        trail = extend(trail, key, end, PAGE, PAGES_PER_BLOCK)
-    return trail
+        blocks = extend(blocks, key, end, PAGE, PAGES_PER_BLOCK)
+    return blocks
 
 
 def test_names_stand_for_all_tokens_up_to_them_and_for_nothing_else() -> None:
@@ -69,7 +71,7 @@ def test_names_stand_for_all_tokens_up_to_them_and_for_nothing_else() -> None:
     whole = extended(tokens, 5).names(0, 5)
     assert len(set(whole)) == 5 and extended(tokens, 1, 2, 4, 4, 3, 5).names(0, 5) == whole
     assert extended(tokens[: 3 * BLOCK], 3).names(0, 3) == whole[:3]
-    assert extended(tokens, 5, trail=extended(tokens, 5).head(2)).names(0, 5) == whole
+    assert extended(tokens, 5, blocks=extended(tokens, 5).head(2)).names(0, 5) == whole
     for at in (0, BLOCK - 1, 2 * BLOCK, 5 * BLOCK - 1):
         other = extended([*tokens[:at], 77777, *tokens[at + 1 :]], 5).names(0, 5)
         same = [a == b for a, b in zip(whole, other)]

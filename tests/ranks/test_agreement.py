@@ -39,48 +39,48 @@ def other() -> Other:
 
 
 @pytest.fixture
-def flights() -> InFlightJobs:
+def in_flight() -> InFlightJobs:
     return InFlightJobs(lambda pages: None)
 
 
-def make(other: Other, flights: InFlightJobs) -> Agreement:
-    return Agreement(other, flights, lambda: (1, 2))
+def make(other: Other, in_flight: InFlightJobs) -> Agreement:
+    return Agreement(other, in_flight, lambda: (1, 2))
 
 
-def launch(flights: InFlightJobs, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
+def launch(in_flight: InFlightJobs, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
     tickets = [Ticket(first + at) for at in range(count)]
     for ticket in tickets:
-        flights.add(ticket, InFlightJob(kind, lambda result: None, owns={0: PAGES}))
+        in_flight.add(ticket, InFlightJob(kind, lambda result: None, owns={0: PAGES}))
     return tickets
 
 
-def finish(agreement: Agreement, flights: InFlightJobs, results: list[Result]) -> list[Result]:
+def finish(agreement: Agreement, in_flight: InFlightJobs, results: list[Result]) -> list[Result]:
     common, _ = agreement.exchange(results, True)
     for result in common:
-        flights.apply(result)
+        in_flight.apply(result)
     return common
 
 
-def test_results_wait_for_their_turn_and_come_in_ticket_order(other: Other, flights: InFlightJobs) -> None:
-    agreement = make(other, flights)
-    first, second, third = launch(flights, JobKind.WRITE, 3)
-    (read,) = launch(flights, JobKind.READ, 1, first=3)
+def test_results_wait_for_their_turn_and_come_in_ticket_order(other: Other, in_flight: InFlightJobs) -> None:
+    agreement = make(other, in_flight)
+    first, second, third = launch(in_flight, JobKind.WRITE, 3)
+    (read,) = launch(in_flight, JobKind.READ, 1, first=3)
     late = [Result(third, JobKind.WRITE, 4), Result(read, JobKind.READ, 4), Result(second, JobKind.WRITE, 4)]
-    assert [r.ticket for r in finish(agreement, flights, late)] == [read]
-    assert [r.ticket for r in finish(agreement, flights, [Result(first, JobKind.WRITE, 4)])] == [0, 1, 2]
+    assert [r.ticket for r in finish(agreement, in_flight, late)] == [read]
+    assert [r.ticket for r in finish(agreement, in_flight, [Result(first, JobKind.WRITE, 4)])] == [0, 1, 2]
 
 
 def test_whole_results_need_no_room_in_the_vector_and_others_wait_for_the_next(
-    other: Other, flights: InFlightJobs
+    other: Other, in_flight: InFlightJobs
 ) -> None:
-    agreement = make(other, flights)
-    tickets = launch(flights, JobKind.WRITE, 100)
-    assert len(finish(agreement, flights, [Result(t, JobKind.WRITE, 4) for t in tickets])) == 100
-    tickets = launch(flights, JobKind.WRITE, 40, first=100)
+    agreement = make(other, in_flight)
+    tickets = launch(in_flight, JobKind.WRITE, 100)
+    assert len(finish(agreement, in_flight, [Result(t, JobKind.WRITE, 4) for t in tickets])) == 100
+    tickets = launch(in_flight, JobKind.WRITE, 40, first=100)
     results = [Result(t, JobKind.WRITE, 1, error="copy") for t in tickets]
-    assert len(finish(agreement, flights, results)) == AHEAD and agreement.has_more
-    assert len(finish(agreement, flights, [])) == AHEAD and agreement.has_more
-    assert len(finish(agreement, flights, [])) == 40 - 2 * AHEAD and not agreement.has_more
+    assert len(finish(agreement, in_flight, results)) == AHEAD and agreement.has_more
+    assert len(finish(agreement, in_flight, [])) == AHEAD and agreement.has_more
+    assert len(finish(agreement, in_flight, [])) == 40 - 2 * AHEAD and not agreement.has_more
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_whole_results_need_no_room_in_the_vector_and_others_wait_for_the_next(
 )
 def test_the_least_outcome_counts(
     other: Other,
-    flights: InFlightJobs,
+    in_flight: InFlightJobs,
     own: tuple[int, str],
     theirs: tuple[int, str],
     agreed: tuple[int, bool],
 ) -> None:
-    agreement = make(other, flights)
-    (ticket,) = launch(flights, JobKind.READ, 1)
+    agreement = make(other, in_flight)
+    (ticket,) = launch(in_flight, JobKind.READ, 1)
 
     def bring(vector: Vector) -> None:
         lane = WIDTH - (len(JobKind) - list(JobKind).index(JobKind.READ)) * (2 + AHEAD)
@@ -109,12 +109,14 @@ def test_the_least_outcome_counts(
         vector[lane + 2] = 2 * theirs[0] + (theirs[1] is None)
 
     other.change = bring
-    (result,) = finish(agreement, flights, [Result(ticket, JobKind.READ, own[0], error=own[1])])
+    (result,) = finish(agreement, in_flight, [Result(ticket, JobKind.READ, own[0], error=own[1])])
     assert (result.num_pages, result.error is not None) == agreed
 
 
-def test_shared_numbers_are_the_least_and_stay_between_exchanges(other: Other, flights: InFlightJobs) -> None:
-    agreement = make(other, flights)
+def test_shared_numbers_are_the_least_and_stay_between_exchanges(
+    other: Other, in_flight: InFlightJobs
+) -> None:
+    agreement = make(other, in_flight)
     now, slot = [5.25], [float("inf")]
     clock, first = agreement.share(lambda: now[0]), agreement.share(lambda: slot[0])
     agreement.exchange([], True)
@@ -128,23 +130,23 @@ def test_shared_numbers_are_the_least_and_stay_between_exchanges(other: Other, f
         agreement.share(lambda: 0.0)
 
 
-def test_shares_are_limited(other: Other, flights: InFlightJobs) -> None:
-    agreement = make(other, flights)
+def test_shares_are_limited(other: Other, in_flight: InFlightJobs) -> None:
+    agreement = make(other, in_flight)
     for _ in range(NUM_SHARED):
         agreement.share(lambda: 0.0)
     with pytest.raises(AssertionError):
         agreement.share(lambda: 0.0)
 
 
-def test_ok_holds_only_if_it_holds_everywhere(other: Other, flights: InFlightJobs) -> None:
-    agreement = make(other, flights)
+def test_ok_holds_only_if_it_holds_everywhere(other: Other, in_flight: InFlightJobs) -> None:
+    agreement = make(other, in_flight)
     assert agreement.exchange([], True)[1] and not agreement.exchange([], False)[1]
     other.change = lambda vector: vector.__setitem__(2, 0)
     assert not agreement.exchange([], True)[1]
 
 
-def test_ranks_in_different_states_are_told_so(other: Other, flights: InFlightJobs) -> None:
-    agreement = make(other, flights)
+def test_ranks_in_different_states_are_told_so(other: Other, in_flight: InFlightJobs) -> None:
+    agreement = make(other, in_flight)
 
     def differ(vector: Vector) -> None:
         vector[0] += 1
@@ -155,9 +157,9 @@ def test_ranks_in_different_states_are_told_so(other: Other, flights: InFlightJo
         agreement.exchange([], True)
 
 
-def test_a_lost_rank_is_an_error_at_once(flights: InFlightJobs) -> None:
+def test_a_lost_rank_is_an_error_at_once(in_flight: InFlightJobs) -> None:
     with pytest.raises(CacheError, match="did not answer"):
-        Agreement(lost, flights, lambda: ()).exchange([], True)
+        Agreement(lost, in_flight, lambda: ()).exchange([], True)
 
 
 def test_least_is_one_call_of_the_usual_shape(other: Other) -> None:

@@ -242,7 +242,7 @@ def test_every_token_is_a_hit_of_one_tier_or_a_miss_for_one_reason(policy: str, 
     trace = generate("chat", 3, 250)
     player = Player(trace, policy, tiers)
     played = player.play()
-    player.stage.cache.check()
+    player.simulated.cache.check()
     assert whole(played).tolist() == [call.prompt_tokens for call in trace.calls]
     assert (played.hits["host"].sum() > 0) == (tiers.host > 0)
     assert (played.hits["storage"].sum() > 0) == (tiers.storage > 0)

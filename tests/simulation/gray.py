@@ -148,7 +148,8 @@ class GrayLane(SimLane):
 
 
 class GrayLanes:
-    """Workers that go by kind, as `LanePool` has them: none that was left behind comes back before `heal`."""
+    """Call threads by kind, as `CallThreadPool` has them: one left behind comes back with `heal`, not before.
+    """
 
     def __init__(self, driver: ClockDriver, num_threads: int) -> None:
         self.driver, self._num_threads = driver, num_threads

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import DEVICE, FULL, HOST, Component, Grain, Lock, Node, RadixKey, RadixTree, ids
+from hiradix.tree import DEVICE, FULL, HOST, Component, Granularity, Lock, Node, RadixKey, RadixTree, ids
 
 WINDOW = (FULL, Component("window", 2))
 POLICIES = ["lru", "lfu", "slru", "ghd"]
@@ -33,7 +33,7 @@ def paused() -> Iterator[None]:
 
 def grown(policy: str, components: tuple[Component, ...] = (FULL,)) -> tuple[RadixTree, list[Lock]]:
     """A tree with branches, merged and split nodes, both tiers, evicted ones; locks that are out."""
-    tree = RadixTree(1, components, order=make_order(policy), grain=Grain(long_path=2))
+    tree = RadixTree(1, components, order=make_order(policy), granularity=Granularity(long_path=2))
     held = []
     for first in (0, 1000, 2000):
         tree.evict(0, DEVICE, first // 60)

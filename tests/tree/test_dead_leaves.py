@@ -18,7 +18,7 @@ def ids(first: int, count: int) -> np.ndarray:
 def grown(rule: DeadLeaf, reach: int = 3) -> tuple[RadixTree, list[Node]]:
     """Three nodes of two pages each below one another, with windows of `reach` pages; then another prompt."""
     tree = RadixTree(
-        1, (Component("full"), Component("window", reach=reach)), grain=AS_INSERTED, dead_leaf=rule
+        1, (Component("full"), Component("window", reach=reach)), granularity=AS_INSERTED, dead_leaf=rule
     )
     nodes = []
     for end, first in ((2, 0), (4, 0), (6, 0), (2, 100)):

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from hiradix.tree import Grain, RadixKey, RadixTree, Tier, TokenLog
+from hiradix.tree import Granularity, RadixKey, RadixTree, Tier, TokenLog
 from tests.seeds import is_enough, seeded, seeds
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
@@ -48,7 +48,8 @@ def live(seed: int) -> int:
     """A random life of two trees that share logs; the number of bookmarks that were of use."""
     rng = random.Random(seed)
     size = rng.choice([1, 2, 4])
-    trees = [RadixTree(size, grain=Grain(long_path=rng.choice([0, 2]), waste=1)) for _ in range(2)]
+    eager = [Granularity(long_path=rng.choice([0, 2]), waste=1) for _ in range(2)]
+    trees = [RadixTree(size, granularity=one) for one in eager]
     talks = [Talk([rng.randint(0, 1)], rng.choice([None, "a"]), seed % 2 == 1) for _ in range(4)]
     locks: list[list] = [[], []]
     num_used = 0

@@ -6,10 +6,20 @@ import numpy as np
 import pytest
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import AS_INSERTED, Component, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import (
+    AS_INSERTED,
+    Component,
+    Granularity,
+    Lock,
+    Node,
+    RadixKey,
+    RadixTree,
+    Tier,
+    hash_pages,
+)
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
-EAGER = Grain(long_path=0)
+EAGER = Granularity(long_path=0)
 
 
 def ids(first: int, count: int) -> np.ndarray:
@@ -75,7 +85,7 @@ def test_sizes_double_towards_the_root() -> None:
 
 
 def test_what_differs_stays_apart() -> None:
-    tree = RadixTree(1, grain=EAGER)
+    tree = RadixTree(1, granularity=EAGER)
     nodes = converse(tree, 1, pages=4)
     branch = converse(tree, 1, pages=4, first=100)[0]
     assert nodes[0].parent is tree.root and branch.parent is tree.root
@@ -101,7 +111,7 @@ def test_what_differs_stays_apart() -> None:
 
 
 def test_a_state_record_keeps_its_place() -> None:
-    tree = RadixTree(1, (Component("full"), Component("state", reach=1, per_page=False)), grain=EAGER)
+    tree = RadixTree(1, (Component("full"), Component("state", reach=1, per_page=False)), granularity=EAGER)
     last = converse(tree, 1, pages=2)[0]
     lock = tree.lock(last, DEVICE)
     done = tree.insert(RadixKey(np.arange(4)), DEVICE, [ids(2, 2), ids(9, 1)], lock)
@@ -133,7 +143,7 @@ def test_a_node_that_was_merged_away_can_be_used_as_before() -> None:
 
 def test_a_failed_load_is_found_after_a_merge() -> None:
     """A cache notes a failed load as (node, first page) and drops it once unlocked."""
-    tree = RadixTree(1, grain=EAGER)
+    tree = RadixTree(1, granularity=EAGER)
     last = converse(tree, 3, pages=2)[-1]
     assert sizes(tree, last) == [6], "its pages 2 .. 4 are one node with others now"
     garbage = list(tree.path(last, 2))
@@ -145,7 +155,7 @@ def test_a_failed_load_is_found_after_a_merge() -> None:
 
 
 def test_hashes_and_extras_survive_a_merge() -> None:
-    tree = RadixTree(2, grain=EAGER)
+    tree = RadixTree(2, granularity=EAGER)
     tokens = np.arange(24)
     extras = [None, b"cat", None, None, b"dog"]
     lock, chain = tree.lock(tree.root, DEVICE), []
@@ -170,7 +180,7 @@ def test_hashes_and_extras_survive_a_merge() -> None:
 
 
 def test_hashes_known_only_below_a_gap_are_not_moved_over_it() -> None:
-    tree = RadixTree(1, grain=EAGER)
+    tree = RadixTree(1, granularity=EAGER)
     lock = tree.lock(tree.root, DEVICE)
     for end in (2, 4):
         done = tree.insert(RadixKey(np.arange(end)), DEVICE, [ids(end, 2)], lock)
@@ -186,7 +196,7 @@ def test_hashes_known_only_below_a_gap_are_not_moved_over_it() -> None:
 
 
 def test_bigram_runs_merge_without_their_overlap() -> None:
-    tree = RadixTree(2, grain=EAGER)
+    tree = RadixTree(2, granularity=EAGER)
     lock = tree.lock(tree.root, DEVICE)
     for end in (2, 4, 6):
         key = RadixKey(np.arange(20), is_bigram=True)[:end]
@@ -200,7 +210,7 @@ def test_bigram_runs_merge_without_their_overlap() -> None:
 
 
 def test_a_void_lock_of_before_a_clear_merges_nothing() -> None:
-    tree = RadixTree(1, grain=EAGER)
+    tree = RadixTree(1, granularity=EAGER)
     nodes = converse(tree, 2)
     lock = tree.lock(nodes[-1], DEVICE)
     tree.clear()
@@ -211,7 +221,7 @@ def test_a_void_lock_of_before_a_clear_merges_nothing() -> None:
 
 
 def test_nodes_can_be_kept_as_they_were_inserted() -> None:
-    tree = RadixTree(1, grain=AS_INSERTED)
+    tree = RadixTree(1, granularity=AS_INSERTED)
     last = converse(tree, 100, pages=9)[-1]
     assert sizes(tree, last) == [9] * 100
     assert tree.coldest(0, DEVICE, 1) == [last]
@@ -219,7 +229,7 @@ def test_nodes_can_be_kept_as_they_were_inserted() -> None:
 
 
 def test_a_merged_node_has_the_most_uses_the_highest_priority_and_the_first_age() -> None:
-    tree = RadixTree(1, grain=EAGER)
+    tree = RadixTree(1, granularity=EAGER)
     first = tree.insert(RadixKey([1, 2]), DEVICE, [ids(0, 2)], priority=3).lock
     second = tree.insert(RadixKey([1, 2, 3, 4]), DEVICE, [ids(2, 2)], at=first, priority=5).lock
     tree.hit(first.node)

@@ -2,7 +2,7 @@
 
 `World` has one method per move; each takes a `Draw` (of hypothesis or of a seeded generator), makes its move
 on tree and map, and compares. After each move `check` asserts the tree's invariants, exact lock counts, and
-that every page id is in exactly one place: free, in the tree, or in flight.
+that every page id is in exactly one place: free, in the tree, or in copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hiradix.policy.eviction import make_order
-from hiradix.tree import Component, DeadLeaf, Grain, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
+from hiradix.tree import Component, DeadLeaf, Granularity, Lock, Node, RadixKey, RadixTree, Tier, hash_pages
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 POOL = 150
@@ -53,7 +53,7 @@ class Config:
 
 
 @dataclass(eq=False)
-class Flight:
+class InFlightCopy:
     """A copy under way: its locks, and per segment the node it ends in, component, pages and page names."""
 
     locks: list[Lock]
@@ -77,9 +77,11 @@ class World:
         self.size = config.page_size
         self.components = config.components()
         order = make_order(config.policy, POLICY_CONFIG.get(config.policy))
-        grain = Grain(config.long_path, config.waste)
+        granularity = Granularity(config.long_path, config.waste)
         rule = DeadLeaf(config.dead_leaf)
-        self.tree = RadixTree(config.page_size, self.components, order=order, grain=grain, dead_leaf=rule)
+        self.tree = RadixTree(
+            config.page_size, self.components, order=order, granularity=granularity, dead_leaf=rule
+        )
         self.names: dict[
             tuple, int
         ] = {}  # (name of the page before, row) -> name of a page and all before it
@@ -87,8 +89,8 @@ class World:
         self.map: dict[tuple[int, Tier], dict[int, int]] = {p: {} for p in pools}  # name -> page
         self.free = {p: set(range(POOL)) for p in pools}
         self.locks: list[Lock] = []
-        self.backups: list[Flight] = []
-        self.loads: list[Flight] = []
+        self.writes: list[InFlightCopy] = []
+        self.loads: list[InFlightCopy] = []
         self.hints: list[Hint] = []
         self.promises: list[tuple[Lock, list[int], list[Tier]]] = []  # locks, and what they keep usable where
 
@@ -301,34 +303,34 @@ class World:
         self.forget(freed)
         self.check_promises()
 
-    def begin_backup(self, draw: Draw) -> None:
+    def begin_write(self, draw: Draw) -> None:
         if not self.has_room():
             return
         node = self.match(self.key(draw))[0].device_node
-        flight = Flight([self.tree.lock(node, DEVICE)])
+        copy = InFlightCopy([self.tree.lock(node, DEVICE)])
         if draw(2):
-            flight.locks.append(self.tree.lock(node, HOST))
-        self._segments(flight, node, DEVICE, HOST)
-        self.backups.append(flight)
+            copy.locks.append(self.tree.lock(node, HOST))
+        self._segments(copy, node, DEVICE, HOST)
+        self.writes.append(copy)
 
-    def _segments(self, flight: Flight, node: Node, source: Tier, target: Tier) -> None:
+    def _segments(self, copy: InFlightCopy, node: Node, source: Tier, target: Tier) -> None:
         for s in self.tree.missing(node, source, target):
             names = self.names_of(self.tree.path_key(s.node))
             per_page = self.components[s.component].per_page
             pages = self.alloc(s.component, target, len(s.pages))
-            flight.segments.append((s.node, s.component, pages, names[s.start :] if per_page else names[-1:]))
+            copy.segments.append((s.node, s.component, pages, names[s.start :] if per_page else names[-1:]))
 
-    def finish_backup(self, draw: Draw) -> None:
-        if not self.backups:
+    def finish_write(self, draw: Draw) -> None:
+        if not self.writes:
             return
-        flight = self.backups.pop(draw(len(self.backups)))
+        copy = self.writes.pop(draw(len(self.writes)))
         ok = draw(4) > 0
-        for node, c, pages, names in flight.segments:
+        for node, c, pages, names in copy.segments:
             if ok:
                 self.learn(names, c, HOST, pages, self.tree.adopt(node, c, HOST, pages))
             else:
                 self.release(c, HOST, pages)
-        for lock in flight.locks:
+        for lock in copy.locks:
             self.tree.unlock(lock)
 
     def begin_load(self, draw: Draw) -> None:
@@ -336,22 +338,22 @@ class World:
         if not self.has_room():
             return
         node = self.match(self.key(draw))[0].loadable_node
-        flight = Flight([self.tree.lock(node, HOST), self.tree.lock(node, DEVICE)])
-        self._segments(flight, node, HOST, DEVICE)
-        for n, c, pages, names in flight.segments:
+        copy = InFlightCopy([self.tree.lock(node, HOST), self.tree.lock(node, DEVICE)])
+        self._segments(copy, node, HOST, DEVICE)
+        for n, c, pages, names in copy.segments:
             refused = self.tree.adopt(n, c, DEVICE, pages)
             assert not len(refused)
             self.learn(names, c, DEVICE, pages, refused)
-        self.loads.append(flight)
+        self.loads.append(copy)
         assert self.tree.match(self.tree.path_key(node)).device_node.end == node.end
 
     def finish_load(self, draw: Draw) -> None:
         if not self.loads:
             return
-        flight = self.loads.pop(draw(len(self.loads)))
-        for lock in flight.locks:
+        copy = self.loads.pop(draw(len(self.loads)))
+        for lock in copy.locks:
             self.tree.unlock(lock)
-        tops = [s[0] for s in flight.segments if s[1] == 0]
+        tops = [s[0] for s in copy.segments if s[1] == 0]
         if draw(4) == 0 and tops:
             freed = self.tree.drop_device(tops[0])
             if freed is not None:
@@ -419,28 +421,28 @@ class World:
         self.forget(self.tree.clear())
         self.locks.clear()
         self.hints.clear()
-        for flight in self.backups:
-            for _, c, pages, _ in flight.segments:
+        for copy in self.writes:
+            for _, c, pages, _ in copy.segments:
                 self.release(c, HOST, pages)
-        self.backups.clear()
+        self.writes.clear()
         self.loads.clear()
         for lock in old:
             self.tree.unlock(lock)  # void
 
     MOVES = {
-        "request": 30, "look": 8, "revisit": 8, "unlock": 12, "evict": 12, "write_back": 4, "begin_backup": 8,
-        "demote": 3, "drop": 3, "finish_backup": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8,
+        "request": 30, "look": 8, "revisit": 8, "unlock": 12, "evict": 12, "write_back": 4, "begin_write": 8,
+        "demote": 3, "drop": 3, "finish_write": 8, "begin_load": 6, "finish_load": 6, "prefetch": 8,
         "hash": 5, "clear": 1,
     }  # fmt: skip
 
     # -- checks -----------------------------------------------------------------------------
 
     def outstanding(self) -> list[Lock]:
-        return self.locks + [lock for f in self.backups + self.loads for lock in f.locks]
+        return self.locks + [lock for f in self.writes + self.loads for lock in f.locks]
 
     def check(self) -> None:
         self.tree.check(self.outstanding())
-        flying = [seg for flight in self.backups for seg in flight.segments]
+        flying = [seg for copy in self.writes for seg in copy.segments]
         for (c, t), pages in self.map.items():
             resident = set(pages.values())
             assert len(resident) == len(pages) == self.tree.resident_pages(t, c)
@@ -450,12 +452,12 @@ class World:
 
     def drain(self) -> None:
         """Everything given back: the tree empties, nothing stays pinned."""
-        for flight in self.backups:
-            for _, c, pages, _ in flight.segments:
+        for copy in self.writes:
+            for _, c, pages, _ in copy.segments:
                 self.release(c, HOST, pages)
         for lock in self.outstanding():
             self.tree.unlock(lock)
-        self.locks, self.backups, self.loads = [], [], []
+        self.locks, self.writes, self.loads = [], [], []
         for t in Tier:
             for c in range(len(self.components)):
                 assert self.tree.protected_pages(t, c) == 0, "something stayed pinned"

@@ -591,7 +591,7 @@ def test_a_step_waits_for_what_a_request_left_only_under_write_back(
     """Else what this step writes to, and what is behind it, is not saved."""
     vllm = after_a_request(policy)
     orders = vllm.role.step([StepRequest("b", 1, [2])], lambda request_id: [[2]])
-    assert [[move.device.tolist() for move in save.moves] for save in orders.saves] == saved
+    assert [[copy.device.tolist() for copy in save.copies] for save in orders.saves] == saved
     assert len(orders.fences) == num_fences and all(save.before_forward for save in orders.saves)
 
 
@@ -669,7 +669,7 @@ def test_selective_writes_save_what_is_used_again() -> None:
     vllm.role.allocated(again, lambda: [[1, 2, 3, 4]], 0)
     again.num_computed_tokens = 2 * S
     (save,) = vllm.role.step([StepRequest("b", S, [3])], lambda request_id: [[1, 2, 3]]).saves
-    assert [move.device.tolist() for move in save.moves] == [[1, 2]]
+    assert [copy.device.tolist() for copy in save.copies] == [[1, 2]]
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])

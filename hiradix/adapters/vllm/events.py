@@ -1,7 +1,7 @@
 """What the host tier has, told in vLLM's block hashes, so that routers see one name per block in every tier.
 
-Named from the request that brought a page in. The class speaks vLLM's event types through `EventMakers`,
-which the connector gives it, so that it can be tested without vLLM.
+Named from the request that brought a page in. The connector gives it vLLM's event types, so that it can be
+tested without vLLM.
 """
 
 from __future__ import annotations

@@ -43,23 +43,23 @@ class FinishedRequest:
 class NextStepSaves:
     """What requests left that ended since the last step. No step waits for it."""
 
-    _late: list[FinishedRequest] = field(default_factory=list)
+    _pending: list[FinishedRequest] = field(default_factory=list)
 
     def leave(self, pending: FinishedRequest) -> None:
         """A request has ended."""
-        self._late.append(pending)
+        self._pending.append(pending)
 
     def taken(self, written: Iterable[int]) -> list[FinishedRequest]:
         """All of it, once, less the blocks that this step writes to."""
-        if not self._late:
+        if not self._pending:
             return []
-        late, self._late = self._late, []
+        pending, self._pending = self._pending, []
         blocks = set(written)
-        return [one.without(blocks) for one in late]
+        return [one.without(blocks) for one in pending]
 
     def forget_all(self) -> None:
         """What is on the device is nobody's any more."""
-        self._late.clear()
+        self._pending.clear()
 
 
 @dataclass(eq=False)

@@ -52,15 +52,15 @@ class LoadTracker:
         start, end = tracked.local_tokens // size, (tracked.local_tokens + num_tokens) // size
         is_whole = (tracked.local_tokens + num_tokens) % size == 0 and not tracked.is_stale
         lock = self._index.lock(tracked.key(end, size)) if is_whole else None
-        moves = None if lock is None else self._moves(lock, table, start, end)
-        if moves is None and lock is not None:
+        copies = None if lock is None else self._copies(lock, table, start, end)
+        if copies is None and lock is not None:
             self._index.unlock(lock)
             lock = None
         ticket, request_id, in_step = self._ticket(), tracked.request.request_id, not self._is_async
         self.in_flight[ticket] = InFlightLoad(tracked, lock, end - start)
         tracked.loads.add(ticket)
-        if moves is not None:
-            self.orders.append(LoadOrder(ticket, request_id, moves, in_step))
+        if copies is not None:
+            self.orders.append(LoadOrder(ticket, request_id, copies, in_step))
             return True
         gone = (GroupCopy(group, _filled(table[group][start:]), NO_PAGES) for group in self._groups)
         self.orders.append(
@@ -68,9 +68,9 @@ class LoadTracker:
         )
         return False
 
-    def _moves(self, lock: Lock, table: BlockTable, start: int, end: int) -> tuple[GroupCopy, ...] | None:
+    def _copies(self, lock: Lock, table: BlockTable, start: int, end: int) -> tuple[GroupCopy, ...] | None:
         """What is copied into the blocks from page `start` on; None where some of it may not be read."""
-        moves = []
+        copies = []
         for component, group in enumerate(self._groups):
             first, pages = self._index.loadable(lock, component, start)
             blocks: Pages = np.array(table[group][first:end], np.int32)
@@ -80,8 +80,8 @@ class LoadTracker:
                 return None
             there = blocks != NULL_BLOCK
             if there.any():
-                moves.append(GroupCopy(group, blocks[there], pages[there]))
-        return tuple(moves)
+                copies.append(GroupCopy(group, blocks[there], pages[there]))
+        return tuple(copies)
 
     def take(self) -> tuple[LoadOrder, ...]:
         """Loads ordered since the last call."""

@@ -29,12 +29,12 @@ class GroupCopy:
 class SaveOrder:
     """Device to host, once the step's forward has been launched; `before_forward`: as soon as it can be.
 
-    rows: with storage attached, the tokens of the pages, which then go on to storage; each move's are the
+    rows: with storage attached, the tokens of the pages, which then go on to storage; each copy's are the
     last ones.
     """
 
     ticket: Ticket
-    moves: tuple[GroupCopy, ...]
+    copies: tuple[GroupCopy, ...]
     rows: PageRows | None = None
     before_forward: bool = False
 
@@ -43,12 +43,12 @@ class SaveOrder:
 class LoadOrder:
     """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
 
-    error: why nothing can be loaded; the moves have no host pages then, and the load is one that failed.
+    error: why nothing can be loaded; the copies have no host pages then, and the load is one that failed.
     """
 
     ticket: Ticket
     request_id: str
-    moves: tuple[GroupCopy, ...]
+    copies: tuple[GroupCopy, ...]
     in_step: bool
     error: str | None = None
 

@@ -33,7 +33,7 @@ class InFlightSave:
     start: int
     lock: Lock
     pages: tuple[Pages, ...]
-    moves: tuple[GroupCopy, ...]
+    copies: tuple[GroupCopy, ...]
     is_stored: bool  # goes on to storage
     hashes: Sequence[bytes] = ()
 
@@ -76,7 +76,7 @@ class SaveTracker:
             own = self.index.alloc(len(blocks), component)
             parts.append(own)
             sources.append(blocks[len(blocks) - len(own) :])
-        moves = tuple(
+        copies = tuple(
             GroupCopy(group, source, own)
             for group, source, own in zip(self.groups, sources, parts, strict=True)
             if len(own)
@@ -85,8 +85,8 @@ class SaveTracker:
         self.index.unlock(path)
         if not all(len(own) == len(took) for own, took in zip(parts, taken, strict=True)):
             raise Misuse(f"pages {parts} went to {taken}")
-        self._enter(ticket, InFlightSave(tracked, key, start, lock, taken, moves, False))
-        return SaveOrder(ticket, moves)
+        self._enter(ticket, InFlightSave(tracked, key, start, lock, taken, copies, False))
+        return SaveOrder(ticket, copies)
 
     def _lacking(self, node: Node, component: int, start: int, end: int) -> int:
         """From which page on the host lacks what a boundary at `end` needs of a window, without a gap."""
@@ -99,8 +99,8 @@ class SaveTracker:
 
     def _enter(self, ticket: Ticket, job: InFlightSave) -> None:
         self.in_flight[ticket] = job
-        for move in job.moves:
-            for block in move.device.tolist():
+        for copy in job.copies:
+            for block in copy.device.tolist():
                 self.reading[block] = ticket
 
     def rows(self, job: InFlightSave) -> PageRows:
@@ -116,8 +116,8 @@ class SaveTracker:
 
     def end_reading(self, job: InFlightSave, ticket: Ticket) -> None:
         """No worker reads the job's blocks any more."""
-        for move in job.moves:
-            for block in move.device.tolist():
+        for copy in job.copies:
+            for block in copy.device.tolist():
                 if self.reading.get(block) == ticket:
                     del self.reading[block]
 

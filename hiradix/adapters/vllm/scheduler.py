@@ -48,14 +48,16 @@ class SchedulerRole:
         self.figures = SchedulerCounters()
         self.requests: dict[str, Tracked] = {}
         self._tickets = count(1)
-        self.tally = WorkerQuorum(plan.num_workers)
+        self.quorum = WorkerQuorum(plan.num_workers)
         self.saves = SaveTracker(plan.index, plan.groups)
         self.fetches = FetchTracker(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
         self.storage = StorageTracker(self.fetches, self._ticket, plan.clock)
         self.loads = LoadTracker(plan.index, plan.groups, plan.load_async, self._ticket)
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
-        self._left: NextStepSaves | WriteBackSaves = WriteBackSaves() if self._saves_lost else NextStepSaves()
+        self._finished: NextStepSaves | WriteBackSaves = (
+            WriteBackSaves() if self._saves_lost else NextStepSaves()
+        )
         self._changes = Changes()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
@@ -153,9 +155,10 @@ class SchedulerRole:
         is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
         ended = tracked.ended() if self.index.learner is not None and not tracked.is_stale else None
         if is_kept and not tracked.loads and known > tracked.num_saved:
-            late = None if self._saves_lost else ended  # it is saved with the next step: it is learned then
-            self._left.leave(FinishedRequest(tracked, known, tuple(tuple(blocks) for blocks in table), late))
-            ended = ended if late is None else None
+            later = None if self._saves_lost else ended  # it is saved with the next step: it is learned then
+            blocks = tuple(tuple(group) for group in table)
+            self._finished.leave(FinishedRequest(tracked, known, blocks, later))
+            ended = ended if later is None else None
         learn(self.index, tracked, known, ended)
 
     def _give_up(self, tracked: Tracked) -> None:
@@ -192,10 +195,10 @@ class SchedulerRole:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
         loads = self.loads.take()
-        written = {block for load in loads for move in load.moves for block in move.device.tolist()}
+        written = {block for load in loads for copy in load.copies for block in copy.device.tolist()}
         for one in scheduled:
             written.update(one.new_blocks)
-        saves = self._save_late(self._left.taken(written))
+        saves = self._save_finished(self._finished.taken(written))
         fences = self.saves.fences(written)
         self.figures.fences += len(fences)
         for one in scheduled:
@@ -228,13 +231,13 @@ class SchedulerRole:
             known = min(known, tracked.local_tokens)
         return known // self.index.page_size
 
-    def _save_late(self, left: Iterable[FinishedRequest]) -> list[SaveOrder]:
+    def _save_finished(self, requests: Iterable[FinishedRequest]) -> list[SaveOrder]:
         """What ended requests left behind."""
         planned = []
-        for one in left:
+        for one in requests:
             planned.append(self._planned(self._ticket(), one.tracked, one.table, one.num_pages))
             learn(self.index, one.tracked, one.num_pages, one.ended)
-        return [SaveOrder(save.ticket, save.moves, save.rows, True) for save in planned if save is not None]
+        return [SaveOrder(save.ticket, save.copies, save.rows, True) for save in planned if save is not None]
 
     def _planned(
         self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int
@@ -244,7 +247,7 @@ class SchedulerRole:
             return save
         job = self.saves.in_flight[ticket]
         job.is_stored = True
-        return SaveOrder(ticket, save.moves, self.saves.rows(job))
+        return SaveOrder(ticket, save.copies, self.saves.rows(job))
 
     # -- what the workers say -------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class SchedulerRole:
         """Take in what workers have done; each stage counts when the last of them has answered."""
         for outcome in outcomes:
             self._happened()
-            whole = self.tally.add(outcome)
+            whole = self.quorum.add(outcome)
             if whole is not None:
                 self._ends[whole.stage](self, whole)
 
@@ -339,15 +342,15 @@ class SchedulerRole:
             tracked.is_stale = tracked.request.num_computed_tokens > 0
         self.fetches.forget_all()
         self.index.lose_all()
-        self._left.forget_all()
+        self._finished.forget_all()
         if not self.plan.keeps_storage:
             self.storage.start_anew()
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and nothing is locked on any request's behalf."""
-        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.tally)
-        return not any(len(book) for book in trackers) and not self.saves.reading
+        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.quorum)
+        return not any(len(tracker) for tracker in trackers) and not self.saves.reading
 
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""

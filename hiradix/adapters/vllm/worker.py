@@ -165,7 +165,7 @@ class WorkerRole:
                 if load.error is not None:
                     self._gone.append(load)
                     continue
-                job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.moves, to_host=False))
+                job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.copies, to_host=False))
                 self._jobs[job] = load
             producer = self._controller.start_loading()
             if self._step_loads:
@@ -265,16 +265,16 @@ class WorkerRole:
         if refusal is not None:
             self._written(save, refusal)
             return
-        job = self._controller.write(NO_PAGES, NO_PAGES, self._copies(save.moves, to_host=True))
+        job = self._controller.write(NO_PAGES, NO_PAGES, self._copies(save.copies, to_host=True))
         self._jobs[job] = save
         self._saving.add(save.ticket)
 
-    def _copies(self, moves: Sequence[GroupCopy], *, to_host: bool) -> list[Copy]:
+    def _copies(self, copies: Sequence[GroupCopy], *, to_host: bool) -> list[Copy]:
         return [
-            Copy(move.device, move.host, self._pair_of[move.group])
+            Copy(copy.device, copy.host, self._pair_of[copy.group])
             if to_host
-            else Copy(move.host, move.device, self._pair_of[move.group])
-            for move in moves
+            else Copy(copy.host, copy.device, self._pair_of[copy.group])
+            for copy in copies
         ]
 
     def _trailing(self, host: Iterable[tuple[int, Pages]]) -> tuple[Pages, list[TrailingPages]]:
@@ -321,7 +321,7 @@ class WorkerRole:
     def _apply(self, result: Result) -> None:
         if result.kind is JobKind.STORE:
             save = self._stores.pop(result.ticket)
-            (backbone, _) = self._trailing([(move.group, move.host) for move in save.moves])
+            (backbone, _) = self._trailing([(copy.group, copy.host) for copy in save.copies])
             self._answer(
                 save, OrderStage.STORED, result._replace(num_pages=min(result.num_pages, len(backbone)))
             )
@@ -350,7 +350,7 @@ class WorkerRole:
         if error is None and is_unstored:
             error = "storage was switched"
         if error is None:
-            backbone, others = self._trailing([(move.group, move.host) for move in save.moves])
+            backbone, others = self._trailing([(copy.group, copy.host) for copy in save.copies])
             self._stores[self._controller.store(save.rows, backbone, others)] = save
         else:
             self._outcomes.append(OrderOutcome(save.ticket, OrderStage.STORED, 0, error=error))
@@ -359,7 +359,7 @@ class WorkerRole:
         self._outcomes.append(OrderOutcome(load.ticket, OrderStage.LOADED, 0, error=error))
         if self._collected is NOTHING:
             self._collected = Collected()
-        blocks = set(np.concatenate([move.device for move in load.moves]).tolist())
+        blocks = set(np.concatenate([copy.device for copy in load.copies]).tolist())
         if is_of_step:
             if error is not None:
                 self.step_failed = True

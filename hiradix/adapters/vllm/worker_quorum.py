@@ -1,4 +1,4 @@
-"""From each worker's answers to one, when the last has spoken: the least any did, the longest any took."""
+"""One outcome for all workers, once the last has answered: the fewest pages any did, the longest any took."""
 
 from __future__ import annotations
 

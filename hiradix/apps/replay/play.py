@@ -1,4 +1,4 @@
-"""Plays a trace on a stage: what each request found in which tier, and why it did not find the rest."""
+"""Plays a trace on a simulated cache: what each request found in which tier, and why not the rest."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Player:
 
     def __init__(self, trace: Trace, policy: str, tiers: Tiers, config: Mapping[str, Any] | None = None):
         self.trace = trace
-        self.stage = SimulatedCache(policy, tiers, trace.block_tokens, config)
+        self.simulated = SimulatedCache(policy, tiers, trace.block_tokens, config)
         self._tiers = tiers
         count = len(trace.calls)
         self.played = Played(
@@ -61,16 +61,16 @@ class Player:
             if number % every == every - 1:
                 progress(number + 1)
         self.played.cpu_s = process_time() - started
-        counters = self.stage.cache.counters
+        counters = self.simulated.cache.counters
         size = self.trace.block_tokens
         self.played.writes = {"host": counters.written * size}
-        if self.stage.store is not None:
-            self.played.writes["storage"] = self.stage.store.written * size
+        if self.simulated.store is not None:
+            self.played.writes["storage"] = self.simulated.store.written * size
         self.played.decisions = self._digest.hexdigest()
         return self.played
 
     def _request(self, number: int, call: TraceRequest) -> None:
-        stage, tree, cache = self.stage, self.stage.tree, self.stage.cache
+        simulated, tree, cache = self.simulated, self.simulated.tree, self.simulated.cache
         cache.tick()
         key = RadixKey(call.blocks)
         fetched = self._fetch(key, number)
@@ -82,31 +82,31 @@ class Player:
             cache.start_loading()
         lock = tree.lock(node, Tier.DEVICE)
         cache.count_use(node)
-        stage.settle()
-        fit = min(len(key), node.end + stage.cache.supply.device_room())
+        simulated.settle()
+        fit = min(len(key), node.end + simulated.cache.supply.device_room())
         if fit < len(key):
             key = key[:fit]
         short = len(key) - node.end
         cache.make_room(short)
-        pages = stage.device.alloc(short) if short else np.empty(0, np.int32)
+        pages = simulated.device.alloc(short) if short else np.empty(0, np.int32)
         if pages is None:
-            raise Misuse(f"{short} of {stage.device.available} device blocks")
+            raise Misuse(f"{short} of {simulated.device.available} device blocks")
         ended = Finished(call.prompt_tokens, call.output_tokens, call.hint)
         done = cache.insert(key, pages, at=lock, ended=ended)
-        stage.settle()
+        simulated.settle()
         tree.unlock(lock)
         tree.unlock(done)
         self._count(number, call, device_pages, node.end, fetched)
 
     def _fetch(self, key: RadixKey, number: int) -> int:
         """Bring what storage has to the host; blocks that came."""
-        prefetcher = self.stage.cache.prefetcher
-        if self.stage.store is None or prefetcher is None:
+        prefetcher = self.simulated.cache.prefetcher
+        if self.simulated.store is None or prefetcher is None:
             return 0
-        node = self.stage.cache.match(key).loadable_node
+        node = self.simulated.cache.match(key).loadable_node
         if not prefetcher.start(number, key, node):
             return 0
-        self.stage.settle()
+        self.simulated.settle()
         prefetcher.progress(number)
         return prefetcher.pop_loaded_pages(number)
 
@@ -122,4 +122,4 @@ class Player:
         played.misses["evicted"][number] = again * size
         played.misses["first use"][number] = (len(names) - found - again) * size
         played.misses["partial block"][number] = call.prompt_tokens - len(names) * size
-        self._digest.update(b"%d %d %d " % (on_device, found, self.stage.cache.counters.evicted_device))
+        self._digest.update(b"%d %d %d " % (on_device, found, self.simulated.cache.counters.evicted_device))

@@ -267,8 +267,8 @@ def _seconds(request: Request, name: str) -> tuple[float | None, Response | None
 
 
 def _log(request: Request, what: str, outcome: AdminResult) -> None:
-    told = in_log(outcome.message, None).strip()
-    audit.act(request.scope, what, "done" if outcome.ok else f"failed: {told}")
+    reason = in_log(outcome.message, None).strip()
+    audit.act(request.scope, what, "done" if outcome.ok else f"failed: {reason}")
 
 
 def _storage_answer(verb: str, outcome: AdminResult) -> Response:

@@ -151,9 +151,9 @@ class Connection(H11Protocol):
         """Where it is too late for an answer uvicorn's own would raise, a traceback in the log for each."""
         REFUSALS["invalid"] += 1
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            told = TOO_LONG if self.conn.status == 431 else INVALID
+            refusal = TOO_LONG if self.conn.status == 431 else INVALID
             self.conn.send_failed()
-            self.transport.write(told)
+            self.transport.write(refusal)
         self.transport.close()
 
     def on_response_complete(self) -> None:

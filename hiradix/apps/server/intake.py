@@ -57,8 +57,8 @@ class Intake:
 
     async def tokenise(self, encode: Encode, num_chars: int) -> Sequence[int]:
         """What `encode` gives, from another thread. EngineBusy or TimeoutError if there is too much of it."""
-        lane = self._large if num_chars > LARGE_CHARS else self._small
-        return await lane.run(encode, TOKENISE_TIMEOUT_S)
+        executor = self._large if num_chars > LARGE_CHARS else self._small
+        return await executor.run(encode, TOKENISE_TIMEOUT_S)
 
 
 class BodyShare:

@@ -49,7 +49,7 @@ from hiradix.storage.kit.call_threads import (
 )
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.kit.options import CHECKSUM
-from hiradix.storage.kit.pieces import CallPart, as_piece, pieces_of
+from hiradix.storage.kit.pieces import CallPart, as_part, parts_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_PIECE_BYTES = 1 << 20
 WIDE_PIECE_BYTES = 64 << 20
-"""Most that `Traits.width` makes of a piece."""
+"""Most that `Traits.width` makes of a part."""
 DELETE_KEY_S = 0.001
 """What a deletion may take for each key, beside the deadline."""
 AWAITED = (Op.EXISTS, Op.GET)
@@ -358,10 +358,10 @@ class GuardedStorage:
         self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
         if num_done == len(sizes) or (reason is None and not batch.refused):
             return batch.ok
-        told = Counter(batch.refused)
+        reasons = Counter(batch.refused)
         if reason is not None:
-            told[reason] += lost
-        return FlagsWithReason(batch.ok, told)
+            reasons[reason] += lost
+        return FlagsWithReason(batch.ok, reasons)
 
     def _tell(self, batch: Batch) -> None:
         """Say that pages did not pass the checks here; a backend that verifies says so itself."""
@@ -502,12 +502,12 @@ class GuardedStorage:
             self._meters.count("stats_failed")
 
     def _work(self, op: Op, batch: Batch) -> Work:
-        call, piece_at = getattr(self.backend, op.value), pieces_of((id(self), op), batch.names)
+        call, part_at = getattr(self.backend, op.value), parts_of((id(self), op), batch.names)
 
         def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
             names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
             more |= {"tenant": batch.tenant} if op is Op.PUT and self._traits.tenanted else {}
-            return partial(_in_piece, piece_at(chunk.start), partial(call, names, pages, **more))
+            return partial(_in_part, part_at(chunk.start), partial(call, names, pages, **more))
 
         return work
 
@@ -547,8 +547,8 @@ def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
     return True
 
 
-def _in_piece(piece: CallPart, call: Callable[[], object]) -> object:
-    with as_piece(piece):
+def _in_part(part: CallPart, call: Callable[[], object]) -> object:
+    with as_part(part):
         return call()
 
 

@@ -149,7 +149,7 @@ class CallThreadPool:
 
     @property
     def num_busy(self) -> int:
-        """Lanes in use, those in calls that nobody waits for any more included."""
+        """Call threads in use, those in calls that nobody waits for any more included."""
         with self._changed:
             return self._num_made - len(self._free)
 

@@ -28,7 +28,7 @@ from hiradix.storage.backends.disk.store import DiskStore, PageRecord, Place
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import current_piece
+from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import said_of
 from hiradix.storage.kit.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
@@ -137,8 +137,8 @@ class DiskBackend(StorageBackend):
         if faults and not any(ok):
             fault = next(iter(faults.values()))
             raise StorageError(f"cannot read from {self.config.path}: {fault}") from fault
-        told = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
-        return FlagsWithReason(ok, told) if damaged or faults else ok
+        reasons = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
+        return FlagsWithReason(ok, reasons) if damaged or faults else ok
 
     def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         self._check_open()
@@ -196,7 +196,7 @@ class DiskBackend(StorageBackend):
             self._use([])
             there = self._store.shelf.pages
             todo = [name for name in dict.fromkeys(names) if name not in there]
-            writes = self._place(todo, given, {*names, *map(name_of, current_piece().before)})
+            writes = self._place(todo, given, {*names, *map(name_of, current_part().before)})
         self._write(writes)
         with self._store.mutex:
             self._use(uses)
@@ -496,10 +496,10 @@ def _slot_of(entry: IndexEntry) -> tuple[int, int, int]:
 
 def _fronts(names: Sequence[Name]) -> list[Name | None]:
     """Which page of the chain is in front of each of this thread's call, where that is known."""
-    piece = current_piece()
-    (front,) = piece.fronts(())
+    part = current_part()
+    (front,) = part.fronts(())
     first = name_of(front) if is_key(front) else None
-    return [first, *names[:-1]] if piece.whole.is_chain else [None] * max(1, len(names))
+    return [first, *names[:-1]] if part.whole.is_chain else [None] * max(1, len(names))
 
 
 def _is_intact(entry: IndexEntry, page: Page) -> bool:

@@ -16,8 +16,8 @@ from hiradix.storage.backends.disk.uring import (
     READV,
     WRITE,
     WRITEV,
-    Landed,
-    Landings,
+    Completed,
+    Completions,
     RingPool,
 )
 from hiradix.storage.kit.vectored import read_into, write_from
@@ -40,7 +40,7 @@ class IOEngine(Protocol):
 
     def run(
         self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Landings:
+    ) -> Completions:
         """Results as they come, at least `wave` at a time if possible, of at most `depth` operations at once.
 
         When the iterator ends or is closed, nothing is under way any more.
@@ -62,7 +62,7 @@ class UringEngine:
 
     def run(
         self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Landings:
+    ) -> Completions:
         prepared = np.zeros(len(operations), OPERATION)
         keep = _fill(prepared, operations, write)
         yield from self._rings.run(prepared, wave, depth)
@@ -103,7 +103,7 @@ class ThreadEngine:
 
     def run(
         self, operations: Sequence[Operation], write: bool, wave: int, depth: int = 0
-    ) -> Landings:
+    ) -> Completions:
         share = max(1, -(-len(operations) // self._num_threads))
         if depth:  # the caller looks at what has come while the rest is read
             share = min(share, max(1, wave))
@@ -123,7 +123,7 @@ class ThreadEngine:
         self._executor.shutdown(wait=False)
 
 
-def _move_all(operations: Sequence[Operation], part: range, write: bool) -> Landed:
+def _move_all(operations: Sequence[Operation], part: range, write: bool) -> Completed:
     move = write_from if write else read_into
     results = []
     for index in part:

@@ -154,9 +154,9 @@ class PageIO:
             depth = max(CHECKED_DEPTH, CHECKED_BYTES * len(operations) // max(1, num_bytes))
             wave = depth // CHECKED_DEPTH
         if operations:
-            with closing(self._engine.run(operations, batch.write, wave, depth)) as landings:
-                for ended, results in landings:
-                    batch.landed([(whole[i], result) for i, result in zip(ended, results)])
+            with closing(self._engine.run(operations, batch.write, wave, depth)) as completions:
+                for ended, results in completions:
+                    batch.completed([(whole[i], result) for i, result in zip(ended, results)])
 
     def _through_bounce(self, batch: _PageBatch, indices: Sequence[int]) -> None:
         size = -(-batch.num_bytes // ALIGNMENT) * ALIGNMENT
@@ -177,10 +177,10 @@ class PageIO:
                 gather(page, view[:num_bytes])
             spans = [(address_of(view), len(view))]
             operations.append(Operation(segment.direct_fd, offset, [view], spans))
-        with closing(self._engine.run(operations, batch.write, len(operations))) as landings:
-            for landing in landings:
+        with closing(self._engine.run(operations, batch.write, len(operations))) as completions:
+            for completion in completions:
                 arrived = []
-                for i, result in zip(*landing):
+                for i, result in zip(*completion):
                     if result < num_bytes:
                         batch.again(group[i])
                         continue
@@ -355,9 +355,9 @@ class _PageBatch:
                 done = read_into(segment.fd, views, offset, len(run.indices) * self.num_bytes)
         except OSError as error:
             done = -(error.errno or 1)
-        self.landed([(run, done)])
+        self.completed([(run, done)])
 
-    def landed(self, runs: Sequence[tuple[_Run, int]]) -> None:
+    def completed(self, runs: Sequence[tuple[_Run, int]]) -> None:
         """Runs have ended, each with so many bytes; pages that are not whole are tried again."""
         arrived: list[int] = []
         for run, num_bytes in runs:
@@ -382,7 +382,7 @@ class _PageBatch:
             self.arrived(index)
 
     def _moved(self, run: _Run, num_bytes: int) -> None:
-        """`landed` of pages that nobody checks."""
+        """A run of pages that nobody checks has ended."""
         if num_bytes == len(run.indices) * self.num_bytes:
             if len(run.indices) == len(self.ok):
                 self.ok = [True] * len(self.ok)

@@ -36,9 +36,9 @@ _SQES_OFFSET = 0x10000000
 _SINGLE_MMAP = 1
 _BUSY = (errno.EINTR, errno.EAGAIN, errno.EBUSY)
 _Array = npt.NDArray[Any]
-Landed = tuple[list[int], list[int]]
+Completed = tuple[list[int], list[int]]
 """Which operations of a batch have ended, and how each: bytes moved, or less than 0."""
-Landings = Generator[Landed, None, None]
+Completions = Generator[Completed, None, None]
 
 
 class _Offsets(ctypes.Structure):
@@ -78,7 +78,7 @@ class Ring:
         words[sq.g // 4 :][: self.num_entries] = np.arange(self.num_entries)
         self._fence = threading.Lock()
 
-    def run(self, operations: _Array, wave: int, depth: int = 0) -> Landings:
+    def run(self, operations: _Array, wave: int, depth: int = 0) -> Completions:
         """Do all `operations` and give (indices, results) as they end, at least `wave` at a time.
 
         depth: at most so many are under way, also while the caller looks at results; 0: the ring's length.
@@ -130,7 +130,7 @@ class Ring:
                 if self._cq_head[0] != self._cq_tail[0]:
                     return
 
-    def _take(self) -> Landed:
+    def _take(self) -> Completed:
         head, tail = int(self._cq_head[0]), int(self._cq_tail[0])
         self._barrier()
         count = (tail - head) & 0xFFFFFFFF
@@ -152,7 +152,7 @@ class RingPool:
         self._idle = [Ring(num_entries)]
         self._closed = False
 
-    def run(self, operations: _Array, wave: int, depth: int = 0) -> Landings:
+    def run(self, operations: _Array, wave: int, depth: int = 0) -> Completions:
         """`Ring.run` on a ring that is free, or new."""
         try:
             ring = self._idle.pop()

@@ -26,7 +26,7 @@ from hiradix.storage.backends.file.room import Keep, Room
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.damaged_keys import MAX_KEYS
 from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.kit.pieces import current_piece
+from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
@@ -118,8 +118,8 @@ class FileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        piece = current_piece()
-        now_ns, fronts = piece.began(self._room.now()), piece.fronts(keys)
+        part = current_part()
+        now_ns, fronts = part.began(self._room.now()), part.fronts(keys)
         ok = [False] * len(keys)
         faults: list[OSError] = []
         bad: list[int] = []
@@ -146,8 +146,8 @@ class FileBackend(StorageBackend):
             return self._put(keys, pages)
 
     def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        piece = current_piece()
-        now_ns, fronts = piece.began(self._room.now()), piece.fronts(keys)
+        part = current_part()
+        now_ns, fronts = part.began(self._room.now()), part.fronts(keys)
         ok = [False] * len(keys)
         todo: list[FileWrite] = []
         for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
@@ -159,7 +159,7 @@ class FileBackend(StorageBackend):
         if self._read_only is not None:
             return ok if all(ok) else self._refuse(ok, self._read_only)
         self._room.follow(fronts[0] if fronts else "", now_ns)
-        keep = Keep({*keys, *piece.before}, now_ns + 1)
+        keep = Keep({*keys, *part.before}, now_ns + 1)
         refused: OSError | None = None
         while todo:
             group = self._next_group(todo)

@@ -25,7 +25,7 @@ from hiradix.storage.kit.landing import Landing
 from hiradix.storage.kit.lru import LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import current_piece
+from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.protocol import (
     Page,
@@ -279,7 +279,7 @@ class S3Backend(StorageBackend):
         """Pages of a call that are there were used: each a little before the page in front of it. What is
         counted already keeps its length, as a buffer may be longer than what it is filled from."""
         if self.config.max_bytes:
-            fronts = current_piece().fronts(keys)
+            fronts = current_part().fronts(keys)
             with self._lock:
                 now_ns = self._began()
                 for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
@@ -289,7 +289,7 @@ class S3Backend(StorageBackend):
 
     def _began(self) -> int:
         """When the first page of this call counts as used. Call with the lock held."""
-        return current_piece().began(self._index.now(time.time_ns()))
+        return current_part().began(self._index.now(time.time_ns()))
 
     def _forget(self, keys: Collection[str]) -> None:
         with self._lock:
@@ -304,8 +304,8 @@ class S3Backend(StorageBackend):
         victims: dict[str, int] = {}
         fits: list[int] = []
         added: list[str] = []
-        piece = current_piece()
-        keep, fronts = {*keys, *piece.before}, piece.fronts(keys)
+        part = current_part()
+        keep, fronts = {*keys, *part.before}, part.fronts(keys)
         with self._lock:
             now_ns = self._began()
             self._index.follow(fronts[0], now_ns)

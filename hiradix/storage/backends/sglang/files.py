@@ -34,7 +34,7 @@ from hiradix.storage.kit.damaged_keys import MAX_KEYS
 from hiradix.storage.kit.lru import LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import CallPart, current_piece
+from hiradix.storage.kit.pieces import CallPart, current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
@@ -173,11 +173,11 @@ class SglangFileBackend(StorageBackend):
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         self._check(keys)
-        now_ns, piece = self._piece()
+        now_ns, part = self._part()
         numbered = enumerate(zip(keys, into, strict=True))
         bad: list[str] = []
         ok = [self._read(key, page, now_ns - index, bad) for index, (key, page) in numbered]
-        self._use(keys, into, ok, now_ns, piece)
+        self._use(keys, into, ok, now_ns, part)
         if bad:
             return FlagsWithReason(ok, MissReason.DAMAGED, len(bad))
         self._states.leave("damaged")
@@ -187,14 +187,14 @@ class SglangFileBackend(StorageBackend):
         self._check(keys)
         if self._read_only is None and not self.config.path.is_dir():
             self._make_anew()
-        now_ns, piece = self._piece()
-        keep = Keep({*keys, *piece.before}, now_ns + 1)
+        now_ns, part = self._part()
+        keep = Keep({*keys, *part.before}, now_ns + 1)
         ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
-        self._use(keys, pages, ok, now_ns, piece)
+        self._use(keys, pages, ok, now_ns, part)
         if self._read_only is not None:
             return ok if all(ok) else self._refuse(ok, self._read_only)
         with self._lock:
-            self._index.follow(piece.fronts(keys)[0], now_ns)
+            self._index.follow(part.fronts(keys)[0], now_ns)
         has_room = True
         for index, (key, page) in enumerate(zip(keys, pages)):
             if not ok[index] and has_room:
@@ -203,9 +203,9 @@ class SglangFileBackend(StorageBackend):
                 except OSError as error:
                     if error.errno != errno.EROFS:
                         raise
-                    self._use(keys, pages, ok, now_ns, piece)
+                    self._use(keys, pages, ok, now_ns, part)
                     return self._refuse(ok, error)
-        self._use(keys, pages, ok, now_ns, piece)
+        self._use(keys, pages, ok, now_ns, part)
         if self._is_refused:
             self._is_refused = False
             self._states.leave("read_only")
@@ -289,20 +289,20 @@ class SglangFileBackend(StorageBackend):
         return False
 
     def _use(
-        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, piece: CallPart
+        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, part: CallPart
     ) -> None:
         """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
         with self._lock:
-            for index, (key, page, front) in enumerate(zip(keys, pages, piece.fronts(keys))):
+            for index, (key, page, front) in enumerate(zip(keys, pages, part.fronts(keys))):
                 if ok[index]:
                     self._index.use(key, LruEntry(footprint(page_bytes(page)), now_ns - index), front)
 
-    def _piece(self) -> tuple[int, CallPart]:
-        """When the first page of this piece of a call counts as used, and the piece."""
-        piece = current_piece()
+    def _part(self) -> tuple[int, CallPart]:
+        """When the first page of this part of a call counts as used, and the part."""
+        part = current_part()
         with self._lock:
             now_ns = self._index.now(self._time_ns())
-        return piece.began(now_ns), piece
+        return part.began(now_ns), part
 
     def _read(self, key: str, page: Page, now_ns: int, bad: list[str]) -> bool:
         """Whether the page was read, and is what was stored. bad: gets the key of one that is not."""
