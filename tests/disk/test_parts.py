@@ -300,7 +300,7 @@ def test_pages_go_in_the_order_of_the_disk_and_to_where_each_was_asked_for(
     monkeypatch.setattr(_PageBatch, "plainly", seen(plainly))
     segment = SegmentFile(str(pages), direct=not use_cache)
     moves = [(segment, n * PAGE, [into[at * PAGE : (at + 1) * PAGE]]) for at, n in enumerate(asked)]
-    assert io.read(moves, PAGE) == ([True] * 7, []) and [into[at * PAGE] for at in range(7)] == asked
+    assert io.read(moves, PAGE) == ([True] * 7, {}) and [into[at * PAGE] for at in range(7)] == asked
     assert starts == [(8, 2), (9, 2), (40, 2), (90, 1)], "8 and 9, 9 once more and 10, 40 and 41, 90"
     io.close()
 
@@ -315,7 +315,7 @@ def test_pages_of_two_files_are_no_run_where_their_offsets_follow(
     io = PageIO(UringEngine(), use_cache, write_direct=False)
     first, second = (SegmentFile(str(path), direct=not use_cache) for path in (pages, other))
     moves = [(first if n < 2 else second, n * PAGE, [into[n * PAGE : (n + 1) * PAGE]]) for n in asked]
-    assert io.read(moves, PAGE) == ([True] * 4, [])
+    assert io.read(moves, PAGE) == ([True] * 4, {})
     assert [into[n * PAGE] for n in range(4)] == [0, 1, 102, 103]
     io.close()
 

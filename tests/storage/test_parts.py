@@ -255,13 +255,13 @@ class TestRegistry:
         idle = open_storage("plugin", CONTEXT)
         assert all(put(idle, keys_of(1)))
         idle.close()
-        assert not left.num_lanes
+        assert not left.num_threads
 
         def wait_for_left(number: int) -> None:
             """The thread that closes a store counts, too, until it has."""
             deadline = time.monotonic() + 60
-            while left.num_lanes != number:
-                assert time.monotonic() < deadline, f"{left.num_lanes} threads count, not {number}"
+            while left.num_threads != number:
+                assert time.monotonic() < deadline, f"{left.num_threads} threads count, not {number}"
                 time.sleep(0.001)
 
         for number in (1, 2, 3):
