@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,9 +22,22 @@ USAGE = """usage: hiradix {serve,bench,storage,replay,size,tour} ...
 """
 
 
+NOT_READ = 141  # what a shell has for a process whose output nobody reads
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand; the process's exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # what is buffered still is not to be written at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_READ
+    return status
+
+
+def _run(arguments: list[str]) -> int:
     command, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     if command == "serve":
         from hiradix.apps.server.serve import serve

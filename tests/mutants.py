@@ -258,11 +258,14 @@ def survey(suites: dict[str, list[Mutant]]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("suites", nargs="*", choices=[*SUITES, []], help="all where none is named")
+    names = f"of {', '.join(SUITES)}; all where none is named"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=names)
     parser.add_argument("--sample", type=int, metavar="N", help="so many of each suite, spread evenly")
     parser.add_argument("--function", help="those of this function alone, as Class.method")
     parser.add_argument("--list", action="store_true", help="count them and run none")
     options = parser.parse_args(arguments)
+    if unknown := [name for name in options.suites if name not in SUITES]:
+        parser.error(f"no suite {unknown[0]}: {', '.join(SUITES)}")
     found: dict[str, list[Mutant]] = {}
     for name in options.suites or SUITES:
         mutants = [m for m in mutants_of(SUITES[name]) if options.function in (None, m.function)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -83,6 +84,19 @@ def test_import_is_light() -> None:
 @pytest.mark.parametrize("package", ["hiradix.storage", "hiradix.tree", "hiradix.config", "hiradix.cli"])
 def test_imports_without_torch_and_triton_installed(package: str) -> None:
     run_python(f"import sys\nsys.modules['torch'] = sys.modules['triton'] = None\nimport {package}")
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "hiradix.cli", "--help"], stdout=write, stderr=subprocess.PIPE, cwd=ROOT,
+            timeout=60, text=True,
+        )  # fmt: skip
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 def test_what_sglang_loads_everywhere_is_light() -> None:
