@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ ENVIRONMENT = {
 
 
 def install() -> None:
-    """The wheels alone, beside what vLLM's environment has: 85 MB, once."""
+    """The wheels alone, beside what vLLM's environment has: 85 MB, once. That environment has no pip; the
+    Python that it was made from has."""
     if not FOLDER.is_dir():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        python = sys.executable if find_spec("pip") else str(Path(sys.base_prefix, "bin", "python3"))
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         subprocess.run([*pip, "--target", str(FOLDER), *WHEELS], check=True, env=environment)
 
