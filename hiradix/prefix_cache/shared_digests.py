@@ -30,9 +30,8 @@ logger = logging.getLogger(__name__)
 
 MOST = 1000
 SILENT_S = 30.0  # after which nobody waits any longer for a process that reads a file
-SETTLED_S = (
-    2.0  # since its last change: a later one shows in the times, whatever the file system's clock does
-)
+SETTLED_S = 2.0
+"""Since a file's last change: a later one shows in its times, whatever the file system's clock does."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.02
 _SUM_BYTES = 32

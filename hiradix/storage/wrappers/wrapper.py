@@ -141,7 +141,7 @@ class CodingWrapper(Wrapper):
             if why is not None:
                 flags[index] = False
                 damaged[why] += 1
-                self._note_spoilt(key)
+                self._note_damaged(key)
         return as_answered(flags, ok, more=damaged)
 
     def put(
@@ -154,7 +154,7 @@ class CodingWrapper(Wrapper):
         packed = [[memoryview(self._pack(key, page))] for key, page in zip(keys, pages, strict=True)]
         return self._put(keys, packed, prefix_keys, tenant)
 
-    def _note_spoilt(self, key: str) -> None:
+    def _note_damaged(self, key: str) -> None:
         self._damaged_keys.note([key])
         with self._lock:
             self._num_damaged += 1

@@ -395,18 +395,24 @@ class DiskBackend(StorageBackend):
         segment, slot = next(iter(entries)).place
         text = f"{self.config.path} has pages that are not what was stored, which are misses: the first is in"
         self._states.enter("damaged", f"{text} slot {slot} of segment {segment}")
-        with self._store.mutex:
-            self._store.forget(list(entries))
-            if self._store.read_only is not None:
-                return
-            self._damaged |= entries
-        self._try_locked(self._free_damaged)
+        self._forget(entries, self._damaged, self._free_damaged)
 
     def _free_damaged(self) -> None:
         """Locked."""
         if self._damaged:
             self._store.free(list(self._damaged))
-            self._damaged = {}
+            self._damaged.clear()
+
+    def _forget(
+        self, entries: Mapping[IndexEntry, None], unlogged: dict[IndexEntry, None], log: Callable[[], None]
+    ) -> None:
+        """Have these pages be misses from here on. log: tells other processes so of all `unlogged`."""
+        with self._store.mutex:
+            self._store.forget(list(entries))
+            if self._store.read_only is not None:
+                return
+            unlogged.update(entries)
+        self._try_locked(log)
 
     # -- slots that the disk has lost ---------------------------------------------------
 
@@ -428,16 +434,12 @@ class DiskBackend(StorageBackend):
             "its page is a miss, and stored elsewhere when it is put again",
             self.config.path, slot, segment, FAILURES,
         )  # fmt: skip
-        with self._store.mutex:
-            self._store.forget(list(entries))
-            if self._store.read_only is not None:
-                return
-            self._unreadable |= entries
-        self._try_locked(self._retire_unreadable)
+        self._forget(entries, self._unreadable, self._retire_unreadable)
 
     def _retire_unreadable(self) -> None:
         """Locked."""
-        left, self._unreadable = self._unreadable, {}
+        left = list(self._unreadable)
+        self._unreadable.clear()
         current = self._store.index.by_place
         places = [e.place for e in left if e.place not in current or e.is_same(current[e.place])]
         if places:
