@@ -233,6 +233,12 @@ class JobTable:
         self.release()
         return self._driver.wait_for(lambda: all(job_queue.is_quiet for job_queue in job_queues), timeout_s)
 
+    def unfinished(self) -> list[Task]:
+        """Tasks that are queued, or that a worker has begun and may still be busy with."""
+        with self.lock:
+            active = [queue.active for queue in self.job_queues.values() if queue.active is not None]
+            return active + [task for queue in self.job_queues.values() for task in queue.waiting]
+
     def pending(self, kind: JobKind) -> int:
         """Tickets whose Result has not been polled."""
         return self._pending[kind]

@@ -129,6 +129,18 @@ class StorePayload:
     trailing: AllTrailingPages
 
 
+def pages_in_use(payload: Payload, kind: JobKind, pair: int) -> tuple[list[Pages], list[Pages]]:
+    """The device pages and the host pages of one pair of pools that a job reads or fills."""
+    if isinstance(payload, QueryPayload):
+        return [], []
+    if isinstance(payload, (ReadPayload, StorePayload)):
+        return [], [trailing.pages for trailing in payload.trailing if trailing.pair == pair]
+    copies = payload.copies if isinstance(payload, LoadBatch) else payload
+    source = [copy.source for copy in copies if copy.pair == pair]
+    target = [copy.target for copy in copies if copy.pair == pair]
+    return (source, target) if kind is JobKind.WRITE else (target, source)
+
+
 Payload = Copies | LoadBatch | QueryPayload | ReadPayload | StorePayload
 
 

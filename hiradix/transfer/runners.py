@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
-from hiradix.transfer.protocols import DevicePoolLike, HostPoolLike, TransportLike
+from hiradix.transfer.protocols import PageSource
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import Steps, Task
+
+if TYPE_CHECKING:
+    from hiradix.memory.pools import DevicePool, HostPool
+    from hiradix.memory.strided_pool import StridedPool
+    from hiradix.memory.transport import Transport
 
 
 @dataclass(frozen=True)
 class PoolPair:
     """Two pools of one shape and the copy between them.
 
-    layers: which of the model's layers each of the pools' layers is; None: they are the model's.
+    layers: which of the model's layers each of the pools' layers is; None: they are the model's. device_free,
+    host_free: the pools' free pages, for `HiCacheController.evict_device` and `evict_host`.
     """
 
-    device: DevicePoolLike
-    host: HostPoolLike
-    transport: TransportLike
+    device: DevicePool | StridedPool
+    host: HostPool
+    transport: Transport
     layers: Sequence[int] | None = None
+    device_free: PageSource | None = None
+    host_free: PageSource | None = None
 
     @property
     def model_layers(self) -> Sequence[int]:
@@ -32,9 +41,7 @@ class PoolPair:
 class CopyRunner:
     """WRITE in chunks of `chunk_pages`, LOAD layer by layer of the model. A job's copies end with it."""
 
-    def __init__(
-        self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int
-    ):
+    def __init__(self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int):
         self._pairs = tuple(pairs)
         self._at = [
             {layer: range(i, i + 1) for i, layer in enumerate(pair.model_layers)} for pair in pairs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from hiradix.transfer.jobs import (
     TrailingWindow,
 )
 from hiradix.transfer.protocols import (
-    HostPoolLike,
     PartedStorage,
     PrefixKeys,
     StorageLike,
@@ -35,6 +34,9 @@ from hiradix.transfer.protocols import (
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.worker import BadStorageAnswer, Steps, Task
 from hiradix.tree.hashing import PageRows
+
+if TYPE_CHECKING:
+    from hiradix.memory.pools import HostPool
 
 MAX_LOOKS = 256
 """Calls a query makes to find where its hits end in all components, before it says that they do nowhere."""
@@ -47,7 +49,7 @@ class StorageRunner:
     while a job runs.
     """
 
-    def __init__(self, hosts: Sequence[HostPoolLike], runtime: Runtime):
+    def __init__(self, hosts: Sequence[HostPool], runtime: Runtime):
         self.parts: tuple[StorageLike, ...] = ()
         self._hosts = tuple(hosts)
         self._hash_pages = runtime.hash_pages

@@ -38,12 +38,12 @@ from hiradix.adapters.vllm.traffic import Traffic
 from hiradix.storage import Stores
 from hiradix.transfer import (
     Copy,
+    HiCacheController,
     JobKind,
     LoadFailed,
     PoolPair,
     Result,
     Runtime,
-    TransferController,
     TransferLimits,
 )
 from hiradix.transfer import Ticket as JobTicket
@@ -86,7 +86,7 @@ class WorkerRole:
         runtime: Runtime | None = None,
     ) -> None:
         self._pair_of = {group: pair for pair, group in enumerate(groups)}
-        self._controller = TransferController.over(pairs, runtime or Runtime(limits=LIMITS))
+        self._controller = HiCacheController.over(pairs, runtime or Runtime(limits=LIMITS))
         self._lock = threading.RLock()
         self.switch = StorageSwitch(self._controller, self._lock, open_storage, self._take_in)
         self._changed = threading.Condition(self._lock)
