@@ -18,9 +18,10 @@ import torch
 from hiradix.errors import Misuse
 from hiradix.memory.allocator import PageAllocator
 from hiradix.memory.pools import HostPool
+from hiradix.storage import Stores
 from hiradix.transfer.controller import TransferController
 from hiradix.transfer.jobs import NO_PAGES, JobKind, Pages, Result, Ticket
-from hiradix.transfer.protocols import StorageLike, TransportLike
+from hiradix.transfer.protocols import TransportLike
 from hiradix.transfer.runtime import Runtime
 from hiradix.tree.hashing import PageRows
 
@@ -99,7 +100,7 @@ class HiCacheController:
         mem_pool_host: HostPool,
         *,
         transport: TransportLike,
-        storage: StorageLike | None = None,
+        storage: Stores | None = None,
         runtime: Runtime | None = None,
     ):
         self.mem_pool_device_allocator = token_to_kv_pool_allocator
@@ -191,7 +192,7 @@ class HiCacheController:
         arrived = np.concatenate([*operation.host_pages, NO_PAGES])
         return self._slots(arrived), operation.hashes[: operation.num_pages]
 
-    def attach_storage_backend(self, storage: StorageLike) -> None:
+    def attach_storage_backend(self, storage: Stores) -> None:
         """Use `storage` from now on; StorageError if there is one."""
         self.transfers.attach(storage)
 

@@ -14,7 +14,7 @@ from hiradix.memory.shape import KVShape
 from hiradix.memory.transport import TorchTransport
 from hiradix.transfer import FailReason, JobKind, Runtime, StepDriver
 from hiradix.transfer.hicache_controller import Ack, HiCacheController
-from tests.transfer.doubles import NORMAL, MemoryStorage
+from tests.transfer.doubles import NORMAL, MemoryStorage, guarded
 
 S = 4
 NUM_LAYERS = 3
@@ -34,7 +34,7 @@ class Bench:
             self.slots,
             self.host,
             transport=TorchTransport(),
-            storage=self.storage,
+            storage=guarded(self.storage, self.driver.now),
             runtime=Runtime(driver=self.driver, clock=self.driver.now),
         )
 
@@ -195,7 +195,7 @@ def test_detach_and_attach(bench: Bench) -> None:
     operation = c.prefetch("r", range(4 * S))
     c.poll()
     assert operation.is_done and operation.error == FailReason.NO_STORAGE.value
-    c.attach_storage_backend(bench.storage)
+    c.attach_storage_backend(guarded(bench.storage))
     assert c.prefetch("r", range(4 * S)).error is None
 
 
