@@ -57,7 +57,7 @@ class Hanging:
     def __init__(self, context: StorageContext):
         self.never = threading.Event()
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         self.never.wait()
         return 0
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hiradix.errors import StorageError
 from hiradix.storage import (
+    Batch,
     Page,
     PageFingerprint,
     StorageBackend,
@@ -37,11 +38,11 @@ class FolderBackend(StorageBackend):
             raise StorageError("the store is closed")
         return [self._folder / check_key(key) for key in keys]
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        return len(list(takewhile(Path.is_file, self._paths(keys))))
+    def exists(self, batch: Batch) -> int:
+        return len(list(takewhile(Path.is_file, self._paths(batch))))
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        return [self._read(path, page) for path, page in zip(self._paths(keys), into, strict=True)]
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        return [self._read(path, page) for path, page in zip(self._paths(batch), into, strict=True)]
 
     def _read(self, path: Path, page: Page) -> bool:
         try:
@@ -50,13 +51,13 @@ class FolderBackend(StorageBackend):
         except FileNotFoundError:
             return False
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        for path, page in zip(self._paths(keys), pages, strict=True):
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        for path, page in zip(self._paths(batch), pages, strict=True):
             if not path.exists():  # a key that is there keeps its bytes
                 with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".", delete=False) as file:
                     file.writelines(page)
                 os.replace(file.name, path)  # readers see a whole page or none
-        return [True] * len(keys)
+        return [True] * len(batch)
 
     def delete(self, keys: Sequence[str]) -> None:
         for path in self._paths(keys):

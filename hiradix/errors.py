@@ -6,6 +6,8 @@ under `python -O` too.
 
 from __future__ import annotations
 
+MAX_SHOWN_CHARS = 300
+
 
 class CacheError(Exception):
     """Base of everything hiradix raises on purpose."""
@@ -46,3 +48,12 @@ class Misuse(AssertionError):
 
     No CacheError on purpose: who turns faults of the world into a miss and goes on must not swallow a bug.
     """
+
+
+def described(error: BaseException) -> str:
+    """An error in one short line; survives exceptions that cannot print themselves."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(no message)"
+    return f"{type(error).__name__}: {text}"[:MAX_SHOWN_CHARS]

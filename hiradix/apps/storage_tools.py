@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from hiradix.errors import CacheError, ConfigError
-from hiradix.storage import PageFingerprint, StorageContext, StoragePart, open_storage
+from hiradix.storage import Batch, PageFingerprint, StorageContext, StoragePart, open_storage
 from hiradix.storage.backends.file.config import PATH_ENV
 from hiradix.storage.identities import differences, recall
 from hiradix.storage.inventory import URL_FORMS, StoreAddress, StoredPage, scan, stored_fingerprint
 from hiradix.storage.kit.options import parse_size
-from hiradix.storage.kit.pieces import ChainUse, as_use
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
 
 BATCH = 64
@@ -246,8 +245,7 @@ def copy(args: argparse.Namespace) -> int:
     with _Stores(source) as sources, _Stores(target, is_target=True) as targets:
         for batch in _batches(_placed(args, misplaced)):
             found, damaged = sources.read(batch)
-            with as_use(ChainUse(is_chain=False)):
-                stored = targets.of(batch[0]).put(list(found), list(found.values()))
+            stored = targets.of(batch[0]).put(Batch.of(tuple(found), is_chain=False), list(found.values()))
             copied, unread = copied + sum(stored), unread + len(damaged)
             unwritten, gone = unwritten + stored.count(False), gone + len(batch) - len(found) - len(damaged)
     lost = f"{unread} could not be read, {unwritten} could not be written"

@@ -7,7 +7,8 @@ gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol`
 
 from __future__ import annotations
 
-from hiradix.storage.components import ComponentPages, Stores, open_stores
+from hiradix.storage.batch import Batch
+from hiradix.storage.components import ComponentPages, open_stores
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.generations import (
     Generations,
@@ -20,7 +21,8 @@ from hiradix.storage.generations import (
 )
 from hiradix.storage.guard.breaker import BreakerLimits, BreakerState
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.guard.joining import JoiningStorage, StoragePart, WhenJoined
+from hiradix.storage.guard.joining import JoiningStorage
+from hiradix.storage.guard.stores import PageStore, StoragePart, Stores, WhenJoined
 from hiradix.storage.kit.meters import Histogram, MissReason, Op
 from hiradix.storage.opening import StoreSettings, open_storage
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, StorageContext, Traits, check_key
@@ -33,6 +35,7 @@ from hiradix.storage.registry import (
 
 __all__ = [
     "BadKey",
+    "Batch",
     "BreakerLimits",
     "BreakerState",
     "ComponentPages",
@@ -45,6 +48,7 @@ __all__ = [
     "Op",
     "Page",
     "PageFingerprint",
+    "PageStore",
     "StorageBackend",
     "StorageContext",
     "StoragePart",

@@ -12,13 +12,13 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from hiradix.errors import ConfigError, Misuse
 from hiradix.storage.fingerprint import PageFingerprint
-from hiradix.storage.guard.breaker import BreakerState
 from hiradix.storage.guard.guard import GuardedStorage
-from hiradix.storage.guard.joining import Joiner, JoiningStorage, StoragePart, WhenJoined, opened
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, opened
+from hiradix.storage.guard.stores import Stores
 from hiradix.storage.kit.options import flag, parse_size
 from hiradix.storage.opening import (
     StoreSettings,
@@ -27,7 +27,7 @@ from hiradix.storage.opening import (
     open_guarded,
     open_part,
 )
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext
+from hiradix.storage.protocol import Page, StorageContext
 from hiradix.storage.registry import FLAG
 from hiradix.storage.wrappers.wrap import coded
 
@@ -37,36 +37,6 @@ class PageDifference(Protocol):
 
     @property
     def is_same(self) -> bool: ...
-
-
-class Stores(Protocol):
-    """Storage as a cache's owner has it. `parts`: exists, get and put of each component of the cache, the
-    backbone's first: its guard, or what `Generations` makes of that.
-
-    A `GuardedStorage` is one, of one component.
-    """
-
-    @property
-    def parts(self) -> Sequence[Any]: ...
-
-    @property
-    def is_joined(self) -> bool: ...
-
-    def when_joined(self, call: WhenJoined) -> None: ...
-
-    @property
-    def backend(self) -> StorageBackend: ...
-
-    @property
-    def state(self) -> BreakerState: ...
-
-    def clear(self) -> bool: ...
-
-    def ping(self) -> bool: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
-
-    def stats(self) -> Mapping[str, float]: ...
 
 
 @dataclass(frozen=True)
@@ -119,16 +89,16 @@ def open_stores(
     settings = StoreSettings.read(keys)
     parts = [_part(name, settings, pages, components, required) for pages in components]
     if len(parts) == 1:
-        return open_part(name, *parts[0], clock)
+        return Stores([open_part(name, *parts[0], clock)])
     names = [pages.fingerprint.component for pages in components]
     if required:
-        return StoreSet(_open_all(name, parts, clock), names)
+        return Stores(_open_all(name, parts, clock), names)
     found = opened(
-        name, lambda: StoreSet(_open_all(name, parts, clock), names), settings.join, declared_traits(name)
+        name, lambda: Stores(_open_all(name, parts, clock), names), settings.join, declared_traits(name)
     )
     if isinstance(found, Joiner):
-        return StoreSet([JoiningStorage(found, index) for index in range(len(parts))], names)
-    return cast(StoreSet, found)
+        return Stores([JoiningStorage(found, index) for index in range(len(parts))], names)
+    return found
 
 
 _Part = tuple[StorageContext, StoreSettings]
@@ -147,63 +117,6 @@ def _open_all(name: str, parts: Sequence[_Part], clock: Callable[[], float]) -> 
             part.close()
         raise
     return opened_parts
-
-
-class StoreSet:
-    """The stores of one cache's components, as one: see the module's docstring. Owns them.
-
-    exists, get and put are asked of `parts`.
-    """
-
-    def __init__(self, parts: Sequence[StoragePart], names: Sequence[str]):
-        self.parts: tuple[StoragePart, ...] = tuple(parts)
-        self._names = tuple(names)
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether it serves: all components are joined at once."""
-        return self.parts[0].is_joined
-
-    def when_joined(self, call: WhenJoined) -> None:
-        """As a guard has it, with the store of all components."""
-        if not self.parts[0].is_joined:
-            self.parts[0].when_joined(call)
-            return
-        call(self)
-        for part in self.parts:
-            getattr(part.backend, "when_joined", lambda _: None)(call)
-
-    @property
-    def backend(self) -> StorageBackend:
-        """The backbone's."""
-        return self.parts[0].backend
-
-    @property
-    def state(self) -> BreakerState:
-        """Of the breaker that all share."""
-        return self.parts[0].state
-
-    def clear(self) -> bool:
-        """Forget all pages of these fingerprints; False when one of the backends failed."""
-        return all([part.clear() for part in self.parts])
-
-    def ping(self) -> bool:
-        """Whether all of it can be reached now."""
-        return all([part.ping() for part in self.parts])
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Close all backends, waiting at most `timeout_s` for each. Idempotent."""
-        for part in reversed(self.parts):
-            part.close(timeout_s)
-
-    def stats(self) -> Mapping[str, float]:
-        """Figures of all calls together; those of a further backend as `backend_<component>_*`."""
-        found = dict(self.parts[0].stats())
-        for name, part in zip(self._names[1:], self.parts[1:], strict=True):
-            for figure, value in part.stats().items():
-                if figure.startswith("backend_"):
-                    found[f"backend_{name}_{figure.removeprefix('backend_')}"] = value
-        return found
 
 
 def _part(

@@ -34,14 +34,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hiradix.storage.components import ComponentPages, PageDifference, Stores
-from hiradix.storage.guard.breaker import BreakerState, Troubles
+from hiradix.storage.batch import Batch
+from hiradix.storage.components import ComponentPages, PageDifference
+from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import has_failed
-from hiradix.storage.guard.guard import GuardedStorage
-from hiradix.storage.guard.joining import WhenJoined
-from hiradix.storage.kit.pieces import ChainUse, as_use, current_use
+from hiradix.storage.guard.stores import StoragePart, Stores
 from hiradix.storage.opening import StoreSettings
-from hiradix.storage.protocol import Page, StorageBackend, chain_before
+from hiradix.storage.protocol import Page
 from hiradix.storage.wrappers import quantise
 
 logger = logging.getLogger(__name__)
@@ -114,17 +113,16 @@ class Trust:
     remembered: dict[Hashable, OrderedDict[str, _Scope]] = field(default_factory=dict, compare=False)
 
 
-class Generations:
+class Generations(Stores):
     """A model's stores, which serve pages of trusted generations only. Owns them; thread-safe.
 
-    `parts` take what `GuardedStorage` takes. components: what the stores were opened for, in their order.
+    components: what the stores were opened for, in their order.
     """
 
     def __init__(self, stores: Stores, components: Sequence[ComponentPages], trust: Trust) -> None:
-        self._stores = stores
+        super().__init__(stores.guards, [one.fingerprint.component for one in components])
         self._trust = trust
         self._name = components[0].fingerprint.model_id
-        self._guards = tuple(stores.parts)
         self._components = tuple(components)
         key = components[0].fingerprint.digest(), trust.identity, trust.shared_names, trust.rounds
         if key not in trust.remembered and len(trust.remembered) >= MOST_REMEMBERED:
@@ -134,37 +132,14 @@ class Generations:
             scope.is_due = True
         self._lock = threading.Lock()
         self._figures = {"lookups_unverified": 0, "pages_compared": 0, "generations_rejected": 0}
-        self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self._guards))
+        self.parts = tuple(_Part(self, number, guard) for number, guard in enumerate(self.guards))
         stores.when_joined(lambda _: self._look_again())  # also for each half of a tier that joins later
-
-    # -- as `Stores` ----------------------------------------------------------------------
-
-    @property
-    def is_joined(self) -> bool:
-        return self._stores.is_joined
-
-    def when_joined(self, call: WhenJoined) -> None:
-        self._stores.when_joined(call)
-
-    @property
-    def backend(self) -> StorageBackend:
-        return self._stores.backend
-
-    @property
-    def state(self) -> BreakerState:
-        return self._stores.state
 
     def clear(self) -> bool:
         """Forget all pages of all generations; this engine's go on under the labels they had."""
-        ok = self._stores.clear()
+        ok = super().clear()
         self._look_again()
         return ok
-
-    def ping(self) -> bool:
-        return self._stores.ping()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        self._stores.close(timeout_s)
 
     def stats(self) -> Mapping[str, float]:
         """The stores' figures and, as `canary_*`, of how many adapters (the model itself is one) the pages
@@ -176,7 +151,7 @@ class Generations:
             own += not scope.adopted and scope.own is not None
         states = {"adopted": adopted, "own": own, "unverified": len(scopes) - adopted - own}
         figures = {**states, **self._figures}
-        return {**self._stores.stats(), **{f"canary_{name}": float(value) for name, value in figures.items()}}
+        return {**super().stats(), **{f"canary_{name}": float(value) for name, value in figures.items()}}
 
     # -- whose pages these are --------------------------------------------------------------
 
@@ -194,7 +169,7 @@ class Generations:
         with self._lock:
             scope = self._scopes.get(name)
             if scope is None:
-                scope = self._scopes[name] = _Scope(name, len(self._guards), self._given_label())
+                scope = self._scopes[name] = _Scope(name, len(self.guards), self._given_label())
                 if len(self._scopes) > MAX_SCOPES:
                     self._scopes.popitem(last=False)
             self._scopes.move_to_end(name)
@@ -263,7 +238,7 @@ class Generations:
         """The witness was compared before the store could be asked, or before another rank had put its pages:
         again, with lookups ever further apart; where records could not be read, as soon as reads are let
         through again."""
-        if self._trust.witness is None or (scope.is_unread and not self._guards[0].may_read):
+        if self._trust.witness is None or (scope.is_unread and not self.guards[0].may_read):
             return
         scope.num_unserved += 1
         number = scope.num_unserved
@@ -283,7 +258,7 @@ class Generations:
             self._begin(scope)
 
     def _compare_witness(self, scope: _Scope, witness: Witness) -> None:
-        for component in range(len(self._guards)):
+        for component in range(len(self.guards)):
             for label in scope.unknown(component):
                 self._compare_one(scope, component, label, list(witness.of(component)), needs_all=True)
 
@@ -294,7 +269,7 @@ class Generations:
         could not be read is not taken for gone, and looked at again. Where a half of a tier is away, what the
         other half has is taken as it is.
         """
-        scope.is_due = not self._stores.is_joined
+        scope.is_due = not self.is_joined
         scope.is_unread = scope.is_in_part = False
         found: dict[bytes, bytes] = {}
         if self._trust.shared_names:
@@ -304,7 +279,7 @@ class Generations:
             record = self._read_record(scope, slot)
             if record is _UNREAD:
                 scope.is_due = scope.is_unread = True
-                if not getattr(self._guards[0], "reads_in_part", False):
+                if not self.guards[0].reads_in_part:
                     return
             elif record is not None:
                 label = _label_of(record)
@@ -322,16 +297,15 @@ class Generations:
             return
         if mine not in found:
             self._put_record(scope, scope.records[mine], mine)
-        elif scope.must_put and not _takes_none(self._guards[0]):
+        elif scope.must_put and not self.guards[0].is_read_only:
             self._put_witness(mine)
-            with as_use(ChainUse(is_chain=False)):
-                page = self._record_page(scope.records[mine])
-                self._guards[0].put([record_key(scope.name, slots[mine])], [[page]])
-        scope.must_put = not self._stores.is_joined
+            page = self._record_page(scope.records[mine])
+            self.guards[0].put([record_key(scope.name, slots[mine])], [[page]])
+        scope.must_put = not self.is_joined
 
     def _compare(self, scope: _Scope, component: int, keys: Sequence[str], pages: Sequence[Page]) -> None:
         """Compare the first and the last of pages computed here with those that unknown generations have."""
-        guard = self._guards[component]
+        guard = self.guards[component]
         for label in scope.unknown(component):
             count = guard.exists(renamed(keys, label))
             which = sorted({0, count - 1}) if count else []
@@ -353,7 +327,7 @@ class Generations:
         of, num_same = self._components[component], 0
         for key, page in mine:
             theirs = bytearray(len(page))
-            answer = self._guards[component].get(renamed([key], label), [[memoryview(theirs)]])
+            answer = self.guards[component].get(renamed([key], label), [[memoryview(theirs)]])
             if has_failed(answer):
                 scope.is_due = scope.is_unread = True
                 return
@@ -423,10 +397,9 @@ class Generations:
         witness = self._trust.witness
         if witness is None:
             return
-        for component, guard in enumerate(self._guards):
+        for component, guard in enumerate(self.guards):
             for key, page in witness.of(component):
-                with as_use(ChainUse(is_chain=False)):
-                    guard.put(renamed([key], label), [[memoryview(page)]])
+                guard.put(renamed([key], label), [[memoryview(page)]])
 
     def _put_record(self, scope: _Scope, record: bytes, known: bytes | None = None) -> bytes | None:
         """Put a record where there is room: its label, or None where it could not be, or cannot as the store
@@ -435,19 +408,17 @@ class Generations:
         known: the label, of a record that was there before. Where several write at once, one is there and
         the others, who find that out, go on to the next slot.
         """
-        if _takes_none(self._guards[0]):
+        if self.guards[0].is_read_only:
             return None
         label, page = known or _label_of(record), self._record_page(record)
         self._put_witness(label)  # before others can find it
         free = [slot for slot in range(NUM_SLOTS) if slot not in scope.used_slots]
         if not free:  # the oldest cannot be told: any
             free = [int.from_bytes(os.urandom(2), "big") % NUM_SLOTS]
-            self._guards[0].delete([record_key(scope.name, free[0])])
+            self.guards[0].delete([record_key(scope.name, free[0])])
         for slot in free:
             key = record_key(scope.name, slot)
-            with as_use(ChainUse(is_chain=False)):
-                ok = self._guards[0].put([key], [[page]])[0]
-            if not ok:
+            if not self.guards[0].put([key], [[page]])[0]:
                 return None
             back = self._read_record(scope, slot)
             if back is _UNREAD:
@@ -469,10 +440,9 @@ class Generations:
     def _read_record(self, scope: _Scope, slot: int) -> bytes | None:
         """The numbers of a slot's record; None where there is none, `_UNREAD` where that cannot be told."""
         page, length = bytearray(self._components[0].page_bytes), _record_bytes(self._components[0])
-        with as_use(ChainUse(is_chain=False)):
-            answer = self._guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])
-            if not answer[0]:
-                return _UNREAD if has_failed(answer) else None
+        answer = self.guards[0].get([record_key(scope.name, slot)], [[memoryview(page)]])
+        if not answer[0]:
+            return _UNREAD if has_failed(answer) else None
         return bytes(page[:length]) if page.count(0, length) == len(page) - length else None
 
 
@@ -570,22 +540,10 @@ class _Scope:
 class _Part:
     """One component's store, by the names that trusted generations give its pages."""
 
-    def __init__(self, whole: Generations, component: int, guard: GuardedStorage) -> None:
+    def __init__(self, whole: Generations, component: int, guard: StoragePart) -> None:
         self._whole = whole
         self._component = component
         self._guard = guard
-
-    @property
-    def backend(self) -> StorageBackend:
-        return self._guard.backend
-
-    @property
-    def wants_prefix_keys(self) -> bool:
-        return self._guard.wants_prefix_keys
-
-    @property
-    def wants_tenant(self) -> bool:
-        return self._guard.wants_tenant
 
     @property
     def troubles(self) -> Troubles:
@@ -593,7 +551,7 @@ class _Part:
 
     @property
     def wants_computed(self) -> bool:
-        """Whether pages that another rank puts are to be put here as well, to be compared."""
+        """Until it is known whose the pages are that another rank puts."""
         return not self._whole.stores and not self._whole.is_settled
 
     def register(self, memory: memoryview) -> bool:
@@ -602,63 +560,45 @@ class _Part:
     def stats(self) -> Mapping[str, float]:
         return self._guard.stats()
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         """How many leading keys trusted generations have."""
-        labels = self._labels()
+        batch = Batch.of(keys)
+        labels = self._labels(batch)
         found = before = 0
         while labels:
             for label in labels:
-                if found < len(keys):
-                    in_front = renamed([*prefix_keys, *keys[:found]], label) if prefix_keys or found else ()
-                    found += self._guard.exists(renamed(keys[found:], label), in_front)
-            if found in (before, len(keys)) or len(labels) == 1:
+                if found < len(batch):
+                    found += self._guard.exists(_in_generation(batch[found:], label))
+            if found in (before, len(batch)) or len(labels) == 1:
                 break
             before = found
         return found
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         """As the guard's, out of the first generation that has a page."""
-        ok, use = [False] * len(keys), current_use()
-        for label in self._labels():
+        batch = Batch.of(keys)
+        ok = [False] * len(batch)
+        for label in self._labels(batch):
             which = [at for at, done in enumerate(ok) if not done]
             if not which:
                 break
-            chain = chain_before(keys, which, prefix_keys)
-            with as_use(_renamed_use(use, label)):
-                answers = self._guard.get(
-                    renamed([keys[at] for at in which], label),
-                    [into[at] for at in which],
-                    None if chain is None else renamed(chain, label),
-                )
+            answers = self._guard.get(_in_generation(batch.pick(which), label), [into[at] for at in which])
             for at, done in zip(which, answers, strict=True):
                 ok[at] = done
         return ok
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """As the guard's, into the generation that pages computed here belong to."""
-        use, whole = current_use(), self._whole
-        scope = whole.scope_of(None if use is None else use.extra_key)
-        label = whole.writable(scope, self._component, keys, pages)
-        if label is None and whole.stores and _takes_none(self._guard):
-            return self._guard.refuse(len(keys))
-        if label is None:
-            return [not whole.stores] * len(keys)
-        chain = None if prefix_keys is None else renamed(prefix_keys, label)
-        with as_use(_renamed_use(use, label)):
-            return self._guard.put(renamed(keys, label), pages, chain, tenant)
+        batch, whole = Batch.of(keys), self._whole
+        label = whole.writable(whole.scope_of(batch.extra_key), self._component, batch, pages)
+        if label is not None:
+            return self._guard.put(_in_generation(batch, label), pages)
+        if whole.stores and self._guard.is_read_only:
+            return self._guard.refuse(len(batch))
+        return [not whole.stores] * len(batch)
 
-    def _labels(self) -> tuple[bytes, ...]:
-        use = current_use()
-        scope = self._whole.scope_of(None if use is None else use.extra_key)
-        return self._whole.readable(scope, self._component)
+    def _labels(self, batch: Batch) -> tuple[bytes, ...]:
+        return self._whole.readable(self._whole.scope_of(batch.extra_key), self._component)
 
 
 def record_key(adapter: str, slot: int) -> str:
@@ -685,17 +625,9 @@ def renamed(keys: Sequence[str], label: bytes) -> list[str]:
     return [text[at : at + 2 * size] for at in range(0, len(text), 2 * size)]
 
 
-def _renamed_use(use: ChainUse | None, label: bytes) -> ChainUse:
-    """The same use as the store knows it: further calls of it go on where this one ended."""
-    if use is None:
-        return ChainUse()
-    after = renamed([use.after], label)[0] if use.after else ""
-    return use.inside.setdefault(label, ChainUse(after, use.is_chain, extra_key=use.extra_key))
-
-
-def _takes_none(guard: object) -> bool:
-    """Whether a store is read-only; not, where it does not say."""
-    return bool(getattr(guard, "is_read_only", False))
+def _in_generation(batch: Batch, label: bytes) -> Batch:
+    """The same pages by their names in the generation of that label."""
+    return batch if label == _NO_LABEL else batch.renamed(lambda keys: renamed(keys, label))
 
 
 def _label_of(record: bytes) -> bytes:

@@ -11,8 +11,9 @@ from typing import Any
 from hiradix.errors import ConfigError, Unreachable
 from hiradix.settings import read, settings_of
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, StoragePart, opened
+from hiradix.storage.guard.joining import Joiner, JoiningStorage, JoinLimits, opened
 from hiradix.storage.guard.not_joined import NotJoined
+from hiradix.storage.guard.stores import StoragePart, Stores
 from hiradix.storage.identities import remember
 from hiradix.storage.kit.call_threads import LEFT_BEHIND
 from hiradix.storage.kit.options import CHECKSUM, flag
@@ -88,9 +89,10 @@ def open_part(
         return open_guarded(name, context, settings, clock)
     _check_left_behind(name)
     found = opened(
-        name, lambda: open_guarded(name, context, settings, clock), settings.join, declared_traits(name)
-    )
-    return JoiningStorage(found) if isinstance(found, Joiner) else found.parts[0]
+        name, lambda: Stores([open_guarded(name, context, settings, clock)]), settings.join,
+        declared_traits(name),
+    )  # fmt: skip
+    return JoiningStorage(found) if isinstance(found, Joiner) else found.guards[0]
 
 
 def open_guarded(

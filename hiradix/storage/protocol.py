@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from hiradix.errors import ConfigError, StorageError
+from hiradix.storage.batch import Batch
 from hiradix.storage.fingerprint import PageFingerprint
 
 Page = Sequence[memoryview]
@@ -82,49 +83,25 @@ class Traits:
     the key. direct: `exists`, `get` and `put` run on the caller's thread with the caller's own buffers, which
     saves a copy and two changes of thread; for local stores that verify, whose calls the kernel ends. Such a
     call is never abandoned: one that is past its deadline makes all others misses until it ends. ragged: the
-    backend does as it is told by `StorageContext.ragged`. chained: `exists`, `get` and `put` take
-    `prefix_keys`, the keys before `keys` in the same chain: None where that is not known from its start.
-    width: requests that it has under way at once; a call gets at least so many pages of a batch, staging
-    memory growing with it. tenanted: `put` takes `tenant`, whose pages they are (`Namespace.tenant`).
-    deletes: `delete` gives the page's bytes back. checks_keys: it raises BadKey itself, before it does
-    anything else; otherwise the guard looks at all keys first, which takes 5 us for 128. lands: `get` fills
-    a page that is a `Landing` by that one's methods alone, never by its buffers or addresses; the guard then
-    gives it the caller's own pages, without a copy, and takes them back when it gives the call up. guarded:
-    it passes calls on to guards of its own, whose breakers tell what is slow or hangs: that a call of the
-    whole took long is no failure of the whole.
+    backend does as it is told by `StorageContext.ragged`. width: requests that it has under way at once; a
+    call gets at least so many pages of a batch, staging memory growing with it. deletes: `delete` gives the
+    page's bytes back. checks_keys: it raises BadKey itself, before it does anything else; otherwise the guard
+    looks at all keys first, which takes 5 us for 128. lands: `get` fills a page that is a `Landing` by that
+    one's methods alone, never by its buffers or addresses; the guard then gives it the caller's own pages,
+    without a copy, and takes them back when it gives the call up. guarded: it passes calls on to guards of
+    its own, whose breakers tell what is slow or hangs: that a call of the whole took long is no failure of
+    the whole.
     """
 
     verifies: bool = False
     namespaced: bool = False
     direct: bool = False
     ragged: bool = False
-    chained: bool = False
     width: int = 1
-    tenanted: bool = False
     deletes: bool = True
     checks_keys: bool = False
     lands: bool = False
     guarded: bool = False
-
-
-def asked_chain(backend: Any, prefix_keys: Sequence[str] | None) -> dict[str, Any]:
-    """`prefix_keys` as an argument of `get` and `put`, for a backend that asks for it."""
-    asked = prefix_keys is not None and getattr(backend, "traits", Traits()).chained
-    return {"prefix_keys": prefix_keys} if asked else {}
-
-
-def asked_tenant(backend: Any, tenant: str) -> dict[str, Any]:
-    """`tenant` as an argument of `put`, for a backend that asks for it."""
-    return {"tenant": tenant} if getattr(backend, "traits", Traits()).tenanted else {}
-
-
-def chain_before(
-    keys: Sequence[str], which: Sequence[int], prefix_keys: Sequence[str] | None
-) -> list[str] | None:
-    """`prefix_keys` of a part of `keys`, by places in order; None where the part has gaps."""
-    if prefix_keys is None or not which or which[-1] - which[0] + 1 != len(which):
-        return None
-    return [*prefix_keys, *keys[: which[0]]]
 
 
 @dataclass(frozen=True)
@@ -155,19 +132,21 @@ class StorageContext:
 class StorageBackend(Protocol):
     """Base of backends; made as `cls(context)`. `register`, `ping`, `stats` and `traits` have defaults.
 
+    A batch is the sequence of its keys, and says what is known of them besides: see `Batch`.
+
     >>> class DictBackend(StorageBackend):
     ...     def __init__(self, context):
     ...         self._pages = {}
-    ...     def exists(self, keys, prefix_keys=()):
-    ...         return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
-    ...     def get(self, keys, into):
-    ...         for key, page in zip(keys, into):
+    ...     def exists(self, batch):
+    ...         return next((i for i, key in enumerate(batch) if key not in self._pages), len(batch))
+    ...     def get(self, batch, into):
+    ...         for key, page in zip(batch, into):
     ...             page[0][:] = self._pages.get(key, page[0])
-    ...         return [key in self._pages for key in keys]
-    ...     def put(self, keys, pages):
-    ...         for key, page in zip(keys, pages):
+    ...         return [key in self._pages for key in batch]
+    ...     def put(self, batch, pages):
+    ...         for key, page in zip(batch, pages):
     ...             self._pages.setdefault(key, bytes(page[0]))
-    ...         return [True] * len(keys)
+    ...         return [True] * len(batch)
     ...     def delete(self, keys):
     ...         for key in keys:
     ...             self._pages.pop(key, None)
@@ -176,29 +155,26 @@ class StorageBackend(Protocol):
     ...     def close(self):
     ...         self._pages = {}
     >>> backend, page = DictBackend(None), bytearray(4)
-    >>> backend.put(["a"], [[memoryview(b"KVKV")]]), backend.exists(["a", "b"])
+    >>> backend.put(Batch.of(["a"]), [[memoryview(b"KVKV")]]), backend.exists(Batch.of(["a", "b"]))
     ([True], 1)
-    >>> backend.get(["a"], [[memoryview(page)]]), page
+    >>> backend.get(Batch.of(["a"]), [[memoryview(page)]]), page
     ([True], bytearray(b'KVKV'))
     """
 
     traits: Traits = Traits()
 
     @abstractmethod
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        """How many leading keys are present: a hint, a later miss is normal.
-
-        prefix_keys: the keys before `keys` in the same chain, where the caller knows them.
-        """
+    def exists(self, batch: Batch) -> int:
+        """How many leading keys are present: a hint, a later miss is normal."""
         ...
 
     @abstractmethod
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         """Read pages into `into`. False: absent or damaged, and that buffer's contents are undefined."""
         ...
 
     @abstractmethod
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         """Store pages. A key that is there already is a success and keeps its bytes. False: not stored."""
         ...
 

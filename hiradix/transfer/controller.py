@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hiradix.errors import Misuse, StorageError
+from hiradix.storage import Stores
 from hiradix.transfer.counters import TransferStats
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.job_table import JobTable
@@ -57,7 +58,7 @@ from hiradix.transfer.jobs import (
     pages_in_use,
 )
 from hiradix.transfer.prefetch_operation import PrefetchOperation
-from hiradix.transfer.protocols import PageSource, PartedStorage, StorageLike
+from hiradix.transfer.protocols import PageSource
 from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
@@ -103,7 +104,7 @@ class HiCacheController:
         host_pool: HostPool,
         *,
         transport: Transport,
-        storage: StorageLike | None = None,
+        storage: Stores | None = None,
         runtime: Runtime | None = None,
         device_free: PageSource | None = None,
         host_free: PageSource | None = None,
@@ -230,18 +231,22 @@ class HiCacheController:
         chain: Chain = None,
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
+        tenant: str = "",
     ) -> Ticket:
         """Bring the named pages from storage into host pages; what lies behind `num_pages` is undefined.
 
         Each component's pages, `others` those of further ones, are for the last of `hashes`, all of which one
-        of them wants. They come one component after the other and count on. extra_key: of their namespace.
+        of them wants. They come one component after the other and count on. extra_key, tenant: whose they
+        are, as `PageRows` has it.
         """
         trailing = as_trailing_pages(host_pages, others)
         longest = max(len(pages_of_pair.pages) for pages_of_pair in trailing)
         if len(hashes) != longest:
             raise Misuse(f"{len(hashes)} hashes for {longest} pages")
         return self._submit(
-            JobKind.READ, self._size(trailing), ReadPayload(tuple(hashes), trailing, chain, extra_key)
+            JobKind.READ,
+            self._size(trailing),
+            ReadPayload(tuple(hashes), trailing, chain, extra_key, tenant),
         )
 
     def write_storage(
@@ -372,8 +377,8 @@ class HiCacheController:
         failed: see `storage.breaker.Troubles`. Attaching it is a change."""
         changes, lookups, reads = self._num_attached << 32, 0, 0
         for part in self._storage_jobs.parts:
-            more = getattr(part, "troubles", (0, 0, 0))
-            changes, lookups, reads = changes + more[0], lookups + more[1], reads + more[2]
+            more = part.troubles
+            changes, lookups, reads = changes + more.changes, lookups + more.lookups, reads + more.reads
         return changes, lookups, reads
 
     @property
@@ -383,7 +388,7 @@ class HiCacheController:
             return None
         return "storage is still detaching" if self._detaching else "storage is attached already"
 
-    def attach(self, storage: StorageLike | PartedStorage) -> None:
+    def attach(self, storage: Stores) -> None:
         """Serve storage jobs with `storage`, a part per pair of pools, introduced if it was not before.
 
         StorageError if there is one.

@@ -16,15 +16,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
-from hiradix.errors import Misuse
+from hiradix.errors import Misuse, described
 from hiradix.transfer.counters import TransferCounters
 from hiradix.transfer.drivers import Driver
 from hiradix.transfer.jobs import FailReason, JobKind, Result, Ticket
 from hiradix.transfer.protocols import Clock
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import BadStorageAnswer, JobQueue, Steps, Stopped, Task, Worker, WorkerContext
-
-MAX_ERROR_CHARS = 300
+from hiradix.transfer.worker import JobQueue, Steps, Stopped, Task, Worker, WorkerContext
 
 
 class JobTable:
@@ -250,17 +248,9 @@ def reason_of(kind: JobKind, error: BaseException) -> FailReason:
         return error.reason
     if isinstance(error, AssertionError):
         return FailReason.BUG
-    if isinstance(error, BadStorageAnswer):
-        return FailReason.BAD_ANSWER
     return FailReason.COPY if kind in (JobKind.WRITE, JobKind.LOAD) else FailReason.BACKEND
 
 
 def describe(error: BaseException) -> str:
-    """An error in one short line; survives exceptions that cannot print themselves."""
-    if isinstance(error, Stopped):
-        return error.reason.value
-    try:
-        text = str(error)
-    except Exception:
-        text = "(no message)"
-    return f"{type(error).__name__}: {text}"[:MAX_ERROR_CHARS]
+    """Why a job ended, in one short line."""
+    return error.reason.value if isinstance(error, Stopped) else described(error)

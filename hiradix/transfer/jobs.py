@@ -47,7 +47,6 @@ class FailReason(Enum):
     RESET = "reset"
     CLOSED = "closed"
     BACKEND = "backend"  # the backend, or hashing for it, raised
-    BAD_ANSWER = "bad_answer"  # the backend returned something that is no answer
     COPY = "copy"  # a copy raised
     BUG = "bug"  # one of our own assertions failed
     GATE_TIMEOUT = "gate_timeout"  # no producer slot of the layer gate came free in time
@@ -112,13 +111,14 @@ Chain = tuple[bytes, ...] | None
 class ReadPayload:
     """Bring the pages named by `hashes`, or the last of them, into `trailing`. chain: the sequence's hashes.
 
-    extra_key: of the pages' namespace.
+    extra_key: of the pages' namespace. tenant: whose pages they are, as `PageRows` has it.
     """
 
     hashes: tuple[bytes, ...]
     trailing: AllTrailingPages
     chain: Chain = None
     extra_key: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, eq=False)

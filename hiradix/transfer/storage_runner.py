@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, cast
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from hiradix.errors import Misuse, StorageError
-from hiradix.storage.kit.pieces import ChainUse, as_use
+from hiradix.storage import PageStore, Stores
+from hiradix.storage.batch import Names, Use
 from hiradix.transfer.jobs import (
     BACKBONE_PAIR,
-    Chain,
     JobKind,
     QueryPayload,
     ReadPayload,
@@ -24,15 +22,8 @@ from hiradix.transfer.jobs import (
     TrailingPages,
     TrailingWindow,
 )
-from hiradix.transfer.protocols import (
-    PartedStorage,
-    PrefixKeys,
-    StorageLike,
-    TenantStorage,
-    Views,
-)
 from hiradix.transfer.runtime import Runtime
-from hiradix.transfer.worker import BadStorageAnswer, Steps, Task
+from hiradix.transfer.worker import Steps, Task
 from hiradix.tree.hashing import PageRows
 
 if TYPE_CHECKING:
@@ -45,12 +36,12 @@ MAX_LOOKS = 256
 class StorageRunner:
     """QUERY, READ and STORE against the attached backend, at most `batch_pages` pages per call.
 
-    `parts`: a store for each host pool, none when no storage is attached. Set by attach and detach, never
-    while a job runs.
+    `parts`: a guarded store for each host pool, none when no storage is attached. Set by attach and detach,
+    never while a job runs.
     """
 
     def __init__(self, hosts: Sequence[HostPool], runtime: Runtime):
-        self.parts: tuple[StorageLike, ...] = ()
+        self.parts: tuple[PageStore, ...] = ()
         self._hosts = tuple(hosts)
         self._hash_pages = runtime.hash_pages
         self._batch_pages = runtime.limits.batch_pages
@@ -60,34 +51,28 @@ class StorageRunner:
             JobKind.STORE: self.store,
         }
 
-    def introduce(self, storage: StorageLike | PartedStorage) -> None:
-        """Tell `storage`, or each of its `parts`, of its pool's memory, if that is one piece. Any thread."""
-        for part, host in zip(_parts(storage), self._hosts):
-            register, memory = getattr(part, "register", None), getattr(host, "memory", None)
-            if register is not None and memory is not None:
-                register(memory)
+    def introduce(self, storage: Stores) -> None:
+        """Tell each part of `storage` of its pool's memory, if that is one piece. Any thread."""
+        for part, host in zip(storage.parts, self._hosts):
+            memory = getattr(host, "memory", None)
+            if memory is not None:
+                part.register(memory)
 
-    def use(self, storage: StorageLike | PartedStorage) -> None:
-        """Serve jobs with `storage`, or its `parts`, introduced here if that was not done."""
-        parts = _parts(storage)
-        if len(parts) != len(self._hosts):
-            raise StorageError(f"storage for {len(parts)} components of {len(self._hosts)}")
+    def use(self, storage: Stores) -> None:
+        """Serve jobs with the parts of `storage`, introduced here if that was not done."""
+        if len(storage.parts) != len(self._hosts):
+            raise StorageError(f"storage for {len(storage.parts)} components of {len(self._hosts)}")
         self.introduce(storage)
-        self.parts = parts
+        self.parts = storage.parts
 
     def release(self) -> None:
         """Serve no storage any more."""
         self.parts = ()
 
     @property
-    def wants_prefix_keys(self) -> bool:
-        """Whether the storage attached asks for the chain before a call's pages."""
-        return any(getattr(part, "wants_prefix_keys", False) for part in self.parts)
-
-    @property
     def wants_computed(self) -> bool:
         """Whether pages are to be put although another rank stores them: storage compares them."""
-        return any(getattr(part, "wants_computed", False) for part in self.parts)
+        return any([part.wants_computed for part in self.parts])
 
     # -- jobs -----------------------------------------------------------------------------
 
@@ -118,18 +103,12 @@ class StorageRunner:
         read = task.job.payload
         assert isinstance(read, ReadPayload)
         for pages_of_pair in read.trailing:
-            hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
+            use = _use_of_read(read, pages_of_pair)
             storage = self._part(pages_of_pair.pair)
-            use = ChainUse(_front(read.chain, hashes), extra_key=read.extra_key)
-            for start in range(0, len(hashes), self._batch_pages):
+            for start in range(0, len(pages_of_pair.pages), self._batch_pages):
                 task.check()
-                batch = _names(hashes[start : start + self._batch_pages])
-                views = self._views(pages_of_pair, start)
-                before = self._before_read(read, hashes[start])
-                more = () if before is None else (before,)
-                with as_use(use):
-                    answer = storage.get(batch, views, *more)
-                if not add_leading(task, answer, len(batch)):
+                batch = use.part(start, start + self._batch_pages)
+                if not _all_done(task, storage.get(batch, self._views(pages_of_pair, start))):
                     return
                 yield
 
@@ -138,24 +117,15 @@ class StorageRunner:
         store = task.job.payload
         assert isinstance(store, StorePayload)
         self._hash(task, store.rows)
-        keys = _names(task.hashes)
         yield
         for pages_of_pair in store.trailing:
-            first = len(keys) - len(pages_of_pair.pages)
-            use = ChainUse(_key_before(task, store.rows, first), extra_key=store.rows.extra_key)
+            first = len(store.rows) - len(pages_of_pair.pages)
+            use = _use_of_rows(task.hashes, store.rows, first, pages_of_pair.pair)
+            storage = self._part(pages_of_pair.pair)
             for start in range(0, len(pages_of_pair.pages), self._batch_pages):
                 task.check()
-                batch = keys[first + start : first + start + self._batch_pages]
-                before = self._keys_before(task, store.rows, first + start)
-                with as_use(use):
-                    put = self._put(
-                        pages_of_pair.pair,
-                        batch,
-                        self._views(pages_of_pair, start),
-                        before,
-                        store.rows.tenant,
-                    )
-                if not add_leading(task, put, len(batch)):
+                batch = use.part(start, start + self._batch_pages)
+                if not _all_done(task, storage.put(batch, self._views(pages_of_pair, start))):
                     return
                 yield
 
@@ -197,35 +167,12 @@ class StorageRunner:
 
     def _count(self, task: Task, query: QueryPayload, pair: int, batch: range) -> int:
         """How many leading pages of a batch, numbered from the first asked for, a component's store has."""
-        first = len(query.rows) - query.num_pages
-        keys = _names(task.hashes[first + batch.start : first + batch.stop])
-        storage, before = self._part(pair), self._keys_before(task, query.rows, first + batch.start)
-        with as_use(ChainUse(extra_key=query.rows.extra_key)):
-            answer = storage.exists(keys) if before is None else storage.exists(keys, before)
-        return checked_count(answer, len(keys))
+        use = _use_of_rows(task.hashes, query.rows, len(query.rows) - query.num_pages, pair)
+        return self._part(pair).exists(use.part(batch.start, batch.stop))
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _put(self, pair: int, keys: Sequence[str], views: Views, before: PrefixKeys, tenant: str) -> object:
-        """A put with what storage asked for beside the pages."""
-        storage = self._part(pair)
-        if getattr(storage, "wants_tenant", False):
-            return cast(TenantStorage, storage).put(keys, views, before, tenant)
-        return storage.put(keys, views) if before is None else storage.put(keys, views, before)
-
-    def _keys_before(self, task: Task, rows: PageRows, page: int) -> list[str] | None:
-        """The chain before a page of `rows`, for storage that asked and rows that begin it."""
-        if rows.start or not self.wants_prefix_keys:
-            return None
-        return _names(task.hashes[:page])
-
-    def _before_read(self, read: ReadPayload, digest: bytes) -> list[str] | None:
-        """The same before a page of a read."""
-        if read.chain is None or not self.wants_prefix_keys:
-            return None
-        return _names(read.chain[: read.chain.index(digest)])
-
-    def _part(self, pair: int) -> StorageLike:
+    def _part(self, pair: int) -> PageStore:
         if not self.parts:
             raise Misuse("a storage job is running with no storage attached")
         return self.parts[pair]
@@ -243,21 +190,20 @@ class StorageRunner:
         return [page_views(page) for page in pages_of_pair.pages[start : start + self._batch_pages].tolist()]
 
 
-def _parts(storage: StorageLike | PartedStorage) -> tuple[StorageLike, ...]:
-    return tuple(getattr(storage, "parts", (storage,)))
+def _use_of_rows(hashes: Sequence[bytes], rows: PageRows, first: int, pair: int) -> Use:
+    """A job's use of pages of `rows` from `first` on, in one component."""
+    before = None if rows.start else Names(hashes[:first], _names)
+    after = hashes[first - 1].hex() if first else rows.prior.hex() if rows.start else ""
+    return Use(Names(hashes[first:], _names), before, after, rows.tenant, rows.extra_key, pair)
 
 
-def _key_before(task: Task, rows: PageRows, page: int) -> str:
-    """Storage's name of the page before a page of `rows`; "" of the first."""
-    if page:
-        return task.hashes[page - 1].hex()
-    return rows.prior.hex() if rows.start else ""
-
-
-def _front(chain: Chain, hashes: Sequence[bytes]) -> str:
-    """The same of the first of `hashes` that are part of a sequence's; "" where that is not known."""
-    at = 0 if chain is None or not hashes else chain.index(hashes[0])
-    return "" if chain is None or not at else chain[at - 1].hex()
+def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> Use:
+    """The same of the pages that a read brings."""
+    hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
+    before = None
+    if read.chain is not None and hashes:
+        before = Names(read.chain[: read.chain.index(hashes[0])], _names)
+    return Use(Names(hashes, _names), before, "", read.tenant, read.extra_key, pages_of_pair.pair)
 
 
 def _names(hashes: Sequence[bytes]) -> list[str]:
@@ -265,31 +211,8 @@ def _names(hashes: Sequence[bytes]) -> list[str]:
     return [digest.hex() for digest in hashes]
 
 
-def checked_count(answer: object, limit: int) -> int:
-    """`answer` as a count in [0, limit]; raises BadStorageAnswer for anything else."""
-    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or not 0 <= answer <= limit:
-        raise BadStorageAnswer(f"exists answered {short(answer)} for {limit} keys")
-    return int(answer)
-
-
-def add_leading(task: Task, answer: object, num_pages: int) -> bool:
-    """Count the leading True of a get or put answer into the task; whether all `num_pages` were.
-
-    A False is a normal miss. Anything else (no list, wrong length, values that are no bool) fails the rest.
-    """
-    if not isinstance(answer, list | tuple | np.ndarray) or len(answer) > num_pages:
-        raise BadStorageAnswer(f"answer {short(answer)} for {num_pages} pages")
-    for ok in answer:
-        if not isinstance(ok, bool | np.bool_):
-            raise BadStorageAnswer(f"page answer {short(ok)}")
-        if not ok:
-            return False
-        task.num_pages += 1
-    if len(answer) < num_pages:
-        raise BadStorageAnswer(f"{len(answer)} answers for {num_pages} pages")
-    return True
-
-
-def short(value: object) -> str:
-    """A value for an error message, cut to a line."""
-    return f"{type(value).__name__} {value!r}"[:120]
+def _all_done(task: Task, answer: Sequence[bool]) -> bool:
+    """Count the leading True of a get or put answer into the task; whether there is no other."""
+    done = answer.index(False) if False in answer else len(answer)
+    task.num_pages += done
+    return done == len(answer)

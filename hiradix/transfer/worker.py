@@ -20,10 +20,6 @@ class Stopped(Exception):
         self.reason = reason
 
 
-class BadStorageAnswer(Exception):
-    """A storage backend returned something that is no answer."""
-
-
 class Task:
     """A job on its way. The worker writes the progress, the scheduler thread `stop`."""
 

@@ -57,7 +57,7 @@ class Part:
     def __init__(self, depot: Depot, component: int, check: Check):
         self.shelf, self.depot, self.component, self.check = depot.pages[component], depot, component, check
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
+    def exists(self, keys: Sequence[str]) -> Any:
         if self.depot.goes_wrong():
             return self.depot.rng.choice([len(keys), 0, None])  # too much is found out when it is read
         return next((i for i, key in enumerate(keys) if key not in self.shelf), len(keys))

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage.kit.pieces import ChainUse, as_part, as_use, parts_of
+from hiradix.storage import Batch
 from tests.contracts.storage import Base, Make, hits, hits_without_using, key_of, keys_of, put
 from tests.seeds import seeded, seeds
 
@@ -37,24 +37,19 @@ def chain_keys(path: Sequence[int]) -> list[str]:
     return [chain_key(path[: end + 1]) for end in range(len(path))]
 
 
-Call = Callable[[Any, list[str]], list[bool]]
+Call = Callable[[Any, Batch], list[bool]]
 
 
 def in_chain(call: Call, store: Any, keys: Sequence[str], front: str = "") -> list[bool]:
-    """`call` on a part of a chain, as the guard hands it to a backend. front: the page in front of it, if
-    that is told."""
-    with as_use(ChainUse(front)):
-        part = parts_of(store, list(keys))(0)
-    with as_part(part):
-        return call(store, list(keys))
+    """`call` on a part of a chain. front: the page in front of it, if that is told."""
+    return call(store, Batch.of(keys, after=front))
 
 
 def in_pieces(call: Call, store: Any, keys: Sequence[str], size: int) -> list[bool]:
-    """The same of a call that the guard cuts."""
-    part, answers = parts_of(store, list(keys)), list[bool]()
+    """The same in several calls, as a job makes them, and a guard of a long one."""
+    whole, answers = Batch.of(keys), list[bool]()
     for start in range(0, len(keys), size):
-        with as_part(part(start)):
-            answers += call(store, list(keys[start : start + size]))
+        answers += call(store, whole[start : start + size])
     return answers
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hiradix.apps.storage_tools import main
+from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.chains import Linked, Waiting, coldest, link
 from hiradix.storage.backends.disk.record import Name
-from hiradix.storage.kit.pieces import ChainUse, as_part, as_use, parts_of
 from tests.contracts.storage import OTHER, hits, keys_of, put
 from tests.disk.places import cap_of, open_disk
 
@@ -43,16 +43,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
         store.close()
 
 
-Call = Callable[[Any, list[str]], list[bool]]
+Call = Callable[[Any, Batch], list[bool]]
 
 
 def turn(call: Call, store: DiskBackend, chain: list[str], part: slice) -> None:
-    """A part of a chain, as a job moves it through the guard."""
-    keys = chain[part]
-    with as_use(ChainUse(chain[part.start - 1] if part.start else "")):
-        part = parts_of(store, keys)(0)
-    with as_part(part):
-        assert all(call(store, keys))
+    """A part of a chain, as a job moves it."""
+    assert all(call(store, Batch.of(chain[part], after=chain[part.start - 1] if part.start else "")))
 
 
 def extended(store: DiskBackend, chain: list[str], pages: int, others: int, theirs: Any = None) -> None:
@@ -127,10 +123,7 @@ def test_no_page_makes_room_for_what_follows_it(make: Make) -> None:
     for start in range(0, ROOM, 16):
         turn(put, store, keys_of(ROOM), slice(start, start + 16))
     length = prefix(store, keys_of(ROOM))
-    with as_use(ChainUse(keys_of(ROOM)[-1])):
-        part = parts_of(store, keys_of(10, ROOM))(0)
-    with as_part(part):
-        put(store, keys_of(10, ROOM))
+    put(store, Batch.of(keys_of(10, ROOM), after=keys_of(ROOM)[-1]))
     assert prefix(store, keys_of(ROOM + 10)) >= length
 
 

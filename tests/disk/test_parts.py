@@ -6,22 +6,19 @@ import errno
 import mmap
 import os
 import random
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hiradix.errors import StorageError
 from hiradix.os_memory import address_of
-from hiradix.storage.backends.disk import kernel
+from hiradix.storage import Batch
+from hiradix.storage.backends.disk import backend, kernel
 from hiradix.storage.backends.disk.engines import IOEngine, Operation, ThreadEngine, UringEngine
 from hiradix.storage.backends.disk.log import Log
 from hiradix.storage.backends.disk.moves import PageIO, _PageBatch
-from hiradix.storage.backends.disk.recency import MOMENT_NS, Recency
 from hiradix.storage.backends.disk.record import (
     RECORD_BYTES,
     Kind,
@@ -113,76 +110,23 @@ def test_names_of_keys_never_meet() -> None:
 # -- recency --------------------------------------------------------------------------------
 
 
-def test_a_call_counts_from_its_tail_to_its_head() -> None:
-    uses = Recency().used("get", ["a", "b", "c"], 1000)
-    assert uses == [("c", 998), ("b", 999), ("a", 1000)]
-
-
-def test_calls_that_follow_are_one_chain_and_others_are_not() -> None:
-    long, recency = keys_of(20), Recency()
-    recency.used("get", long, 1000)
-    assert [name for name, _ in recency.used("get", ["x"], 2000)] == ["x", *reversed(long)]
-    assert [name for name, _ in recency.used("get", ["y"], 3000)] == ["y"], "a short call ends a chain"
-    recency.used("get", long, 4000)
-    assert len(recency.used("put", ["x"], 4000)) == 1, "another kind of call"
-    assert len(recency.used("get", ["x"], 4001 + MOMENT_NS)) == 1, "too late"
-
-
-def test_a_chain_has_an_end_and_its_times_go_down() -> None:
-    recency = Recency()
-    for number in range(32):
-        uses = recency.used("get", keys_of(20, 20 * number), 5_000_000 + number)
-        times = [used_ns for _, used_ns in uses]
-        assert len(uses) == 20 * (number + 1) and times == sorted(times) and times[-1] == 5_000_000
-    assert len(recency.used("get", keys_of(20, 9999), 5_000_040)) == 20
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["get", "put"]), st.integers(0, 5), st.integers(14, 18),
-                  st.sampled_from([1, 1000, MOMENT_NS]), st.booleans()),
-        max_size=40,
-    )
-)  # fmt: skip
-def test_settling_gives_the_order_and_times_of_going_call_by_call(calls: list[Any]) -> None:
-    at_once, later = Recency(), Recency()
-    orders: list[OrderedDict[Any, int]] = [OrderedDict(), OrderedDict()]
-
-    def use(order: OrderedDict[Any, int], uses: Any) -> None:
-        for name, used_ns in uses:
-            order[name] = used_ns
-            order.move_to_end(name)
-
-    now_ns = 10 * MOMENT_NS
-    for kind, start, count, wait_ns, settles in calls:
-        now_ns += wait_ns
-        names = keys_of(count, 20 * start)
-        use(orders[0], at_once.used(kind, names, now_ns))
-        later.later(kind, names, now_ns)
-        if settles:
-            use(orders[1], later.settle())
-            assert list(orders[0].items()) == list(orders[1].items()) and not later.num_waiting
-    use(orders[1], later.settle())
-    assert list(orders[0].items()) == list(orders[1].items())
-
-
-def test_reading_a_long_chain_orders_each_page_once(tmp_path: Path) -> None:
+def test_reading_a_long_chain_orders_each_page_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going over the pages before with each call cost more than reading from a fast disk."""
     store = open_disk(tmp_path)
     gone_through: list[int] = []
-    settle = store._recency.settle
+    uses = backend._uses
 
-    def counted() -> Any:
-        uses = settle()
-        gone_through.append(len(uses))
-        return uses
+    def counted(names: Any, now_ns: int) -> Any:
+        gone_through.append(len(names))
+        return uses(names, now_ns)
 
-    store._recency.settle = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(backend, "_uses", counted)
+    chain = Batch.of(keys_of(640))
     for start in range(0, 640, 64):
-        hits(store, keys_of(64, start))
+        hits(store, chain[start : start + 64])
     assert sum(gone_through) == 0
     put(store, keys_of(1, 9999))
-    assert sum(gone_through) == 640
+    assert sum(gone_through) == 640 + 1
     store.close()
 
 

@@ -62,10 +62,10 @@ class Misbehaving(MemoryBackend):
         if BEHAVIOUR.at("register") in ("garbage", "full"):
             raise ValueError("injected: register")
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
+    def exists(self, keys: Sequence[str]) -> Any:
         if BEHAVIOUR.at("exists") in ("garbage", "full"):
             return len(keys) + 1000
-        return super().exists(keys, prefix_keys)
+        return super().exists(keys)
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         fault = BEHAVIOUR.at("get")

@@ -180,9 +180,9 @@ class ClockBackend(SimBackend):
         super().__init__(Store(), Weather(random.Random(0)), lambda name, data: None, True)
         self._driver, self._tier = driver, tier
 
-    def exists(self, keys: Any, prefix_keys: Any = ()) -> Any:
+    def exists(self, keys: Any) -> Any:
         self._driver.advance(ASK_S)
-        return super().exists(keys, prefix_keys)
+        return super().exists(keys)
 
     def get(self, keys: Any, into: Any) -> Any:
         self._driver.advance(self._tier.seconds(len(keys)))

@@ -90,7 +90,7 @@ class GrayBackend(ClockBackend):
         self.num_served -= answer[kept:].count(True)
         return answer[:kept] + [False] * (len(answer) - kept)
 
-    def exists(self, keys: Any, prefix_keys: Any = ()) -> Any:
+    def exists(self, keys: Any) -> Any:
         return self._ill(Op.EXISTS, len(keys), lambda: super(GrayBackend, self).exists(keys))
 
     def get(self, keys: Any, into: Any) -> Any:

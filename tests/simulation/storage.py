@@ -71,7 +71,7 @@ class SimBackend:
             raise OSError(f"injected: {call}")
         return fault
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
+    def exists(self, keys: Sequence[str]) -> Any:
         fault = self._enter("exists")
         if fault == "lie":
             return self.weather.rng.choice([len(keys) + 5, -1, None, "all", len(keys)])

@@ -32,7 +32,7 @@ class MemoryBackend(StorageBackend):
             raise StorageError("closed")
         return [self.prefix + check_key(key) for key in keys]
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         names = self._names(keys)
         return next((index for index, name in enumerate(names) if name not in self.pages), len(names))
 
@@ -117,8 +117,8 @@ class FaultyBackend(StorageBackend):
     def wait_until_hanging(self) -> None:
         assert self.hanging.acquire(timeout=HANG_LIMIT_S), "the call never came"
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
-        return self._do("exists", keys, prefix_keys)
+    def exists(self, keys: Sequence[str]) -> Any:
+        return self._do("exists", keys)
 
     def get(self, keys: Sequence[str], into: Sequence[Page]) -> Any:
         return self._do("get", keys, into)

@@ -17,7 +17,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from hiradix.storage import StorageBackend
+from hiradix.storage import Batch, StorageBackend
 from tests.contracts.chains import chain_keys, in_chain
 from tests.contracts.storage import PAGE_BYTES, blank, content
 
@@ -86,11 +86,11 @@ class StoreStates(RuleBasedStateMachine):
         size = self._page_bytes(name)
         data = {key: random.Random(f"{key} {self.version} {name}").randbytes(size) for key in keys}
         there = {key: self._read(name, key) for key in keys}
-        num_before = sum(self.handles[name].exists([key]) for key in part.before)
-        is_behind = bool(part.front) and self._read(name, part.front) is not None
+        num_before = sum(self.handles[name].exists(Batch.of([key])) for key in part.before)
+        is_behind, front = bool(part.front) and self._read(name, part.front) is not None, [part.front]
 
-        def put(store: Any, keys: list[str]) -> list[bool]:
-            answer: list[bool] = store.put(keys, [[memoryview(data[key])] for key in keys])
+        def put(store: Any, batch: Batch) -> list[bool]:
+            answer: list[bool] = store.put(batch, [[memoryview(data[key])] for key in batch])
             return answer
 
         ok = in_chain(put, self.handles[name], keys, part.front)
@@ -98,7 +98,7 @@ class StoreStates(RuleBasedStateMachine):
         new = [stored for key, stored in zip(keys, ok) if there[key] is None]
         assert new == sorted(new, reverse=True), "a page behind one that was refused"
         assert ok.count(True) >= min(len(keys), self._room(name) - num_before), "there was room"
-        assert not is_behind or self.handles[name].exists([part.front]), "the page in front left for it"
+        assert not is_behind or self.handles[name].exists(Batch.of(front)), "the page in front left for it"
         for key, stored in zip(keys, ok, strict=True):
             before = there[key]
             if stored:
@@ -108,7 +108,7 @@ class StoreStates(RuleBasedStateMachine):
     @rule(name=handles, part=parts)
     def get(self, name: str, part: Part) -> None:
         into = [blank(self._page_bytes(name)) for _ in part.keys]
-        got = in_chain(lambda store, keys: store.get(keys, into), self.handles[name], part.keys, part.front)
+        got = in_chain(lambda store, batch: store.get(batch, into), self.handles[name], part.keys, part.front)
         for key, page, ok in zip(part.keys, into, got, strict=True):
             assert not ok or content(page) == self.model[self.SPACES[name], key]
 
@@ -116,8 +116,8 @@ class StoreStates(RuleBasedStateMachine):
     def exists(self, name: str, part: Part) -> None:
         keys = part.keys
         into = [blank(self._page_bytes(name)) for _ in keys]
-        self.handles[name].get(keys, into)  # so that it knows what is gone
-        found = self.handles[name].exists(keys)
+        self.handles[name].get(Batch.of(keys), into)  # so that it knows what is gone
+        found = self.handles[name].exists(Batch.of(keys))
         assert all(self._read(name, key) is not None for key in keys[:found])
         assert found == len(keys) or self._read(name, keys[found]) is None
 
@@ -131,7 +131,7 @@ class StoreStates(RuleBasedStateMachine):
 
     def _read(self, name: str, key: str) -> bytes | None:
         page = blank(self._page_bytes(name))
-        return content(page) if self.handles[name].get([key], [page]) == [True] else None
+        return content(page) if self.handles[name].get(Batch.of([key]), [page]) == [True] else None
 
     def teardown(self) -> None:
         for handle in self.handles.values():

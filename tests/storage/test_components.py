@@ -14,6 +14,7 @@ from hiradix.errors import ConfigError
 from hiradix.storage import (
     BreakerState,
     ComponentPages,
+    GuardedStorage,
     MissReason,
     PageFingerprint,
     Stores,
@@ -273,7 +274,8 @@ def test_what_can_hold_full_attention_only_is_refused_by_name(name: str, keys: d
 
 def test_one_component_is_opened_as_it_always_was(vaults: list[Vault]) -> None:
     stores = open_stores("vault", {"quota": None}, [FULL_PAGES])
-    assert stores.parts == (stores,)
+    (part,) = stores.parts
+    assert isinstance(part, GuardedStorage) and stores.backend is part.backend
     assert inner_keys(vaults) == [{}]
     stores.close()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import open_storage
+from hiradix.storage import Batch, open_storage
 from hiradix.storage.backends.file import backend as file
 from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import PATH_ENV, FileConfig
@@ -162,7 +162,7 @@ def test_checksum_off_still_checks_identity_and_length(tmp_path: Path) -> None:
     second.write_bytes(third.read_bytes())
     third.write_bytes(third.read_bytes()[:-1])
     page = blank()
-    assert store.get(keys_of(1), [page]) == [True] and bytes(page[0]) != bytes_of(key_of(0))
+    assert store.get(Batch.of(keys_of(1)), [page]) == [True] and bytes(page[0]) != bytes_of(key_of(0))
     assert hits(store, keys_of(2, start=1)) == [False, False]
     store.close()
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from hiradix.storage import GuardedStorage, StorageContext, open_storage
+from hiradix.storage import Batch, GuardedStorage, StorageContext, open_storage
 from hiradix.storage.backends.file.page_dir import footprint
-from hiradix.storage.kit.pieces import ChainUse, as_use
 from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, put
 
@@ -87,10 +86,9 @@ def test_a_directory_that_is_read_anew_has_the_order_of_use(tmp_path: Path, cut:
 
 def in_calls(call: Any, store: Any, keys: list[str], size: int) -> list[bool]:
     """As a controller does, which gives storage so many pages at once and says that they are one chain's."""
-    use, done = ChainUse(), []
+    whole, done = Batch.of(keys), []
     for at in range(0, len(keys), size):
-        with as_use(use):
-            done += call(store, keys[at : at + size])
+        done += call(store, whole[at : at + size])
     return done
 
 
@@ -137,8 +135,8 @@ def test_a_chain_of_calls_longer_than_the_room_keeps_its_head(tmp_path: Path, na
 def extended(store: GuardedStorage, keys: list[str], turn: int, others: int) -> None:
     """A conversation that goes on: each turn's pages are put by themselves, and other pages in between."""
     for start in range(0, len(keys), turn):
-        with as_use(ChainUse(keys[start - 1] if start else "")):
-            assert all(put(store, keys[start : start + turn]))
+        front = keys[start - 1] if start else ""
+        assert all(put(store, Batch.of(keys[start : start + turn], after=front)))
         assert all(put(store, keys_of(others, 5000 + 100 * start)))
 
 
@@ -167,7 +165,6 @@ def test_no_page_makes_room_for_what_follows_it(tmp_path: Path, naming: str) -> 
     """A conversation as long as the room: its next turn drove out its first pages, or those before itself."""
     store = open_files(tmp_path, 40, naming=naming)
     assert all(in_calls(put, store, keys_of(60), 20))
-    with as_use(ChainUse(keys_of(60)[-1])):
-        put(store, keys_of(10, 60))
+    put(store, Batch.of(keys_of(10, 60), after=keys_of(60)[-1]))
     assert prefix(store, keys_of(70)) >= 60
     store.close()

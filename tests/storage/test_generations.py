@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from hiradix.storage import (
+    Batch,
     BreakerLimits,
     ComponentPages,
     GuardedStorage,
     GuardLimits,
     PageFingerprint,
+    Stores,
     Trust,
     Witness,
     open_stores,
@@ -30,7 +32,6 @@ from hiradix.storage.generations import (
     record_key,
     renamed,
 )
-from hiradix.storage.kit.pieces import ChainUse, as_use
 from tests.storage.doubles import FakeClock, FaultyBackend, MemoryBackend, memory_context, raise_error
 
 PAGE = 256
@@ -53,19 +54,17 @@ class Engine:
 
     def put(self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None) -> list[bool]:
         pages = [[memoryview(self.page(key, component, extra))] for key in keys]
-        with as_use(ChainUse(extra_key=extra)):
-            return self.store.parts[component].put(keys, pages)
+        return self.store.parts[component].put(Batch.of(keys, extra_key=extra), pages)
 
     def found(self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None) -> int:
-        with as_use(ChainUse(extra_key=extra)):
-            return self.store.parts[component].exists(keys)
+        return self.store.parts[component].exists(Batch.of(keys, extra_key=extra))
 
     def read(
         self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None
     ) -> list[bytes | None]:
         into = [bytearray(PAGE) for _ in keys]
-        with as_use(ChainUse(extra_key=extra)):
-            ok = self.store.parts[component].get(keys, [[memoryview(page)] for page in into])
+        batch = Batch.of(keys, extra_key=extra)
+        ok = self.store.parts[component].get(batch, [[memoryview(page)] for page in into])
         return [bytes(page) if done else None for page, done in zip(into, ok, strict=True)]
 
     def reads_own(self, keys: Sequence[str] = KEYS, component: int = 0, extra: str | None = None) -> bool:
@@ -186,7 +185,7 @@ def test_a_record_that_was_evicted_costs_hits_and_serves_nothing_wrong(deploymen
     deployments.restart()
     plain = deployments.open("a", identity="x")
     for slot in range(NUM_SLOTS):
-        assert plain.store._guards[0].delete([record_key("", slot)])
+        assert plain.store.guards[0].delete([record_key("", slot)])
     deployments.restart()
     again = deployments.asked("a")
     assert again.found() == 0 and state(again)["own"] == 1
@@ -196,7 +195,7 @@ def test_a_record_that_was_evicted_costs_hits_and_serves_nothing_wrong(deploymen
 def test_a_server_that_runs_puts_its_record_again(deployments: Deployments) -> None:
     engine = deployments.asked("a")
     engine.put()
-    assert engine.store._guards[0].delete([record_key("", 0)])
+    assert engine.store.guards[0].delete([record_key("", 0)])
     for _ in range(LOOK_AGAIN_PUTS):
         engine.put(KEYS[:1])
     deployments.restart()
@@ -250,7 +249,7 @@ def test_more_generations_than_slots_cost_the_oldest_their_hits(deployments: Dep
 
 
 def test_pages_stored_before_there_were_labels_are_not_found(deployments: Deployments) -> None:
-    old = deployments.open("a", identity="x").store._guards[0]
+    old = deployments.open("a", identity="x").store.guards[0]
     assert old.put(KEYS, [[memoryview(page_of("a", key))] for key in KEYS]) == [True] * 8
     deployments.restart()
     assert deployments.asked("a").found() == 0
@@ -403,7 +402,7 @@ def test_names_of_generations_do_not_meet() -> None:
 def test_whatever_a_record_holds_is_no_fault(deployments: Deployments, content: bytes) -> None:
     plain = deployments.open("a", identity="x")
     page = (content * PAGE)[:PAGE] or bytes(PAGE)
-    plain.store._guards[0].put([record_key("", 0)], [[memoryview(page)]])
+    plain.store.guards[0].put([record_key("", 0)], [[memoryview(page)]])
     deployments.restart()
     engine = deployments.asked("a")
     assert engine.put() == [True] * 8 and engine.reads_own()
@@ -425,7 +424,8 @@ class Shared:
 
     def open(self, weights: str) -> Engine:
         guard = GuardedStorage(self.faulty, COMPONENTS[0].fingerprint, self.limits, self.clock)
-        return Engine(weights, trusted_stores(guard, COMPONENTS[:1], Trust(witness=witness_of(weights))))
+        trust = Trust(witness=witness_of(weights))
+        return Engine(weights, trusted_stores(Stores([guard]), COMPONENTS[:1], trust))
 
     def records(self) -> dict[str, bytes]:
         """What is under the reserved names."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from hiradix.storage import (
+    Batch,
     BreakerLimits,
     BreakerState,
     GuardedStorage,
@@ -460,14 +461,14 @@ def test_late_lookup_asks_for_the_keys_that_were_given() -> None:
     faulty.traits = memory.traits
     storage = GuardedStorage(faulty, FINGERPRINT, GuardLimits(deadline_s=SHORT_S))
 
-    def late(call: Any, keys: Sequence[str], prefix_keys: Sequence[str]) -> Any:
-        found = faulty.hang(call, keys, prefix_keys)
-        asked.append([*prefix_keys, *keys])
+    def late(call: Any, batch: Batch) -> Any:
+        found = faulty.hang(call, batch)
+        asked.append([*(batch.before or ()), *batch])
         return found
 
     faulty.faults["exists"] = late
     keys, before = keys_of(2), keys_of(1, 5)
-    assert storage.exists(keys, before) == 0
+    assert storage.exists(Batch.of(keys, before)) == 0
     keys[:], before[:] = keys_of(2, 10), keys_of(1, 15)
     faulty.release.set()
     wait_for(lambda: storage.stats()["late_answers"] == 1)
@@ -957,7 +958,7 @@ def test_backend_without_optional_calls_works() -> None:
         def __init__(self) -> None:
             self.pages: dict[str, bytes] = {}
 
-        def exists(self, keys: list[str], prefix_keys: Any = ()) -> int:
+        def exists(self, keys: list[str]) -> int:
             return sum(key in self.pages for key in keys)
 
         def get(self, keys: list[str], into: Any) -> list[bool]:

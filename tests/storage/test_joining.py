@@ -16,6 +16,7 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage import (
+    Batch,
     BreakerState,
     ComponentPages,
     JoiningStorage,
@@ -69,14 +70,13 @@ class Moody(MemoryBackend):
         super().__init__(context, world.places)
         self.registered: list[int] = []
         self.is_closed = False
-        if context.extra_config.get("place") == "chained":
-            self.traits = Traits(tenanted=True)
-            self.tenants: list[str] = []
+        if context.extra_config.get("place") == "lasting":
+            self.traits = Traits(deletes=False)
+        self.tenants: list[str] = []
         world.made.append(self)
 
-    def put(self, keys: Any, pages: Any, tenant: str = "") -> list[bool]:
-        if self.traits.tenanted:
-            self.tenants.append(tenant)
+    def put(self, keys: Any, pages: Any) -> list[bool]:
+        self.tenants.append(keys.tenant)
         return super().put(keys, pages)
 
     def register(self, memory: memoryview) -> None:
@@ -234,12 +234,13 @@ def test_memory_and_whoever_asked_come_before_pages(down: World) -> None:
 
 
 def test_traits_are_those_of_the_joined_backend(down: World) -> None:
-    with joining(place="chained") as store:
-        assert store.wants_tenant and not store.wants_prefix_keys
+    with joining(place="lasting") as store:
+        assert store.frees_deleted
         down.fault = None
         until(lambda: store.is_joined)
         pages = [[memoryview(bytearray(PAGE_BYTES))]]
-        assert store.put(keys_of(1), pages, None, "salt:a") == [True] and down.made[0].tenants == ["salt:a"]
+        assert store.put(Batch.of(keys_of(1), tenant="salt:a"), pages) == [True]
+        assert down.made[0].tenants == ["salt:a"] and not store.frees_deleted
 
 
 BOTH = [ComponentPages(FINGERPRINT, PAGE_BYTES), ComponentPages(OTHER, PAGE_BYTES)]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hiradix.storage import Batch
 from hiradix.storage.kit.lru import SKEW_NS, LruEntry, LruIndex
-from hiradix.storage.kit.pieces import CallPart, ChainUse
 
 NOW_NS = 1_700_000_000 * 10**9
 DAY_NS = 24 * 3600 * 10**9
@@ -79,19 +79,17 @@ def test_no_chain_loses_its_head_before_its_end(data: st.DataObject) -> None:
     shared = data.draw(st.integers(0, 6))
     chains = [chain(n, shared, shared + data.draw(st.integers(1, 12))) for n in range(4)]
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    under_way = [(ChainUse(), list(chains[number])) for number in numbers]
+    under_way = [Batch.of(chains[number]) for number in numbers]
     while under_way:
         at = data.draw(st.integers(0, len(under_way) - 1))
-        use, rest = under_way[at]
+        rest = under_way.pop(at)
         step = data.draw(st.integers(1, 5))
         now_ns += data.draw(st.sampled_from([-SKEW_NS // 200, -1, 0, 1, 10**6, 10**9]))
-        began_ns = CallPart(use, len(use.names), len(use.names)).began(index.now(now_ns))
-        for rank, name in enumerate(rest[:step]):
-            index.use(name, LruEntry(1, began_ns - rank))
-        use.names += rest[:step]
-        del rest[:step]
-        if not rest:
-            under_way.pop(at)
+        part = rest[:step]
+        for name, used_ns in zip(part, part.used_ns(index, index.now(now_ns))):
+            index.use(name, LruEntry(1, used_ns))
+        if rest[step:]:
+            under_way.append(rest[step:])
     index.take(data.draw(st.integers(0, len(index))), 0, ())
     for number in numbers:
         there = [name in index for name in chains[number]]

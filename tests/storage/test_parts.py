@@ -235,9 +235,9 @@ class Hanging(MemoryBackend):
 
     release = threading.Event()
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         assert self.release.wait(60), "never released"
-        return super().exists(keys, prefix_keys)
+        return super().exists(keys)
 
 
 @pytest.mark.usefixtures("clean_registry")

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hiradix.errors import ConfigError
 from hiradix.storage import (
+    Batch,
     GuardedStorage,
     GuardLimits,
     Page,
@@ -125,7 +126,7 @@ class TestConfig:
         with contextlib.closing(GuardedStorage(quota, FINGERPRINT, GuardLimits(deadline_s=30.0))) as store:
             pages = [page_of(key_of(0))]
             for number, tenant in enumerate(("salt:a", "salt:b", "salt:b")):
-                assert store.put([key_of(number)], pages, None, tenant) == [True]
+                assert store.put(Batch.of([key_of(number)], tenant=tenant), pages) == [True]
             assert [store.exists([key]) for key in keys_of(3)] == [1, 0, 1]
 
 

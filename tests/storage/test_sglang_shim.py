@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hiradix.errors import ConfigError
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage, open_stores
+from hiradix.storage import Batch, GuardedStorage, PageFingerprint, StorageContext, open_storage, open_stores
 from hiradix.storage.backends.sglang.base import MODULE, base_module, make_config
 from hiradix.storage.backends.sglang.host import DynamicBackend
 from hiradix.storage.backends.sglang.known import KNOWN
@@ -126,16 +126,17 @@ def test_prefix_keys_arrive(tmp_path: Path) -> None:
     put(store, keys)
     store._store.seen.clear()
     pages = [[memoryview(bytearray(PAGE_BYTES))] for _ in keys[2:]]
-    assert store.exists(keys[2:], keys[:2]) == 3
-    assert store.get(keys[2:], pages, keys[:2]) == [True] * 3
+    batch = Batch.of(keys[2:], keys[:2])
+    assert store.exists(batch) == 3
+    assert store.get(batch, pages) == [True] * 3
     assert store._store.seen == [keys[:2], keys[:2]]
 
 
-def test_prefix_keys_are_asked_for_through_the_guard(tmp_path: Path) -> None:
+def test_prefix_keys_arrive_through_the_guard(tmp_path: Path) -> None:
     store = open_storage("dynamic", context(tmp_path, "TensorStore", deadline_s=30.0))
     mark = FINGERPRINT.digest()[:32]
     keys = keys_of(3)
-    assert store.wants_prefix_keys and store.exists(keys[2:], keys[:2]) == 0
+    assert store.exists(Batch.of(keys[2:], keys[:2])) == 0
     hosted = store.backend.inner._store  # type: ignore[attr-defined]
     assert hosted.seen == [[f"{mark}-{key}" for key in keys[:2]]]
     store.close()
@@ -152,13 +153,13 @@ def test_prefix_keys_reach_get_and_put_through_guard_and_wrappers(tmp_path: Path
     names = keys_of(7)
     chain = [f"{FINGERPRINT.digest()[:32]}-{key}" for key in names]
     pages = [[memoryview(bytearray(bytes_of(key)))] for key in names]
-    assert store.put(names[1:5], pages[1:5], names[:1]) == [True] * 4
+    assert store.put(Batch.of(names[1:5], names[:1]), pages[1:5]) == [True] * 4
     assert hosted.seen == [chain[:1], chain[:3]]
     hosted.seen.clear()
-    assert store.get(names[1:6], pages[1:6], names[:1]) == [True] * 4 + [False]
+    assert store.get(Batch.of(names[1:6], names[:1]), pages[1:6]) == [True] * 4 + [False]
     assert hosted.seen == [chain[:1], chain[:3], chain[:5]]
     hosted.seen.clear()
-    assert store.get(names[4:7], pages[4:7], names[:4]) == [True, False, False]
+    assert store.get(Batch.of(names[4:7], names[:4]), pages[4:7]) == [True, False, False]
     assert store.get(names[1:3], pages[1:3]) == [True] * 2
     assert hosted.seen == [chain[:4], chain[:6], None]
     store.close()
@@ -168,7 +169,8 @@ def test_longer_batches_than_the_arena_go_in_pieces_with_their_prefix(tmp_path: 
     store = DynamicBackend(context(tmp_path, "ZeroCopyStore", interface_v1=True))
     keys = keys_of(300)
     pages = [page_of(key) for key in keys]
-    assert store.put(keys, pages, ()) == [True] * 300 and store.get(keys, pages, ()) == [True] * 300
+    batch = Batch.of(keys, before=())
+    assert store.put(batch, pages) == [True] * 300 and store.get(batch, pages) == [True] * 300
     assert [len(seen or ()) for seen in store._store.seen] == [0, 128, 256] * 2
     store._store.seen.clear()
     assert hits(store, keys) == [True] * 300 and store._store.seen == [None] * 3

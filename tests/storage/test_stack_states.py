@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from hiradix.errors import StorageError
-from hiradix.storage import GuardedStorage, GuardLimits, Page, StorageBackend, StorageContext, Traits
+from hiradix.storage import Batch, GuardedStorage, GuardLimits, Page, StorageBackend, StorageContext, Traits
 from hiradix.storage.backends.tier import backend as tier_module
 from hiradix.storage.guard.breaker import BreakerLimits
 from hiradix.storage.kit.call_threads import fill_head
@@ -114,8 +114,8 @@ class Wild(MemoryBackend):
             raise StorageError("the connection was reset")
         return ok
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        return len(keys) if self._next() == "lie" else super().exists(keys, prefix_keys)
+    def exists(self, keys: Sequence[str]) -> int:
+        return len(keys) if self._next() == "lie" else super().exists(keys)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._next()
@@ -220,7 +220,8 @@ class StackStates(RuleBasedStateMachine):
         return ok
 
     def _put(self, keys: Sequence[str], tenant: str) -> list[bool]:
-        return self.store.put(keys, [[memoryview(self._bytes(key))] for key in keys], tenant=tenant)
+        pages = [[memoryview(self._bytes(key))] for key in keys]
+        return self.store.put(Batch.of(keys, tenant=tenant), pages)
 
     @rule(fault=st.sampled_from(FAULTS), seed=st.integers(0, 1000), near=st.booleans())
     def go_wrong(self, fault: str, seed: int, near: bool) -> None:

@@ -14,13 +14,13 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.storage import (
+    Batch,
     BreakerState,
     GuardedStorage,
     MissReason,
     PageFingerprint,
     StorageBackend,
     StorageContext,
-    Traits,
     open_storage,
     register_storage_backend,
 )
@@ -180,9 +180,9 @@ class TestNegativeCache:
         assert self.store.exists(keys_of(3)) == 1
         seen: list[int] = []
 
-        def note(call: Any, keys: Any, prefix_keys: Any) -> Any:
+        def note(call: Any, keys: Any) -> Any:
             seen.append(len(keys))
-            return call(keys, prefix_keys)
+            return call(keys)
 
         self.backend.faults["exists"] = note
         assert self.store.exists(keys_of(3)) == 1 and seen == [1]
@@ -241,8 +241,8 @@ class TestNegativeCache:
 
     def test_bounded(self) -> None:
         for start in range(0, MAX_KEYS + 1000, 1000):
-            self.store.exists([str(start)])
-            self.store.get([str(number) for number in range(start + 1, start + 1000)], [[]] * 999)
+            self.store.exists(Batch.of([str(start)]))
+            self.store.get(Batch.of([str(n) for n in range(start + 1, start + 1000)]), [[]] * 999)
         assert self.store.own_stats()["negative_keys"] == MAX_KEYS and not self.store._asked
 
 
@@ -370,18 +370,17 @@ class TestTiers:
 
 
 class Tenanted(MemoryBackend):
-    """Wants to know whose pages it is given."""
+    """Looks whose pages it is given."""
 
-    traits = Traits(tenanted=True)
-    told: list[str] = []
+    told: list[tuple[str, str | None]] = []
 
-    def put(self, keys: Any, pages: Any, tenant: str = "") -> list[bool]:
-        self.told.append(tenant)
+    def put(self, keys: Any, pages: Any) -> list[bool]:
+        self.told.append((keys.tenant, keys.extra_key))
         return super().put(keys, pages)
 
 
 @pytest.mark.parametrize("wrapping", ["retries", "nothing", "negative", "quota", "no limit", "tier"])
-def test_a_backend_that_asks_whose_pages_are_put_is_told(
+def test_a_backend_sees_whose_pages_are_put(
     tmp_path: Path, wrapping: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Tenanted, "told", [])
@@ -398,8 +397,9 @@ def test_a_backend_that_asks_whose_pages_are_put_is_told(
         keys = {"upper": {"backend": "tenanted", **patient}, "lower": lower | patient}
     store = open_storage(name, StorageContext(FINGERPRINT, keys | patient, PAGE_BYTES))
     pages = [page_of(key) for key in keys_of(2)]
-    assert store.put(keys_of(2), pages, tenant="salt:a") == [True, True]
-    assert Tenanted.told == ["salt:a"]
+    batch = Batch.of(keys_of(2), tenant="salt:a", extra_key="adapter")
+    assert store.put(batch, pages) == [True, True]
+    assert Tenanted.told == [("salt:a", "adapter")]
     store.close()
 
 

@@ -12,10 +12,16 @@ import pytest
 from obstore.exceptions import GenericError
 
 from hiradix.errors import ConfigError, StorageError
-from hiradix.storage import BreakerState, GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import (
+    Batch,
+    BreakerState,
+    GuardedStorage,
+    PageFingerprint,
+    StorageContext,
+    open_storage,
+)  # fmt: skip
 from hiradix.storage.backends.s3 import backend as s3_backend
 from hiradix.storage.backends.s3.backend import STREAM_BYTES, S3Backend, key_in
-from hiradix.storage.kit.pieces import ChainUse, as_use
 from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.storage.wrappers.retry import RetryingStorage
 from tests.contracts.storage import (
@@ -415,10 +421,8 @@ def test_a_chain_of_several_calls_leaves_from_its_end(own_s3: Server) -> None:
     """Each call was a chain of its own: the first left first, and nobody found the others without it."""
     few = {"max_size": 48 * (PAGE_BYTES + SEAL_BYTES), "num_connections": 4, "num_workers": 1}
     store = open_storage("s3", context(own_s3, deadline_s=60.0, **few))
-    use = ChainUse()
-    for half in (slice(16), slice(16, 32)):
-        with as_use(use):
-            assert all(put(store, keys_of(32)[half]))
+    chain = Batch.of(keys_of(32))
+    assert all(put(store, chain[:16])) and all(put(store, chain[16:]))
     assert all(put(store, keys_of(16, 900))) and all(put(store, keys_of(6, 1000)))
     assert hits(store, keys_of(32)) == [True] * 26 + [False] * 6
     store.close()
@@ -430,8 +434,7 @@ def test_a_conversation_that_is_only_ever_extended_leaves_from_its_end(own_s3: S
     store = open_storage("s3", context(own_s3, deadline_s=60.0, **few))
     keys = keys_of(12)
     for start in range(0, 12, 3):
-        with as_use(ChainUse(keys[start - 1] if start else "")):
-            assert all(put(store, keys[start : start + 3]))
+        assert all(put(store, Batch.of(keys[start : start + 3], after=keys[start - 1] if start else "")))
         assert all(put(store, keys_of(8, 900 + 100 * start)))
     assert hits(store, keys) == [True] * 12
     store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from hiradix.storage import (
+    BreakerLimits,
+    GuardedStorage,
+    GuardLimits,
+    PageFingerprint,
+    StorageBackend,
+    Stores,
+    Traits,
+)
+from hiradix.storage.guard.breaker import NO_TROUBLES
 from hiradix.transfer import JobKind, LayerDoneCounter, LoadFailed, Runtime, TransferLimits
 from hiradix.tree.hashing import PageRows
 
@@ -119,8 +130,20 @@ class LateStreams:
             self.queues[name][at]()
 
 
-class MemoryStorage:
+class StoreDouble:
+    """Base of doubles of a guarded store: it is all of a cache's stores, and says nothing of itself."""
+
+    wants_computed, troubles = False, NO_TROUBLES
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self,)
+
+
+class MemoryStorage(StorageBackend):
     """A dictionary. `before(call, keys)` may raise, block, or return something to answer instead."""
+
+    traits = Traits(verifies=True, namespaced=True, direct=True)
 
     def __init__(self) -> None:
         self.pages: dict[str, bytes] = {}
@@ -131,7 +154,7 @@ class MemoryStorage:
         self.calls.append((call, len(keys)))
         return self.before(call, keys)
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> Any:
+    def exists(self, keys: Sequence[str]) -> Any:
         answer = self._enter("exists", keys)
         if answer is not NORMAL:
             return answer
@@ -157,8 +180,24 @@ class MemoryStorage:
             self.pages[key] = bytes(views[0])
         return [True] * len(keys)
 
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.pages.pop(key, None)
+
+    def clear(self) -> None:
+        self.pages.clear()
+
+    def close(self) -> None:
+        pass
+
 
 NORMAL = object()
+
+
+def guarded(backend: StorageBackend, clock: Callable[[], float] = time.monotonic) -> Stores:
+    """`backend` as a cache has it, behind a guard that never gives up on it."""
+    limits = GuardLimits(deadline_s=3600.0, breaker=BreakerLimits(failures_to_open=1 << 30))
+    return Stores([GuardedStorage(backend, PageFingerprint("test/model"), limits, clock)])
 
 
 def loads_came(gate: LayerDoneCounter, slots: Sequence[int]) -> bool:

@@ -12,7 +12,7 @@ from hiradix.transfer import (
     Ticket,
     TransferLimits,
 )
-from tests.transfer.doubles import NORMAL, MemoryStorage, Pool, Transport
+from tests.transfer.doubles import NORMAL, MemoryStorage, Pool, Transport, guarded
 
 DEADLINE_S = 60.0  # only keeps a bug from hanging; no test waits for it to pass
 
@@ -28,7 +28,7 @@ class Rig:
             self.device,
             self.host,
             transport=self.transport,
-            storage=self.storage,
+            storage=guarded(self.storage),
             runtime=Runtime(**runtime),
         )
 

@@ -39,7 +39,7 @@ class Shelf:
         self.asked: list[str] = []
         self.num_calls = 0
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         self.num_calls += 1
         self.asked += keys
         return next((i for i, key in enumerate(keys) if key not in self.pages), len(keys))
@@ -114,12 +114,12 @@ def test_a_search_has_an_end() -> None:
     rows = PageRows(b"", np.arange(2 * MAX_LOOKS, dtype=np.int64).reshape(-1, 1))
 
     class Nothing(Shelf):
-        def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        def exists(self, keys: Sequence[str]) -> int:
             self.num_calls += 1
             return 0
 
     class All(Shelf):
-        def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+        def exists(self, keys: Sequence[str]) -> int:
             return len(keys)
 
     nothing = Nothing()
@@ -172,4 +172,4 @@ def test_a_store_puts_the_last_pages_of_each_component_under_the_same_names() ->
 def test_storage_of_other_components_than_the_pools_is_refused() -> None:
     runner = runner_of([Shelf(), Shelf()])
     with pytest.raises(StorageError, match="1 components of 2"):
-        runner.use(cast(Any, Shelf()))
+        runner.use(cast(Any, SimpleNamespace(parts=[Shelf()])))

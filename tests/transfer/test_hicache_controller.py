@@ -20,7 +20,7 @@ from hiradix.transfer import (
     StepDriver,
 )
 from hiradix.tree.hashing import PageRows, hash_pages
-from tests.transfer.doubles import NORMAL, MemoryStorage
+from tests.transfer.doubles import NORMAL, MemoryStorage, guarded
 
 S = 4
 NUM_LAYERS = 3
@@ -57,7 +57,7 @@ class Bench:
             self.pool,
             self.host,
             transport=TorchTransport(),
-            storage=self.storage,
+            storage=guarded(self.storage, self.driver.now),
             runtime=Runtime(driver=self.driver, clock=self.driver.now),
             device_free=self.device_free,
             host_free=self.host_free,
@@ -270,7 +270,7 @@ def test_detach_and_attach(bench: Bench) -> None:
     operation = c.prefetch(rows, bench.host_pages(4))
     c.poll()
     assert operation.is_done and operation.error == FailReason.NO_STORAGE.value
-    c.attach(bench.storage)
+    c.attach(guarded(bench.storage))
     operation = c.prefetch(rows, operation.host_pages)
     bench.settle()
     assert operation.num_pages == 4

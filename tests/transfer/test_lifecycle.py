@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from hiradix.transfer import (
     JobKind,
 )
 from hiradix.tree.hashing import hash_pages
-from tests.transfer.doubles import MemoryStorage, rows_of
+from tests.transfer.doubles import MemoryStorage, guarded, rows_of
 from tests.transfer.rig import DEADLINE_S, Blocker, Rig
 
 
@@ -32,7 +33,7 @@ def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig:
     assert [r.duration_s for r in done] == [0.0] * 3, "they never began"
     assert not c.storage_attached
     with pytest.raises(StorageError, match="still detaching"):
-        c.attach(MemoryStorage())
+        c.attach(guarded(MemoryStorage()))
     refused = c.query(rows_of(0, 1))
     assert [(r.ticket, r.reason) for r in c.poll()] == [(refused, FailReason.DETACHED)]
     assert rig.result(c.write([1], [1])).num_pages == 1, "copies go on"
@@ -41,9 +42,9 @@ def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig:
     assert rig.result(running).ticket == running
     assert c.stats().detaching is False
     assert rig.result(c.query(rows_of(0, 1))).reason is FailReason.NO_STORAGE
-    c.attach(MemoryStorage())
+    c.attach(guarded(MemoryStorage()))
     with pytest.raises(StorageError, match="attached already"):
-        c.attach(MemoryStorage())
+        c.attach(guarded(MemoryStorage()))
     assert rig.result(c.write_storage(rows_of(0, 1), [1])).num_pages == 1
     assert old.pages == {}
 
@@ -103,12 +104,16 @@ def test_a_wakeup_that_raises_costs_no_result(rig: Rig) -> None:
 
 def test_stats_count_what_was_done(rig: Rig) -> None:
     rig.result(rig.controller.write([1, 2], [1, 2]))
-    rig.storage.before = lambda call, keys: None
+
+    def end(call: str, keys: Any) -> Any:
+        raise KeyboardInterrupt
+
+    rig.storage.before = end
     rig.result(rig.controller.query(rows_of(0, 1)))
     stats = rig.controller.stats()
     write, query = stats.kinds[JobKind.WRITE], stats.kinds[JobKind.QUERY]
     assert (write.num_results, write.num_pages, write.num_bytes) == (1, 2, 2 * rig.host.page_bytes)
-    assert dict(query.failures) == {FailReason.BAD_ANSWER: 1}
+    assert dict(query.failures) == {FailReason.BACKEND: 1}
     assert not any(stats.queued.values()) and not stats.running_s and stats.storage_attached
 
 

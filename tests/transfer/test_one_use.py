@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, Stores, open_storage
 from hiradix.storage.backends.file.page_dir import footprint
 from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.transfer.jobs import ReadPayload, StorePayload, TrailingPages
@@ -46,7 +46,7 @@ class Driven:
         self._memory = memoryview(bytearray(PAGE_BYTES))
         host = SimpleNamespace(page_views=lambda page: [self._memory])
         self._runner = StorageRunner([cast(Any, host)], TWO_PAGES)
-        self._runner.use(cast(Any, storage))
+        self._runner.use(Stores([storage]))
 
     def store(self, rows: PageRows) -> int:
         return run(

@@ -1,14 +1,14 @@
-"""Lookups name the pages before them to storage that asked, where the chain is known from its start."""
+"""Calls of a job say what precedes their pages in the chain, as far as it is known, and are one use."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from hiradix.storage import Batch
 from hiradix.transfer.jobs import QueryPayload, ReadPayload, StorePayload, TrailingPages
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
@@ -18,69 +18,69 @@ from tests.transfer.doubles import TWO_PAGES, run, task_of
 class Asked:
     """Has every page; notes what it was asked."""
 
-    def __init__(self, wants: bool):
-        self.wants_prefix_keys = wants
-        self.calls: list[tuple[list[str], list[str]]] = []
+    def __init__(self) -> None:
+        self.calls: list[Batch] = []
 
-    def get(self, keys: Sequence[str], into: Any, prefix_keys: Sequence[str] | None = None) -> list[bool]:
-        self.calls.append((list(keys), list(prefix_keys or ["-"])))
-        return [True] * len(keys)
+    def get(self, batch: Batch, into: Any) -> list[bool]:
+        self.calls.append(batch)
+        return [True] * len(batch)
 
     put = get
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self.calls.append((list(keys), list(prefix_keys)))
-        return len(keys)
+    def exists(self, batch: Batch) -> int:
+        self.calls.append(batch)
+        return len(batch)
 
 
-def look_up(storage: Asked, rows: PageRows, num_pages: int) -> int:
-    runner = StorageRunner([cast(Any, None)], TWO_PAGES)
-    runner.use(cast(Any, storage))
-    return run(runner.query, task_of(QueryPayload(rows, num_pages))).num_pages
-
-
-def moved(storage: Asked, payload: Any, move: str) -> list[tuple[list[str], list[str]]]:
-    host = SimpleNamespace(page_views=lambda page: [])
-    runner = StorageRunner([cast(Any, host)], TWO_PAGES)
-    runner.use(cast(Any, storage))
+def calls_of(payload: Any, move: str) -> list[Batch]:
+    storage = Asked()
+    runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))], TWO_PAGES)
+    runner.use(cast(Any, SimpleNamespace(parts=[storage])))
     run(getattr(runner, move), task_of(payload))
     return storage.calls
 
 
 def rows_of(count: int, start: int = 0) -> PageRows:
-    return PageRows(b"", np.arange(count * 4, dtype=np.int64).reshape(count, 4), start=start)
+    prior = b"before".ljust(32) if start else b""
+    return PageRows(prior, np.arange(count * 4, dtype=np.int64).reshape(count, 4), start=start)
 
 
-def test_prefix_and_keys_are_one_chain_from_the_start() -> None:
-    storage = Asked(True)
-    assert look_up(storage, rows_of(6), 5) == 5
-    chain = [digest.hex() for digest in hash_pages(rows_of(6))]
-    assert storage.calls == [(chain[1:3], chain[:1]), (chain[3:5], chain[:3]), (chain[5:], chain[:5])]
+def names_of(rows: PageRows) -> tuple[str, ...]:
+    return tuple(digest.hex() for digest in hash_pages(rows))
 
 
-@pytest.mark.parametrize(("wants", "start"), [(False, 0), (True, 3)])
-def test_nothing_is_said_unasked_or_without_the_start(wants: bool, start: int) -> None:
-    storage = Asked(wants)
-    assert look_up(storage, rows_of(4, start), 3) == 3
-    assert [before for _, before in storage.calls] == [[], []]
+def test_a_lookup_names_the_chain_in_front_of_it() -> None:
+    chain = names_of(rows_of(6))
+    calls = calls_of(QueryPayload(rows_of(6), 5), "query")
+    assert [(tuple(one), one.before) for one in calls] == [
+        (chain[1:3], chain[:1]), (chain[3:5], chain[:3]), (chain[5:], chain[:5]),
+    ]  # fmt: skip
 
 
-UNKNOWN = ["-"]
+@pytest.mark.parametrize("move", ["query", "store"])
+def test_of_a_chain_that_is_not_known_from_its_start_the_page_in_front_is_said(move: str) -> None:
+    rows = rows_of(4, start=3)
+    payload = QueryPayload(rows, 4) if move == "query" else StorePayload(rows, (TrailingPages(np.arange(4)),))
+    calls = calls_of(payload, move)
+    assert [one.before for one in calls] == [None, None]
+    assert [one.after for one in calls] == [rows.prior.hex(), names_of(rows)[1]]
 
 
-@pytest.mark.parametrize(("wants", "start"), [(True, 0), (False, 0), (True, 3)])
-def test_pages_are_stored_with_the_chain_before_them(wants: bool, start: int) -> None:
-    rows = rows_of(5, start)
-    chain = [digest.hex() for digest in hash_pages(rows)]
-    calls = moved(Asked(wants), StorePayload(rows, (TrailingPages(np.arange(4)),)), "store")
-    known = wants and not start
-    assert calls == [(chain[at : at + 2], chain[:at] if known else UNKNOWN) for at in (1, 3)]
+def test_pages_are_stored_with_the_chain_before_them() -> None:
+    rows = rows_of(5)
+    chain, calls = names_of(rows), calls_of(StorePayload(rows, (TrailingPages(np.arange(4)),)), "store")
+    assert [(tuple(one), one.before) for one in calls] == [(chain[at : at + 2], chain[:at]) for at in (1, 3)]
+    assert calls[0].use is calls[1].use and [one.start for one in calls] == [0, 2]
 
 
-@pytest.mark.parametrize(("wants", "known"), [(True, True), (False, True), (True, False)])
-def test_pages_are_read_with_the_chain_before_them(wants: bool, known: bool) -> None:
+@pytest.mark.parametrize("known", [True, False])
+def test_pages_are_read_with_the_chain_before_them(known: bool) -> None:
     digests = tuple(hash_pages(rows_of(5)))
-    chain = [digest.hex() for digest in digests]
+    chain = names_of(rows_of(5))
     read = ReadPayload(digests[1:], (TrailingPages(np.arange(4)),), digests if known else None)
-    calls = moved(Asked(wants), read, "read")
-    assert calls == [(chain[at : at + 2], chain[:at] if wants and known else UNKNOWN) for at in (1, 3)]
+    calls = calls_of(read, "read")
+    assert [(tuple(one), one.before) for one in calls] == [
+        (chain[at : at + 2], chain[:at] if known else None) for at in (1, 3)
+    ]
+    assert [one.after for one in calls] == [chain[0] if known else "", chain[2]]
+    assert calls[0].use is calls[1].use

@@ -1,47 +1,58 @@
-"""Whose pages a put stores is said to storage that asked."""
+"""Whose pages a job moves, and which component's, is said with each of its calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from hiradix.transfer.jobs import StorePayload, TrailingPages
+from hiradix.storage import Batch
+from hiradix.transfer.jobs import QueryPayload, ReadPayload, StorePayload, TrailingPages
 from hiradix.transfer.storage_runner import StorageRunner
-from hiradix.tree.hashing import PageRows
+from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import TWO_PAGES, run, task_of
+
+ROWS = PageRows(
+    b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice", extra_key="adapter"
+)
+TAILS = (TrailingPages(np.arange(3)), TrailingPages(np.arange(2), 1))
 
 
 class Asked:
-    """Takes every page; notes what came beside it."""
+    """Has every page, and takes every page; notes what it was told of them."""
 
-    def __init__(self, wants: bool):
-        self.wants_tenant = wants
-        self.calls: list[tuple[Any, ...]] = []
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str | None, int, int]] = []
 
-    def put(self, keys: Sequence[str], pages: Any, *more: Any) -> list[bool]:
-        self.calls.append(more)
-        return [True] * len(keys)
+    def _note(self, batch: Batch) -> None:
+        self.told.append((batch.tenant, batch.extra_key, batch.component, len(batch)))
 
+    def exists(self, batch: Batch) -> int:
+        self._note(batch)
+        return len(batch)
 
-@pytest.mark.parametrize(("wants", "said"), [(True, (None, "salt:alice")), (False, ())])
-def test_every_part_of_a_store_names_the_tenant(wants: bool, said: tuple[Any, ...]) -> None:
-    storage = Asked(wants)
-    runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))], TWO_PAGES)
-    runner.use(cast(Any, storage))
-    rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    task = run(runner.store, task_of(StorePayload(rows, (TrailingPages(np.arange(3)),))))
-    assert task.num_pages == 3 and storage.calls == [said, said]
+    def get(self, batch: Batch, into: Any) -> list[bool]:
+        self._note(batch)
+        return [True] * len(batch)
+
+    put = get
 
 
-def test_pages_of_every_component_are_the_tenants() -> None:
-    stores = [Asked(True), Asked(True)]
+@pytest.mark.parametrize("move", ["query", "read", "store"])
+def test_every_call_says_whose_pages_they_are(move: str) -> None:
+    stores = [Asked(), Asked()]
     runner = StorageRunner([cast(Any, SimpleNamespace(page_views=lambda page: []))] * 2, TWO_PAGES)
     runner.use(cast(Any, SimpleNamespace(parts=stores)))
-    rows = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice")
-    tails = (TrailingPages(np.arange(2)), TrailingPages(np.arange(2), 1))
-    assert run(runner.store, task_of(StorePayload(rows, tails))).num_pages == 4
-    assert [store.calls for store in stores] == [[(None, "salt:alice")]] * 2
+    payload = {
+        "query": QueryPayload(ROWS, 3),
+        "read": ReadPayload(
+            tuple(hash_pages(ROWS)), TAILS, extra_key=ROWS.extra_key, tenant=ROWS.tenant
+        ),
+        "store": StorePayload(ROWS, TAILS),
+    }[move]
+    run(getattr(runner, move), task_of(payload))
+    whose = "salt:alice", "adapter"
+    assert stores[0].told == [(*whose, 0, 2), (*whose, 0, 1)]
+    assert stores[1].told == ([] if move == "query" else [(*whose, 1, 2)])

@@ -32,6 +32,7 @@ from tests.transfer.doubles import (
     MemoryStorage,
     Pool,
     Transport,
+    guarded,
     rows_of,
 )
 
@@ -309,7 +310,7 @@ class World:
         if self.storage is None:
             self.storage = MemoryStorage()
             self.storage.before = self._storage_call
-            self.controller.attach(self.storage)
+            self.controller.attach(guarded(self.storage, self.driver.now))
 
     def do_detach(self) -> None:
         if self.controller.detach(self.random.choice([0.0, 0.01, 0.2])):

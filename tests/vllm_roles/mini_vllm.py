@@ -32,6 +32,7 @@ from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import ModelIdentity, stored_pages
 from hiradix.storage import Generations, Trust
+from hiradix.storage.guard.breaker import NO_TROUBLES
 from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferLimits
 from hiradix.tree import FULL, Component
 
@@ -164,19 +165,19 @@ class FakePart:
     def _name(self, key: str) -> str:
         return self._whole.label + key + self._suffix
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         if self._whole.fault == "exists":
             return 0
         lacking = (i for i, key in enumerate(keys) if self._name(key) not in self._whole.pages)
         return next(lacking, len(keys))
 
-    wants_prefix_keys = wants_tenant = False
+    wants_computed, troubles = False, NO_TROUBLES
 
     def register(self, memory: memoryview) -> bool:
         return False
 
     def get(
-        self, keys: Sequence[str], into: Sequence[Sequence[memoryview]], prefix_keys: object = None
+        self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]
     ) -> list[bool]:
         ok = []
         for number, (key, views) in enumerate(zip(keys, into, strict=True)):
@@ -202,8 +203,6 @@ class FakePart:
         self,
         keys: Sequence[str],
         pages: Sequence[Sequence[memoryview]],
-        prefix_keys: object = None,
-        tenant: str = "",
     ) -> list[bool]:
         if self._whole.fault == "put":
             return [False] * len(keys)

@@ -15,8 +15,8 @@ from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import learning_policies, make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
+from hiradix.storage import Batch, GuardedStorage, Page, PageFingerprint, StorageBackend, Stores, Traits
 from hiradix.transfer import HiCacheController, Runtime, StepDriver
-from hiradix.transfer.protocols import PrefixKeys, Views
 from hiradix.tree import RadixTree
 
 _PAGE = bytearray(1)
@@ -64,46 +64,48 @@ def _pools() -> tuple[Any, Any]:
     return _DevicePool(), _HostPool()
 
 
-class KeyStore:
+class KeyStore(StorageBackend):
     """Storage that keeps names only: `capacity` of them, least recently used first out."""
+
+    traits = Traits(verifies=True, namespaced=True, direct=True)
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.written = 0
         self._names: dict[str, None] = {}
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = (), /) -> int:
-        for i, key in enumerate(keys):
+    def exists(self, batch: Batch) -> int:
+        for i, key in enumerate(batch):
             if key not in self._names:
                 return i
-        return len(keys)
+        return len(batch)
 
-    def get(self, keys: Sequence[str], into: Views, prefix_keys: PrefixKeys = None, /) -> list[bool]:
-        found = [key in self._names for key in keys]
-        for key, hit in reversed(list(zip(keys, found))):  # a prefix's head is used later than its tail
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        found = [key in self._names for key in batch]
+        for key, hit in reversed(list(zip(batch, found))):  # a prefix's head is used later than its tail
             if hit:
                 del self._names[key]
                 self._names[key] = None
         return found
 
-    def put(self, keys: Sequence[str], pages: Views, prefix_keys: PrefixKeys = None, /) -> list[bool]:
-        for key in reversed(keys):
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        for key in reversed(batch):
             if key not in self._names:
                 self.written += 1
                 self._names[key] = None
         while len(self._names) > self.capacity:
             del self._names[next(iter(self._names))]
-        return [True] * len(keys)
+        return [True] * len(batch)
 
-    def clear(self) -> bool:
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._names.pop(key, None)
+
+    def clear(self) -> None:
         self._names.clear()
-        return True
 
     def close(self) -> None:
         pass
-
-    def stats(self) -> Mapping[str, Any]:
-        return {}
 
 
 class SimulatedCache:
@@ -123,13 +125,16 @@ class SimulatedCache:
         if not tiers.host:
             return None
         self._driver = StepDriver()
+        storage = None
         if tiers.storage:
             self.store = KeyStore(tiers.storage // block_tokens)
+            guard = GuardedStorage(self.store, PageFingerprint("replay"), clock=self._driver.now)
+            storage = Stores([guard])
         transport: Any = _NoCopy()
         controller = HiCacheController(
             *_pools(),
             transport=transport,
-            storage=self.store,
+            storage=storage,
             runtime=Runtime(driver=self._driver, clock=self._driver.now),
         )
         limits = PrefetchLimits(1, threshold_tokens=1)

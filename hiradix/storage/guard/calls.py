@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from hiradix.errors import StorageError
+from hiradix.errors import StorageError, described
+from hiradix.storage.batch import Batch
 from hiradix.storage.kit.call_threads import CallThread, CallTimeout
 from hiradix.storage.kit.meters import FAULTS, MissReason
-from hiradix.storage.protocol import Page, StorageBackend, asked_chain, chain_before, page_bytes
+from hiradix.storage.protocol import Page, page_bytes
 
 T = TypeVar("T")
 
@@ -73,26 +74,17 @@ def as_answered(
 
 
 @dataclass
-class Batch:
-    """One call's pages and what became of them. before: names of the chain before them, where it is known.
+class PageMove:
+    """The pages of one `get` or `put`, and what became of them. names: the keys as the backend knows them."""
 
-    tenant: whose pages they are, in a put.
-    """
-
-    keys: Sequence[str]
-    names: Sequence[str]
+    keys: Batch
+    names: Batch
     pages: Sequence[Page]
-    before: Sequence[str] | None = None
-    tenant: str = ""
     ok: list[bool] = field(init=False)
     refused: dict[MissReason, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ok = [False] * len(self.keys)
-
-    def chain(self, backend: StorageBackend, chunk: range) -> dict[str, Any]:
-        """The chain before a chunk as an argument for `backend`, if it asks for it."""
-        return asked_chain(backend, chain_before(self.names, chunk, self.before))
 
     def answered(self, chunk: range, answer: object) -> None:
         """Take a backend's flags for a chunk; raises BadAnswer."""
@@ -129,7 +121,7 @@ class Session:
         try:
             return work()
         except SystemExit as error:  # a caller's thread is no backend's to end
-            raise StorageError(f"{type(error).__name__}: {error}") from error
+            raise StorageError(described(error)) from error
 
 
 @dataclass(slots=True)
@@ -156,12 +148,12 @@ class ThreadSession(Session):
         call = self.thread.start(work_and_more)
         return lambda: cast(T, self.thread.finish(call, self.left_s()))
 
-    def stage(self, batch: Batch, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
+    def stage(self, moved: PageMove, chunk: range, extra_bytes: int, which: int = 0) -> list[memoryview]:
         """Staging memory for each page of the chunk, `extra_bytes` longer than the page.
 
         which: 0 or 1, as a call thread has two pieces of memory.
         """
-        sizes = [page_bytes(batch.pages[index]) + extra_bytes for index in chunk]
+        sizes = [page_bytes(moved.pages[index]) + extra_bytes for index in chunk]
         memory = self.thread.staging(sum(sizes), which)
         views, start = [], 0
         for size in sizes:

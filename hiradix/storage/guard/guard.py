@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hiradix.errors import Misuse
+from hiradix.errors import Misuse, described
 from hiradix.os_memory import address_of, staging_memory
 from hiradix.settings import MAX_COUNT, MAX_TIMEOUT_S, OPEN, OverHttp, Type, field_of, group, setting
+from hiradix.storage.batch import Batch
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.breaker import (
     NO_TROUBLES,
@@ -30,9 +31,9 @@ from hiradix.storage.guard.breaker import (
 )
 from hiradix.storage.guard.calls import (
     BadAnswer,
-    Batch,
     FlagsWithReason,
     OtherKind,
+    PageMove,
     Session,
     ThreadSession,
     checked_count,
@@ -49,7 +50,6 @@ from hiradix.storage.kit.call_threads import (
 )
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.kit.options import CHECKSUM
-from hiradix.storage.kit.pieces import CallPart, as_part, parts_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.protocol import BadKey, Page, StorageBackend, Traits, check_keys, sizes_of
@@ -110,7 +110,10 @@ class GuardLimits:
 
 
 class GuardedStorage:
-    """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend."""
+    """A backend that cannot hurt its caller. Keys are page hashes in hex; thread-safe. Owns the backend.
+
+    Keys that are no `Batch` are taken for one use of a chain of which nothing else is known.
+    """
 
     def __init__(
         self,
@@ -155,11 +158,6 @@ class GuardedStorage:
         return other
 
     @property
-    def parts(self) -> tuple[GuardedStorage, ...]:
-        """The guard of each component of a model's cache: this one alone."""
-        return (self,)
-
-    @property
     def is_joined(self) -> bool:
         """True: a guard has its backend. See `joining` for stores that are not there yet."""
         return True
@@ -171,54 +169,42 @@ class GuardedStorage:
 
     # -- pages --------------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         """How many leading keys are there: a hint. 0 on any fault, and while nothing can be read.
 
         The first lookup that finds something after reads' retry interval reads a page, to see whether that
         works again.
         """
-        found, reads = 0, self.breakers.of(Op.GET)
+        batch, found, reads = Batch.of(keys), 0, self.breakers.of(Op.GET)
 
         def ask(session: Session) -> None:
             nonlocal found
-            work = partial(self.backend.exists, self._names(keys), self._names(prefix_keys))
-            found = checked_count(session.run(work), len(keys))
+            work = partial(self.backend.exists, self._named(batch))
+            found = checked_count(session.run(work), len(batch))
 
         if reads.may_pass:
-            reason, duration_s = self._call(Op.EXISTS, keys, 0, ask)
+            reason, duration_s = self._call(Op.EXISTS, batch, 0, ask)
         else:
             reason, duration_s = MissReason.BREAKER_OPEN, None
-        if found and reads.state is not _CLOSED and not self._can_read(reads, keys[:1], prefix_keys):
+        if found and reads.state is not _CLOSED and not self._can_read(reads, batch[:1]):
             reason, found = MissReason.BREAKER_OPEN, 0
-        absent = len(keys) - found
+        absent = len(batch) - found
         missed = ((reason or MissReason.ABSENT, absent),) if absent else ()
         self._meters.of(Op.EXISTS).ended(duration_s, found, 0, missed)
         return found
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         """Read pages into `into`; True only for pages proven to be what was stored.
 
         Others are untouched, or undefined if the backend is direct or fills pages in place. `has_failed` of
         the answer tells whether a fault has kept pages from being read.
         """
-        batch = Batch(keys, self._names(keys), into, self._before(prefix_keys))
-        return self._move(Op.GET, batch)
+        return self._move(Op.GET, Batch.of(keys), into)
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """Store pages. They are copied before the call can be abandoned: reuse them as soon as this returns.
-
-        tenant: whose pages they are, as `Namespace.tenant` names him.
         """
-        batch = Batch(keys, self._names(keys), pages, self._before(prefix_keys), tenant)
-        return self._move(Op.PUT, batch)
+        return self._move(Op.PUT, Batch.of(keys), pages)
 
     @property
     def may_read(self) -> bool:
@@ -239,19 +225,14 @@ class GuardedStorage:
         return within.and_those(Troubles(changes, lookups.num_failed, reads.num_failed))
 
     @property
-    def wants_prefix_keys(self) -> bool:
-        """Whether the backend asked for the keys before those of a call."""
-        return self._traits.chained
+    def wants_computed(self) -> bool:
+        """False: pages are compared by `Generations` alone."""
+        return False
 
     @property
     def frees_deleted(self) -> bool:
         """Whether a deleted page's bytes are given back."""
         return self._traits.deletes
-
-    @property
-    def wants_tenant(self) -> bool:
-        """Whether the backend asked whose the pages of a put are."""
-        return self._traits.tenanted
 
     @property
     def is_read_only(self) -> bool:
@@ -265,7 +246,8 @@ class GuardedStorage:
 
     def delete(self, keys: Sequence[str]) -> bool:
         """Forget keys; False when the backend failed, or did not answer within the deadline."""
-        work = partial(self.backend.delete, self._names(keys))
+        keys = Batch.of(keys)
+        work = partial(self.backend.delete, self._named(keys))
         num_bytes = int(DELETE_KEY_S * len(keys) * self.limits.bytes_per_s)
         reason, duration_s = self._call(Op.DELETE, keys, num_bytes, lambda session: session.run(work))
         missed = () if reason is None else ((reason, len(keys)),)
@@ -325,19 +307,18 @@ class GuardedStorage:
 
     # -- one call -----------------------------------------------------------------------
 
-    def _names(self, keys: Sequence[str]) -> Sequence[str]:
-        """What the backend knows `keys` as; the caller's own sequence only where it is waited for."""
-        if self._traits.namespaced:
-            return keys if self._traits.direct else list(keys)
+    def _named(self, batch: Batch) -> Batch:
+        """The batch as the backend knows it."""
+        return batch if self._traits.namespaced else batch.renamed(self._names)
+
+    def _names(self, keys: Sequence[str]) -> list[str]:
         return [f"{self._digest[:32]}-{key}" for key in keys]
 
-    def _before(self, prefix_keys: Sequence[str] | None) -> Sequence[str] | None:
-        return None if prefix_keys is None or not self._traits.chained else self._names(prefix_keys)
-
-    def _move(self, op: Op, batch: Batch) -> list[bool]:
-        keys, sizes = batch.keys, sizes_of(batch.pages)
-        if len(keys) != len(sizes):
-            raise Misuse(f"{len(keys)} keys for {len(sizes)} pages")
+    def _move(self, op: Op, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        sizes = sizes_of(pages)
+        if len(batch) != len(sizes):
+            raise Misuse(f"{len(batch)} keys for {len(sizes)} pages")
+        moved = PageMove(batch, self._named(batch), pages)
         if sizes and not self._page_bytes:
             self._page_bytes = sizes[0]
         total_bytes = sum(sizes)
@@ -345,27 +326,27 @@ class GuardedStorage:
         def move(session: Session) -> None:
             more = self._staged.seal_bytes
             staged = [size + more for size in sizes] if more else sizes
-            self._move_chunks(op, session, batch, self._pieces(op, staged))
+            self._move_chunks(op, session, moved, self._pieces(op, staged))
 
-        reason, duration_s = self._call(op, keys, total_bytes, move)
-        lost = batch.ok.count(False) - sum(batch.refused.values())
-        missed = (*batch.refused.items(), (reason or _UNTOLD[op], lost))
+        reason, duration_s = self._call(op, batch, total_bytes, move)
+        lost = moved.ok.count(False) - sum(moved.refused.values())
+        missed = (*moved.refused.items(), (reason or _UNTOLD[op], lost))
         if not self._traits.verifies:
-            self._tell(batch)
-        num_done = batch.ok.count(True)
+            self._tell(moved)
+        num_done = moved.ok.count(True)
         if num_done < len(sizes):
-            total_bytes = sum([size for size, ok in zip(sizes, batch.ok) if ok])
+            total_bytes = sum([size for size, ok in zip(sizes, moved.ok) if ok])
         self._meters.of(op).ended(duration_s, num_done, total_bytes, missed)
-        if num_done == len(sizes) or (reason is None and not batch.refused):
-            return batch.ok
-        reasons = Counter(batch.refused)
+        if num_done == len(sizes) or (reason is None and not moved.refused):
+            return moved.ok
+        reasons = Counter(moved.refused)
         if reason is not None:
             reasons[reason] += lost
-        return FlagsWithReason(batch.ok, reasons)
+        return FlagsWithReason(moved.ok, reasons)
 
-    def _tell(self, batch: Batch) -> None:
+    def _tell(self, moved: PageMove) -> None:
         """Say that pages did not pass the checks here; a backend that verifies says so itself."""
-        bad = batch.refused.get(MissReason.DAMAGED, 0) + batch.refused.get(MissReason.FOREIGN, 0)
+        bad = moved.refused.get(MissReason.DAMAGED, 0) + moved.refused.get(MissReason.FOREIGN, 0)
         if bad:
             self._states.enter("damaged", f"{bad} pages of a call are not what was stored: misses")
         else:
@@ -422,7 +403,7 @@ class GuardedStorage:
             is_of_others |= self._traits.guarded and isinstance(error, CallTimeout)
             reason, why, ok = _FAULTS[type(error)], str(error), None if is_of_others else False
         except Exception as error:  # a backend may raise anything; none of it may reach a request
-            reason, why, ok = MissReason.ERROR, f"{type(error).__name__}: {error}", False
+            reason, why, ok = MissReason.ERROR, described(error), False
         duration_s = self._clock() - start_s
         if ok and duration_s - waited_s > quick_s:
             why, ok = f"took {duration_s - waited_s:.3f} s, more than {quick_s:.3f} s", False
@@ -461,7 +442,7 @@ class GuardedStorage:
             raise CallTimeout(f"ended {late_s:.3f} s late")
         return 0.0
 
-    def _can_read(self, reads: Breaker, keys: Sequence[str], prefix_keys: Sequence[str]) -> bool:
+    def _can_read(self, reads: Breaker, batch: Batch) -> bool:
         """Whether what a lookup has found may be read after all: one page is, where that is to be tried.
 
         A direct backend's pages have to be the caller's own, and how long a page is may not be known yet:
@@ -469,7 +450,7 @@ class GuardedStorage:
         """
         if self._direct is not None or not self._page_bytes:
             return reads.may_pass
-        self.get(keys, [[staging_memory(self._page_bytes)]], prefix_keys or None)
+        self.get(batch, [[staging_memory(self._page_bytes)]])
         return reads.state is _CLOSED
 
     def _delete_within(self, session: ThreadSession, names: Sequence[str]) -> bool:
@@ -488,7 +469,7 @@ class GuardedStorage:
             raise OtherKind(f"a deletion before it: {error}") from error
         except Exception as error:  # as in _call
             thread.kind = before
-            self._record(Op.DELETE, breaker.record(admission, False), f"{type(error).__name__}: {error}")
+            self._record(Op.DELETE, breaker.record(admission, False), described(error))
             return False
         thread.kind = before
         self._record(Op.DELETE, breaker.record(admission, True), "")
@@ -501,28 +482,26 @@ class GuardedStorage:
         except Exception:  # figures are not worth a page
             self._meters.count("stats_failed")
 
-    def _work(self, op: Op, batch: Batch) -> Work:
-        call, part_at = getattr(self.backend, op.value), parts_of((id(self), op), batch.names)
+    def _work(self, op: Op, moved: PageMove) -> Work:
+        call, names = getattr(self.backend, op.value), moved.names
 
         def work(chunk: range, pages: Sequence[Page]) -> Callable[[], object]:
-            names, more = batch.names[chunk.start : chunk.stop], batch.chain(self.backend, chunk)
-            more |= {"tenant": batch.tenant} if op is Op.PUT and self._traits.tenanted else {}
-            return partial(_in_part, part_at(chunk.start), partial(call, names, pages, **more))
+            return partial(call, names[chunk.start : chunk.stop], pages)
 
         return work
 
-    def _move_chunks(self, op: Op, session: Session, batch: Batch, runs: Sequence[range]) -> None:
-        work = self._work(op, batch)
+    def _move_chunks(self, op: Op, session: Session, moved: PageMove, runs: Sequence[range]) -> None:
+        work = self._work(op, moved)
         if not isinstance(session, ThreadSession):
             for chunk in runs:
-                pages = batch.pages[chunk.start : chunk.stop]
-                batch.answered(chunk, session.run(work(chunk, pages)))
+                pages = moved.pages[chunk.start : chunk.stop]
+                moved.answered(chunk, session.run(work(chunk, pages)))
         elif self._lands(op):
-            self._staged.land(session, batch, runs, work)
+            self._staged.land(session, moved, runs, work)
         elif op is Op.GET:
-            self._staged.read(session, batch, runs, work)
+            self._staged.read(session, moved, runs, work)
         else:
-            self._staged.write(session, batch, runs, work)
+            self._staged.write(session, moved, runs, work)
 
     def _admin(
         self, what: str, work: Callable[[], None], timeout_s: float | None = None, extra: bool = False
@@ -533,7 +512,7 @@ class GuardedStorage:
             with self._threads.thread(timeout_s / 2 if extra else timeout_s, extra) as thread:
                 ThreadSession(self._clock, deadline, thread, self._refresh_stats).run(work)
         except Exception as error:  # as in _call
-            logger.warning("storage %s failed: %s: %s", what, type(error).__name__, error)
+            logger.warning("storage %s failed: %s", what, described(error))
             return False
         return True
 
@@ -545,11 +524,6 @@ def _keys_ok(op: Op, keys: Sequence[str]) -> bool:
         logger.warning("storage %s: %s", op.value, error)
         return False
     return True
-
-
-def _in_part(part: CallPart, call: Callable[[], object]) -> object:
-    with as_part(part):
-        return call()
 
 
 def _nothing(*_: object) -> None:

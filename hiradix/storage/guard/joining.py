@@ -17,13 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-from hiradix.errors import ConfigError, Unreachable
+from hiradix.errors import ConfigError, Unreachable, described
 from hiradix.settings import MAX_TIMEOUT_S, OPEN, Type, setting
 from hiradix.storage.guard.breaker import NO_TROUBLES, BreakerState, Troubles, breaker_figures
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.guard.not_joined import NotJoined
+from hiradix.storage.guard.stores import StoragePart, Stores, WhenJoined
 from hiradix.storage.kit.call_threads import LEFT_BEHIND
 from hiradix.storage.kit.meters import Histogram, Meters, MissReason, Op
 from hiradix.storage.protocol import Page, StorageBackend, Traits
@@ -35,86 +35,6 @@ MAX_UNDER_WAY = 2
 """Attempts at once: a second is begun where the first hangs, no third."""
 CLOSE_WAIT_S = 1.0
 """Longest wait of `close` for the thread that waits between attempts, which has nothing else to do."""
-
-
-class StoragePart(Protocol):
-    """What a cache asks of the store of one component: a `GuardedStorage`, or one that is joined later."""
-
-    @property
-    def parts(self) -> tuple[StoragePart, ...]: ...
-
-    @property
-    def backend(self) -> StorageBackend: ...
-
-    @property
-    def state(self) -> BreakerState: ...
-
-    @property
-    def is_joined(self) -> bool: ...
-
-    @property
-    def may_read(self) -> bool: ...
-
-    @property
-    def reads_in_part(self) -> bool: ...
-
-    @property
-    def troubles(self) -> Troubles: ...
-
-    @property
-    def wants_prefix_keys(self) -> bool: ...
-
-    @property
-    def wants_tenant(self) -> bool: ...
-
-    @property
-    def frees_deleted(self) -> bool: ...
-    @property
-    def is_read_only(self) -> bool: ...
-    def refuse(self, num_pages: int) -> list[bool]: ...
-
-    def when_joined(self, call: WhenJoined) -> None: ...
-
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int: ...
-
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]: ...
-
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]: ...
-
-    def delete(self, keys: Sequence[str]) -> bool: ...
-
-    def clear(self) -> bool: ...
-
-    def ping(self) -> bool: ...
-
-    def register(self, memory: memoryview) -> bool: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
-
-    def histograms(self) -> Mapping[Op, Histogram]: ...
-
-    def stats(self) -> Mapping[str, float]: ...
-
-
-class Joined(Protocol):
-    """What an attempt makes: a store with a part per component."""
-
-    @property
-    def parts(self) -> tuple[StoragePart, ...]: ...
-
-    def close(self, timeout_s: float = 5.0) -> None: ...
-
-
-WhenJoined = Callable[[Any], None]
-"""Called with the joined store, a `Stores`, before it serves; on the thread that joined it."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +57,8 @@ class JoinLimits:
 
 
 def opened(
-    name: str, make: Callable[[], Joined], limits: JoinLimits, declared: Traits
-) -> Joined | Joiner:
+    name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits
+) -> Stores | Joiner:
     """What `make` gives, or a Joiner where the store cannot be reached now or not within an attempt's time.
 
     make: raises Unreachable for a store that does not answer, and ConfigError for wrong values, which is
@@ -159,9 +79,9 @@ class Joiner:
     """Tries to open a store on threads of its own until it succeeds, and owns what it opens. Thread-safe."""
 
     def __init__(
-        self, name: str, make: Callable[[], Joined], limits: JoinLimits, declared: Traits
+        self, name: str, make: Callable[[], Stores], limits: JoinLimits, declared: Traits
     ):
-        self.store: Joined | None = None
+        self.store: Stores | None = None
         self.declared = declared
         self.meters = Meters()
         self.num_attempts = 0
@@ -177,7 +97,7 @@ class Joiner:
         self._thread: threading.Thread | None = None
         self._began_s = time.monotonic()
 
-    def first(self) -> Joined:
+    def first(self) -> Stores:
         """The store of the first attempt. Raises its ConfigError; Unreachable where it takes too long."""
         self._begin()
         with self._changed:
@@ -281,7 +201,7 @@ class Joiner:
         threading.Thread(target=self._attempt, name="hiradix-storage-joining", daemon=True).start()
 
     def _attempt(self) -> None:
-        store: Joined | None = None
+        store: Stores | None = None
         error: ConfigError | None = None
         try:
             store = self._make()
@@ -289,7 +209,7 @@ class Joiner:
         except ConfigError as refusal:
             error, is_taken = refusal, False
         except BaseException as fault:  # a backend may raise anything, and this thread has no caller
-            error, is_taken = ConfigError(f"{type(fault).__name__}: {fault}"), False
+            error, is_taken = ConfigError(described(fault)), False
         if store is not None and not is_taken:
             store.close()
         with self._changed:
@@ -309,7 +229,7 @@ class Joiner:
             logger.warning("storage %s: %s: %s", self._name, what, error)
         self.is_refused, self._error = is_refused, error
 
-    def _take(self, store: Joined) -> bool:
+    def _take(self, store: Stores) -> bool:
         """Have `store` serve, once it knows all memory and all have seen it; False: nobody wants it."""
         num_memories = num_calls = 0
         while True:
@@ -333,7 +253,7 @@ class Joiner:
             num_memories += len(memories)
             num_calls += len(calls)
 
-    def _shown(self, call: WhenJoined, store: Joined) -> None:
+    def _shown(self, call: WhenJoined, store: Stores) -> None:
         try:
             call(store)
         except Exception:  # whoever asked to see it: the store is none the worse for it
@@ -353,12 +273,7 @@ class JoiningStorage:
     @property
     def _store(self) -> StoragePart | None:
         store = self._joiner.store
-        return None if store is None else store.parts[self._index]
-
-    @property
-    def parts(self) -> tuple[StoragePart, ...]:
-        """This one alone."""
-        return (self,)
+        return None if store is None else store.guards[self._index]
 
     @property
     def backend(self) -> StorageBackend:
@@ -386,33 +301,23 @@ class JoiningStorage:
 
     # -- pages ----------------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, keys: Sequence[str]) -> int:
         """How many leading keys are there."""
         store = self._store
         if store is not None:
-            return store.exists(keys, prefix_keys)
+            return store.exists(keys)
         self._missed(Op.EXISTS, len(keys))
         return 0
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
+    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
         """Read pages into `into`."""
         store = self._store
-        return self._missed(Op.GET, len(keys)) if store is None else store.get(keys, into, prefix_keys)
+        return self._missed(Op.GET, len(keys)) if store is None else store.get(keys, into)
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
         """Store pages."""
         store = self._store
-        if store is None:
-            return self._missed(Op.PUT, len(keys))
-        return store.put(keys, pages, prefix_keys, tenant)
+        return self._missed(Op.PUT, len(keys)) if store is None else store.put(keys, pages)
 
     def _missed(self, op: Op, num_pages: int) -> list[bool]:
         reason = MissReason.CLOSED if self._joiner.is_closed else MissReason.NOT_JOINED
@@ -438,10 +343,9 @@ class JoiningStorage:
         return NO_TROUBLES if store is None else store.troubles.and_those(Troubles(changes=1))
 
     @property
-    def wants_prefix_keys(self) -> bool:
-        """Whether the backend asks for the keys before those of a call."""
-        store = self._store
-        return self._joiner.declared.chained if store is None else store.wants_prefix_keys
+    def wants_computed(self) -> bool:
+        """False, as a guard has it."""
+        return False
 
     @property
     def frees_deleted(self) -> bool:
@@ -459,12 +363,6 @@ class JoiningStorage:
         """The answer to a put in a store that is read-only."""
         store = self._store
         return self._missed(Op.PUT, num_pages) if store is None else store.refuse(num_pages)
-
-    @property
-    def wants_tenant(self) -> bool:
-        """True until it is known: a put that the joined store gets must say whose the pages are."""
-        store = self._store
-        return True if store is None else store.wants_tenant
 
     # -- the store as a whole -------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hiradix.errors import StorageError
+from hiradix.storage.batch import Batch
 from hiradix.storage.protocol import Page, StorageBackend, Traits
 
 
@@ -14,13 +15,13 @@ class NotJoined(StorageBackend):
     def __init__(self, traits: Traits):
         self.traits = traits
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, batch: Batch) -> int:
         raise _fault()
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         raise _fault()
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         raise _fault()
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from hiradix.errors import Misuse
-from hiradix.storage.guard.calls import Batch, ThreadSession
+from hiradix.storage.guard.calls import PageMove, ThreadSession
 from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.kit.damaged_keys import DamagedKeys
 from hiradix.storage.kit.landing import Landing
@@ -34,39 +34,39 @@ class Staged:
         self._damaged_keys = DamagedKeys()
         self.seal_bytes = 0 if sealer is None else SEAL_BYTES
 
-    def read(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def read(self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work) -> None:
         """Read the chunks `runs`. What was read before a fault is in the batch's pages, if it is good."""
         before: _Read | None = None
         try:
             for number, chunk in enumerate(runs):
-                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
+                views = session.stage(moved, chunk, self.seal_bytes, number % 2)
                 ended = session.start(work(chunk, [[view] for view in views]))
                 try:
                     done, before = before, None
-                    self._take(batch, done)
+                    self._take(moved, done)
                 finally:
                     answer = ended()
-                before = chunk, views, batch.flags(chunk, answer)
+                before = chunk, views, moved.flags(chunk, answer)
         finally:
-            self._take(batch, before)
+            self._take(moved, before)
 
-    def land(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def land(self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work) -> None:
         """Read the chunks `runs` straight into the batch's pages. What is whole and good there when a fault
         comes stays; nothing is written to them after this."""
         for chunk in runs:
             seals = memoryview(bytearray(len(chunk) * SEAL_BYTES))
             landings = [
-                Landing([*batch.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True)
+                Landing([*moved.pages[index], seals[at * SEAL_BYTES : (at + 1) * SEAL_BYTES]], sealed=True)
                 for at, index in enumerate(chunk)
             ]
             flags = [True] * len(chunk)
             try:
-                flags = batch.flags(chunk, session.run(work(chunk, landings)))
+                flags = moved.flags(chunk, session.run(work(chunk, landings)))
             finally:
                 whole = [landing.withdraw() for landing in landings]
-                self._look(batch, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
+                self._look(moved, chunk, landings, [ok and all_came for ok, all_came in zip(flags, whole)])
 
-    def write(self, session: ThreadSession, batch: Batch, runs: Sequence[range], work: Work) -> None:
+    def write(self, session: ThreadSession, moved: PageMove, runs: Sequence[range], work: Work) -> None:
         """Store the chunks `runs`; bad pages that were read under their names are deleted before.
 
         Where they cannot be deleted they stay noted, and are not stored: the store would keep what it has.
@@ -74,15 +74,15 @@ class Staged:
         before: _Write | None = None
         try:
             for number, chunk in enumerate(runs):
-                views = session.stage(batch, chunk, self.seal_bytes, number % 2)
-                self._fill(batch, chunk, views)
+                views = session.stage(moved, chunk, self.seal_bytes, number % 2)
+                self._fill(moved, chunk, views)
                 done, before = before, None
-                _answer(batch, done)
-                damaged = self._damaged_keys.take(batch.names[chunk.start : chunk.stop])
+                _answer(moved, done)
+                damaged = self._damaged_keys.take(moved.names[chunk.start : chunk.stop])
                 kept = self._remove(session, damaged) if damaged else ()
                 before = chunk, session.start(work(chunk, [[view] for view in views])), kept
         finally:
-            _answer(batch, before)
+            _answer(moved, before)
 
     def _remove(self, session: ThreadSession, damaged: Sequence[str]) -> Collection[str]:
         """Delete these; those that are still there."""
@@ -94,38 +94,38 @@ class Staged:
                 self._damaged_keys.note(damaged)
         return () if removed else frozenset(damaged)
 
-    def _fill(self, batch: Batch, chunk: range, views: Sequence[memoryview]) -> None:
+    def _fill(self, moved: PageMove, chunk: range, views: Sequence[memoryview]) -> None:
         """Copy a chunk's pages to the staging memory, each with its seal."""
         for index, view in zip(chunk, views):
             payload = view[: len(view) - self.seal_bytes]
-            gather(batch.pages[index], payload)
+            gather(moved.pages[index], payload)
             if self._sealer is not None:
-                view[-SEAL_BYTES:] = self._sealer.seal(batch.keys[index], [payload])
+                view[-SEAL_BYTES:] = self._sealer.seal(moved.keys[index], [payload])
 
     def _look(
-        self, batch: Batch, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
+        self, moved: PageMove, chunk: range, landings: Sequence[Landing], came: Sequence[bool]
     ) -> None:
         """Check those that came."""
         if self._sealer is None:
             raise Misuse("pages that are not checked passed the staging memory by")
         for index, landing, ok in zip(chunk, landings, came):
             if ok:
-                batch.ok[index] = self._is_good(batch, index, landing.check(batch.keys[index], self._sealer))
+                moved.ok[index] = self._is_good(moved, index, landing.check(moved.keys[index], self._sealer))
 
-    def _take(self, batch: Batch, read: _Read | None) -> None:
+    def _take(self, moved: PageMove, read: _Read | None) -> None:
         """Check what was read, and copy to the batch's pages what is good."""
         for index, view, ok in zip(*read) if read is not None else ():
-            if ok and self._is_good(batch, index, self._check(batch.keys[index], view)):
-                scatter(view[: len(view) - self.seal_bytes], batch.pages[index])
-                batch.ok[index] = True
+            if ok and self._is_good(moved, index, self._check(moved.keys[index], view)):
+                scatter(view[: len(view) - self.seal_bytes], moved.pages[index])
+                moved.ok[index] = True
 
-    def _is_good(self, batch: Batch, index: int, verdict: Verdict) -> bool:
+    def _is_good(self, moved: PageMove, index: int, verdict: Verdict) -> bool:
         """Whether the page may be used; takes down why not."""
         if verdict is not Verdict.GOOD:
             reason = REASONS[verdict]
-            batch.refused[reason] = batch.refused.get(reason, 0) + 1
+            moved.refused[reason] = moved.refused.get(reason, 0) + 1
             if verdict is not Verdict.UNKNOWN:
-                self._damaged_keys.note([batch.names[index]])
+                self._damaged_keys.note([moved.names[index]])
         return verdict is Verdict.GOOD
 
     def _check(self, key: str, view: memoryview) -> Verdict:
@@ -134,10 +134,10 @@ class Staged:
         return self._sealer.check(view[-SEAL_BYTES:], key, [view[:-SEAL_BYTES]])
 
 
-def _answer(batch: Batch, write: _Write | None) -> None:
+def _answer(moved: PageMove, write: _Write | None) -> None:
     """Wait for a chunk's call, and take its answers."""
     if write is not None:
         chunk, ended, kept = write
-        batch.answered(chunk, ended())
+        moved.answered(chunk, ended())
         for index in chunk if kept else ():
-            batch.ok[index] &= batch.names[index] not in kept
+            moved.ok[index] &= moved.names[index] not in kept

@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import as_answered, has_failed
-from hiradix.storage.protocol import Page, StorageBackend, chain_before
+from hiradix.storage.protocol import Page, StorageBackend
 from hiradix.storage.wrappers.wrapper import Wrapper
 
 MAX_KEYS = 1 << 16
@@ -31,26 +32,24 @@ class NegativeCache(Wrapper):
         self._lock = threading.Lock()
         self._num_saved = 0
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        asked = self._leading(keys)
+    def exists(self, batch: Batch) -> int:
+        asked = batch[: self._leading(batch)]
         if not asked:
             return 0
-        with self._asking(keys[:asked]) as not_put:
-            found = self.inner.exists(keys[:asked], prefix_keys)
-            if found < asked:
-                self._remember(keys[found : found + 1], not_put)
+        with self._asking(asked) as not_put:
+            found = self.inner.exists(asked)
+            if found < len(asked):
+                self._remember(asked[found : found + 1], not_put)
         return found
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        absent = self._known_absent(keys)
-        wanted = [index for index in range(len(keys)) if index not in absent]
-        ok = [False] * len(keys)
-        if wanted or not keys:
-            before, asked = chain_before(keys, wanted, prefix_keys), [keys[index] for index in wanted]
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        absent = self._known_absent(batch)
+        wanted = [index for index in range(len(batch)) if index not in absent]
+        ok = [False] * len(batch)
+        if wanted or not batch:
+            asked = batch.pick(wanted)
             with self._asking(asked) as not_put:
-                answers = self._get(asked, [into[i] for i in wanted], before)
+                answers = self.inner.get(asked, [into[i] for i in wanted])
                 for index, good in zip(wanted, answers, strict=True):
                     ok[index] = good
                 if not has_failed(answers):  # else some may be there
@@ -58,17 +57,11 @@ class NegativeCache(Wrapper):
             return as_answered(ok, answers)
         return ok
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         try:
-            return self._put(keys, pages, prefix_keys, tenant)
+            return super().put(batch, pages)
         finally:
-            self._forget(keys)
+            self._forget(batch)
 
     def own_stats(self) -> Mapping[str, float]:
         return {"negative_keys": len(self._absent), "negative_hits": self._num_saved}

@@ -13,14 +13,14 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.settings import OPEN, Type, setting, settings_of
-from hiradix.storage.backends.disk.recency import Recency
+from hiradix.storage.batch import Batch
 from hiradix.storage.fingerprint import PageFingerprint
 from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.kit.options import flag, parse_size
@@ -131,68 +131,50 @@ class QuotaStorage(Wrapper):
     ):
         super().__init__(inner)
         self._deletes = self.traits.deletes
-        self.traits = dataclasses.replace(self.traits, tenanted=True)
         self._account, self._limit, self._time_ns = account, limit, time_ns
         self._lock = threading.Lock()
-        self._recency = Recency()
         self._uses: dict[str, int] = {}
         self._counts: Counter[str] = Counter()
         self._largest = account.largest(SHOWN_TENANTS)
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        ok = self._get(keys, into, prefix_keys)
-        read = [key for key, good in zip(keys, ok) if good]
-        if read:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        ok = super().get(batch, into)
+        used = [use for use, good in zip(self._uses_of(batch), ok) if good]
+        if used:
             with self._lock:
-                self._uses |= self._stamps("get", read)
+                self._uses |= reversed(used)
                 while len(self._uses) > MAX_USES:
                     del self._uses[next(iter(self._uses))]
         return ok
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         """True: stored, and within the tenant's limit. A batch that is too long keeps its head."""
-        check_keys(keys)
-        limit_bytes = self._limit(tenant)
-        if limit_bytes is None or not keys or self.read_only:
-            return self._put(keys, pages, prefix_keys, tenant)
+        check_keys(batch)
+        limit_bytes = self._limit(batch.tenant)
+        if limit_bytes is None or not batch or self.read_only:
+            return super().put(batch, pages)
         try:
-            return self._put_within(limit_bytes, keys, pages, prefix_keys, tenant)
+            return self._put_within(limit_bytes, batch, pages)
         except AccountError as error:  # no fault of the store, from which others are to read on
             with self._lock:
-                self._counts["quota_refused_account"] += len(keys)
-                is_first = self._counts["quota_refused_account"] == len(keys)
+                self._counts["quota_refused_account"] += len(batch)
+                is_first = self._counts["quota_refused_account"] == len(batch)
             if is_first:
                 logger.warning("%s: pages are refused for as long as that lasts", error)
-            return [False] * len(keys)
+            return [False] * len(batch)
 
-    def _put_within(
-        self,
-        limit_bytes: int,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None,
-        tenant: str,
-    ) -> list[bool]:
-        name, entries = account_name(tenant), self._entries(keys, pages)
+    def _put_within(self, limit_bytes: int, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        name, entries = account_name(batch.tenant), self._entries(batch, pages)
         entered = self._make_room(name, entries, limit_bytes)
-        which = [index for index, key in enumerate(keys) if key in entered.keys]
-        ok = [False] * len(keys)
+        which = [index for index, key in enumerate(batch) if key in entered.keys]
+        ok = [False] * len(batch)
         answers: list[bool] = []
         if which:
-            before = prefix_keys if which[0] == 0 and len(which) == which[-1] + 1 else None
-            answers = self._put([keys[i] for i in which], [pages[i] for i in which], before, tenant)
+            answers = super().put(batch.pick(which), [pages[i] for i in which])
             for index, good in zip(which, answers, strict=True):
                 ok[index] = bool(good)
-        self._settle(name, {key: entries[key] for key in entered.keys}, keys, ok)
-        self._count_refused(entered, len(keys) - len(which))
+        self._settle(name, {key: entries[key] for key in entered.keys}, batch, ok)
+        self._count_refused(entered, len(batch) - len(which))
         return as_answered(ok, answers)
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -225,16 +207,16 @@ class QuotaStorage(Wrapper):
 
     # -- inside -------------------------------------------------------------------------
 
-    def _entries(self, keys: Sequence[str], pages: Sequence[Page]) -> dict[str, AccountEntry]:
+    def _entries(self, batch: Batch, pages: Sequence[Page]) -> dict[str, AccountEntry]:
         """Each key once, in order, the first hottest."""
-        with self._lock:
-            stamps = self._stamps("put", keys)
-        sizes = {key: page_bytes(page) for key, page in zip(keys, pages, strict=True)}
-        return {key: AccountEntry(size, stamps[key]) for key, size in sizes.items()}
+        found: dict[str, AccountEntry] = {}
+        for (key, used_ns), page in zip(self._uses_of(batch), pages, strict=True):
+            found.setdefault(key, AccountEntry(page_bytes(page), used_ns))
+        return found
 
-    def _stamps(self, kind: str, keys: Sequence[str]) -> dict[str, int]:
-        """When each counts as used, coldest first. Locked."""
-        return {str(key): at_ns for key, at_ns in self._recency.stamps(kind, keys, self._time_ns())}
+    def _uses_of(self, batch: Batch) -> Iterable[tuple[str, int]]:
+        """When each page counts as used, the hottest first."""
+        return zip(batch, batch.used_ns(self, self._time_ns()), strict=True)
 
     def _make_room(self, name: str, entries: Mapping[str, AccountEntry], limit_bytes: int) -> Entered:
         """Enter what may be put, after as many of the tenant's coldest pages left as it takes."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hiradix.errors import StorageError
+from hiradix.storage.batch import Batch
 from hiradix.storage.protocol import BadKey, Page, StorageBackend
 from hiradix.storage.wrappers.wrapper import Wrapper
 
@@ -31,22 +32,14 @@ class RetryingStorage(Wrapper):
         self._retries, self._wait_s, self._sleep = retries, wait_s, sleep
         self._num_retried = 0
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        return self._again(lambda: self.inner.exists(keys, prefix_keys))
+    def exists(self, batch: Batch) -> int:
+        return self._again(lambda: self.inner.exists(batch))
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        return self._again(lambda: self._get(keys, into, prefix_keys))
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        return self._again(lambda: self.inner.get(batch, into))
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
-        return self._again(lambda: self._put(keys, pages, prefix_keys, tenant))
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        return self._again(lambda: self.inner.put(batch, pages))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._again(lambda: self.inner.delete(keys))

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.breaker import NO_TROUBLES, Troubles
 from hiradix.storage.guard.calls import as_answered
 from hiradix.storage.kit.damaged_keys import DamagedKeys
 from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.protocol import Page, StorageBackend, Traits, asked_chain, asked_tenant, page_bytes
+from hiradix.storage.protocol import Page, StorageBackend, Traits, page_bytes
 
 
 class Wrapper(StorageBackend):
@@ -27,40 +28,17 @@ class Wrapper(StorageBackend):
         self.traits: Traits = getattr(inner, "traits", Traits())
         self._damaged_keys = DamagedKeys()
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        return self.inner.exists(keys, prefix_keys)
+    def exists(self, batch: Batch) -> int:
+        return self.inner.exists(batch)
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        return self._get(keys, into, prefix_keys)
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        return self.inner.get(batch, into)
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
-        return self._put(keys, pages, prefix_keys, tenant)
-
-    def _get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None
-    ) -> list[bool]:
-        """The inner backend's, with the chain if it asks for that."""
-        call: Callable[..., list[bool]] = self.inner.get
-        return call(keys, into, **asked_chain(self.inner, prefix_keys))
-
-    def _put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None, tenant: str
-    ) -> list[bool]:
-        """The inner backend's, with the chain and the tenant if it asks for those."""
-        damaged = self._damaged_keys.take(keys)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        damaged = self._damaged_keys.take(batch)
         if damaged and not self.read_only:
             self.inner.delete(damaged)
-        call: Callable[..., list[bool]] = self.inner.put
-        more = asked_chain(self.inner, prefix_keys) | asked_tenant(self.inner, tenant)
-        return call(keys, pages, **more)
+        return self.inner.put(batch, pages)
 
     @property
     def read_only(self) -> bool:
@@ -130,13 +108,11 @@ class CodingWrapper(Wrapper):
         """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page.
         """
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         stored = [memoryview(bytearray(self._most_bytes(page_bytes(page)))) for page in into]
-        ok = self._get(keys, [[view] for view in stored], prefix_keys)
+        ok = super().get(batch, [[view] for view in stored])
         flags, damaged = list(ok), Counter[MissReason]()
-        for index, (good, key, view, page) in enumerate(zip(ok, keys, stored, into, strict=True)):
+        for index, (good, key, view, page) in enumerate(zip(ok, batch, stored, into, strict=True)):
             why = self._unpack(key, view, page) if good else None
             if why is not None:
                 flags[index] = False
@@ -144,15 +120,9 @@ class CodingWrapper(Wrapper):
                 self._note_damaged(key)
         return as_answered(flags, ok, more=damaged)
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
-        packed = [[memoryview(self._pack(key, page))] for key, page in zip(keys, pages, strict=True)]
-        return self._put(keys, packed, prefix_keys, tenant)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        packed = [[memoryview(self._pack(key, page))] for key, page in zip(batch, pages, strict=True)]
+        return super().put(batch, packed)
 
     def _note_damaged(self, key: str) -> None:
         self._damaged_keys.note([key])

@@ -22,13 +22,12 @@ from hiradix.storage.backends.disk.index import IndexEntry
 from hiradix.storage.backends.disk.log import WrongFolder
 from hiradix.storage.backends.disk.moves import Move
 from hiradix.storage.backends.disk.probe import choose
-from hiradix.storage.backends.disk.recency import Recency, Uses
 from hiradix.storage.backends.disk.record import Name, name_of
 from hiradix.storage.backends.disk.store import DiskStore, PageRecord, Place
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import said_of
 from hiradix.storage.kit.seal import CHECKSUMS, DEFAULT_ALGORITHM, NONE
@@ -41,6 +40,11 @@ logger = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = ADMIN_TIMEOUT_S = 30.0
 DROP_TIMEOUT_S = 0.05
 MAX_UNLOGGED_USES = 4096
+KEPT_BEFORE = 1024
+"""Pages of a use in front of a call that no page of the call takes the place of, whatever their names are; of
+a chain none does that is in front of it."""
+Uses = list[tuple[Name, int]]
+"""Names and when they count as used (ns), coldest first."""
 _Given = Mapping[Name, tuple[Page, int, Name | None]]
 _Writes = list[tuple[PageRecord, Move]]
 
@@ -57,7 +61,8 @@ class DiskBackend(StorageBackend):
         self._page_bytes = context.page_bytes
         self._time_ns = time_ns
         self._algorithm = NONE if config.verify == "off" else DEFAULT_ALGORITHM
-        self._recency = Recency()
+        self._read: list[tuple[Sequence[Name], int]] = []  # names and when, in no order of use as yet
+        self._num_read = 0
         self._used: dict[tuple[int, int], IndexEntry] = {}  # whose use the log does not know of
         self._damaged: dict[IndexEntry, None] = {}  # which the log still names
         self._unreadable: dict[IndexEntry, None] = {}  # likewise
@@ -91,17 +96,17 @@ class DiskBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
+    def exists(self, batch: Batch) -> int:
         self._check_open()
         known = self._store.shelf.labels
-        if known.issuperset(keys):
-            return len(keys)
-        index = next((index for index, key in enumerate(keys) if key not in known), len(keys))
-        return index + self._exists_by_name(keys[index:])
+        if known.issuperset(batch):
+            return len(batch)
+        index = next((index for index, key in enumerate(batch) if key not in known), len(batch))
+        return index + self._exists_by_name(batch[index:])
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         self._check_open()
-        reads = self._plan(keys, into)
+        reads = self._plan(batch, into)
         always = self.config.verify == "always"
 
         def check(index: int) -> bool:
@@ -112,10 +117,10 @@ class DiskBackend(StorageBackend):
         whole, faults = self._io.read(reads.moves, self._page_bytes, check if checked else None)
         with self._store.mutex:
             self._store.refresh()
-            all_read = len(whole) == len(keys) and False not in whole
+            all_read = len(whole) == len(batch) and False not in whole
             if all_read and not checked and reads.state == self._store.state:
                 return whole
-            ok = [False] * len(keys)
+            ok = [False] * len(batch)
             still = reads.still_there(self._store)
             damaged: dict[IndexEntry, None] = {}
             failed = [at for at in _lasting(faults) if still[at]]
@@ -140,20 +145,20 @@ class DiskBackend(StorageBackend):
         reasons = {MissReason.DAMAGED: len(damaged), MissReason.ERROR: len(faults)}
         return FlagsWithReason(ok, reasons) if damaged or faults else ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         self._check_open()
-        names = [name_of(key) for key in keys]
+        names = [name_of(key) for key in batch]
         _check_lengths(pages, self._page_bytes)
-        uses = self._recency.used("put", names, self._time_ns())
-        if self._all_there(names, uses):
-            return [True] * len(keys)
+        uses = _uses(names, self._time_ns())
+        if self._all_there(batch, names, uses):
+            return [True] * len(batch)
         if self._store.read_only is not None:
             return self._refuse(names, self._store.read_only)
-        backwards = zip(reversed(pages), reversed(_fronts(names)), uses)
+        backwards = zip(reversed(pages), reversed(_fronts(batch, names)), uses)
         given = {name: (page, used_ns, front) for page, front, (name, used_ns) in backwards}
         with self._store.locked():
             try:
-                self._put_missing(names, given, uses)
+                self._put_missing(batch, names, given, uses)
             except OSError as error:
                 if error.errno == errno.EROFS:  # since it was opened: the system found a fault of the disk
                     return self._refuse(names, error)
@@ -188,7 +193,7 @@ class DiskBackend(StorageBackend):
         self._count("put_read_only", ok.count(False))
         return FlagsWithReason(ok, MissReason.READ_ONLY)
 
-    def _put_missing(self, names: Sequence[Name], given: _Given, uses: Uses) -> None:
+    def _put_missing(self, batch: Batch, names: Sequence[Name], given: _Given, uses: Uses) -> None:
         """Store those pages that are not there, and log all as used. Locked, without the mutex."""
         with self._store.mutex:
             self._free_damaged()
@@ -196,7 +201,8 @@ class DiskBackend(StorageBackend):
             self._use([])
             there = self._store.shelf.pages
             todo = [name for name in dict.fromkeys(names) if name not in there]
-            writes = self._place(todo, given, {*names, *map(name_of, current_part().before)})
+            keep = {*names, *map(name_of, batch.earlier(KEPT_BEFORE))}
+            writes = self._place(todo, given, keep, _front(batch))
         self._write(writes)
         with self._store.mutex:
             self._use(uses)
@@ -265,26 +271,27 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             return next((index for index, name in enumerate(names) if name not in pages), len(names))
 
-    def _plan(self, keys: Sequence[str], into: Sequence[Page]) -> _Reads:
+    def _plan(self, batch: Batch, into: Sequence[Page]) -> _Reads:
         """What to read for the keys that are there; they count as used."""
         with self._store.mutex:
-            names, entries = self._find(keys)
-            self._store.shelf.link_all(names, _fronts)
+            names, entries = self._find(batch)
+            self._store.shelf.link_all(names, lambda: _fronts(batch, names))
             _check_lengths(into, self._page_bytes)
-            self._recency.later("get", names, self._time_ns())
-            if self._recency.num_waiting > MAX_UNLOGGED_USES:
+            self._read.append((names, self._time_ns()))
+            self._num_read += len(names)
+            if self._num_read > MAX_UNLOGGED_USES:
                 self._use([])
             reads = self._reads(entries, into)
         if len(self._used) > MAX_UNLOGGED_USES:
             self._try_locked(self._log_uses)
         return reads
 
-    def _find(self, keys: Sequence[str]) -> tuple[list[Name], list[IndexEntry | None]]:
+    def _find(self, keys: Sequence[str]) -> tuple[Sequence[Name], list[IndexEntry | None]]:
         """The keys' names and pages; other processes' too, where one is missing. Needs the mutex."""
         entries = list(map(self._store.shelf.pages.get, keys))
         if None not in entries:
-            return list(keys), entries
-        names = [name_of(key) if entry is None else key for key, entry in zip(keys, entries)]
+            return keys, entries
+        names: list[Name] = [name_of(key) if entry is None else key for key, entry in zip(keys, entries)]
         self._store.refresh()
         return names, list(map(self._store.shelf.pages.get, names))
 
@@ -306,7 +313,7 @@ class DiskBackend(StorageBackend):
         moves = list(zip([found[number] for number in numbers], offsets, into))
         return _Reads(self._store.state, indices, there, moves)
 
-    def _all_there(self, names: Sequence[Name], uses: Uses) -> bool:
+    def _all_there(self, batch: Batch, names: Sequence[Name], uses: Uses) -> bool:
         """Whether no page is missing; they count as used then. False if the log cannot tell just now."""
         with self._store.mutex:
             try:
@@ -316,7 +323,7 @@ class DiskBackend(StorageBackend):
             pages = self._store.shelf.pages
             if self._damaged or self._unreadable or any(name not in pages for name in names):
                 return False
-            self._store.shelf.link_all(names, _fronts)
+            self._store.shelf.link_all(names, lambda: _fronts(batch, names))
             self._use(uses)
         return True
 
@@ -327,7 +334,8 @@ class DiskBackend(StorageBackend):
         """
         pages = self._store.shelf.pages
         interval_ns = int(self.config.touch_interval_s * 1e9)
-        for name, used_ns in [*self._recency.settle(), *uses]:
+        reads, self._read, self._num_read = self._read, [], 0
+        for name, used_ns in [*(use for read in reads for use in _uses(*read)), *uses]:
             entry = pages.get(name)
             if entry is not None:
                 pages.move_to_end(name)
@@ -348,10 +356,12 @@ class DiskBackend(StorageBackend):
         verify = self.config.verify
         return verify == "always" or (verify == "recovered" and not all([e.verified for e in entries]))
 
-    def _place(self, names: Sequence[Name], given: _Given, keep: Collection[Name]) -> _Writes:
+    def _place(
+        self, names: Sequence[Name], given: _Given, keep: Collection[Name], before: Name | None
+    ) -> _Writes:
         """Slots for new pages, the head of the batch first; fewer without room. Locked."""
         writes = []
-        for name, place in zip(names, self._store.allocate(len(names), keep, _fronts(())[0])):
+        for name, place in zip(names, self._store.allocate(len(names), keep, before)):
             page, used_ns, front = given[name]
             segment = self._store.segment(place[0])
             if segment is None:
@@ -496,12 +506,20 @@ def _slot_of(entry: IndexEntry) -> tuple[int, int, int]:
     return *entry.place, entry.version
 
 
-def _fronts(names: Sequence[Name]) -> list[Name | None]:
-    """Which page of the chain is in front of each of this thread's call, where that is known."""
-    part = current_part()
-    (front,) = part.fronts(())
-    first = name_of(front) if is_key(front) else None
-    return [first, *names[:-1]] if part.whole.is_chain else [None] * max(1, len(names))
+def _uses(names: Sequence[Name], now_ns: int) -> Uses:
+    """A call's pages as used now, each a little before the one in front of it."""
+    return [(name, now_ns - at) for at, name in enumerate(names)][::-1]
+
+
+def _front(batch: Batch) -> Name | None:
+    """Which page is in front of a call's first in the chain, where that is known."""
+    return name_of(batch.after) if is_key(batch.after) else None
+
+
+def _fronts(batch: Batch, names: Sequence[Name]) -> list[Name | None]:
+    """Which page is in front of each of a call's in the chain, where that is known."""
+    known = dict(zip(batch, names))
+    return [known.get(front) or (name_of(front) if is_key(front) else None) for front in batch.fronts()]
 
 
 def _is_intact(entry: IndexEntry, page: Page) -> bool:

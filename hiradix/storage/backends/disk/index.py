@@ -84,12 +84,12 @@ class Shelf:
         link(cast(OrderedDict[Name, Linked], self.pages), self.waiting, label, front)
 
     def link_all(
-        self, labels: Sequence[Name], fronts: Callable[[Sequence[Name]], Sequence[Name | None]]
+        self, labels: Sequence[Name], fronts: Callable[[], Sequence[Name | None]]
     ) -> None:
         """The same of a call's pages, if that is not known of its last. fronts: says what is in front."""
         last = self.pages.get(labels[-1]) if labels else None
         if last is not None and last.front is None:
-            for label, front in zip(labels, fronts(labels)):
+            for label, front in zip(labels, fronts()):
                 if front is not None:
                     self.link(label, front)
 

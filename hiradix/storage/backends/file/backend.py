@@ -23,10 +23,10 @@ from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.ledger import Ledger, NoLedger
 from hiradix.storage.backends.file.page_dir import PageDir, footprint, remove
 from hiradix.storage.backends.file.room import Keep, Room
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.damaged_keys import MAX_KEYS
 from hiradix.storage.kit.meters import MissReason
-from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, SEAL_BYTES, Sealer, Verdict
@@ -52,6 +52,7 @@ class FileWrite:
     path: str
     page: Page
     num_bytes: int
+    used_ns: int
     temp: str = ""
     fd: int = -1
     is_filled: bool = False
@@ -65,6 +66,7 @@ class FileRead:
     index: int
     key: str
     page: Page
+    used_ns: int
     fd: int
     status: os.stat_result
     verdict: Verdict | None = None
@@ -107,31 +109,30 @@ class FileBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self._check(keys)
-        for index, key in enumerate(keys):
+    def exists(self, batch: Batch) -> int:
+        self._check(batch)
+        for index, key in enumerate(batch):
             if key in self._bad or (
                 key not in self._room and not os.path.exists(self._folder.path(key))
             ):
                 return index
-        return len(keys)
+        return len(batch)
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        self._check(keys)
-        part = current_part()
-        now_ns, fronts = part.began(self._room.now()), part.fronts(keys)
-        ok = [False] * len(keys)
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        used_ns = batch.used_ns(self, self._room.now())
+        ok = [False] * len(batch)
         faults: list[OSError] = []
         bad: list[int] = []
-        for start in range(0, len(keys), GROUP_PAGES):
-            group = range(start, min(start + GROUP_PAGES, len(keys)))
-            for index in self._load([(i, keys[i], into[i]) for i in group], now_ns, faults, bad):
+        wanted = list(zip(range(len(batch)), batch, into, used_ns))
+        for start in range(0, len(batch), GROUP_PAGES):
+            for index in self._load(wanted[start : start + GROUP_PAGES], faults, bad):
                 ok[index] = True
         if faults:
             self._count("read_errors", len(faults))
             if not any(ok):
                 raise StorageError(f"cannot read from {self.config.path}: {faults[0]}") from faults[0]
-        self._use(keys, into, ok, now_ns, fronts)
+        self._use(batch, into, ok, used_ns)
         if not all(ok) and self._room.is_lost:
             self._states.enter("lost", f"{self.config.path} was removed, with its pages")
             return FlagsWithReason(ok, MissReason.LOST)
@@ -140,31 +141,31 @@ class FileBackend(StorageBackend):
         self._states.leave("damaged")
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        self._check(keys)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        self._check(batch)
         with self._puts.call():
-            return self._put(keys, pages)
+            return self._put(batch, pages)
 
-    def _put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        part = current_part()
-        now_ns, fronts = part.began(self._room.now()), part.fronts(keys)
-        ok = [False] * len(keys)
+    def _put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        used_ns = batch.used_ns(self, self._room.now())
+        ok = [False] * len(batch)
         todo: list[FileWrite] = []
-        for index, (key, page) in enumerate(zip(keys, pages, strict=True)):
+        for index, (key, page, at_ns) in enumerate(zip(batch, pages, used_ns, strict=True)):
             num_bytes, path = SEAL_BYTES + page_bytes(page), self._folder.path(key)
             ok[index] = key not in self._bad and _is_whole(_status(path), num_bytes)
             if not ok[index]:
-                todo.append(FileWrite(index, key, path, page, num_bytes))
-        self._use(keys, pages, ok, now_ns, fronts)
+                todo.append(FileWrite(index, key, path, page, num_bytes, at_ns))
+        self._use(batch, pages, ok, used_ns)
         if self._read_only is not None:
             return ok if all(ok) else self._refuse(ok, self._read_only)
-        self._room.follow(fronts[0] if fronts else "", now_ns)
-        keep = Keep({*keys, *part.before}, now_ns + 1)
+        first_ns = max(used_ns, default=0)
+        self._room.follow(batch.after, first_ns)
+        keep = Keep(frozenset(batch), first_ns + 1)  # by its time, what the use has had of the chain before
         refused: OSError | None = None
         while todo:
             group = self._next_group(todo)
             try:
-                done = self._store(group, now_ns, keep)
+                done = self._store(group, keep)
             except OSError as error:
                 if error.errno != errno.EROFS:
                     raise
@@ -175,7 +176,7 @@ class FileBackend(StorageBackend):
             if len(done) < len(group):
                 break  # no room: what follows in the chain would not be found without this
             todo = todo[len(group) :]
-        self._use(keys, pages, ok, now_ns, fronts)
+        self._use(batch, pages, ok, used_ns)
         if refused is not None:
             return self._refuse(ok, refused)
         if self._is_refused:
@@ -256,31 +257,26 @@ class FileBackend(StorageBackend):
             self._counts[name] += number
 
     def _use(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        ok: Sequence[bool],
-        now_ns: int,
-        fronts: Sequence[str],
+        self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]
     ) -> None:
-        """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
-        for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
-            if ok[index]:
-                self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), now_ns - index, front)
+        """Those pages of a call that are there were used then."""
+        for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
+            if good:
+                self._room.use(key, footprint(SEAL_BYTES + page_bytes(page)), at_ns, front)
 
     def _load(
-        self, wanted: Sequence[tuple[int, str, Page]], end_ns: int, faults: list[OSError], bad: list[int]
+        self, wanted: Sequence[tuple[int, str, Page, int]], faults: list[OSError], bad: list[int]
     ) -> list[int]:
-        """Read some pages; which of them are good. A page's use is as long before `end_ns` as its index.
+        """Read some pages, each with its place in the call and when it counts as used; which are good.
 
         faults, bad: get what went wrong, and which pages are not what was stored.
         """
         reads: list[FileRead] = []
         try:
-            for index, key, page in wanted:
-                self._open(reads, index, key, page, faults)
+            for one in wanted:
+                self._open(reads, *one, faults)
             self._read(reads)
-            good = [read.index for read in reads if self._is_good(read, end_ns - read.index, faults)]
+            good = [read.index for read in reads if self._is_good(read, faults)]
             bad += [read.index for read in reads if read.verdict in (Verdict.DAMAGED, Verdict.FOREIGN)]
             return good
         finally:
@@ -288,7 +284,7 @@ class FileBackend(StorageBackend):
                 os.close(read.fd)
 
     def _open(
-        self, reads: list[FileRead], index: int, key: str, page: Page, faults: list[OSError]
+        self, reads: list[FileRead], index: int, key: str, page: Page, used_ns: int, faults: list[OSError]
     ) -> None:
         """Add a page's file to `reads` if it is there; one of the wrong kind or length is damaged already."""
         if key in self._bad:
@@ -301,7 +297,7 @@ class FileBackend(StorageBackend):
             else:
                 self._room.forget(key)
             return
-        read = FileRead(index, key, page, fd, os.fstat(fd))
+        read = FileRead(index, key, page, used_ns, fd, os.fstat(fd))
         if not stat.S_ISREG(read.status.st_mode) or read.status.st_size != SEAL_BYTES + page_bytes(page):
             read.verdict = Verdict.DAMAGED
         reads.append(read)
@@ -317,7 +313,7 @@ class FileBackend(StorageBackend):
             else:
                 read.verdict = self._sealer.check(seal, read.key, read.page) if whole else Verdict.DAMAGED
 
-    def _is_good(self, read: FileRead, used_ns: int, faults: list[OSError]) -> bool:
+    def _is_good(self, read: FileRead, faults: list[OSError]) -> bool:
         """Whether the page is; a file that is bad is removed."""
         verdict = read.verdict
         if verdict is None:
@@ -326,8 +322,8 @@ class FileBackend(StorageBackend):
             self._count("unknown_checksum")
         elif verdict is not Verdict.GOOD:
             self._drop(read, verdict)
-        elif abs(used_ns - read.status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
-            self._touch(read.fd, used_ns)
+        elif abs(read.used_ns - read.status.st_mtime_ns) > self.config.touch_interval_s * 1e9:
+            self._touch(read.fd, read.used_ns)
         return verdict is Verdict.GOOD
 
     def _drop(self, read: FileRead, verdict: Verdict) -> None:
@@ -360,7 +356,7 @@ class FileBackend(StorageBackend):
                 return todo[:count]
         return todo
 
-    def _store(self, group: list[FileWrite], now_ns: int, keep: Keep) -> list[FileWrite]:
+    def _store(self, group: list[FileWrite], keep: Keep) -> list[FileWrite]:
         """Reserve, write and publish; the writes that are readable now.
 
         Having cleaned up, raises StorageError, or OSError where the file system cannot be written any more.
@@ -373,7 +369,7 @@ class FileBackend(StorageBackend):
             finally:
                 for write in group:
                     if write.is_filled:
-                        self._finish(write, now_ns)
+                        self._finish(write)
         except OSError as error:
             faults.append(error)
         done = self._publish(group, faults)
@@ -406,9 +402,9 @@ class FileBackend(StorageBackend):
                 raise OSError(errno.ENOSPC, f"wrote {done} of {write.num_bytes} bytes")
             write.is_filled = True
 
-    def _finish(self, write: FileWrite, now_ns: int) -> None:
+    def _finish(self, write: FileWrite) -> None:
         """The temporary file is whole: close it. Raises OSError."""
-        os.utime(write.fd, ns=(now_ns - write.index, now_ns - write.index))
+        os.utime(write.fd, ns=(write.used_ns, write.used_ns))
         if self.config.fsync:
             os.fsync(write.fd)
         fd, write.fd = write.fd, -1

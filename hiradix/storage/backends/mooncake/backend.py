@@ -29,6 +29,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from hiradix.errors import CacheError, ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.mooncake.config import MooncakeConfig
 from hiradix.storage.backends.mooncake.own import OwnMemory, copy_out
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
@@ -82,17 +83,17 @@ class MooncakeBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        with self._call([*keys, *prefix_keys]):
-            answers = self._store.batch_is_exist(self._names(keys)) if keys else []
+    def exists(self, batch: Batch) -> int:
+        with self._call(batch):
+            answers = self._store.batch_is_exist(self._names(batch)) if batch else []
         for index, answer in enumerate(answers):
             if answer != 1:
                 if answer < 0:
                     raise StorageError(f"mooncake: exists failed with code {answer}")
                 return index
-        return len(keys)
+        return len(batch)
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         faults: list[int] = []
 
         def move(part: LaidOut) -> list[bool]:
@@ -100,13 +101,13 @@ class MooncakeBackend(StorageBackend):
 
         started = self._clock()
         try:
-            with self._call(keys) as num_shut:
-                return self._each(keys, into, move, faults)
+            with self._call(batch) as num_shut:
+                return self._each(batch, into, move, faults)
         finally:
             if faults and self._clock() - started > LATE_S:
                 self._end_late_reads(num_shut)
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         faults: list[int] = []
         full: list[int] = []
 
@@ -120,8 +121,8 @@ class MooncakeBackend(StorageBackend):
             faults.extend(code for code in codes if code not in (0, NO_ROOM))
             return [code == 0 for code in codes]
 
-        with self._call(keys):
-            ok = self._each(keys, pages, move, faults)
+        with self._call(batch):
+            ok = self._each(batch, pages, move, faults)
         if not full:
             self._states.leave("full")
             return ok
@@ -147,7 +148,7 @@ class MooncakeBackend(StorageBackend):
         self._shut()
 
     def ping(self) -> None:
-        self.exists(["ping"])
+        self.exists(Batch.of(["ping"]))
 
     def stats(self) -> Mapping[str, float]:
         with self._changed:

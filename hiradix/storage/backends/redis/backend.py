@@ -18,6 +18,7 @@ from hiradix.storage.backends.redis.commands import ClientCommands, Commands, Re
 from hiradix.storage.backends.redis.config import RedisConfig
 from hiradix.storage.backends.redis.link import connect, server_memory
 from hiradix.storage.backends.redis.resp import ReplyError
+from hiradix.storage.batch import Batch
 from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_key, fits
 
 logger = logging.getLogger(__name__)
@@ -56,13 +57,13 @@ class RedisBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        names = self._names(keys)
+    def exists(self, batch: Batch) -> int:
+        names = self._names(batch)
         lengths = self._ask(lambda: self._commands.lengths(names))
-        return next((index for index, length in enumerate(lengths) if not length), len(keys))
+        return next((index for index, length in enumerate(lengths) if not length), len(batch))
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        names = self._names(keys)
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        names = self._names(batch)
         try:
             return self._ask(lambda: self._commands.get(names, into, self._ttl_ms))
         except ReplyError as error:
@@ -70,8 +71,8 @@ class RedisBackend(StorageBackend):
                 raise
         return self._ask(lambda: self._commands.get(names, into, 0))  # to renew is to write
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        names, unasked = self._names(keys), UNASKED_BYTES if self._expects_absent else 0
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        names, unasked = self._names(batch), UNASKED_BYTES if self._expects_absent else 0
         found = self._ask(lambda: self._commands.set_missing(names, pages, self._expiry, unasked))
         there = [fits(length, page, self._ragged) for (length, _), page in zip(found, pages, strict=True)]
         self._expects_absent = not any(there)

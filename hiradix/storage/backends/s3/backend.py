@@ -20,12 +20,12 @@ from obstore.exceptions import BaseError
 from hiradix.errors import ConfigError, StorageError, Unreachable
 from hiradix.storage.backends.s3.client import connect, is_away, told
 from hiradix.storage.backends.s3.config import S3Config
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.landing import Landing
-from hiradix.storage.kit.lru import LruEntry, LruIndex
+from hiradix.storage.kit.lru import BEFORE_ALL_NS, LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import current_part
 from hiradix.storage.kit.states import StoreStates
 from hiradix.storage.protocol import (
     Page,
@@ -74,39 +74,39 @@ class S3Backend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self._check([*keys, *prefix_keys])
+    def exists(self, batch: Batch) -> int:
+        self._check(batch)
         step = self.config.num_connections
-        for start in range(0, len(keys), step):
-            sizes = self._sizes(keys[start : start + step])
+        for start in range(0, len(batch), step):
+            sizes = self._sizes(batch[start : start + step])
             for index, size in enumerate(sizes):
                 if size is None:
                     return start + index
-        return len(keys)
+        return len(batch)
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        self._check(keys)
-        ok = self._read_all(list(zip(keys, into, strict=True)))
-        self._use(keys, into, ok)
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        ok = self._read_all(list(zip(batch, into, strict=True)))
+        self._use(batch, into, ok)
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        self._check(keys)
-        sizes = self._sizes(keys)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        sizes = self._sizes(batch)
         ok = [fits(size or 0, page, self._ragged) for size, page in zip(sizes, pages, strict=True)]
-        self._use(keys, pages, ok)
-        self._forget([key for key, size in zip(keys, sizes) if size is None])  # others may delete, too
+        self._use(batch, pages, ok)
+        self._forget([key for key, size in zip(batch, sizes) if size is None])  # others may delete, too
         missing = [index for index, there in enumerate(ok) if not there]
-        todo = self._reserve(missing, keys, pages)
-        answers = self._write_first_alone([(keys[index], pages[index]) for index in todo])
+        todo = self._reserve(missing, batch, pages)
+        answers = self._write_first_alone([(batch[index], pages[index]) for index in todo])
         failed = [place for place, stored in enumerate(answers) if not stored]
-        for place, size in zip(failed, self._sizes([keys[todo[place]] for place in failed])):
+        for place, size in zip(failed, self._sizes([batch[todo[place]] for place in failed])):
             answers[place] = fits(size or 0, pages[todo[place]], self._ragged)  # another writer's
         for index, stored in zip(todo, answers):
             ok[index] = stored
             if not stored:
-                self._forget([keys[index]])
-        self._use(keys, pages, ok)
+                self._forget([batch[index]])
+        self._use(batch, pages, ok)
         if len(todo) == len(missing):
             self._states.leave("full")
             return ok
@@ -273,30 +273,29 @@ class S3Backend(StorageBackend):
         }
         with self._lock:
             self._index.replace_all(entries, time.time_ns())
-        self._reserve([], [], [])
+        self._reserve([], Batch.of(()), [])
 
-    def _use(self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool]) -> None:
+    def _use(self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool]) -> None:
         """Pages of a call that are there were used: each a little before the page in front of it. What is
         counted already keeps its length, as a buffer may be longer than what it is filled from."""
         if self.config.max_bytes:
-            fronts = current_part().fronts(keys)
             with self._lock:
-                now_ns = self._began()
-                for index, (key, page, front) in enumerate(zip(keys, pages, fronts)):
-                    if ok[index]:
+                used_ns = self._used_ns(batch)
+                for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
+                    if good:
                         size = self._index.size(key) or page_bytes(page)
-                        self._index.use(key, LruEntry(size, now_ns - index), front)
+                        self._index.use(key, LruEntry(size, at_ns), front)
 
-    def _began(self) -> int:
-        """When the first page of this call counts as used. Call with the lock held."""
-        return current_part().began(self._index.now(time.time_ns()))
+    def _used_ns(self, batch: Batch) -> list[int]:
+        """When each page of a call counts as used. Call with the lock held."""
+        return batch.used_ns(self, self._index.now(time.time_ns()))
 
     def _forget(self, keys: Collection[str]) -> None:
         with self._lock:
             for key in keys:
                 self._index.drop(key)
 
-    def _reserve(self, todo: list[int], keys: Sequence[str], pages: Sequence[Page]) -> list[int]:
+    def _reserve(self, todo: list[int], batch: Batch, pages: Sequence[Page]) -> list[int]:
         """How much of `todo` fits under the cap, after evicting what is not in the batch, or before it."""
         cap = self.config.max_bytes
         if not cap:
@@ -304,22 +303,22 @@ class S3Backend(StorageBackend):
         victims: dict[str, int] = {}
         fits: list[int] = []
         added: list[str] = []
-        part = current_part()
-        keep, fronts = {*keys, *part.before}, part.fronts(keys)
+        keep, fronts = frozenset(batch), batch.fronts()
         with self._lock:
-            now_ns = self._began()
-            self._index.follow(fronts[0], now_ns)
+            used_ns = self._used_ns(batch)
+            first_ns = max(used_ns, default=BEFORE_ALL_NS - 1)
+            self._index.follow(batch.after, first_ns)
             over = self._index.num_bytes - cap
-            victims |= self._index.take(over, 0, keep) if over > 0 else {}
+            victims |= self._index.take(over, 0, keep, first_ns + 1) if over > 0 else {}
             for index in todo:
                 size = page_bytes(pages[index])
                 short = self._index.num_bytes + size - cap
                 if short > 0:
-                    victims |= self._index.take(short, cap // _SLACK_SHARE, keep, now_ns + 1)
+                    victims |= self._index.take(short, cap // _SLACK_SHARE, keep, first_ns + 1)
                 if self._index.num_bytes + size > cap:
                     break
-                added += [] if keys[index] in self._index else [keys[index]]
-                self._index.use(keys[index], LruEntry(size, now_ns - index), fronts[index])
+                added += [] if batch[index] in self._index else [batch[index]]
+                self._index.use(batch[index], LruEntry(size, used_ns[index]), fronts[index])
                 fits.append(index)
             self._has_folder = self._has_folder and len(self._index) > len(fits)
         self._evict(victims, added)

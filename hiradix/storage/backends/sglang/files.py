@@ -29,12 +29,12 @@ from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import FileConfig
 from hiradix.storage.backends.file.page_dir import footprint, remove
 from hiradix.storage.backends.file.room import Keep
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.calls import FlagsWithReason
 from hiradix.storage.kit.damaged_keys import MAX_KEYS
 from hiradix.storage.kit.lru import LruEntry, LruIndex
 from hiradix.storage.kit.meters import MissReason
 from hiradix.storage.kit.options import flag
-from hiradix.storage.kit.pieces import CallPart, current_part
 from hiradix.storage.kit.reach import is_unreachable
 from hiradix.storage.kit.read_only import refusal, said_of
 from hiradix.storage.kit.seal import DEFAULT_ALGORITHM, NONE, Sealer, Verdict
@@ -164,48 +164,48 @@ class SglangFileBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self._check(keys)
-        for index, key in enumerate(keys):
+    def exists(self, batch: Batch) -> int:
+        self._check(batch)
+        for index, key in enumerate(batch):
             if not os.path.exists(self._path(key)) or self._is_bad(key):
                 return index
-        return len(keys)
+        return len(batch)
 
-    def get(self, keys: Sequence[str], into: Sequence[Page]) -> list[bool]:
-        self._check(keys)
-        now_ns, part = self._part()
-        numbered = enumerate(zip(keys, into, strict=True))
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        used_ns = self._used_ns(batch)
         bad: list[str] = []
-        ok = [self._read(key, page, now_ns - index, bad) for index, (key, page) in numbered]
-        self._use(keys, into, ok, now_ns, part)
+        ok = [self._read(*one, bad) for one in zip(batch, into, used_ns, strict=True)]
+        self._use(batch, into, ok, used_ns)
         if bad:
             return FlagsWithReason(ok, MissReason.DAMAGED, len(bad))
         self._states.leave("damaged")
         return ok
 
-    def put(self, keys: Sequence[str], pages: Sequence[Page]) -> list[bool]:
-        self._check(keys)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        self._check(batch)
         if self._read_only is None and not self.config.path.is_dir():
             self._make_anew()
-        now_ns, part = self._part()
-        keep = Keep({*keys, *part.before}, now_ns + 1)
-        ok = [self._is_there(key, page) for key, page in zip(keys, pages, strict=True)]
-        self._use(keys, pages, ok, now_ns, part)
+        used_ns = self._used_ns(batch)
+        first_ns = max(used_ns, default=0)
+        keep = Keep(frozenset(batch), first_ns + 1)
+        ok = [self._is_there(key, page) for key, page in zip(batch, pages, strict=True)]
+        self._use(batch, pages, ok, used_ns)
         if self._read_only is not None:
             return ok if all(ok) else self._refuse(ok, self._read_only)
         with self._lock:
-            self._index.follow(part.fronts(keys)[0], now_ns)
+            self._index.follow(batch.after, first_ns)
         has_room = True
-        for index, (key, page) in enumerate(zip(keys, pages)):
+        for index, (key, page, at_ns) in enumerate(zip(batch, pages, used_ns)):
             if not ok[index] and has_room:
                 try:
-                    ok[index] = has_room = self._store(key, page, now_ns - index, keep)
+                    ok[index] = has_room = self._store(key, page, at_ns, keep)
                 except OSError as error:
                     if error.errno != errno.EROFS:
                         raise
-                    self._use(keys, pages, ok, now_ns, part)
+                    self._use(batch, pages, ok, used_ns)
                     return self._refuse(ok, error)
-        self._use(keys, pages, ok, now_ns, part)
+        self._use(batch, pages, ok, used_ns)
         if self._is_refused:
             self._is_refused = False
             self._states.leave("read_only")
@@ -289,22 +289,21 @@ class SglangFileBackend(StorageBackend):
         return False
 
     def _use(
-        self, keys: Sequence[str], pages: Sequence[Page], ok: Sequence[bool], now_ns: int, part: CallPart
+        self, batch: Batch, pages: Sequence[Page], ok: Sequence[bool], used_ns: Sequence[int]
     ) -> None:
-        """Pages of a call that are there were used: so much before `now_ns` as they lie behind its first."""
+        """Those pages of a call that are there were used then."""
         with self._lock:
-            for index, (key, page, front) in enumerate(zip(keys, pages, part.fronts(keys))):
-                if ok[index]:
-                    self._index.use(key, LruEntry(footprint(page_bytes(page)), now_ns - index), front)
+            for key, page, good, at_ns, front in zip(batch, pages, ok, used_ns, batch.fronts()):
+                if good:
+                    self._index.use(key, LruEntry(footprint(page_bytes(page)), at_ns), front)
 
-    def _part(self) -> tuple[int, CallPart]:
-        """When the first page of this part of a call counts as used, and the part."""
-        part = current_part()
+    def _used_ns(self, batch: Batch) -> list[int]:
+        """When each page of a call counts as used."""
         with self._lock:
             now_ns = self._index.now(self._time_ns())
-        return part.began(now_ns), part
+        return batch.used_ns(self, now_ns)
 
-    def _read(self, key: str, page: Page, now_ns: int, bad: list[str]) -> bool:
+    def _read(self, key: str, page: Page, used_ns: int, bad: list[str]) -> bool:
         """Whether the page was read, and is what was stored. bad: gets the key of one that is not."""
         try:
             fd = os.open(self._path(key), _READ)
@@ -333,9 +332,9 @@ class SglangFileBackend(StorageBackend):
                 bad.append(key)
                 self._drop_damaged(fd, key, status)
                 return False
-            is_old = abs(now_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
+            is_old = abs(used_ns - status.st_mtime_ns) > self.config.touch_interval_s * 1e9
             if is_old and not self.read_only:
-                self._touch(fd, now_ns)
+                self._touch(fd, used_ns)
             return True
         finally:
             os.close(fd)

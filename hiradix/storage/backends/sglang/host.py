@@ -22,21 +22,13 @@ from hiradix.errors import ConfigError, StorageError
 from hiradix.settings import REQUIRED, Setting, Type
 from hiradix.storage.backends.sglang.base import base_module, inherits, is_inherited, make_config
 from hiradix.storage.backends.sglang.pool import ArenaPool
+from hiradix.storage.batch import Batch
 from hiradix.storage.kit.call_threads import gather, scatter
 from hiradix.storage.kit.options import flag
 from hiradix.storage.kit.seal import SEAL_BYTES
-from hiradix.storage.protocol import (
-    Page,
-    StorageBackend,
-    StorageContext,
-    Traits,
-    chain_before,
-    check_keys,
-    page_bytes,
-)
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys, page_bytes
 
 ARENA_PAGES = 128
-Chain = Sequence[str] | None
 MAX_FORGOTTEN = 1 << 20
 
 
@@ -82,7 +74,7 @@ class SglangBackend(StorageBackend):
             with suppress(Exception):  # the first fault is to be told
                 self.close()
             raise
-        self.traits = Traits(chained=self._wants_info, deletes=False)
+        self.traits = Traits(deletes=False)
 
     @property
     def hosted(self) -> Any:
@@ -91,35 +83,29 @@ class SglangBackend(StorageBackend):
 
     # -- the protocol -------------------------------------------------------------------
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self._check([*keys, *prefix_keys])
-        known = self._known(keys)
+    def exists(self, batch: Batch) -> int:
+        self._check(batch)
+        known = batch[: next((i for i, key in enumerate(batch) if key in self._forgotten), len(batch))]
         if not known:
             return 0
-        extra = {"extra_info": self._info(prefix_keys)} if self._wants_info else {}
-        found: int = self._store.batch_exists(known, **extra)
+        extra = {"extra_info": _info(known)} if self._wants_info else {}
+        found: int = self._store.batch_exists(list(known), **extra)
         return found
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        self._check([*keys, *(prefix_keys or ())])
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        self._check(batch)
         move = self._get_v1 if self._v1 else self._get_v0
-        wanted = [index for index, key in enumerate(keys) if key not in self._forgotten]
-        ok = [False] * len(keys)
-        before = chain_before(keys, wanted, prefix_keys)
-        answers = move([keys[i] for i in wanted], [into[i] for i in wanted], before)
-        for index, good in zip(wanted, answers):
+        wanted = [index for index, key in enumerate(batch) if key not in self._forgotten]
+        ok = [False] * len(batch)
+        for index, good in zip(wanted, move(batch.pick(wanted), [into[i] for i in wanted])):
             ok[index] = good
         return ok
 
-    def put(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        self._check([*keys, *(prefix_keys or ())])
-        ok = (self._put_v1 if self._v1 else self._put_v0)(keys, pages, prefix_keys)
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        ok = (self._put_v1 if self._v1 else self._put_v0)(batch, pages)
         with self._lock:
-            self._forgotten.difference_update(key for key, stored in zip(keys, ok) if stored)
+            self._forgotten.difference_update(key for key, stored in zip(batch, ok) if stored)
         return ok
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -154,19 +140,12 @@ class SglangBackend(StorageBackend):
             raise StorageError("storage backend is closed")
         check_keys(keys)
 
-    def _known(self, keys: Sequence[str]) -> list[str]:
-        count = next((i for i, key in enumerate(keys) if key in self._forgotten), len(keys))
-        return list(keys[:count])
-
-    def _info(self, prefix_keys: Sequence[str] | None) -> Any:
-        return base_module().HiCacheStorageExtraInfo(prefix_keys=list(prefix_keys or ()) or None)
-
-    def _get_v0(self, keys: list[str], into: list[Page], prefix_keys: Chain) -> list[bool]:
+    def _get_v0(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
         targets = [_blank(page_bytes(page)) for page in into]
         try:
-            found = self._store.batch_get(keys, targets) if keys else []
+            found = self._store.batch_get(list(batch), targets) if batch else []
         except Exception:  # one bad page may have raised for all
-            found = [self._get_one(key, target) for key, target in zip(keys, targets)]
+            found = [self._get_one(key, target) for key, target in zip(batch, targets)]
         return [
             _taken(one, target, page) for one, target, page in zip(_per_page(found, targets), targets, into)
         ]
@@ -177,44 +156,46 @@ class SglangBackend(StorageBackend):
         except Exception:  # of this page only
             return None
 
-    def _put_v0(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain) -> list[bool]:
+    def _put_v0(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         values = [_filled(page) for page in pages]
-        if not keys or _is_yes(self._store.batch_set(list(keys), values)):
-            return [True] * len(keys)
-        return [_is_yes(self._store.set(key, value)) for key, value in zip(keys, values)]
+        if not batch or _is_yes(self._store.batch_set(list(batch), values)):
+            return [True] * len(batch)
+        return [_is_yes(self._store.set(key, value)) for key, value in zip(batch, values)]
 
-    def _get_v1(self, keys: list[str], into: list[Page], prefix_keys: Chain) -> list[bool]:
-        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: Chain) -> list[bool]:
-            ok = _flags(self._store.batch_get_v1(part, self._pool.indices(slots), self._info(before)), part)
+    def _get_v1(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        def move(part: Batch, pages: Sequence[Page], slots: list[int]) -> list[bool]:
+            found = self._store.batch_get_v1(list(part), self._pool.indices(slots), _info(part))
+            ok = _flags(found, part)
             for slot, page, good in zip(slots, pages, ok):
                 if good:
                     self._pool.empty(slot, page)
             return ok
 
-        return self._in_pieces(keys, into, prefix_keys, move)
+        return self._in_pieces(batch, into, move)
 
-    def _put_v1(self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain) -> list[bool]:
-        def move(part: list[str], pages: Sequence[Page], slots: list[int], before: Chain) -> list[bool]:
+    def _put_v1(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
+        def move(part: Batch, pages: Sequence[Page], slots: list[int]) -> list[bool]:
             for slot, page in zip(slots, pages):
                 self._pool.fill(slot, page)
-            return _flags(self._store.batch_set_v1(part, self._pool.indices(slots), self._info(before)), part)
+            return _flags(self._store.batch_set_v1(list(part), self._pool.indices(slots), _info(part)), part)
 
-        return self._in_pieces(keys, pages, prefix_keys, move)
+        return self._in_pieces(batch, pages, move)
 
-    def _in_pieces(
-        self, keys: Sequence[str], pages: Sequence[Page], prefix_keys: Chain, move: _Move
-    ) -> list[bool]:
+    def _in_pieces(self, batch: Batch, pages: Sequence[Page], move: _Move) -> list[bool]:
         ok: list[bool] = []
-        while len(ok) < len(keys):
+        while len(ok) < len(batch):
             rest = pages[len(ok) :]
             with self._pool.lease([page_bytes(page) for page in rest]) as slots:
-                part = list(keys[len(ok) : len(ok) + len(slots)])
-                before = chain_before(keys, range(len(ok), len(ok) + len(slots)), prefix_keys)
-                ok += move(part, rest[: len(slots)], slots, before)
+                ok += move(batch[len(ok) : len(ok) + len(slots)], rest[: len(slots)], slots)
         return ok
 
 
-_Move = Callable[[list[str], Sequence[Page], list[int], Chain], list[bool]]
+_Move = Callable[[Batch, Sequence[Page], list[int]], list[bool]]
+
+
+def _info(batch: Batch) -> Any:
+    """What SGLang says beside a call's keys: those in front of them, where the chain is known."""
+    return base_module().HiCacheStorageExtraInfo(prefix_keys=list(batch.before or ()) or None)
 
 
 DYNAMIC_SETTINGS = (

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 from hiradix.errors import ConfigError, StorageError
 from hiradix.settings import OPEN, REQUIRED, Type, setting
 from hiradix.storage.backends.tier.promotions import Promotions
+from hiradix.storage.batch import Batch
 from hiradix.storage.guard.breaker import Troubles
 from hiradix.storage.guard.calls import as_answered
-from hiradix.storage.guard.joining import StoragePart, WhenJoined
+from hiradix.storage.guard.stores import StoragePart, WhenJoined
 from hiradix.storage.kit.options import CHECKSUM, flag, read_keys
 from hiradix.storage.opening import open_storage
-from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, chain_before, check_keys
+from hiradix.storage.protocol import Page, StorageBackend, StorageContext, Traits, check_keys
 from hiradix.storage.wrappers.quota import QUOTA_KEYS
 
 DEADLINES_S = {"upper": 0.5, "lower": 1.0}
@@ -47,7 +48,7 @@ class TierConfig:
 class TierBackend(StorageBackend):
     """Serves pages from a near store, and from a far one behind it. Thread-safe."""
 
-    traits = Traits(verifies=True, namespaced=True, guarded=True)  # and what one of the two asks for
+    traits = Traits(verifies=True, namespaced=True, guarded=True)  # and whether both delete
 
     def __init__(self, context: StorageContext):
         config = read_keys(TierConfig, context.extra_config, "tier")
@@ -61,56 +62,45 @@ class TierBackend(StorageBackend):
         except ConfigError:
             self.upper.close()
             raise
-        chained = self.upper.wants_prefix_keys or self.lower.wants_prefix_keys
         deletes = self.upper.frees_deleted and self.lower.frees_deleted
-        tenanted = self.upper.wants_tenant or self.lower.wants_tenant
-        self.traits = dataclasses.replace(self.traits, chained=chained, deletes=deletes, tenanted=tenanted)
+        self.traits = dataclasses.replace(self.traits, deletes=deletes)
 
-    def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
-        self._check([*keys, *prefix_keys])
-        found = self.upper.exists(keys, prefix_keys)
-        while found < len(keys):
+    def exists(self, batch: Batch) -> int:
+        self._check(batch)
+        found = self.upper.exists(batch)
+        while found < len(batch):
             before = found
             for store in (self.lower, self.upper):
-                if found < len(keys):
-                    found += store.exists(keys[found:], [*prefix_keys, *keys[:found]])
+                if found < len(batch):
+                    found += store.exists(batch[found:])
             if found == before:
                 break
         return found
 
-    def get(
-        self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None
-    ) -> list[bool]:
-        self._check([*keys, *(prefix_keys or ())])
-        near = self.upper.get(keys, into, prefix_keys)
+    def get(self, batch: Batch, into: Sequence[Page]) -> list[bool]:
+        self._check(batch)
+        near = self.upper.get(batch, into)
         ok = list(near)
         missing = [index for index, good in enumerate(ok) if not good]
         if not missing:
             return ok
-        before = chain_before(keys, missing, prefix_keys)
-        with self._promotions.promoting([keys[index] for index in missing]) as gone:
-            answers = self.lower.get([keys[i] for i in missing], [into[i] for i in missing], before)
+        left = batch.pick(missing)
+        with self._promotions.promoting(left) as gone:
+            answers = self.lower.get(left, [into[i] for i in missing])
             found = [index for index, good in zip(missing, answers) if good]
             for index in found:
                 ok[index] = True
             if self._promote and found and not self.upper.is_read_only:
-                before = chain_before(keys, found, prefix_keys)
-                stored = self.upper.put([keys[i] for i in found], [into[i] for i in found], before)
+                stored = self.upper.put(batch.pick(found), [into[i] for i in found])
                 self._num_promoted += sum(stored)
         if self._promote and gone:
             self.upper.delete(gone)
         return as_answered(ok, answers, near)
 
-    def put(
-        self,
-        keys: Sequence[str],
-        pages: Sequence[Page],
-        prefix_keys: Sequence[str] | None = None,
-        tenant: str = "",
-    ) -> list[bool]:
+    def put(self, batch: Batch, pages: Sequence[Page]) -> list[bool]:
         """True where at least one of the two took the page."""
-        self._check([*keys, *(prefix_keys or ())])
-        near, far = (store.put(keys, pages, prefix_keys, tenant) for store in (self.upper, self.lower))
+        self._check(batch)
+        near, far = (store.put(batch, pages) for store in (self.upper, self.lower))
         ok = [a or b for a, b in zip(near, far, strict=True)]
         return as_answered(ok, far, near)
 
