@@ -179,7 +179,7 @@ compiled: $(READY)
 test-compiled: compiled
 	HIRADIX_COMPILED=1 $(PY) -m pytest -q -n $(JOBS) --dist worksteal -o "pythonpath=build/compiled ." \
 	  tests/tree tests/cache tests/transfer tests/prefix_cache tests/policy/test_ghd.py \
-	  tests/policy/test_counting.py tests/policy/test_gittins.py tests/policy/test_lanes_forms.py \
+	  tests/policy/test_counting.py tests/policy/test_gittins.py tests/policy/test_class_queues_forms.py \
 	  tests/policy/test_names.py tests/policy/test_ghosts.py $(PYTEST_FLAGS)
 
 bench-gpu: $(READY)

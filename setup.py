@@ -17,7 +17,7 @@ AT_EACH_TURN = {
 }
 BY_HAND = {
     f"hiradix.{folder}.{name}": f"hiradix/{folder}/{name}.c"
-    for folder, names in (("tree", "_ids"), ("policy", "_counting _gittins _lanes _names"))
+    for folder, names in (("tree", "_ids"), ("policy", "_class_queues _counting _gittins _names"))
     for name in names.split()
 }
 # A build by itself has none of these, and where they are, to read their types takes longer than all else.

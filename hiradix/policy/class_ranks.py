@@ -1,4 +1,4 @@
-"""Ages in buckets, and how leaves of one class rank by age: GHD's index as its lanes ask for it."""
+"""Ages in buckets, and how leaves of one class rank by age: GHD's index as its queues ask for it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hiradix.errors import ConfigError
 from hiradix.policy.ghd_learner import GhdLearner
-from hiradix.policy.ghd_order import LaneOrder
+from hiradix.policy.ghd_order import GhdOrder
 from hiradix.policy.learning import SharedLog
 from hiradix.tree import OrderContext
 
@@ -33,9 +33,9 @@ class GhdPolicy(SharedLog[GhdLearner]):
         super().__init__(config, GhdLearner)
         self._path = None if config.get("tables") is None else Path(str(config["tables"]))
 
-    def __call__(self, context: OrderContext) -> LaneOrder:
+    def __call__(self, context: OrderContext) -> GhdOrder:
         learner = self.log_of(context)
-        order = LaneOrder(context, learner, learner.tables)
+        order = GhdOrder(context, learner, learner.tables)
         learner.orders.append(order)
         return order
 

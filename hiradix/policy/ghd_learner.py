@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from hiradix.policy.ghd_order import LaneOrder
+from hiradix.policy.ghd_order import GhdOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.places import INFINITE
 from hiradix.policy.segments import Segments
@@ -34,7 +34,7 @@ class GhdLearner(UseLog):
         super().__init__(page_size, page_tokens)
         self.tables = ClassTables()
         self.segments = Segments(self.tables)
-        self.orders: list[LaneOrder] = []
+        self.orders: list[GhdOrder] = []
         self._requests = 0
         self._decays = 0  # made
         self._is_due = False  # counting

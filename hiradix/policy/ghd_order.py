@@ -1,6 +1,6 @@
-"""GHD's order of one tier: the leaf with the least index goes first; leaves wait in a lane per class.
+"""GHD's order of one tier: the leaf with the least index goes first; leaves wait in a queue per class.
 
-What becomes a leaf is put into its lane when somebody must leave, and keeps its place there while it is
+What becomes a leaf is put into its queue when somebody must leave, and keeps its place there while it is
 locked, so that a path that is locked and unlocked again costs next to nothing.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from hiradix.errors import Misuse
+from hiradix.policy.class_queues import ClassQueues
 from hiradix.policy.ghd_tables import CONVERSATION, ClassTables
 from hiradix.policy.ghosts import EMPTY
-from hiradix.policy.lanes import Lanes
 from hiradix.policy.leaves import exposed_parent, is_blocked
 from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.uses import LastUse, RequestUse, UseLog
@@ -22,7 +22,7 @@ from hiradix.tree.node import Residency
 _NOBODY = RequestUse(0, 0, EMPTY)
 
 
-class LaneOrder:
+class GhdOrder:
     """Orders the leaves of one tier by GHD's index. O(log n) per leaf that may have to leave, O(classes) per
     victim or less.
 
@@ -47,9 +47,9 @@ class LaneOrder:
         self._log = log
         self._tables = tables
         self._members = LruOrder(context)  # by when they came: only who is one is asked of it
-        self._fresh: list[Place] = []  # on their way to a lane
+        self._fresh: list[Place] = []  # on their way to a queue
         self._most_fresh = 64  # before those that are void are taken out
-        self._lanes = Lanes(tables)
+        self._queues = ClassQueues(tables)
         self._newborn = LastUse(_NOBODY, 0, CONVERSATION, 0)
 
     def __iter__(self) -> Iterator[Residency]:
@@ -150,7 +150,7 @@ class LaneOrder:
         return place.start != node.start
 
     def _seat(self, entry: Residency, known: LastUse | None = None) -> None:
-        """A leaf is on its way to the lane of its class."""
+        """A leaf is on its way to the queue of its class."""
         node = entry.node
         if node is None:
             raise Misuse("an entry of no node")
@@ -171,7 +171,7 @@ class LaneOrder:
         place: Place = entry.rank
         entry.rank = place.entry = None
         if place.seat is not None:
-            self._lanes.left(place, place.seat)
+            self._queues.left(place, place.seat)
             place.seat = None
 
     def _reseat(self, entry: Residency) -> None:
@@ -188,10 +188,10 @@ class LaneOrder:
             self._uncover(entry)
 
     def _enter_fresh(self, gone: dict[int, int] | None = None) -> None:
-        """Give the leaves that have come to their lanes, as far as they still are some."""
+        """Give the leaves that have come to their queues, as far as they still are some."""
         sign = -1 if self._context.backbone else 1
-        lanes = self._lanes
-        lanes.settle(self._log.clock)
+        queues = self._queues
+        queues.settle(self._log.clock)
         while fresh := self._fresh:
             left: list[Residency] = []
             for place in fresh:
@@ -203,7 +203,7 @@ class LaneOrder:
                     left.append(entry)
                 else:
                     note = place.note
-                    place.seat = lanes.enter(place, note.class_id, note.clock, sign * place.start)
+                    place.seat = queues.enter(place, note.class_id, note.clock, sign * place.start)
             fresh.clear()
             if self._covers:
                 for entry in left:
@@ -218,19 +218,19 @@ class LaneOrder:
     def peek(self) -> Residency | None:
         """As `coldest`, by what has been counted so far."""
         entry = self._best(None)
-        return None if self.limit != INFINITE and self._lanes.rank >= self.limit else entry
+        return None if self.limit != INFINITE and self._queues.rank >= self.limit else entry
 
     def _best(self, gone: dict[int, int] | None) -> Residency | None:
         """The leaf to go next; what is none, or not in the order, loses its place on the way."""
         while True:
             if self._fresh:
                 self._enter_fresh(gone)
-            place: Place | None = self._lanes.first(self._log.clock)
+            place: Place | None = self._queues.first(self._log.clock)
             if place is None:
                 return None
             entry = place.entry
             if entry is None:
-                raise Misuse("the head of a lane has left")
+                raise Misuse("the head of a queue has left")
             if entry.node is None or entry.hotter is None or is_blocked(self._context, entry, gone):
                 self._unseat(entry)
                 if self._covers:
@@ -283,4 +283,3 @@ class LaneOrder:
             self._came(entry)
             if self._covers and before is not None and before is not entry.rank:
                 self._uncover(entry)
-

@@ -1,4 +1,4 @@
-"""A leaf's place in a lane of its class, and what lanes count with."""
+"""A leaf's place in a queue of its class, and what queues count with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ INFINITE: Final = 1e300  # beyond every index
 
 
 class Place:
-    """A leaf's place in a lane, or on its way there (seat None). entry None: void, to be skipped.
+    """A leaf's place in a queue, or on its way there (seat None). entry None: void, to be skipped.
 
-    start: where the leaf's node began when it was given the place. seat, depth: the lanes'.
+    start: where the leaf's node began when it was given the place. seat, depth: the queues'.
     """
 
     __slots__ = ("entry", "note", "start", "seat", "depth")

@@ -37,7 +37,7 @@ def test_the_rule_sees_an_assert_that_decides() -> None:
     assert offences(bad) == ["hiradix/bad.py:3", "hiradix/bad.py:4"]
 
 
-MISTAKES = '''
+MISTAKES = """
 import numpy as np
 from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator, SlotAllocator, ReqToTokenPool
@@ -95,7 +95,7 @@ refused("a wrong count", lambda: tree.check([lock]))
 tree, lock = tree_of()
 lock.node.device.pages = np.array([1], np.int32)
 refused("a lost page", lambda: tree.check([lock]))
-'''
+"""
 
 
 def test_mistakes_are_refused_without_asserts() -> None:

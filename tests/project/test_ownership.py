@@ -45,9 +45,7 @@ def late_parts(module: Module) -> Iterator[tuple[str, str, int]]:
 
 def _is_a_part_of_a_part(target: ast.expr) -> bool:
     part = target.value if isinstance(target, ast.Attribute) else None
-    return (
-        isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
-    )
+    return isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self"
 
 
 def test_nobody_puts_parts_into_others() -> None:

@@ -193,7 +193,8 @@ def test_redaction_hides_secrets_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://host/0?{}", "redis://host/0?db=1&{}&x=2", "unix:///p?{}", "https://account.host/pages?sv=1&{}"]
+    "url",
+    ["redis://host/0?{}", "redis://host/0?db=1&{}&x=2", "unix:///p?{}", "https://account.host/pages?sv=1&{}"],
 )
 @pytest.mark.parametrize("name", ["password", "ssl_password", "sig", "X-Amz-Signature", "X-Amz-Credential"])
 def test_what_a_url_says_behind_its_question_mark_is_hidden(url: str, name: str) -> None:

@@ -104,9 +104,10 @@ def _gzip(path: Path) -> bytes:
 def _zstandard(path: Path) -> bytes:
     zstandard = zstandard_for(str(path))
     try:
-        with path.open("rb") as file, zstandard.ZstdDecompressor().stream_reader(
-            file, read_across_frames=True
-        ) as unpacked:
+        with (
+            path.open("rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as unpacked,
+        ):
             data: bytes = unpacked.read(MAX_BYTES + 1)
     except (OSError, EOFError, zstandard.ZstdError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error

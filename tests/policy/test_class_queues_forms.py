@@ -1,5 +1,7 @@
-"""Both forms of `hiradix.policy.lanes` give who a search over all leaves finds; `make test-compiled` has the
-built one."""
+"""Both forms of `hiradix.policy.class_queues` give the leaf that a search over all leaves finds.
+
+`make test-compiled` has the one in C.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hiradix.policy import lanes, lanes_python
+from hiradix.policy import class_queues, class_queues_python
 from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST
 from hiradix.policy.ghd_tables import MAX_CLASSES, ClassTables
 from hiradix.policy.ghosts import EMPTY
@@ -22,7 +24,7 @@ from hiradix.policy.places import Place
 from hiradix.policy.uses import LastUse, RequestUse
 from hiradix.tree.node import Node, Residency
 
-FORMS = [lanes_python, lanes.form] if lanes.IS_BUILT else [lanes_python]
+FORMS = [class_queues_python, class_queues.form] if class_queues.IS_BUILT else [class_queues_python]
 over_forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 CLASSES = (0, 2, 3, MAX_CLASSES - 1)
 
@@ -46,13 +48,13 @@ def place_of(used: int, class_id: int) -> Place:
 
 
 class Life:
-    """Lanes of one form, and a list of what is in them."""
+    """ClassQueues of one form, and a list of what is in them."""
 
     def __init__(self, form: ModuleType, seed: int):
         self.rng = random.Random(seed)
         self.tables = Tables(self.rng)
         self.tables.change()
-        self.lanes = form.Lanes(self.tables)
+        self.queues = form.ClassQueues(self.tables)
         self.clock = self.number = 0
         self.places: list[tuple[int, int, int, Place]] = []
         self.merged: list[Place] = []
@@ -62,8 +64,8 @@ class Life:
         used, class_id = max(0, self.clock - int(age)), self.rng.choice(CLASSES)
         place, depth = place_of(used, class_id), -self.rng.randint(0, 3)
         self.number += 1
-        self.lanes.settle(self.clock)
-        place.seat = self.lanes.enter(place, class_id, used, depth)
+        self.queues.settle(self.clock)
+        place.seat = self.queues.enter(place, class_id, used, depth)
         self.places.append((used, depth, self.number, place))
 
     def leave(self, place: Place | None = None) -> None:
@@ -71,13 +73,13 @@ class Life:
             items = [item for item in self.places if item[3] is place] or [self.rng.choice(self.places)]
             self.places.remove(items[0])
             items[0][3].entry = None
-            self.lanes.left(items[0][3], items[0][3].seat)
+            self.queues.left(items[0][3], items[0][3].seat)
 
     def leave_first(self) -> None:
         self.leave(self.check())
 
     def merge(self) -> None:
-        """A node is merged away: the lanes may find out, or give it still."""
+        """A node is merged away: the queues may find out, or give it still."""
         if self.places:
             item = self.rng.choice(self.places)
             self.places.remove(item)
@@ -93,14 +95,14 @@ class Life:
 
     def check(self) -> Place | None:
         """Who goes first, which is who is to."""
-        while (found := self.lanes.first(self.clock)) is not None and found.entry.node is None:
+        while (found := self.queues.first(self.clock)) is not None and found.entry.node is None:
             self.merged.remove(found)
             found.entry = None
-            self.lanes.left(found, found.seat)
+            self.queues.left(found, found.seat)
         wanted, index = self._searched()
         assert found is wanted
         if wanted is not None:
-            assert self.lanes.rank == index
+            assert self.queues.rank == index
         return wanted
 
     def _searched(self) -> tuple[Place | None, float]:
@@ -137,13 +139,13 @@ def test_who_has_left_takes_no_room(form: ModuleType) -> None:
         life.enter()
         if len(life.places) > 10:
             life.rng.choice([life.leave, life.merge, life.leave_first])()
-    assert len(life.lanes) <= 4 * (2 * 20 + 64)
+    assert len(life.queues) <= 4 * (2 * 20 + 64)
     assert len(life.places) == 10
     life.check()
 
 
 @over_forms
-def test_what_is_in_no_lane_any_more_is_let_go(form: ModuleType) -> None:
+def test_what_is_in_no_queue_any_more_is_let_go(form: ModuleType) -> None:
     life = Life(form, 1)
     for _ in range(300):
         life.enter()
@@ -156,14 +158,14 @@ def test_what_is_in_no_lane_any_more_is_let_go(form: ModuleType) -> None:
     kept = [place_of(0, 2) for _ in range(50)]
     counts = [sys.getrefcount(one) for one in kept]
     for one in kept:
-        life.lanes.enter(one, 2, 0, 0)
-    life.lanes.first(life.clock)
+        life.queues.enter(one, 2, 0, 0)
+    life.queues.first(life.clock)
     del life, one
     gc.collect()
     assert [sys.getrefcount(one) for one in kept] == counts
 
 
-@pytest.mark.skipif(not lanes.IS_BUILT, reason="needs `make compiled`")
+@pytest.mark.skipif(not class_queues.IS_BUILT, reason="needs `make compiled`")
 def test_what_is_no_table_no_class_and_no_number_is_refused() -> None:
     class Wrong:
         version = 0
@@ -172,8 +174,8 @@ def test_what_is_no_table_no_class_and_no_number_is_refused() -> None:
             return np.zeros((MAX_CLASSES, BUCKETS)), np.zeros((MAX_CLASSES, BUCKETS)), np.zeros((3, BUCKETS))
 
     with pytest.raises(TypeError, match="age buckets"):
-        lanes.Lanes(Wrong())
-    some = lanes.Lanes(ClassTables())
+        class_queues.ClassQueues(Wrong())
+    some = class_queues.ClassQueues(ClassTables())
     place = place_of(0, 2)
     for class_id in (-1, MAX_CLASSES):
         with pytest.raises(AssertionError, match="class"):
@@ -183,6 +185,6 @@ def test_what_is_no_table_no_class_and_no_number_is_refused() -> None:
     with pytest.raises(TypeError):
         some.enter(place, 2)
     with pytest.raises(TypeError):
-        lanes.Lanes.__new__(lanes.Lanes)  # of no tables
+        class_queues.ClassQueues.__new__(class_queues.ClassQueues)  # of no tables
     some.left(place, 7)  # it has no such seat
     assert some.first(0) is None and sys.getrefcount(place) == 2

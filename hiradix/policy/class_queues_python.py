@@ -1,4 +1,4 @@
-"""Lanes by Python: `hiradix.policy.lanes` without `_lanes.c`, and its reference."""
+"""The class queues in Python: `hiradix.policy.class_queues` without `_class_queues.c`, and its reference."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hiradix.policy.places import INFINITE, NEVER, Place
 FEW: Final = 64
 
 
-class Lane:
+class ClassQueue:
     """The leaves of one class, and who of them goes first as far as that has been asked.
 
     head: who goes first, None if that is not known. rank: the head's index, or if there is none a lower bound
     of all leaves' (infinite: there is no leaf). until: the clock from which on head or rank may be wrong.
-    watched: when who asks the lane will look at it again; his own.
+    watched: when who asks the queue will look at it again; his own.
     """
 
     __slots__ = (
@@ -168,15 +168,17 @@ class Lane:
         self._most = 2 * len(self._places) + FEW
 
 
-class Lanes:
+class ClassQueues:
     """Keeps the leaves of a tier by class, oldest first, and finds the one of least index."""
 
     def __init__(self, tables: ClassTables):
         self._tables = tables
-        self._lanes: dict[int, Lane] = {}
-        self._least: Lane | None = None  # of the least rank, and of these the least class; None: not known
+        self._queues: dict[int, ClassQueue] = {}
+        self._least: ClassQueue | None = (
+            None  # of the least rank, and of these the least class; None: not known
+        )
         self._rank = INFINITE  # its rank
-        self._ends: list[tuple[int, int]] = []  # a heap: until when a lane's rank stands, and its class
+        self._ends: list[tuple[int, int]] = []  # a heap: until when a queue's rank stands, and its class
         self._clock = 0  # for which they are right
         self._version = tables.version
 
@@ -188,30 +190,30 @@ class Lanes:
             if self._ends and self._ends[0][0] <= clock:
                 self._grow_older(clock)
 
-    def enter(self, place: Place, class_id: int, used: int, depth: int) -> Lane:
-        lane = self._lanes.get(class_id)
-        if lane is None:
-            lane = self._lanes[class_id] = Lane(class_id, self._tables.ranks(class_id))
+    def enter(self, place: Place, class_id: int, used: int, depth: int) -> ClassQueue:
+        queue = self._queues.get(class_id)
+        if queue is None:
+            queue = self._queues[class_id] = ClassQueue(class_id, self._tables.ranks(class_id))
         if used != place.note.clock:
             raise Misuse(f"last used at {place.note.clock}, not at {used}")
-        if lane.enter(place, depth, self._clock):
-            self._looked_at(lane)
-        return lane
+        if queue.enter(place, depth, self._clock):
+            self._looked_at(queue)
+        return queue
 
-    def left(self, place: Place, lane: Lane) -> None:
-        if lane.left(place, self._clock):
-            self._looked_at(lane)
+    def left(self, place: Place, queue: ClassQueue) -> None:
+        if queue.left(place, self._clock):
+            self._looked_at(queue)
 
     def first(self, clock: int) -> Place | None:
         self.settle(clock)
         while True:
-            lane = self._least or self._found_least()
-            if lane is None or lane.rank == INFINITE:
+            queue = self._least or self._found_least()
+            if queue is None or queue.rank == INFINITE:
                 return None
-            if lane.head is not None:
-                return lane.head
-            lane.choose(self._clock)
-            self._looked_at(lane)
+            if queue.head is not None:
+                return queue.head
+            queue.choose(self._clock)
+            self._looked_at(queue)
 
     @property
     def rank(self) -> float:
@@ -219,50 +221,50 @@ class Lanes:
 
     def __len__(self) -> int:
         """Places, and of the void those that have not been taken out."""
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def _reindex(self, clock: int) -> None:
         """The index has changed."""
         self._version, self._clock = self._tables.version, clock
         self._least = None
         self._ends.clear()
-        for class_id, lane in self._lanes.items():
-            lane.watched = NEVER
-            lane.bound(clock, self._tables.ranks(class_id))
-            self._looked_at(lane)
+        for class_id, queue in self._queues.items():
+            queue.watched = NEVER
+            queue.bound(clock, self._tables.ranks(class_id))
+            self._looked_at(queue)
 
     def _grow_older(self, clock: int) -> None:
-        """Some lanes' ranks may have changed with time."""
+        """Some queues' ranks may have changed with time."""
         ends = self._ends
         while ends and ends[0][0] <= clock:
             end, class_id = heappop(ends)
-            lane = self._lanes[class_id]
-            if lane.watched == end:
-                lane.watched = NEVER
-                if lane.until <= clock:
-                    lane.bound(clock)
-                self._looked_at(lane)
+            queue = self._queues[class_id]
+            if queue.watched == end:
+                queue.watched = NEVER
+                if queue.until <= clock:
+                    queue.bound(clock)
+                self._looked_at(queue)
 
-    def _looked_at(self, lane: Lane) -> None:
-        """`lane` may have another rank, which may stand until another time."""
-        least, rank = self._least, lane.rank
-        if least is lane:
+    def _looked_at(self, queue: ClassQueue) -> None:
+        """`queue` may have another rank, which may stand until another time."""
+        least, rank = self._least, queue.rank
+        if least is queue:
             if rank > self._rank:
                 self._least = None
             self._rank = rank
         elif least is not None:
-            if rank < self._rank or (rank == self._rank and lane.class_id < least.class_id):
-                self._least, self._rank = lane, rank
-        if lane.until < lane.watched:
-            lane.watched = lane.until
-            heappush(self._ends, (lane.until, lane.class_id))
+            if rank < self._rank or (rank == self._rank and queue.class_id < least.class_id):
+                self._least, self._rank = queue, rank
+        if queue.until < queue.watched:
+            queue.watched = queue.until
+            heappush(self._ends, (queue.until, queue.class_id))
 
-    def _found_least(self) -> Lane | None:
-        least: Lane | None = None
+    def _found_least(self) -> ClassQueue | None:
+        least: ClassQueue | None = None
         rank, number = INFINITE, NEVER
-        for lane in self._lanes.values():
-            if lane.rank < rank or (lane.rank == rank and lane.class_id < number):
-                least, rank, number = lane, lane.rank, lane.class_id
+        for queue in self._queues.values():
+            if queue.rank < rank or (queue.rank == rank and queue.class_id < number):
+                least, rank, number = queue, queue.rank, queue.class_id
         self._least, self._rank = least, rank
         return least
 

@@ -1,4 +1,4 @@
-"""GHD's lanes against the definition: the least index at its age, then the oldest, then the deepest."""
+"""GHD's queues against the definition: the least index at its age, then the oldest, then the deepest."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hiradix.apps.replay.readers import read_trace
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.trace import Trace
 from hiradix.policy import ghd
+from hiradix.policy.class_queues_python import FEW, ClassQueue
 from hiradix.policy.class_ranks import BUCKETS, EDGE_LIST, ClassRanks
 from hiradix.policy.ghd_learner import GhdLearner
-from hiradix.policy.ghd_order import LaneOrder
+from hiradix.policy.ghd_order import GhdOrder
 from hiradix.policy.ghd_tables import CONVERSATION, SHARED, ClassTables
 from hiradix.policy.ghosts import EMPTY
 from hiradix.policy.gittins_numpy import falling
-from hiradix.policy.lanes_python import FEW, Lane
 from hiradix.policy.leaves import is_blocked
 from hiradix.policy.places import INFINITE, Place
 from hiradix.policy.uses import Finished, LastUse, RequestUse
@@ -48,13 +48,13 @@ def placed(used: int) -> Place:
 
 
 class Life:
-    """One lane, and a list of what is in it."""
+    """One queue, and a list of what is in it."""
 
     def __init__(self, rng: random.Random):
         self.rng, self.tables, self.clock = rng, ClassTables(), 0
         self.places: list[tuple[int, int, int, Place]] = []
         self.new_index()
-        self.lane = Lane(CLASS, self.ranks)
+        self.queue = ClassQueue(CLASS, self.ranks)
         self.number = 0
 
     def new_index(self) -> None:
@@ -68,9 +68,9 @@ class Life:
         place = placed(used)
         self.number += 1
         depth = -self.rng.randint(0, 3)
-        before = self.lane.rank, self.lane.until
-        changed = self.lane.enter(place, depth, self.clock)
-        assert changed or (self.lane.rank, self.lane.until) == before
+        before = self.queue.rank, self.queue.until
+        changed = self.queue.enter(place, depth, self.clock)
+        assert changed or (self.queue.rank, self.queue.until) == before
         self.places.append((used, depth, self.number, place))
 
     def leave(self) -> None:
@@ -78,59 +78,59 @@ class Life:
             item = self.rng.choice(self.places)
             self.places.remove(item)
             item[3].entry = None
-            before = self.lane.rank, self.lane.until
-            changed = self.lane.left(item[3], self.clock)
-            assert changed or (self.lane.rank, self.lane.until) == before
+            before = self.queue.rank, self.queue.until
+            changed = self.queue.left(item[3], self.clock)
+            assert changed or (self.queue.rank, self.queue.until) == before
 
     def grow_older(self) -> None:
         self.clock += int(10 ** self.rng.uniform(0, 6))
-        if self.clock >= self.lane.until:
-            self.lane.bound(self.clock)
+        if self.clock >= self.queue.until:
+            self.queue.bound(self.clock)
 
     def reindex(self) -> None:
         self.new_index()
-        self.lane.bound(self.clock, self.ranks)
+        self.queue.bound(self.clock, self.ranks)
 
     def check(self) -> None:
         aged = [(self.ranks.index[b], b, item) for item in self.places
                 for b in [bucket_of(self.clock - item[0])]]  # fmt: skip
         if not aged:
-            assert self.lane.head is None
+            assert self.queue.head is None
             return
         index, _, first = min(aged, key=lambda a: (a[0], a[1], a[2][:3]))
-        if self.lane.head is None:
-            assert self.lane.rank <= index, "no lower bound"
+        if self.queue.head is None:
+            assert self.queue.rank <= index, "no lower bound"
         else:
-            assert (self.lane.rank, self.lane.head) == (index, first[3])
+            assert (self.queue.rank, self.queue.head) == (index, first[3])
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_a_lane_knows_who_goes_first_whatever_happens_in_between(seed: int) -> None:
+def test_a_queue_knows_who_goes_first_whatever_happens_in_between(seed: int) -> None:
     rng = random.Random(seed)
     life = Life(rng)
     steps = [life.add, life.add, life.leave, life.grow_older, life.grow_older, life.reindex]
     for _ in range(120):
         rng.choices(steps, [4, 4, 3, 4, 4, 1])[0]()
         life.check()
-        if rng.random() < 0.5 and life.lane.head is None:
-            life.lane.choose(life.clock)
-            assert (life.lane.head is None) == (not life.places) == (life.lane.rank == INFINITE)
+        if rng.random() < 0.5 and life.queue.head is None:
+            life.queue.choose(life.clock)
+            assert (life.queue.head is None) == (not life.places) == (life.queue.rank == INFINITE)
             life.check()
 
 
 class Ranked:
-    """Lanes that say another rank."""
+    """ClassQueues that say another rank."""
 
-    def __init__(self, lanes: Any, rank: float):
-        self._lanes = lanes._lanes if isinstance(lanes, Ranked) else lanes
+    def __init__(self, queues: Any, rank: float):
+        self._queues = queues._queues if isinstance(queues, Ranked) else queues
         self.rank = rank
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._lanes, name)
+        return getattr(self._queues, name)
 
 
-class Plain(LaneOrder):
+class Plain(GhdOrder):
     """The same order, found by looking at every leaf."""
 
     def _best(self, gone: Mapping[int, int]) -> Residency | None:
@@ -146,7 +146,7 @@ class Plain(LaneOrder):
             if not ranked:
                 return None
             entry = min(ranked)[-1]
-            self._lanes = Ranked(self._lanes, min(ranked)[0])
+            self._queues = Ranked(self._queues, min(ranked)[0])
             if is_blocked(self._context, entry, gone):
                 self._unseat(entry)
             elif (entry.node.note or entry.rank.note) is not entry.rank.note:  # type: ignore[union-attr]
@@ -169,13 +169,13 @@ def test_every_decision_is_that_of_a_search_over_all_leaves(
 ) -> None:
     trace: Trace = TRACES[name]()
     quick = Player(trace, "ghd", tiers).play()
-    monkeypatch.setattr(ghd, "LaneOrder", Plain)
+    monkeypatch.setattr(ghd, "GhdOrder", Plain)
     searched = Player(trace, "ghd", tiers).play()
     assert quick.decisions == searched.decisions
     assert sum(int(hits.sum()) for hits in quick.hits.values()) > 0
 
 
-class Repeating(LaneOrder):
+class Repeating(GhdOrder):
     """The same order, told of each part of a path that moves down."""
 
     path_moves_once = False
@@ -187,12 +187,12 @@ def test_what_has_moved_with_its_child_need_not_move_again(
 ) -> None:
     trace, tiers = TRACES[name](), Tiers(60_000, 250_000)
     once = Player(trace, "ghd", tiers).play()
-    monkeypatch.setattr(ghd, "LaneOrder", Repeating)
+    monkeypatch.setattr(ghd, "GhdOrder", Repeating)
     assert Player(trace, "ghd", tiers).play().decisions == once.decisions
 
 
-class Watched(LaneOrder):
-    """The same order; whenever it is asked, all that may leave is in a lane or would follow what is."""
+class Watched(GhdOrder):
+    """The same order; whenever it is asked, all that may leave is in a queue or would follow what is."""
 
     num_asked = 0
 
@@ -223,10 +223,8 @@ class Watched(LaneOrder):
 
 @pytest.mark.parametrize("tiers", [Tiers(150_000), Tiers(60_000, 250_000)], ids=["device", "host"])
 @pytest.mark.parametrize("name", TRACES)
-def test_all_that_may_leave_is_to_be_found(
-    name: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ghd, "LaneOrder", Watched)
+def test_all_that_may_leave_is_to_be_found(name: str, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ghd, "GhdOrder", Watched)
     monkeypatch.setattr(Watched, "num_asked", 0)
     Player(TRACES[name](), "ghd", tiers).play()
     assert Watched.num_asked > 100
@@ -237,7 +235,7 @@ def test_all_that_may_leave_is_to_be_found(
 def test_all_that_may_leave_is_to_be_found_in_lives_with_failures(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ghd, "LaneOrder", Watched)
+    monkeypatch.setattr(ghd, "GhdOrder", Watched)
     monkeypatch.setattr(world, "eviction_policies", lambda: ["ghd"])
     assert play(seed, 300).num_moves >= 300
 
@@ -255,8 +253,8 @@ class TwoTiers:
         self.talks: list[list[int]] = [[]]
         self.num_pages = 0  # given so far: each has a number of its own
 
-    def order_of(self, context: OrderContext) -> LaneOrder:
-        order = LaneOrder(context, self.learner, self.learner.tables)
+    def order_of(self, context: OrderContext) -> GhdOrder:
+        order = GhdOrder(context, self.learner, self.learner.tables)
         self.learner.orders.append(order)
         return order
 
@@ -310,7 +308,7 @@ def test_whatever_became_of_its_path_all_that_is_evictable_leaves(seed: int) -> 
 
 def followers(*class_ids: int) -> tuple[RadixTree, list[Node]]:
     """A path of nodes in both tiers, one page each, the first two with one note: the first, which has no
-    place in its lane, is to follow the second."""
+    place in its queue, is to follow the second."""
     tree, path = TwoTiers(0).tree, []
     for end, class_id in enumerate(class_ids, 1):
         done = tree.insert(RadixKey(list(range(end))), DEVICE, [np.arange(end, dtype=np.int32)])
@@ -356,35 +354,35 @@ def test_what_a_lock_covers_is_counted_once_in_whatever_order_it_comes() -> None
     assert tree.evictable_pages(DEVICE) == 3
 
 
-def test_who_has_left_takes_no_room_in_a_lane() -> None:
+def test_who_has_left_takes_no_room_in_a_queue() -> None:
     life = Life(random.Random(0))
-    lane, places = Lane(CLASS, life.ranks), []
+    queue, places = ClassQueue(CLASS, life.ranks), []
     for number in range(1000):
         place = placed(number)
-        lane.enter(place, 0, number)
+        queue.enter(place, 0, number)
         places.append(place)
         if number:
             place.entry = None
-    assert len(lane._places) <= 2 * FEW
-    lane.choose(1000)
-    assert lane.head is places[0]
+    assert len(queue._places) <= 2 * FEW
+    queue.choose(1000)
+    assert queue.head is places[0]
 
 
-def test_who_leaves_oldest_first_takes_no_room_in_a_lane() -> None:
-    lane = Lane(CLASS, Life(random.Random(0)).ranks)
+def test_who_leaves_oldest_first_takes_no_room_in_a_queue() -> None:
+    queue = ClassQueue(CLASS, Life(random.Random(0)).ranks)
     places = []
     for number in range(1000):
         places.append(placed(number))
-        lane.enter(places[-1], 0, number)
+        queue.enter(places[-1], 0, number)
     for left, place in enumerate(places[:990], 1):
-        lane.choose(1000)
-        assert lane.head is place
+        queue.choose(1000)
+        assert queue.head is place
         place.entry = None
-        lane.left(place, 1000)
-        assert len(lane._places) == len(lane._used) <= 2 * (1000 - left) + FEW
+        queue.left(place, 1000)
+        assert len(queue._places) == len(queue._used) <= 2 * (1000 - left) + FEW
 
 
-def test_who_left_before_anybody_asked_waits_for_no_lane() -> None:
+def test_who_left_before_anybody_asked_waits_for_no_queue() -> None:
     life = TwoTiers(0)
     for token in range(1000):
         done = life.tree.insert(RadixKey([token]), DEVICE, [np.array([min(token, 1)], np.int32)])

@@ -1,4 +1,4 @@
-/* Lanes of leaves by class, and who of them goes next: lanes.py says what this does, and lanes_python.py, which it is tested
+/* Queues of leaves, one a class, and which leaf goes next: class_queues.py says what this does, and class_queues_python.py, which it is tested
  * against, gives the same. The caller holds the GIL. */
 
 #define PY_SSIZE_T_CLEAN
@@ -17,7 +17,7 @@
 static npy_int64 edges[BUCKETS + 1];
 static PyObject *entry_name, *node_name, *rows_name, *version_name;
 
-/* A place in a lane. slot: where `places` has it. */
+/* A place in a queue. slot: where `places` has it. */
 typedef struct {
     npy_int64 used, depth;
     npy_intp slot;
@@ -31,23 +31,23 @@ typedef struct {
     npy_int64 until, head_used, head_depth;
     double rank;
     int bucket, class_id;
-} lane;
+} class_queue;
 
-/* places: by slot; NULL: void, or the slot is free. lane_of: of a slot; of a free one the next free one. */
+/* places: by slot; NULL: void, or the slot is free. queue_of: of a slot; of a free one the next free one. */
 typedef struct {
     PyObject_HEAD
     PyObject *tables;
     PyArrayObject *index, *least, *falls;
-    lane *lanes;
-    int num_lanes, chosen; /* chosen: the lane of the least rank, and of these the least class; -1: not known */
+    class_queue *queues;
+    int num_queues, chosen; /* chosen: the queue of the least rank, and of these the least class; -1: not known */
     int of_class[CLASSES];
     PyObject **places;
-    npy_intp *lane_of;
+    npy_intp *queue_of;
     npy_intp num_slots, free_slot;
-    double rank;                /* the chosen lane's */
-    npy_int64 clock, soonest;   /* for which all is right; when the first of the lanes may be wrong, or before */
+    double rank;                /* the chosen queue's */
+    npy_int64 clock, soonest;   /* for which all is right; when the first of the queues may be wrong, or before */
     long long version;
-} Lanes;
+} ClassQueues;
 
 #define ROW(array, type, class_id) ((const type *)PyArray_DATA(array) + (npy_intp)(class_id) * BUCKETS)
 
@@ -72,7 +72,7 @@ static npy_int64 leaves(npy_int64 used, int bucket)
 
 /* -- slots -- */
 
-static npy_intp new_slot(Lanes *self, PyObject *place, npy_intp number)
+static npy_intp new_slot(ClassQueues *self, PyObject *place, npy_intp number)
 {
     if (self->free_slot < 0) {
         npy_intp count = self->num_slots, wanted = count ? 2 * count : FEW;
@@ -80,37 +80,37 @@ static npy_intp new_slot(Lanes *self, PyObject *place, npy_intp number)
         if (places != NULL) {
             self->places = places;
         }
-        npy_intp *lane_of = places == NULL ? NULL : PyMem_Realloc(self->lane_of, wanted * sizeof(npy_intp));
-        if (lane_of == NULL) {
+        npy_intp *queue_of = places == NULL ? NULL : PyMem_Realloc(self->queue_of, wanted * sizeof(npy_intp));
+        if (queue_of == NULL) {
             PyErr_NoMemory();
             return -1;
         }
-        self->lane_of = lane_of;
+        self->queue_of = queue_of;
         for (npy_intp i = count; i < wanted; i++) {
             places[i] = NULL;
-            lane_of[i] = i + 1 < wanted ? i + 1 : -1;
+            queue_of[i] = i + 1 < wanted ? i + 1 : -1;
         }
         self->num_slots = wanted;
         self->free_slot = count;
     }
     npy_intp slot = self->free_slot;
-    self->free_slot = self->lane_of[slot];
+    self->free_slot = self->queue_of[slot];
     self->places[slot] = Py_NewRef(place);
-    self->lane_of[slot] = number;
+    self->queue_of[slot] = number;
     return slot;
 }
 
-static void free_slot(Lanes *self, npy_intp slot)
+static void free_slot(ClassQueues *self, npy_intp slot)
 {
-    self->lane_of[slot] = self->free_slot;
+    self->queue_of[slot] = self->free_slot;
     self->free_slot = slot;
     Py_CLEAR(self->places[slot]);
 }
 
-/* -- one lane -- */
+/* -- one queue -- */
 
 /* Where the first seat is that was last used at `used` or later. */
-static npy_intp seat_from(const lane *of, npy_int64 used)
+static npy_intp seat_from(const class_queue *of, npy_int64 used)
 {
     npy_intp low = of->begin, high = of->count;
     while (low < high) {
@@ -125,7 +125,7 @@ static npy_intp seat_from(const lane *of, npy_int64 used)
 }
 
 /* The first leaf last used at `used` or later, or NULL. Drops the void ones it meets. */
-static const seat *first_from(Lanes *self, lane *of, npy_int64 used)
+static const seat *first_from(ClassQueues *self, class_queue *of, npy_int64 used)
 {
     npy_intp at = used ? seat_from(of, used) : of->begin, end = at;
     while (end < of->count && self->places[of->seats[end].slot] == NULL) {
@@ -148,7 +148,7 @@ static const seat *first_from(Lanes *self, lane *of, npy_int64 used)
 }
 
 /* Forget the head; `rank` is a lower bound. */
-static void bound(Lanes *self, lane *of)
+static void bound(ClassQueues *self, class_queue *of)
 {
     const seat *oldest = first_from(self, of, 0);
     of->head = -1;
@@ -163,7 +163,7 @@ static void bound(Lanes *self, lane *of)
 }
 
 /* Find the head: of the age with the least index the oldest, of one path the deepest. */
-static void choose(Lanes *self, lane *of)
+static void choose(ClassQueues *self, class_queue *of)
 {
     const double *index = ROW(self->index, double, of->class_id);
     const seat *found = first_from(self, of, 0);
@@ -206,7 +206,7 @@ static void choose(Lanes *self, lane *of)
 }
 
 /* Whether the head, which the place in `one` may be from here on, has another rank or until for it. */
-static int compared(Lanes *self, lane *of, const seat *one)
+static int compared(ClassQueues *self, class_queue *of, const seat *one)
 {
     const double *index = ROW(self->index, double, of->class_id);
     npy_int64 age = self->clock - one->used, until = of->until;
@@ -251,7 +251,7 @@ static int is_merged(PyObject *place)
 }
 
 /* Take out the void ones: once as many as all there are have come, so O(1) for each. */
-static int sort_out(Lanes *self, lane *of)
+static int sort_out(ClassQueues *self, class_queue *of)
 {
     npy_intp kept = 0;
     int status = 0;
@@ -278,7 +278,7 @@ static int sort_out(Lanes *self, lane *of)
 /* -- all of them -- */
 
 /* Where the tables' index is, for all classes. */
-static int look_up(Lanes *self)
+static int look_up(ClassQueues *self)
 {
     PyObject *rows = PyObject_CallMethodNoArgs(self->tables, rows_name);
     if (rows == NULL) {
@@ -301,17 +301,17 @@ static int look_up(Lanes *self)
     return good ? 0 : -1;
 }
 
-/* A lane may have another rank, which may stand until another time. */
-static void looked_at(Lanes *self, int number)
+/* A queue may have another rank, which may stand until another time. */
+static void looked_at(ClassQueues *self, int number)
 {
-    const lane *of = self->lanes + number;
+    const class_queue *of = self->queues + number;
     if (self->chosen == number) {
         if (of->rank > self->rank) {
             self->chosen = -1;
         }
         self->rank = of->rank;
     } else if (self->chosen >= 0) {
-        int is_first = of->class_id < self->lanes[self->chosen].class_id;
+        int is_first = of->class_id < self->queues[self->chosen].class_id;
         if (of->rank < self->rank || (of->rank == self->rank && is_first)) {
             self->chosen = number;
             self->rank = of->rank;
@@ -322,10 +322,10 @@ static void looked_at(Lanes *self, int number)
     }
 }
 
-static void find_least(Lanes *self)
+static void find_least(ClassQueues *self)
 {
-    for (int i = 0; i < self->num_lanes; i++) {
-        const lane *of = self->lanes + i, *best = self->chosen < 0 ? NULL : self->lanes + self->chosen;
+    for (int i = 0; i < self->num_queues; i++) {
+        const class_queue *of = self->queues + i, *best = self->chosen < 0 ? NULL : self->queues + self->chosen;
         if (best == NULL || of->rank < best->rank || (of->rank == best->rank && of->class_id < best->class_id)) {
             self->chosen = i;
             self->rank = of->rank;
@@ -333,8 +333,8 @@ static void find_least(Lanes *self)
     }
 }
 
-/* Bring the lanes up to `clock` and the tables' index. */
-static int settled(Lanes *self, npy_int64 clock)
+/* Bring the queues up to `clock` and the tables' index. */
+static int settled(ClassQueues *self, npy_int64 clock)
 {
     PyObject *number = PyObject_GetAttr(self->tables, version_name);
     long long version = number == NULL ? -1 : PyLong_AsLongLong(number);
@@ -355,36 +355,36 @@ static int settled(Lanes *self, npy_int64 clock)
     if (is_new) {
         self->chosen = -1;
     }
-    for (int i = 0; i < self->num_lanes; i++) {
-        if (is_new || self->lanes[i].until <= clock) {
-            bound(self, self->lanes + i);
+    for (int i = 0; i < self->num_queues; i++) {
+        if (is_new || self->queues[i].until <= clock) {
+            bound(self, self->queues + i);
         }
         looked_at(self, i);
     }
     return 0;
 }
 
-static int lane_number(Lanes *self, npy_int64 class_id)
+static int queue_number(ClassQueues *self, npy_int64 class_id)
 {
     if (class_id < 0 || class_id >= CLASSES) {
         PyErr_Format(PyExc_AssertionError, "class %lld is not in [0, %d)", (long long)class_id, CLASSES);
         return -1;
     }
     if (self->of_class[class_id] < 0) {
-        lane *lanes = look_up(self) < 0 ? NULL : PyMem_Realloc(self->lanes, (self->num_lanes + 1) * sizeof(lane));
-        if (lanes == NULL) {
+        class_queue *queues = look_up(self) < 0 ? NULL : PyMem_Realloc(self->queues, (self->num_queues + 1) * sizeof(class_queue));
+        if (queues == NULL) {
             return PyErr_Occurred() ? -1 : (PyErr_NoMemory(), -1);
         }
-        self->lanes = lanes;
-        lane fresh = {.most = FEW, .head = -1, .until = NEVER, .rank = INFINITE, .class_id = (int)class_id};
-        lanes[self->num_lanes] = fresh;
-        self->of_class[class_id] = self->num_lanes++;
+        self->queues = queues;
+        class_queue fresh = {.most = FEW, .head = -1, .until = NEVER, .rank = INFINITE, .class_id = (int)class_id};
+        queues[self->num_queues] = fresh;
+        self->of_class[class_id] = self->num_queues++;
     }
     return self->of_class[class_id];
 }
 
 /* Put a new seat where it belongs: behind all that are alike. Where that is, or -1. */
-static npy_intp seated(lane *of, seat one)
+static npy_intp seated(class_queue *of, seat one)
 {
     if (of->count == of->room) {
         npy_intp room = of->room ? 2 * of->room : 16;
@@ -415,7 +415,7 @@ static npy_intp seated(lane *of, seat one)
     return low;
 }
 
-static PyObject *lanes_enter(Lanes *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *queues_enter(ClassQueues *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 4) {
         return PyErr_Format(PyExc_TypeError, "enter takes 4 arguments, not %zd", nargs);
@@ -428,12 +428,12 @@ static PyObject *lanes_enter(Lanes *self, PyObject *const *args, Py_ssize_t narg
         }
     }
     long long class_id = numbers[0], used = numbers[1], depth = numbers[2];
-    int number = lane_number(self, class_id);
+    int number = queue_number(self, class_id);
     npy_intp slot = number < 0 ? -1 : new_slot(self, args[0], number);
     if (slot < 0) {
         return NULL;
     }
-    lane *of = self->lanes + number;
+    class_queue *of = self->queues + number;
     seat one = {used, depth, slot};
     if (seated(of, one) < 0) {
         free_slot(self, slot);
@@ -453,7 +453,7 @@ static PyObject *lanes_enter(Lanes *self, PyObject *const *args, Py_ssize_t narg
     return PyLong_FromSsize_t(slot);
 }
 
-static PyObject *lanes_left(Lanes *self, PyObject *const *args, Py_ssize_t nargs)
+static PyObject *queues_left(ClassQueues *self, PyObject *const *args, Py_ssize_t nargs)
 {
     if (nargs != 2) {
         return PyErr_Format(PyExc_TypeError, "left takes 2 arguments, not %zd", nargs);
@@ -465,8 +465,8 @@ static PyObject *lanes_left(Lanes *self, PyObject *const *args, Py_ssize_t nargs
     if (slot < 0 || slot >= self->num_slots || self->places[slot] != args[0]) {
         Py_RETURN_NONE; /* it was sorted out before */
     }
-    int number = (int)self->lane_of[slot];
-    lane *of = self->lanes + number;
+    int number = (int)self->queue_of[slot];
+    class_queue *of = self->queues + number;
     int is_oldest = of->seats[of->begin].slot == slot;
     Py_CLEAR(self->places[slot]);
     if (of->head == slot) {
@@ -483,7 +483,7 @@ static PyObject *lanes_left(Lanes *self, PyObject *const *args, Py_ssize_t nargs
     Py_RETURN_NONE;
 }
 
-static PyObject *lanes_settle(Lanes *self, PyObject *clock_object)
+static PyObject *queues_settle(ClassQueues *self, PyObject *clock_object)
 {
     long long clock = PyLong_AsLongLong(clock_object);
     if ((clock == -1 && PyErr_Occurred()) || settled(self, clock) < 0) {
@@ -492,7 +492,7 @@ static PyObject *lanes_settle(Lanes *self, PyObject *clock_object)
     Py_RETURN_NONE;
 }
 
-static PyObject *lanes_first(Lanes *self, PyObject *clock_object)
+static PyObject *queues_first(ClassQueues *self, PyObject *clock_object)
 {
     long long clock = PyLong_AsLongLong(clock_object);
     if ((clock == -1 && PyErr_Occurred()) || settled(self, clock) < 0) {
@@ -505,7 +505,7 @@ static PyObject *lanes_first(Lanes *self, PyObject *clock_object)
         if (self->chosen < 0 || self->rank == INFINITE) {
             Py_RETURN_NONE;
         }
-        lane *of = self->lanes + self->chosen;
+        class_queue *of = self->queues + self->chosen;
         if (of->head >= 0) {
             return Py_NewRef(self->places[of->head]);
         }
@@ -514,22 +514,22 @@ static PyObject *lanes_first(Lanes *self, PyObject *clock_object)
     }
 }
 
-static Py_ssize_t lanes_length(Lanes *self)
+static Py_ssize_t queues_length(ClassQueues *self)
 {
     Py_ssize_t count = 0;
-    for (int i = 0; i < self->num_lanes; i++) {
-        count += self->lanes[i].count - self->lanes[i].begin;
+    for (int i = 0; i < self->num_queues; i++) {
+        count += self->queues[i].count - self->queues[i].begin;
     }
     return count;
 }
 
-static PyObject *lanes_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static PyObject *queues_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     PyObject *tables;
     if ((kwargs != NULL && PyDict_GET_SIZE(kwargs)) || !PyArg_ParseTuple(args, "O", &tables)) {
-        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "Lanes are made of tables");
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "ClassQueues are made of tables");
     }
-    Lanes *self = (Lanes *)type->tp_alloc(type, 0);
+    ClassQueues *self = (ClassQueues *)type->tp_alloc(type, 0);
     if (self == NULL) {
         return NULL;
     }
@@ -548,17 +548,17 @@ static PyObject *lanes_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-static void lanes_dealloc(Lanes *self)
+static void queues_dealloc(ClassQueues *self)
 {
     for (npy_intp i = 0; i < self->num_slots; i++) {
         Py_CLEAR(self->places[i]);
     }
-    for (int i = 0; i < self->num_lanes; i++) {
-        PyMem_Free(self->lanes[i].seats);
+    for (int i = 0; i < self->num_queues; i++) {
+        PyMem_Free(self->queues[i].seats);
     }
     PyMem_Free(self->places);
-    PyMem_Free(self->lane_of);
-    PyMem_Free(self->lanes);
+    PyMem_Free(self->queue_of);
+    PyMem_Free(self->queues);
     Py_CLEAR(self->tables);
     Py_CLEAR(self->index);
     Py_CLEAR(self->least);
@@ -566,35 +566,35 @@ static void lanes_dealloc(Lanes *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyMethodDef lanes_methods[] = {
-    {"enter", (PyCFunction)(void (*)(void))lanes_enter, METH_FASTCALL, NULL},
-    {"left", (PyCFunction)(void (*)(void))lanes_left, METH_FASTCALL, NULL},
-    {"settle", (PyCFunction)lanes_settle, METH_O, NULL},
-    {"first", (PyCFunction)lanes_first, METH_O, NULL},
+static PyMethodDef queues_methods[] = {
+    {"enter", (PyCFunction)(void (*)(void))queues_enter, METH_FASTCALL, NULL},
+    {"left", (PyCFunction)(void (*)(void))queues_left, METH_FASTCALL, NULL},
+    {"settle", (PyCFunction)queues_settle, METH_O, NULL},
+    {"first", (PyCFunction)queues_first, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef lanes_members[] = {
-    {"rank", T_DOUBLE, offsetof(Lanes, rank), READONLY, NULL},
+static PyMemberDef queues_members[] = {
+    {"rank", T_DOUBLE, offsetof(ClassQueues, rank), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PySequenceMethods lanes_sequence = {.sq_length = (lenfunc)lanes_length};
+static PySequenceMethods queues_sequence = {.sq_length = (lenfunc)queues_length};
 
-static PyTypeObject lanes_type = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "hiradix.policy._lanes.Lanes",
-    .tp_basicsize = sizeof(Lanes),
+static PyTypeObject queues_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "hiradix.policy._class_queues.ClassQueues",
+    .tp_basicsize = sizeof(ClassQueues),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_new = lanes_new,
-    .tp_dealloc = (destructor)lanes_dealloc,
-    .tp_methods = lanes_methods,
-    .tp_members = lanes_members,
-    .tp_as_sequence = &lanes_sequence,
+    .tp_new = queues_new,
+    .tp_dealloc = (destructor)queues_dealloc,
+    .tp_methods = queues_methods,
+    .tp_members = queues_members,
+    .tp_as_sequence = &queues_sequence,
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_lanes", NULL, -1, NULL};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_class_queues", NULL, -1, NULL};
 
-PyMODINIT_FUNC PyInit__lanes(void)
+PyMODINIT_FUNC PyInit__class_queues(void)
 {
     import_array();
     edges[1] = 1024;
@@ -606,8 +606,8 @@ PyMODINIT_FUNC PyInit__lanes(void)
     rows_name = PyUnicode_InternFromString("rows");
     version_name = PyUnicode_InternFromString("version");
     PyObject *made = PyModule_Create(&module);
-    if (made == NULL || version_name == NULL || PyType_Ready(&lanes_type) < 0
-        || PyModule_AddObjectRef(made, "Lanes", (PyObject *)&lanes_type) < 0) {
+    if (made == NULL || version_name == NULL || PyType_Ready(&queues_type) < 0
+        || PyModule_AddObjectRef(made, "ClassQueues", (PyObject *)&queues_type) < 0) {
         Py_XDECREF(made);
         return NULL;
     }
