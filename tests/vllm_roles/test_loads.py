@@ -10,6 +10,8 @@ import pytest
 
 from hiradix.adapters.vllm.index import ARRIVING
 from hiradix.adapters.vllm.orders import Orders, OrderStage
+from hiradix.adapters.vllm.worker import WorkerRole
+from hiradix.transfer import LoadFailed, StepDriver
 from hiradix.tree import Tier
 from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, Rank, S, World
 from tests.vllm_roles.test_life import request
@@ -99,6 +101,87 @@ def test_a_step_whose_load_failed_says_so_itself_with_speculative_decoding(
     vllm.drain()
     assert vllm.hit_tokens == (4 + 6) * S
     assert vllm.done[-1].all_token_ids == b.all_token_ids
+
+
+def stalled_until(role: WorkerRole, driver: StepDriver, method: str) -> None:
+    """Once, the load worker is paused while layers wait for its copies; a later call lets it go on."""
+    start, later = role.start_loads, getattr(role, method)
+
+    def start_loads(orders: Orders) -> bool:
+        waits = start(orders)
+        if waits:
+            driver.held.add("load")
+            role.start_loads = start  # type: ignore[method-assign]
+        return waits
+
+    def goes_on(orders: Orders) -> Any:
+        driver.held.discard("load")
+        return later(orders)
+
+    role.start_loads = start_loads  # type: ignore[method-assign]
+    setattr(role, method, goes_on)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_load_that_ends_well_after_its_layers_gave_up_on_it_has_failed(
+    num_workers: int, drafts: bool
+) -> None:
+    """What the step computed from its blocks is nothing to go on with, and nothing to be saved."""
+    store: list[dict[str, bytes]] = [{} for _ in range(num_workers)]
+    vllm = MiniVLLM(World(num_workers=num_workers, budget=40, num_blocks=40, host_pages=30), store)
+    vllm.add(request("a", 4))
+    vllm.drain()
+    rank = vllm.ranks[-1]
+    stalled_until(rank.role, rank.driver, "collect" if drafts else "after_forward")
+
+    def work(rank: Rank, orders: Orders, plans: Sequence[Any], has_sync_loads: bool) -> Any:
+        rank.role.before_forward(orders)
+        waits = rank.role.start_loads(orders)
+        if plans:
+            vllm._forward(rank, plans, waits)
+        collected = rank.role.collect(orders)
+        rank.role.after_forward(orders)
+        return collected
+
+    if drafts:
+        vllm._work = work  # type: ignore[method-assign]
+    b = request("b", 6, max_tokens=3)
+    vllm.add(b)
+    vllm.run(lambda: vllm.num_recomputed == 1)
+    vllm.drain()
+    assert vllm.role.figures.load_failed == 1
+    assert vllm.role.figures.save_failed_pages == 2, "what the step computed is not saved"
+    for rank in vllm.ranks:
+        rank.driver.run()
+    vllm.add(request("c", 6, max_tokens=3))
+    vllm.drain()
+    assert vllm.done[-1].all_token_ids == b.all_token_ids
+    other = MiniVLLM(replace(vllm.world, load_async=True), store)
+    other.add(request("d", 6, max_tokens=3))
+    other.drain()
+    assert other.done[-1].all_token_ids == b.all_token_ids and other.hit_tokens == 6 * S
+
+
+def test_a_result_that_comes_while_layers_give_up_changes_nothing() -> None:
+    """The thread that takes results in may see the good end before the model's thread says it gave up."""
+    vllm = with_a(World(budget=40))
+    rank = vllm.ranks[0]
+    gate = rank.role._controller.layer_done_counter
+
+    def gives_up(layer: int) -> None:
+        rank.driver.run()
+        rank.role._take_in()
+        raise LoadFailed("planted: it gave up")
+
+    gate.wait_until = gives_up  # type: ignore[method-assign]
+    b = request("b", 6)
+    vllm.add(b)
+    vllm.step()
+    assert vllm.num_recomputed == 1 and vllm.role.figures.load_failed == 1
+    del gate.wait_until
+    vllm.drain()
+    assert vllm.role.figures.save_failed_pages == 2
 
 
 def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> None:

@@ -71,6 +71,29 @@ class Collected:
 NOTHING = Collected()
 
 
+@dataclass
+class StepLoads:
+    """The loads whose blocks the step under way reads. running: tickets of copies that have not ended.
+
+    error: why something is not there that the step computes from. It stays until the step's saves have been
+    refused: a copy that ends well after its layers gave up on it changes nothing of what they read.
+    """
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    running: set[int] = field(default_factory=set)
+    error: str | None = None
+
+    def add(self, load: LoadOrder) -> None:
+        """The step reads what this load brings."""
+        self.loads.append(load)
+        self.running.add(load.ticket)
+
+    def ended(self, load: LoadOrder, error: str | None) -> None:
+        """Its copy has ended."""
+        self.running.discard(load.ticket)
+        self.error = self.error or error
+
+
 class WorkerRole:
     """Carries out the scheduler role's orders and reports outcomes. Public methods belong to the model's
     thread.
@@ -94,13 +117,11 @@ class WorkerRole:
         self._stores: dict[JobTicket, SaveOrder] = {}
         self._saving: set[int] = set()  # tickets whose blocks are still read
         self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
-        self._step_loads: dict[int, LoadOrder] = {}
-        # of this step, which can load nothing: said with the step's own loads
-        self._gone: list[LoadOrder] = []
+        self._step = StepLoads()
+        self._gone: list[LoadOrder] = []  # of this step, which can load nothing: said with its own loads
         self._outcomes: list[OrderOutcome] = []
         self._told: list[OrderOutcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
-        self.step_failed = False
         self._closing = False
         self.traffic = Traffic()
         self._wake = threading.Event()
@@ -158,40 +179,44 @@ class WorkerRole:
         if not orders.loads:
             return False
         with self._lock:
-            self._step_loads = {
-                load.ticket: load for load in orders.loads if load.in_step and load.error is None
-            }
             for load in orders.loads:
                 if load.error is not None:
                     self._gone.append(load)
                     continue
                 job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.copies, to_host=False))
                 self._jobs[job] = load
+                if load.in_step:
+                    self._step.add(load)
             producer = self._controller.start_loading()
-            if self._step_loads:
+            if self._step.loads:
                 self._controller.layer_done_counter.set_consumer(producer)
-            return bool(self._step_loads)
+            return bool(self._step.loads)
 
     def wait_layer(self, layer: int) -> None:
         """Return when the step's loads of model layer `layer` are there, or have failed."""
-        if not self._step_loads or self.step_failed:
+        if not self._step.loads or self.step_failed:
             return
         try:
             self._controller.layer_done_counter.wait_until(layer)
         except LoadFailed as error:
             logger.warning("a load for this step failed: %s", error)
-            self.step_failed = True
+            self._step.error = str(error)
+
+    @property
+    def step_failed(self) -> bool:
+        """Whether what this step computes may rest on a load that failed, or that its layers gave up on."""
+        return self._step.error is not None
 
     def after_forward(self, orders: Orders) -> None:
         """To be called when the step's forward is launched, or would have been."""
-        if not (self._step_loads or self._gone or self.step_failed or orders.brings_work):
+        if not (self._step.loads or self._gone or self.step_failed or orders.brings_work):
             return
         with self._changed:
             self._end_step_loads()
             for save in orders.saves:
                 if not save.before_forward:
                     self._save(save, "a load for this step failed" if self.step_failed else None)
-            self.step_failed = False
+            self._step.error = None
             for query in orders.queries:
                 windows = [TrailingWindow(self._pair_of[group], reach) for group, reach in query.windows]
                 self._jobs[self._controller.query(query.rows, query.num_pages, windows)] = query
@@ -205,7 +230,7 @@ class WorkerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        waiting = self._jobs or self._stores or self._gone or self._outcomes or self._told
+        waiting = self._jobs or self._stores or self._step.loads or self._gone or self._outcomes or self._told
         return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
@@ -253,13 +278,22 @@ class WorkerRole:
     # -- inside ---------------------------------------------------------------------------------
 
     def _end_step_loads(self) -> None:
-        """With `_lock` held: the step's own loads have ended, and it is known how."""
-        if self._step_loads:
-            self._wait_for(lambda: not self._step_loads)
+        """With `_lock` held: the step's own loads have ended, and vLLM and the scheduler role are told how.
+
+        They fail together. Where layers have given up on one, a copy that ends well makes nothing good.
+        """
+        loads = self._step.loads
+        if loads:
+            self._wait_for(lambda: not self._step.running)
             self._controller.layer_done_counter.set_consumer()
+            self._step.loads = []
+            for load in loads:
+                self._loaded(load, self._step.error)
         gone, self._gone = self._gone, []
         for load in gone:
-            self._loaded(load, load.error, load.in_step)
+            self._loaded(load, load.error)
+            if load.in_step:
+                self._step.error = load.error
 
     def _save(self, save: SaveOrder, refusal: str | None = None) -> None:
         if refusal is not None:
@@ -330,7 +364,10 @@ class WorkerRole:
         if isinstance(order, SaveOrder):
             self._written(order, result.error)
         elif isinstance(order, LoadOrder):
-            self._loaded(order, result.error, self._step_loads.pop(order.ticket, None) is not None)
+            if order.in_step:
+                self._step.ended(order, result.error)
+            else:
+                self._loaded(order, result.error)
         else:
             self._answer(
                 order, OrderStage.FOUND if isinstance(order, QueryOrder) else OrderStage.READ, result
@@ -355,15 +392,15 @@ class WorkerRole:
         else:
             self._outcomes.append(OrderOutcome(save.ticket, OrderStage.STORED, 0, error=error))
 
-    def _loaded(self, load: LoadOrder, error: str | None, is_of_step: bool) -> None:
+    def _loaded(self, load: LoadOrder, error: str | None) -> None:
         self._outcomes.append(OrderOutcome(load.ticket, OrderStage.LOADED, 0, error=error))
         if self._collected is NOTHING:
             self._collected = Collected()
-        blocks = set(np.concatenate([copy.device for copy in load.copies]).tolist())
-        if is_of_step:
+        if load.in_step:
             if error is not None:
-                self.step_failed = True
-                self._collected.failed_blocks |= blocks
+                self._collected.failed_blocks.update(
+                    np.concatenate([copy.device for copy in load.copies]).tolist()
+                )
             return
         self._collected.loaded.add(load.request_id)
         if error is not None:
