@@ -10,14 +10,15 @@ the reading of their windows, so there are few of them, and none where the time 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, PagesOf
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, StorageHit
+from hiradix.errors import Misuse
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
-from hiradix.transfer import JobKind, Result, TrailingPages, TrailingWindow, TransferController
+from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingPages, TrailingWindow
 from hiradix.tree import HOST, Component, Node, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import PageRows
 
@@ -34,20 +35,57 @@ class Ends(NamedTuple):
     again: Callable[[Prefetch, int], None]
 
 
-class Step(NamedTuple):
-    """What is read for one boundary: the last pages of `found`, so many of each component."""
+class BoundariesAsked:
+    """The lookups for boundaries on the way of one prefetch. ends: where those that storage has are."""
 
-    found: StorageHit
-    counts: Mapping[int, int]
+    __slots__ = ("ends", "found", "p")
+
+    def __init__(self, p: Prefetch, found: StorageHit):
+        self.p = p
+        self.found = found
+        self.ends: list[int] = []
+
+
+class BoundaryQuery(InFlightJob):
+    """One of those lookups: is there a boundary behind page `before`, among the pages from `low` on?"""
+
+    __slots__ = ("asked", "before", "low", "submitter")
+
+    def __init__(self, submitter: BoundaryReads, asked: BoundariesAsked, low: int, before: int):
+        super().__init__(JobKind.QUERY)
+        self.submitter = submitter
+        self.asked = asked
+        self.low = low
+        self.before = before
+
+    def book(self, result: Result) -> None:
+        self.submitter.found_on_the_way(self, result)
+
+
+class BoundaryRead(InFlightJob):
+    """What one boundary lacks on its way into the host pages that it owns: the last pages of `found`, so many
+    of each component. goal: the page where all that was found for the prefetch ends."""
+
+    __slots__ = ("found", "goal", "p", "submitter")
+
+    def __init__(self, submitter: BoundaryReads, p: Prefetch, found: StorageHit, goal: int, pages: PagesOf):
+        super().__init__(JobKind.READ, owns=pages)
+        self.submitter = submitter
+        self.p = p
+        self.found = found
+        self.goal = goal
+
+    def book(self, result: Result) -> None:
+        self.submitter.arrived(self, result)
 
     def gap(self, done: int) -> tuple[int, int]:
         """Of pages that come one component after the other, the first `done` came: the component and the page
         of the next."""
-        for component, count in self.counts.items():
-            if done < count:
-                return component, self.found.end - count + done
-            done -= count
-        raise AssertionError(f"all of {self.counts} came")
+        for component, pages in self.owns.items():
+            if done < len(pages):
+                return component, self.found.end - len(pages) + done
+            done -= len(pages)
+        raise Misuse(f"all of ticket {self.ticket} came")
 
 
 class BoundaryReads:
@@ -59,7 +97,7 @@ class BoundaryReads:
     def __init__(
         self,
         arrivals: Arrivals,
-        controller: TransferController,
+        executor: StorageExecutor,
         in_flight: InFlightJobs,
         ends: Ends,
         step_pages: int,
@@ -70,7 +108,7 @@ class BoundaryReads:
         self._arrivals = arrivals
         self._supply = arrivals.supply
         self._tree = arrivals.tree
-        self._controller = controller
+        self._executor = executor
         self._in_flight = in_flight
         self._ends = ends
         self._windows = [TrailingWindow(component, kind.reach) for component, kind in arrivals.others]
@@ -124,22 +162,23 @@ class BoundaryReads:
 
     def _ask_on_the_way(self, p: Prefetch, found: StorageHit, limits: Sequence[int]) -> None:
         """Ask for the last boundary up to each limit and behind the one before, then read."""
-        before, ends = found.start + found.known, []
+        before, asked = found.start + found.known, BoundariesAsked(p, found)
         for limit in limits:
             low = max(found.start, before - max(window.reach for window in self._windows))
-
-            def answered(result: Result, low: int = low, before: int = before) -> None:
-                p.tickets.discard(result.ticket)
-                if (end := low + result.num_pages) > before:
-                    ends.append(end)
-                if not p.tickets:
-                    self._go_on(p, found, ends)
-
             rows, num_pages = self._rows(p, found, low, limit), limit - low
-            ticket = self._controller.query(rows, num_pages, self._windows, num_pages)
+            ticket = self._executor.query(rows, num_pages, self._windows, num_pages)
             p.tickets.add(ticket)
-            self._in_flight.add(ticket, InFlightJob(JobKind.QUERY, answered))
+            self._in_flight.add(ticket, BoundaryQuery(self, asked, low, before))
             before = limit
+
+    def found_on_the_way(self, query: BoundaryQuery, result: Result) -> None:
+        """Storage has answered one of them; after the last the reads go on."""
+        asked, p = query.asked, query.asked.p
+        p.tickets.discard(result.ticket)
+        if (end := query.low + result.num_pages) > query.before:
+            asked.ends.append(end)
+        if not p.tickets:
+            self._go_on(p, asked.found, asked.ends)
 
     def _rows(self, p: Prefetch, found: StorageHit, first: int, end: int) -> PageRows:
         """Rows of pages [first, end) of the key, and of those before whose hashes are needed."""
@@ -158,7 +197,7 @@ class BoundaryReads:
 
     def _submit_steps(self, p: Prefetch, found: StorageHit, ends: Sequence[int]) -> bool:
         steps = list(self._steps(p, found, ends))
-        totals = {c: sum(step.counts[c] for step in steps) for c in range(len(self._tree.components))}
+        totals = {c: sum(counts[c] for _, counts in steps) for c in range(len(self._tree.components))}
         if not any(totals.values()):
             return False
         pages = self._supply.alloc_all_host(totals)
@@ -168,14 +207,17 @@ class BoundaryReads:
             self._supply.counters.miss("host_capacity", len(found.hashes))
             return False
         p.end_page, at = found.end, dict.fromkeys(totals, 0)
-        for step in steps:
-            own = {c: pages[c][at[c] : at[c] + count] for c, count in step.counts.items()}
-            at = {c: at[c] + count for c, count in step.counts.items()}
-            self._submit_step(p, step, own, found.end)
+        for part, counts in steps:
+            own = {c: pages[c][at[c] : at[c] + count] for c, count in counts.items()}
+            at = {c: at[c] + count for c, count in counts.items()}
+            self._submit_read(BoundaryRead(self, p, part, found.end, own))
         return True
 
-    def _steps(self, p: Prefetch, found: StorageHit, ends: Sequence[int]) -> Iterator[Step]:
-        """A step for each boundary. What the tiers have of the first is kept for it."""
+    def _steps(
+        self, p: Prefetch, found: StorageHit, ends: Sequence[int]
+    ) -> Iterator[tuple[StorageHit, dict[int, int]]]:
+        """What is read for each boundary: the last pages of a part, so many of each component. What the tiers
+        have of the first is kept for it."""
         start = found.start
         for end in (*ends, found.end):
             part = found.part(start, end)
@@ -184,52 +226,49 @@ class BoundaryReads:
                 node = _resident_end(self._tree, p.key.head(end, self._tree.page_size))
                 self._keep(p, node)
             first = lacking(self._tree, node, start, end)
-            yield Step(part, {c: end - page for c, page in enumerate(first)})
+            yield part, {c: end - page for c, page in enumerate(first)}
             start = end
 
-    def _submit_step(self, p: Prefetch, step: Step, pages: PagesOf, goal: int) -> None:
-        found, num_pages = step.found, sum(step.counts.values())
+    def _submit_read(self, read: BoundaryRead) -> None:
+        p, found, pages = read.p, read.found, read.owns
         count = len(found.hashes)
-
-        def arrived(result: Result) -> None:
-            p.tickets.discard(ticket)
-            p.unread_pages -= count
-            came = count if result.num_pages == num_pages else 0
-            p.num_asked += count
-            p.num_came += came
-            p.read_s += result.duration_s
-            if step.counts[BACKBONE] == count and p.is_measured:  # else it cost less than these pages do
-                self.no_regret.fetched(count, came, result.duration_s)
-            if result.num_pages == num_pages and found.start < p.end_page:
-                self._arrivals.adopt(p, found, pages)
-            else:
-                self._supply.free_all_host(pages)
-                if found.start < p.end_page:
-                    return self._failed(p, step, result, goal)
-            self._end(p)
-
         p.unread_pages += count
-        hashes = found.hashes[count - max(step.counts.values()) :]
+        hashes = found.hashes[count - max(map(len, pages.values())) :]
         trailing = [TrailingPages(own, c) for c, own in pages.items() if c != BACKBONE]
-        ticket = self._controller.read(
-            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key
-        )
+        ticket = self._executor.read(hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key)
         p.tickets.add(ticket)
-        self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns=pages))
+        self._in_flight.add(ticket, read)
 
-    def _failed(self, p: Prefetch, step: Step, result: Result, goal: int) -> None:
-        """What `step` needs has not come whole, and nothing behind it is of use: what may be had instead."""
-        p.end_page = step.found.start
+    def arrived(self, read: BoundaryRead, result: Result) -> None:
+        """A read has ended: what came enters the tree if it is whole and nothing before it is lacking."""
+        p, found, count = read.p, read.found, len(read.found.hashes)
+        is_whole = result.num_pages == read.num_pages
+        came = count if is_whole else 0
+        p.ended(read.ticket, count, came, result.duration_s)
+        if len(read.owns[BACKBONE]) == count and p.is_measured:  # else it cost less than these pages do
+            self.no_regret.fetched(count, came, result.duration_s)
+        is_next = found.start < p.end_page
+        if is_whole and is_next:
+            self._arrivals.adopt(p, found, read.owns)
+        else:
+            self._supply.free_all_host(read.owns)
+        if is_next and not is_whole:
+            self._note_failed(read, result)
+        self._end(p)
+
+    def _note_failed(self, read: BoundaryRead, result: Result) -> None:
+        """What `read` was for has not come whole, nothing behind it is of use: what may be had instead."""
+        p, found = read.p, read.found
+        p.end_page = found.start
         for ticket in p.tickets:
-            self._controller.cancel(ticket)
+            self._executor.cancel(ticket)
         p.tries += 1
         if result.error is not None:
-            p.lost(goal - step.found.start, self._supply.counters)
+            p.lost(read.goal - found.start, self._supply.counters)
         else:
-            component, page = step.gap(result.num_pages)
-            is_on_the_way = component != BACKBONE and step.found.end < goal
-            p.again_end = goal if is_on_the_way else page
-        self._end(p)
+            component, page = read.gap(result.num_pages)
+            is_on_the_way = component != BACKBONE and found.end < read.goal
+            p.again_end = read.goal if is_on_the_way else page
 
     def _end(self, p: Prefetch) -> None:
         """Where nothing is being read any more: look for another boundary, or finish."""

@@ -1,7 +1,16 @@
-"""Transfers under way: which host pages each ticket owns or reads, and what to do with its result.
+"""Transfers under way: a record for each ticket, with the host pages it owns or reads.
 
-A ticket has one completion path. After `orphan_all` (reset) a result does nothing but give its pages
-back, so work of an earlier epoch can never touch the tree of a later one.
+    order (a record of its kind is made, submitted and `add`ed) -> Result -> `apply` -> record.book(result)
+
+What an order must remember until its outcome comes is in its record, and `book` names the step that follows:
+
+    WriteThroughCopy  WriteThrough.written              StorageQuery   Prefetcher.found
+    LoadBackCopy      LoadBack.loaded                   BatchRead      Reads.arrived
+    PathBackup        StorageBackup.stored_path         BoundaryQuery  BoundaryReads.found_on_the_way
+    BoundaryBackup    StorageBackup.stored_boundary     BoundaryRead   BoundaryReads.arrived
+
+After `orphan_all` (reset) a result does nothing but give its pages back, so work of an earlier epoch can
+never touch the tree of a later one.
 """
 
 from __future__ import annotations
@@ -16,37 +25,42 @@ import numpy as np
 from hiradix.cache.pages import BACKBONE, NO_PAGES, Pages, PagesOf
 from hiradix.errors import Misuse
 from hiradix.transfer import JobKind, Result, Ticket
+from hiradix.tree.native import mypyc_attr
 
 NOTHING: Final[PagesOf] = MappingProxyType({})
+NO_TICKET: Final = Ticket(-1)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class InFlightJob:
     """One submitted job.
 
     owns: host pages that are this job's alone (a destination) until its result is applied.
     reads: host pages of the tree that the job reads; a lock protects them, except after a reset.
-    Both by component.
+    Both by component. ticket: once it is in the table.
     """
 
-    __slots__ = ("kind", "on_result", "orphaned", "owns", "reads")
+    __slots__ = ("kind", "orphaned", "owns", "reads", "ticket")
 
-    def __init__(
-        self,
-        kind: JobKind,
-        on_result: Callable[[Result], None],
-        owns: PagesOf = NOTHING,
-        reads: PagesOf = NOTHING,
-    ):
+    def __init__(self, kind: JobKind, owns: PagesOf = NOTHING, reads: PagesOf = NOTHING):
         self.kind = kind
-        self.on_result = on_result
         self.owns = owns
         self.reads = reads
+        self.ticket = NO_TICKET
         self.orphaned = False
+
+    def book(self, result: Result) -> None:
+        """Take the outcome into the tree and the counters: the one step that follows. Here none does."""
 
     @property
     def num_pages(self) -> int:
         """Host pages it uses; as long as it is no orphan, those of a result that is whole."""
-        return sum(map(len, self.owns.values())) + sum(map(len, self.reads.values()))
+        count = 0
+        for pages in self.owns.values():
+            count += len(pages)
+        for pages in self.reads.values():
+            count += len(pages)
+        return count
 
 
 class InFlightJobs:
@@ -69,6 +83,7 @@ class InFlightJobs:
     def add(self, ticket: Ticket, job: InFlightJob) -> None:
         if ticket in self:
             raise Misuse(f"ticket {ticket} used twice")
+        job.ticket = ticket
         self._by_kind[job.kind][ticket] = job
         for component, pages in job.owns.items():
             self.num_owned[component] += len(pages)
@@ -78,14 +93,16 @@ class InFlightJobs:
         return self._by_kind[kind]
 
     def apply(self, result: Result) -> None:
-        """Run a result's one completion path. An unknown ticket is a bug."""
-        job = self._by_kind[result.kind].pop(result.ticket)
+        """Book a result, or free what an orphan owns. Misuse for a ticket that is not in the table."""
+        job = self._by_kind[result.kind].pop(result.ticket, None)
+        if job is None:
+            raise Misuse(f"a result for {result.kind.value} ticket {result.ticket}, which is not in flight")
         for component, pages in job.owns.items():
             self.num_owned[component] -= len(pages)
         if job.orphaned:
             self._free_host(job.owns)
         else:
-            job.on_result(result)
+            job.book(result)
 
     def orphan_all(self) -> None:
         """Cut every present job off from the tree. The host pages it used are its own meanwhile.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import (
@@ -29,6 +29,8 @@ from hiradix.policy.no_regret import GatedTransfer, NoRegret
 from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, NodePages, RadixKey, RadixTree
 
+NOT_STARTED: Final = -1
+
 
 class Filled(NamedTuple):
     """Pages of a further component from `start` to the end of `node`, which a load filled."""
@@ -38,15 +40,39 @@ class Filled(NamedTuple):
     start: int
 
 
-class LoadBackCopy:
-    """What one load brings: the backbone's pages [start, node.end) of the path, and segments of others."""
+class LoadBackCopy(InFlightJob):
+    """One load: the backbone's pages [start, node.end) of the path, and segments of others, of which it reads
+    the host's.
 
-    __slots__ = ("node", "others", "start")
+    locks: on the path in both tiers, until it ends. slot: of the gate, once it is started. batch_pages: of
+    all loads started with it. has_failed: after it was started, as only then somebody may wait for it.
+    """
 
-    def __init__(self, node: Node, start: int, others: list[NodePages]):
+    __slots__ = (
+        "batch_pages", "has_ended", "has_failed", "load_back", "locks", "node", "others", "slot", "start",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        load_back: LoadBack,
+        node: Node,
+        start: int,
+        others: list[NodePages],
+        host: PagesOf,
+        locks: tuple[Lock, Lock],
+    ):
+        super().__init__(JobKind.LOAD, reads=host)
+        self.load_back = load_back
         self.node = node
         self.start = start
         self.others = others
+        self.locks = locks
+        self.slot = NOT_STARTED
+        self.batch_pages = self.num_pages
+        self.has_ended = self.has_failed = False
+
+    def book(self, result: Result) -> None:
+        self.load_back.loaded(self, result)
 
 
 class LoadBack:
@@ -74,10 +100,8 @@ class LoadBack:
         self._make_room = make_room
         self._failed: list[tuple[Lock, int]] = []  # (lock on the last, first page) of copies that failed
         self._failed_others: list[Filled] = []  # of further components, not below those
-        self._queued: list[Ticket] = []  # loads that wait for `start_loading`
-        self._started: dict[int, tuple[Ticket, ...]] = {}  # by gate slot, while it matters to readers
-        self._lost: set[Ticket] = set()  # tickets in `_started` whose results were failures
-        self._batch_pages: dict[Ticket, int] = {}  # of loads under way: pages of the whole batch
+        self._queued: list[LoadBackCopy] = []  # wait for `start_loading`
+        self._started: dict[int, list[LoadBackCopy]] = {}  # by gate slot, while it matters to readers
         self._no_regret = no_regret
         self._first_failed_slot = share(self._find_failed_slot)
 
@@ -86,12 +110,11 @@ class LoadBack:
         self._failed_others.clear()
         self._queued.clear()
         self._started.clear()
-        self._lost.clear()
-        self._batch_pages.clear()
 
     def running(self) -> list[Ticket]:
         """Loads that were started and whose results are not applied yet."""
-        return [ticket for ticket in self._in_flight.tickets(JobKind.LOAD) if ticket not in self._queued]
+        queued = {copy.ticket for copy in self._queued}
+        return [ticket for ticket in self._in_flight.tickets(JobKind.LOAD) if ticket not in queued]
 
     def load(self, node: Node, quota_pages: int | None = None) -> int | None:
         """Queue the copies that make `node` usable on the device; returns their number of pages.
@@ -106,7 +129,7 @@ class LoadBack:
         num_pages = sizes(others)
         num_pages[BACKBONE] = asked
         total = sum(num_pages.values())
-        is_full = len(self._queued) >= self._controller.runtime.limits.queued_jobs
+        is_full = len(self._queued) >= self._controller.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
             return None
@@ -120,7 +143,7 @@ class LoadBack:
             self._unlock(locks)
             return None
         # making room may have applied results, which may have split nodes
-        self._submit(LoadBackCopy(node, start, self._others(node)), pages, locks)
+        self._submit(node, start, pages, locks)
         return total
 
     def _others(self, node: Node) -> list[NodePages]:
@@ -147,46 +170,43 @@ class LoadBack:
             found[component] = pages
         return found
 
-    def _submit(self, up: LoadBackCopy, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
-        """Queue one copy for all of it; the tree has its device pages at once."""
-        further = [component for component in pages if component != BACKBONE]
-        host = gathered(up.others, further)
-        host[BACKBONE] = self._tree.pages(up.node, HOST, up.start)
-        self._supply.take_path(up.node, pages[BACKBONE])
-        for segment, own in shared_out(pages, up.others):
+    def _submit(self, node: Node, start: int, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
+        """Queue one copy for all of it; the tree has its device `pages` at once."""
+        segments, further = self._others(node), [component for component in pages if component != BACKBONE]
+        host = gathered(segments, further)
+        host[BACKBONE] = self._tree.pages(node, HOST, start)
+        self._supply.take_path(node, pages[BACKBONE])
+        for segment, own in shared_out(pages, segments):
             self._supply.take_beside(segment, own)
-        num_pages = sum(map(len, pages.values()))
-
-        def done(result: Result) -> None:
-            batch_pages = self._batch_pages.pop(result.ticket, 0)
-            if result.num_pages == num_pages:
-                self._no_regret.moved(GatedTransfer.LOAD, batch_pages, result.duration_s)
-                self._counters.loaded += len(pages[BACKBONE])
-                self._unlock(locks)
-            else:
-                self._counters.load_failed += len(pages[BACKBONE])
-                self._fail(up, locks)
-                if ticket not in self._queued:
-                    self._lost.add(ticket)
-
+        copy = LoadBackCopy(self, node, start, segments, host, locks)
         others = [Copy(host[c], pages[c], c) for c in further]
-        ticket = self._controller.load(host[BACKBONE], pages[BACKBONE], others)
-        self._queued.append(ticket)
-        self._batch_pages[ticket] = num_pages
-        self._in_flight.add(ticket, InFlightJob(JobKind.LOAD, done, reads=host))
+        self._in_flight.add(self._controller.load(host[BACKBONE], pages[BACKBONE], others), copy)
+        self._queued.append(copy)
+
+    def loaded(self, copy: LoadBackCopy, result: Result) -> None:
+        """A load has ended: its pages stay if all of them came, else they leave again (`drop_failed`)."""
+        copy.has_ended, num_pages = True, len(copy.reads[BACKBONE])
+        if result.num_pages == copy.num_pages:
+            self._no_regret.moved(GatedTransfer.LOAD, copy.batch_pages, result.duration_s)
+            self._counters.loaded += num_pages
+            self._unlock(copy.locks)
+        else:
+            self._counters.load_failed += num_pages
+            copy.has_failed = copy.slot != NOT_STARTED
+            self._fail(copy)
 
     def _unlock(self, locks: tuple[Lock, Lock]) -> None:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def _fail(self, up: LoadBackCopy, locks: tuple[Lock, Lock]) -> None:
+    def _fail(self, copy: LoadBackCopy) -> None:
         """Note what a copy that failed has filled. Where that is backbone, our device lock stays on it."""
-        self._failed_others += [Filled(s.node, s.component, s.start) for s in up.others]
-        if up.start < up.node.end:
-            self._failed.append((locks[1], up.start))
-            self._tree.unlock(locks[0])
+        self._failed_others += [Filled(s.node, s.component, s.start) for s in copy.others]
+        if copy.start < copy.node.end:
+            self._failed.append((copy.locks[1], copy.start))
+            self._tree.unlock(copy.locks[0])
         else:
-            self._unlock(locks)
+            self._unlock(copy.locks)
 
     def start_loading(self) -> int:
         """Launch the queued loads. Returns the gate slot the next forward waits on, -1 if nothing loads.
@@ -197,10 +217,7 @@ class LoadBack:
         self.drop_failed()
         slot = self._controller.start_loading()
         if slot >= 0:
-            self._started[slot], self._queued = tuple(self._queued), []
-            if len(self._started[slot]) > 1:
-                total = sum(self._batch_pages.get(t, 0) for t in self._started[slot])
-                self._batch_pages.update((t, total) for t in self._started[slot] if t in self._batch_pages)
+            self._start(slot)
         elif not self._started:
             return -1
         failed = self._drop_ended()
@@ -210,18 +227,31 @@ class LoadBack:
             latest = max(latest, other)
         return failed[0] if failed else latest
 
+    def _start(self, slot: int) -> None:
+        """All queued loads are one batch now, behind `slot` of the gate."""
+        batch, self._queued = self._queued, []
+        num_pages = 0
+        for copy in batch:
+            num_pages += 0 if copy.has_ended else copy.num_pages
+        for copy in batch:
+            copy.slot, copy.batch_pages = slot, num_pages
+        self._started[slot] = batch
+
     def _drop_ended(self) -> list[int]:
         """Forget started slots that matter to no reader. Returns which of the others failed, oldest first."""
-        first, under_way = self._first_failed_slot(), self._in_flight.of_kind(JobKind.LOAD).keys()
+        first = self._first_failed_slot()
         failed, ended = [], []
-        for slot, tickets in self._started.items():
-            has_failed = slot == first or (bool(self._lost) and not self._lost.isdisjoint(tickets))
-            if under_way.isdisjoint(tickets) and not (has_failed and self._has_garbage):
+        for slot, copies in self._started.items():
+            has_failed, is_under_way = slot == first, False
+            for copy in copies:
+                has_failed |= copy.has_failed
+                is_under_way |= not copy.has_ended
+            if not is_under_way and not (has_failed and self._has_garbage):
                 ended.append(slot)
             elif has_failed:
                 failed.append(slot)
         for slot in ended:
-            self._lost.difference_update(self._started.pop(slot))
+            del self._started[slot]
         return failed
 
     def _find_failed_slot(self) -> float:

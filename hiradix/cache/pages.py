@@ -103,9 +103,10 @@ class PairedSource(PageSource, Protocol):
 class PageSupply:
     """Allocates pages, evicting unlocked tree data when a pool is short, and frees what the tree returns.
 
-    device, host: a source per component of the tree, or the only one's; no host source: no host tier. A
-        device source with a `pair` method is told what its pages lie beside. From one with an `end_page` the
-        tree takes page ids below that alone.
+    device, host: a source per component of the tree, or the only one's; none: the tree does not have that
+        tier, as where an engine's own block table has the device's pages. A device source with a `pair`
+        method is told what its pages lie beside. From one with an `end_page` the tree takes page ids below
+        that alone.
     num_dropped: device pages that evictions freed since start, per component.
     """
 
@@ -121,10 +122,9 @@ class PageSupply:
                 end = getattr(pool, "end_page", None)
                 if end is not None:
                     tree.limit_pages(component, tier, end)
-        self.device = self.device_pools[BACKBONE]
         self.host = self.host_pools[BACKBONE] if self.host_pools else None
         self.counters = counters
-        self.num_dropped = [0] * len(self.device_pools)
+        self.num_dropped = [0] * len(tree.components)
         self._pair: list[Callable[[Pages, Pages], None] | None] = [
             getattr(pool, "pair", None) for pool in self.device_pools
         ]
@@ -171,7 +171,7 @@ class PageSupply:
         duplicates = done.duplicates
         if len(pages) == 1:
             if len(duplicates[BACKBONE]):
-                self.device.free(duplicates[BACKBONE])
+                self.device_pools[BACKBONE].free(duplicates[BACKBONE])
             return done.lock
         if len(duplicates[BACKBONE]):
             own = self.tree.pages(done.lock.node, DEVICE, done.lock.node.end - len(pages[BACKBONE]))
@@ -206,7 +206,8 @@ class PageSupply:
         num_held: device pages that requests have and the tree has not; of the backbone, as all that is asked
         of the device. in_flight: host pages of transfers, by component. Holds between steps.
         """
-        self._check_pool(DEVICE, BACKBONE, self.device, num_held)
+        if self.device_pools:
+            self._check_pool(DEVICE, BACKBONE, self.device_pools[BACKBONE], num_held)
         for component, pool in enumerate(self.host_pools):
             self._check_pool(HOST, component, pool, in_flight[component])
 

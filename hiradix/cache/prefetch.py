@@ -20,8 +20,30 @@ from hiradix.cache.reads import Reads
 from hiradix.errors import Misuse
 from hiradix.policy.no_regret import NoRegret
 from hiradix.policy.prefetch_policy import PrefetchPolicy
-from hiradix.transfer import JobKind, Result, TransferController
+from hiradix.transfer import JobKind, Result, StorageExecutor
 from hiradix.tree import Node, RadixKey, RadixTree, Tier
+
+
+class StorageQuery(InFlightJob):
+    """What storage has of a prefetch is being asked: `asked` pages behind its anchor.
+
+    start: the first of those. first_hashed: the page whose hash is the first of those that come back.
+    known: so many of the pages were not asked for in the backbone.
+    """
+
+    __slots__ = ("asked", "first_hashed", "known", "p", "prefetcher", "start")
+
+    def __init__(self, prefetcher: Prefetcher, p: Prefetch, first_hashed: int, known: int):
+        super().__init__(JobKind.QUERY)
+        self.prefetcher = prefetcher
+        self.p = p
+        self.start = p.anchor.end
+        self.first_hashed = first_hashed
+        self.asked = p.asked_pages
+        self.known = known
+
+    def book(self, result: Result) -> None:
+        self.prefetcher.found(self, result)
 
 
 class Prefetcher:
@@ -30,7 +52,7 @@ class Prefetcher:
     def __init__(
         self,
         supply: PageSupply,
-        controller: TransferController,
+        executor: StorageExecutor,
         in_flight: InFlightJobs,
         policy: PrefetchPolicy,
         clock: Callable[[], float],
@@ -40,7 +62,7 @@ class Prefetcher:
         self.policy = policy
         self._tree: RadixTree = supply.tree
         self._supply = supply
-        self._controller = controller
+        self._executor = executor
         self._in_flight = in_flight
         self._clock = clock
         self.reads = self._make_reads(no_regret, agree)
@@ -49,16 +71,14 @@ class Prefetcher:
         self._loaded: dict[Hashable, tuple[int, int]] = {}  # first page, pages
 
     def _make_reads(self, no_regret: NoRegret, agree: Agree | None) -> Reads | BoundaryReads:
-        arrivals, controller = Arrivals(self._supply), self._controller
+        arrivals, executor = Arrivals(self._supply), self._executor
         if not arrivals.others:
-            return Reads(arrivals, controller, self._in_flight, self._finish, no_regret)
-        step_pages = pages_of_a_step(
-            self._tree.components, controller.page_bytes, controller.runtime.limits.batch_pages
-        )
+            return Reads(arrivals, executor, self._in_flight, self._finish, no_regret)
+        step_pages = pages_of_a_step(self._tree.components, executor.page_bytes, executor.limits.batch_pages)
         if agree is not None:
             step_pages = -least(agree, -step_pages)[0]  # the most that any rank would read at once
         ends = Ends(self._finish, self._ask_again)
-        return BoundaryReads(arrivals, controller, self._in_flight, ends, step_pages, no_regret)
+        return BoundaryReads(arrivals, executor, self._in_flight, ends, step_pages, no_regret)
 
     def __len__(self) -> int:
         return len(self._running)
@@ -77,12 +97,13 @@ class Prefetcher:
         """Ask storage for what follows `node` (the deepest loadable node of `key`). False: not worth it."""
         self.abort(handle)
         asked = key.num_pages(self._tree.page_size) - node.end
-        if asked <= 0 or not self._controller.storage_attached or not self.policy.worth_asking(asked):
+        if asked <= 0 or not self._executor.storage_attached or not self.policy.worth_asking(asked):
             return False
         asked = self.reads.most(key, node)
         if not self.policy.worth_asking(asked):
             return False
-        if not self.policy.has_capacity(self.pages_in_flight(), asked, self._host_pages()):
+        primary, in_flight = self._same_pages(key, node), self.pages_in_flight()
+        if primary is None and not self.policy.has_capacity(in_flight, asked, self._host_pages()):
             self._supply.counters.miss("host_capacity", asked)
             return False
         limit_s = self.policy.wait_limit_s(asked)
@@ -91,7 +112,6 @@ class Prefetcher:
         p = Prefetch(key, asked, node.end, self._clock(), limit_s, node)
         self._active[handle] = p
         self._running.append(p)
-        primary = self._same_pages(p)
         if primary is not None:
             p.phase, p.primary = PrefetchPhase.JOINED, primary
         else:
@@ -139,7 +159,8 @@ class Prefetcher:
             self._release(handle)
 
     def pages_in_flight(self) -> int:
-        return sum(p.asked_pages for p in self._running)
+        """Pages that storage is being asked for, or that are being read; what has joined asks for none."""
+        return sum(p.asked_pages for p in self._running if p.phase is not PrefetchPhase.JOINED)
 
     def _host_pages(self) -> int:
         return 0 if self._supply.host is None else self._supply.host.num_pages
@@ -155,7 +176,7 @@ class Prefetcher:
             if left is not None and left.phase is not PrefetchPhase.DONE and not self._is_wanted(left):
                 left.stopped = True
                 for ticket in left.tickets:
-                    self._controller.cancel(ticket)
+                    self._executor.cancel(ticket)
 
     def _is_wanted(self, p: Prefetch) -> bool:
         """Whether a request waits for `p`, its own or one that joined it."""
@@ -163,14 +184,13 @@ class Prefetcher:
 
     # -- the transfer's side ------------------------------------------------------------
 
-    def _same_pages(self, new: Prefetch) -> Prefetch | None:
-        """A running prefetch that will bring the first page `new` wants."""
-        row = new.key.row(new.anchor.end, self._tree.page_size)
+    def _same_pages(self, key: RadixKey, node: Node) -> Prefetch | None:
+        """A running prefetch that will bring the first page of `key` behind `node`."""
+        row = key.row(node.end, self._tree.page_size)
         for p in self._running:
             is_open = p.phase in (PrefetchPhase.QUERY, PrefetchPhase.READ) and not p.stopped
-            if is_open and p is not new and p.anchor is new.anchor:
-                if p.key.row(p.anchor.end, self._tree.page_size) == row:
-                    return p
+            if is_open and p.anchor is node and p.key.row(node.end, self._tree.page_size) == row:
+                return p
         return None
 
     def _query(self, p: Prefetch) -> None:
@@ -178,29 +198,27 @@ class Prefetcher:
         if p.lock is None:
             p.lock = self._tree.lock(p.anchor, Tier.HOST)
         start = p.anchor.end
-        end = start + p.asked_pages
-        rows = self._tree.rows(p.key, p.anchor, start, end)
-        skip = start - rows.start  # pages the rows reach back because their hashes are not known yet
-        known = self.reads.hold(p)
-
-        def answered(result: Result) -> None:
-            p.tickets.discard(ticket)
-            if skip and result.hashes:
-                self._tree.set_hashes(p.anchor, rows.start, result.hashes[:skip])
-            if result.error is not None and not p.stopped:
-                self._supply.counters.miss("storage_transfer", p.asked_pages)
-            p.nothing_there = result.error is None and result.num_pages == 0
-            chain = None if rows.start else result.hashes
-            is_read = self._read(
-                p, StorageHit(start, result.hashes[skip : skip + result.num_pages], chain, known)
-            )
-            if p.is_measured:
-                self.reads.no_regret.answered(asked, result.num_pages if is_read else 0, result.duration_s)
-
-        asked = p.asked_pages
-        ticket = self._controller.query(rows, p.asked_pages, self.reads.windows(), known)
+        rows = self._tree.rows(p.key, p.anchor, start, start + p.asked_pages)
+        query = StorageQuery(self, p, rows.start, self.reads.hold(p))
+        ticket = self._executor.query(rows, p.asked_pages, self.reads.windows(), query.known)
         p.tickets.add(ticket)
-        self._in_flight.add(ticket, InFlightJob(JobKind.QUERY, answered))
+        self._in_flight.add(ticket, query)
+
+    def found(self, query: StorageQuery, result: Result) -> None:
+        """Storage has answered: what it has is read."""
+        p, skip = query.p, query.start - query.first_hashed  # pages of which the hash was not known
+        p.tickets.discard(query.ticket)
+        if skip and result.hashes:
+            self._tree.set_hashes(p.anchor, query.first_hashed, result.hashes[:skip])
+        if result.error is not None and not p.stopped:
+            self._supply.counters.miss("storage_transfer", p.asked_pages)
+        p.nothing_there = result.error is None and result.num_pages == 0
+        chain = None if query.first_hashed else result.hashes
+        names = result.hashes[skip : skip + result.num_pages]
+        is_read = self._read(p, StorageHit(query.start, names, chain, query.known))
+        if p.is_measured:
+            num_read = result.num_pages if is_read else 0
+            self.reads.no_regret.answered(query.asked, num_read, result.duration_s)
 
     def _read(self, p: Prefetch, found: StorageHit) -> bool:
         """Submit reads for the hits, if somebody still wants them; False: there are none."""
@@ -218,7 +236,7 @@ class Prefetcher:
     def _ask_again(self, p: Prefetch, num_pages: int) -> None:
         """Look for an earlier boundary, among the first `num_pages` pages asked for."""
         p.asked_pages = num_pages
-        if self.policy.worth_asking(num_pages) and self._controller.storage_attached:
+        if self.policy.worth_asking(num_pages) and self._executor.storage_attached:
             self._query(p)
         else:
             self._finish(p)
@@ -250,7 +268,7 @@ class Prefetcher:
             (gained or not primary.nothing_there)
             and p.asked_pages > 0
             and self.policy.worth_asking(p.asked_pages)
-            and self._controller.storage_attached
+            and self._executor.storage_attached
         ):
             self._query(p)
         else:

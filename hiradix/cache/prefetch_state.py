@@ -55,6 +55,14 @@ class Prefetch:
         """Whether what it took says something of storage: nobody let go of it before its time."""
         return not self.stopped or self.is_late
 
+    def ended(self, ticket: Ticket, num_asked: int, num_came: int, duration_s: float) -> None:
+        """One of its reads is back."""
+        self.tickets.discard(ticket)
+        self.unread_pages -= num_asked
+        self.num_asked += num_asked
+        self.num_came += num_came
+        self.read_s += duration_s
+
     def report_to(self, gate: NoRegret) -> None:
         """All its reads are back: the gate hears what they were for, and what they brought."""
         if self.is_measured:

@@ -9,8 +9,23 @@ from hiradix.cache.in_flight import InFlightJob, InFlightJobs
 from hiradix.cache.pages import BACKBONE, Pages
 from hiradix.cache.prefetch_state import Arrivals, Prefetch, StorageHit
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
-from hiradix.transfer import JobKind, Result, TrailingWindow, TransferController
+from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingWindow
 from hiradix.tree import Node, RadixKey
+
+
+class BatchRead(InFlightJob):
+    """A batch of a prefetch's hits on its way into the host pages that it owns."""
+
+    __slots__ = ("found", "p", "submitter")
+
+    def __init__(self, submitter: Reads, p: Prefetch, found: StorageHit, pages: Pages):
+        super().__init__(JobKind.READ, owns={BACKBONE: pages})
+        self.submitter = submitter
+        self.p = p
+        self.found = found
+
+    def book(self, result: Result) -> None:
+        self.submitter.arrived(self, result)
 
 
 class Reads:
@@ -22,7 +37,7 @@ class Reads:
     def __init__(
         self,
         arrivals: Arrivals,
-        controller: TransferController,
+        executor: StorageExecutor,
         in_flight: InFlightJobs,
         finish: Callable[[Prefetch], None],
         no_regret: NoRegret,
@@ -30,7 +45,7 @@ class Reads:
         self.no_regret = no_regret
         self._arrivals = arrivals
         self._supply = arrivals.supply
-        self._controller = controller
+        self._executor = executor
         self._in_flight = in_flight
         self._finish = finish
 
@@ -52,7 +67,7 @@ class Reads:
         if not self.no_regret.takes(GatedTransfer.FETCH, len(found.hashes)):
             self._supply.counters.miss("slower_than_compute", len(found.hashes))
             return False
-        batch_pages, at = self._controller.runtime.limits.batch_pages, found.start
+        batch_pages, at = self._executor.limits.batch_pages, found.start
         while at < found.end:
             num_pages = min(batch_pages, found.end - at, self._supply.host_room())
             host_pages = self._supply.alloc_host(num_pages) if num_pages else None
@@ -64,34 +79,29 @@ class Reads:
         return at > found.start
 
     def _submit_batch(self, p: Prefetch, batch: StorageHit, host_pages: Pages) -> None:
-        start, hashes = batch.start, batch.hashes
-
-        def arrived(result: Result) -> None:
-            p.tickets.discard(ticket)
-            p.unread_pages -= len(host_pages)
-            p.num_asked += len(host_pages)
-            p.num_came += result.num_pages
-            p.read_s += result.duration_s
-            if p.is_measured:
-                self.no_regret.fetched(len(host_pages), result.num_pages, result.duration_s)
-            usable = result.num_pages if start < p.end_page else 0
-            if usable:
-                self._arrivals.adopt(p, batch.part(start, start + usable), {BACKBONE: host_pages[:usable]})
-            if usable < len(host_pages):
-                self._supply.free_host(host_pages[usable:])
-                if start < p.end_page:
-                    p.end_page, p.has_failed = start + usable, result.error is not None
-                    for behind in p.tickets:
-                        self._controller.cancel(behind)
-                if p.has_failed:  # also what came behind a page that did not is of no use
-                    p.lost(len(host_pages) - usable, self._supply.counters)
-            if not p.tickets:
-                p.report_to(self.no_regret)
-                self._finish(p)
-
         p.unread_pages += len(host_pages)
-        ticket = self._controller.read(
-            hashes, host_pages, batch.chain, extra_key=p.key.extra_key
-        )
+        ticket = self._executor.read(batch.hashes, host_pages, batch.chain, extra_key=p.key.extra_key)
         p.tickets.add(ticket)
-        self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns={BACKBONE: host_pages}))
+        self._in_flight.add(ticket, BatchRead(self, p, batch, host_pages))
+
+    def arrived(self, read: BatchRead, result: Result) -> None:
+        """A read has ended: what continues the prefetch without a gap enters the tree, the rest is freed."""
+        p, batch, host_pages = read.p, read.found, read.owns[BACKBONE]
+        start, count = batch.start, len(host_pages)
+        p.ended(read.ticket, count, result.num_pages, result.duration_s)
+        if p.is_measured:
+            self.no_regret.fetched(count, result.num_pages, result.duration_s)
+        usable = result.num_pages if start < p.end_page else 0
+        if usable:
+            self._arrivals.adopt(p, batch.part(start, start + usable), {BACKBONE: host_pages[:usable]})
+        if usable < count:
+            self._supply.free_host(host_pages[usable:])
+            if start < p.end_page:
+                p.end_page, p.has_failed = start + usable, result.error is not None
+                for behind in p.tickets:
+                    self._executor.cancel(behind)
+            if p.has_failed:  # also what came behind a page that did not is of no use
+                p.lost(count - usable, self._supply.counters)
+        if not p.tickets:
+            p.report_to(self.no_regret)
+            self._finish(p)

@@ -15,22 +15,60 @@ from itertools import groupby
 from typing import Final
 
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
-from hiradix.cache.pages import BACKBONE, NO_PAGES, CacheCounters, Pages, PageSupply
+from hiradix.cache.pages import BACKBONE, NO_PAGES, CacheCounters, Pages, PagesOf, PageSupply
 from hiradix.errors import Misuse
-from hiradix.transfer import JobKind, Result, TrailingPages, TransferController
-from hiradix.tree import HOST, UNBOUNDED, Node, RadixTree
+from hiradix.transfer import JobKind, Result, StorageExecutor, TrailingPages
+from hiradix.tree import HOST, UNBOUNDED, Lock, Node, RadixTree
 from hiradix.tree.tree import extended
 
 OFFER_AGAIN_USES: Final = 64  # a node used that often is offered to storage again, which may have lost it
 
 
+class PathBackup(InFlightJob):
+    """The backbone's host pages of the path from page `start` to the end of `node`, on their way to storage.
+
+    first_hashed: the page whose hash is the first of those that come back. lock: on the path, meanwhile.
+    """
+
+    __slots__ = ("backup", "first_hashed", "lock", "node", "start")
+
+    def __init__(
+        self, backup: StorageBackup, node: Node, start: int, first_hashed: int, pages: Pages, lock: Lock
+    ):
+        super().__init__(JobKind.STORE, reads={BACKBONE: pages})
+        self.backup = backup
+        self.node = node
+        self.start = start
+        self.first_hashed = first_hashed
+        self.lock = lock
+
+    def book(self, result: Result) -> None:
+        self.backup.stored_path(self, result)
+
+
+class BoundaryBackup(InFlightJob):
+    """What the boundary at `node` needs of further components, on its way to storage. As `PathBackup`."""
+
+    __slots__ = ("backup", "first_hashed", "lock", "node")
+
+    def __init__(self, backup: StorageBackup, node: Node, first_hashed: int, pages: PagesOf, lock: Lock):
+        super().__init__(JobKind.STORE, reads=pages)
+        self.backup = backup
+        self.node = node
+        self.first_hashed = first_hashed
+        self.lock = lock
+
+    def book(self, result: Result) -> None:
+        self.backup.stored_boundary(self, result)
+
+
 class StorageBackup:
     """Brings host pages to storage, where one is attached."""
 
-    def __init__(self, supply: PageSupply, controller: TransferController, in_flight: InFlightJobs):
+    def __init__(self, supply: PageSupply, executor: StorageExecutor, in_flight: InFlightJobs):
         self._tree: RadixTree = supply.tree
         self._counters: CacheCounters = supply.counters
-        self._controller = controller
+        self._executor = executor
         self._in_flight = in_flight
         self._others = list(enumerate(supply.tree.components))[1:]
         self._ending: set[Node] = set()  # whose boundaries are being stored
@@ -41,7 +79,7 @@ class StorageBackup:
 
     def offer_again(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: now and then forget that storage has it."""
-        if self._controller.storage_attached:
+        if self._executor.storage_attached:
             for n in self._tree.path(node):
                 if n.hit_count % OFFER_AGAIN_USES == 0:
                     n.stored = n.boundary_stored = False
@@ -51,7 +89,7 @@ class StorageBackup:
 
         Not what is below a node that is neither there nor on the host: nobody could reach it.
         """
-        if not self._controller.storage_attached:
+        if not self._executor.storage_attached:
             return
         path = list(self._tree.path(node))
         path.reverse()
@@ -67,7 +105,7 @@ class StorageBackup:
 
     def store_below(self, node: Node) -> None:
         """Store what went down before `node`, as evicted leaves do: it can be reached now."""
-        if not self._controller.storage_attached:
+        if not self._executor.storage_attached:
             return
         at = self._tree.current(node)
         below = [] if at is None else list(at.children.values())
@@ -83,20 +121,21 @@ class StorageBackup:
         host_pages = self._tree.pages(node, HOST, start=start)
         rows = self._tree.page_rows(node, start)
         self._mark_stored(node, start, True)  # optimistic; taken back if the backend says no
+        record = PathBackup(self, node, start, rows.start, host_pages, lock)
+        self._in_flight.add(self._executor.write_storage(rows, host_pages), record)
 
-        def done(result: Result) -> None:
-            if result.hashes:
-                self._tree.set_hashes(node, rows.start, result.hashes)
-            self._counters.backed_up += result.num_pages
-            if self._tree.watch is not None and result.num_pages:
-                self._tree.watch.backed_up(node, start, start + result.num_pages)
-            if result.num_pages < len(host_pages):
-                self._counters.backup_failed += len(host_pages) - result.num_pages
-                self._mark_stored(node, start, False)
-            self._tree.unlock(lock)
-
-        ticket = self._controller.store(rows, host_pages)
-        self._in_flight.add(ticket, InFlightJob(JobKind.STORE, done, reads={BACKBONE: host_pages}))
+    def stored_path(self, record: PathBackup, result: Result) -> None:
+        """Storage has the first `result.num_pages` of what was put."""
+        node, start, num_pages = record.node, record.start, record.num_pages
+        if result.hashes:
+            self._tree.set_hashes(node, record.first_hashed, result.hashes)
+        self._counters.backed_up += result.num_pages
+        if self._tree.watch is not None and result.num_pages:
+            self._tree.watch.backed_up(node, start, start + result.num_pages)
+        if result.num_pages < num_pages:
+            self._counters.backup_failed += num_pages - result.num_pages
+            self._mark_stored(node, start, False)
+        self._tree.unlock(record.lock)
 
     def _mark_stored(self, node: Node, start: int, stored: bool) -> None:
         for n in self._tree.path(node, start):
@@ -120,7 +159,8 @@ class StorageBackup:
     def _submit_boundary(self, node: Node, known: int) -> None:
         """Store what a boundary at `node` needs of further components, but for pages before `known`."""
         lock = self._tree.lock(node, HOST)
-        start, pages = node.end, {}
+        start = node.end
+        pages: dict[int, Pages] = {}
         for component, kind in self._others:
             first = max(0, node.end - kind.reach)
             if kind.per_page:
@@ -131,16 +171,18 @@ class StorageBackup:
             start = min(start, first)
         rows = self._tree.page_rows(node, start)
         self._ending.add(node)
+        trailing = [TrailingPages(own, c) for c, own in pages.items()]
+        record = BoundaryBackup(self, node, rows.start, pages, lock)
+        self._in_flight.add(self._executor.write_storage(rows, NO_PAGES, trailing), record)
 
-        def done(result: Result) -> None:
-            if result.hashes:
-                self._tree.set_hashes(node, rows.start, result.hashes)
-            self._ending.discard(node)
-            node.boundary_stored = result.num_pages == sum(map(len, pages.values()))
-            self._tree.unlock(lock)
-
-        ticket = self._controller.store(rows, NO_PAGES, [TrailingPages(own, c) for c, own in pages.items()])
-        self._in_flight.add(ticket, InFlightJob(JobKind.STORE, done, reads=pages))
+    def stored_boundary(self, record: BoundaryBackup, result: Result) -> None:
+        """Storage has the boundary if it took all that this needs."""
+        node = record.node
+        if result.hashes:
+            self._tree.set_hashes(node, record.first_hashed, result.hashes)
+        self._ending.discard(node)
+        node.boundary_stored = result.num_pages == record.num_pages
+        self._tree.unlock(record.lock)
 
 
 def _record(node: Node, component: int) -> Pages:

@@ -20,6 +20,7 @@ from hiradix.cache.pages import (
     BACKBONE,
     NO_PAGES,
     CacheCounters,
+    Pages,
     PagesOf,
     PageSupply,
     gathered,
@@ -30,41 +31,46 @@ from hiradix.cache.storage_backup import StorageBackup
 from hiradix.errors import Misuse
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
+from hiradix.transfer import Copy, JobKind, Result, TransferController
 from hiradix.tree import DEVICE, HOST, Lock, Node, NodePages, RadixTree, ids
 
 
-class WriteThroughCopy:
-    """What one copy takes down: the backbone's pages [start, node.end) of the path, and segments of others.
+class WriteThroughCopy(InFlightJob):
+    """One copy down: the backbone's pages [start, node.end) of the path, and segments of others.
 
-    host: the pages they go to, per component; the segments' in their order.
+    source: the backbone's device pages. It owns the host pages they go to; the segments' in their order.
+    locks: what it gives back when it ends.
     """
 
-    __slots__ = ("host", "node", "others", "start")
+    __slots__ = ("locks", "node", "others", "source", "start", "write_through")
 
-    def __init__(self, node: Node, start: int, others: list[NodePages], host: PagesOf):
+    def __init__(
+        self,
+        write_through: WriteThrough,
+        node: Node,
+        start: int,
+        source: Pages,
+        others: list[NodePages],
+        host: PagesOf,
+        locks: list[Lock],
+    ):
+        super().__init__(JobKind.WRITE, owns=host)
+        self.write_through = write_through
         self.node = node
         self.start = start
+        self.source = source
         self.others = others
-        self.host = host
+        self.locks = locks
 
     def copies(self) -> list[Copy]:
         """What the controller copies beside the backbone."""
         if not self.others:
             return []
-        source = gathered(self.others, (c for c in self.host if c != BACKBONE))
-        return [Copy(pages, self.host[c], c) for c, pages in source.items()]
+        source = gathered(self.others, (c for c in self.owns if c != BACKBONE))
+        return [Copy(pages, self.owns[c], c) for c, pages in source.items()]
 
-
-class WriteBack:
-    """A copy of a node that is to leave the device. locks: what it gives back when it ends."""
-
-    __slots__ = ("locks", "node", "ticket")
-
-    def __init__(self, ticket: Ticket, node: Node, locks: list[Lock]):
-        self.ticket = ticket
-        self.node = node
-        self.locks = locks
+    def book(self, result: Result) -> None:
+        self.write_through.written(self, result)
 
 
 class WriteThrough:
@@ -144,7 +150,7 @@ class WriteThrough:
 
     def _submit(
         self, node: Node, start: int, others: list[NodePages] | None = None, is_new: bool = True
-    ) -> WriteBack | None:
+    ) -> WriteThroughCopy | None:
         """Start one copy of the path from page `start` to `node`, as far as the host pool can take it.
 
         Along goes what else the boundary it ends in needs, or `others`. What is new, not about to leave the
@@ -157,14 +163,15 @@ class WriteThrough:
         if locks and target is not node and not self._is_plain:  # its window is another one
             longer, locks = locks, self._locked(target)
             self._unlock(longer)
-        down = None
+        host = None
         if last is not None or start == node.end:
-            down = self._with_pages(target, start, self._others(target, start) if others is None else others)
-        self._counters.write_dropped += wanted - (start if down is None else target.end)
-        if down is None:
+            others = self._others(target, start) if others is None else others
+            host = self._host_pages(target.end - start, others)
+        self._counters.write_dropped += wanted - (start if host is None else target.end)
+        if host is None:
             self._unlock(locks)
             return None
-        return WriteBack(self._write(down, locks), target, locks)
+        return self._write(target, start, others or [], host, locks)
 
     def _affordable(self, node: Node, start: int, is_new: bool) -> tuple[int, Node | None]:
         """Of the path from page `start` to `node`: (where what is worth its room ends, the last node that the
@@ -237,49 +244,49 @@ class WriteThrough:
                 found.append(segment)
         return found
 
-    def _with_pages(self, node: Node, start: int, others: list[NodePages]) -> WriteThroughCopy | None:
-        """Host pages for it all; None if they cannot be had."""
-        num_pages = sizes(others)
-        num_pages[BACKBONE] = node.end - start
-        host = self._supply.alloc_all_host(num_pages)
-        return None if host is None else WriteThroughCopy(node, start, others, host)
+    def _host_pages(self, num_pages: int, others: list[NodePages]) -> PagesOf | None:
+        """Host pages for so many of the backbone and for `others`; None if they cannot be had."""
+        counts = sizes(others)
+        counts[BACKBONE] = num_pages
+        return self._supply.alloc_all_host(counts)
 
-    def _write(self, down: WriteThroughCopy, locks: list[Lock]) -> Ticket:
-        """Submit one copy, which gives `locks` back when it ends."""
-        node, host_pages = down.node, down.host[BACKBONE]
-        source = self._tree.pages(node, DEVICE, start=down.start) if len(host_pages) else NO_PAGES
-        sources, num_pages = [(BACKBONE, source)], 0
-        for segment in down.others:
-            sources.append((segment.component, segment.pages))
-        for component, pages in sources:
-            ids.mark(self._writing[component], pages, True)
-            num_pages += len(pages)
-        ticket = self._controller.defer_write(source, host_pages, down.copies())
+    def _write(
+        self, node: Node, start: int, others: list[NodePages], host: PagesOf, locks: list[Lock]
+    ) -> WriteThroughCopy:
+        """Submit one copy to `host`, which gives `locks` back when it ends."""
+        source = self._tree.pages(node, DEVICE, start=start) if start < node.end else NO_PAGES
+        copy = WriteThroughCopy(self, node, start, source, others, host, locks)
+        self._mark(copy, True)
+        self._in_flight.add(self._controller.defer_write(source, host[BACKBONE], copy.copies()), copy)
+        return copy
 
-        def done(result: Result) -> None:
-            for component, pages in sources:
-                ids.mark(self._writing[component], pages, False)
-            ok = result.num_pages == num_pages
-            if ok:
-                self._counters.written += len(source)
-                self._adopt(down)
-            else:
-                self._counters.write_failed += len(source)
-                self._supply.free_all_host(down.host)
-            self._unlock(locks)
-            if ok:
-                self.storage_backup.store(node)
-                if self.policy.writes_on_evict:
-                    self.storage_backup.store_below(node)
+    def _mark(self, copy: WriteThroughCopy, is_written: bool) -> None:
+        """Note that the device pages of `copy` are being copied down, or no more."""
+        ids.mark(self._writing[BACKBONE], copy.source, is_written)
+        for segment in copy.others:
+            ids.mark(self._writing[segment.component], segment.pages, is_written)
 
-        self._in_flight.add(ticket, InFlightJob(JobKind.WRITE, done, owns=down.host))
-        return ticket
+    def written(self, copy: WriteThroughCopy, result: Result) -> None:
+        """A copy has ended: the tree gets its host pages if all of it came, and storage what it lacks."""
+        self._mark(copy, False)
+        ok = result.num_pages == copy.num_pages
+        if ok:
+            self._counters.written += len(copy.source)
+            self._adopt(copy)
+        else:
+            self._counters.write_failed += len(copy.source)
+            self._supply.free_all_host(copy.owns)
+        self._unlock(copy.locks)
+        if ok:
+            self.storage_backup.store(copy.node)
+            if self.policy.writes_on_evict:
+                self.storage_backup.store_below(copy.node)
 
-    def _adopt(self, down: WriteThroughCopy) -> None:
+    def _adopt(self, copy: WriteThroughCopy) -> None:
         """Give the tree the host pages of a copy that is done."""
         adopt, free = self._tree.adopt, self._supply.free_host
-        free(adopt(down.node, BACKBONE, HOST, down.host[BACKBONE]))
-        for segment, pages in shared_out(down.host, down.others):
+        free(adopt(copy.node, BACKBONE, HOST, copy.owns[BACKBONE]))
+        for segment, pages in shared_out(copy.owns, copy.others):
             free(adopt(segment.node, segment.component, HOST, pages), segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
@@ -289,7 +296,9 @@ class WriteThrough:
         for lock in reversed(locks):
             self._tree.unlock(lock)
 
-    def write_back(self, num_pages: int, component: int = BACKBONE) -> tuple[list[Node], list[WriteBack]]:
+    def write_back(
+        self, num_pages: int, component: int = BACKBONE
+    ) -> tuple[list[Node], list[WriteThroughCopy]]:
         """Start copying what a device eviction of `num_pages` would drop: (its victims, the copies).
 
         With one component the copies hold no lock, as giving one back is a use: what is above a victim would
@@ -331,7 +340,7 @@ class WriteThrough:
                 found.append(NodePages(node, component, node.start, node.end, pages))
         return found
 
-    def keep(self, copies: Iterable[WriteBack]) -> None:
+    def keep(self, copies: Iterable[WriteThroughCopy]) -> None:
         """Lock what is being copied, until it is."""
         for copy in copies:
             copy.locks.extend(self._locked(copy.node))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hiradix.transfer.controller import TransferController
 from hiradix.transfer.counters import KindStats, TransferStats
 from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
+from hiradix.transfer.executor import StorageExecutor
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
 from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket, TrailingPages, TrailingWindow
 from hiradix.transfer.runners import PoolPair
@@ -33,6 +34,7 @@ __all__ = [
     "Result",
     "Runtime",
     "StepDriver",
+    "StorageExecutor",
     "TrailingPages",
     "ThreadDriver",
     "Ticket",

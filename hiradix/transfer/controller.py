@@ -1,6 +1,6 @@
 """The transfer controller: tickets out, results back, exactly one each.
 
-    submit (write, load, query, read, store) -> ticket -> queue (FIFO per kind) -> worker -> Result -> poll()
+    write, load, query, read, write_storage -> ticket -> queue (FIFO per kind) -> worker -> Result -> poll()
 
 Rules:
  1. Every ticket gets exactly one Result, whatever happens, except a load undone by `cancel_load`.
@@ -88,9 +88,10 @@ class TransferController:
 
     def _start(self, pairs: tuple[PoolPair, ...], runtime: Runtime) -> None:
         self.runtime = runtime
+        self.limits = limits = runtime.limits
         self.epoch = 0
-        self.backs_up = True  # False: another rank stores the same pages, and a `store` here is done at once
-        limits, self._driver = runtime.limits, runtime.driver
+        self.backs_up = True  # False: another rank stores the same pages; a `write_storage` is done at once
+        self._driver = runtime.driver
         self._streams = runtime.streams or make_streams(pairs[0].device.device)
         self.layer_done_counter = gate = LayerDoneCounter(
             1 + max(layer for pair in pairs for layer in pair.model_layers),
@@ -203,7 +204,9 @@ class TransferController:
             JobKind.READ, self._size(trailing), ReadPayload(tuple(hashes), trailing, chain, extra_key)
         )
 
-    def store(self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()) -> Ticket:
+    def write_storage(
+        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
+    ) -> Ticket:
         """Put host pages, the last ones of `rows`, into storage; earlier rows only carry the hash chain.
 
         others: likewise of further components. They follow and count on.
@@ -373,7 +376,7 @@ class TransferController:
         num_queued = (
             len(self._queued_loads) if kind is JobKind.LOAD else len(self._job_table.job_queues[kind].waiting)
         )
-        return FailReason.QUEUE_FULL if num_queued >= self.runtime.limits.queued_jobs else None
+        return FailReason.QUEUE_FULL if num_queued >= self.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
         parts = (JobPart(ticket, *self._size(copies)),)

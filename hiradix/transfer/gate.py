@@ -3,6 +3,9 @@
 Every layer-wise load is a batch with an index of its own (it counts up and is never used twice, so a
 late waiter cannot take another batch for its own). At most `num_slots` batches have copies under way.
 
+A wait that gives up leaves a mark (`gave_up`) that no later success of the copy takes away: what has been
+computed behind it was computed without the pages it needs.
+
 A waiter first waits on the host until the worker has recorded the layer's event, since waiting on an
 event that is not recorded yet is a no-op, and then makes its CUDA stream wait for the event.
 """
@@ -68,6 +71,7 @@ class LayerDoneCounter:
         self._waiter = waiter
         self._slots: list[_BatchProgress | None] = [None] * num_slots
         self._failures: OrderedDict[int, str] = OrderedDict()
+        self._given_up: OrderedDict[int, str] = OrderedDict()
         self._next = 0
         self._consumers: tuple[int, ...] = ()
         self._readable: tuple[int, ...] = ()
@@ -85,7 +89,7 @@ class LayerDoneCounter:
         if self._is_free(slot) or self._waiter.wait_for(lambda: self._is_free(slot), self.timeout_s):
             self._slots[slot] = _BatchProgress(index, self.num_layers)
         else:
-            self._remember(index, f"no load slot came free within {self.timeout_s} s")
+            _remember(self._failures, index, f"no load slot came free within {self.timeout_s} s")
         return index
 
     def is_open(self, index: int) -> bool:
@@ -110,7 +114,7 @@ class LayerDoneCounter:
                 raise Misuse(f"batch {index} ended at layer {batch.layers_done}")
         else:
             batch.error = error
-            self._remember(index, error)
+            _remember(self._failures, index, error)
         batch.ended = True
         self._waiter.notify()
 
@@ -134,7 +138,8 @@ class LayerDoneCounter:
     def wait_until(self, layer: int) -> None:
         """Return when `layer` may be read for every consumer batch.
 
-        Raises LoadFailed if a batch failed or did not come so far within `timeout_s`.
+        Raises LoadFailed if a batch failed or did not come so far within `timeout_s`; the latter stays known
+        (`gave_up`), whatever becomes of the batch. The wait may be repeated.
         """
         for index in self._consumers:
             self._wait_one(index, layer)
@@ -143,10 +148,16 @@ class LayerDoneCounter:
         """Why batch `index` failed, or None."""
         return self._failures.get(index)
 
+    def gave_up(self, index: int) -> str | None:
+        """Which wait for batch `index` came to its deadline, or None if none has; also once the batch has
+        ended well. What was computed behind that wait must not be kept, nor be inserted or stored."""
+        return self._given_up.get(index)
+
     def reset(self) -> None:
-        """Forget consumers and old failures. Batches under way keep their slots until they end."""
+        """Forget consumers, old failures and waits. Batches under way keep their slots until they end."""
         self._consumers = self._readable = ()
         self._failures.clear()
+        self._given_up.clear()
 
     def view(self, layers: Sequence[int]) -> GateView:
         """The gate as a pool sees it whose layer i is the model's `layers[i]`."""
@@ -161,7 +172,9 @@ class LayerDoneCounter:
         if not ready and not self._waiter.wait_for(
             lambda: batch.error is not None or batch.layers_done > layer, self.timeout_s
         ):
-            raise LoadFailed(f"load {index}: layer {layer} did not arrive within {self.timeout_s} s")
+            text = f"layer {layer} did not arrive within {self.timeout_s} s"
+            _remember(self._given_up, index, text)
+            raise LoadFailed(f"load {index}: {text}")
         if batch.error is not None:
             raise LoadFailed(f"load {index}: {batch.error}")
         event = batch.events[layer]
@@ -185,10 +198,11 @@ class LayerDoneCounter:
         batch = self._slots[slot]
         return batch is None or batch.ended
 
-    def _remember(self, index: int, error: str) -> None:
-        self._failures[index] = error
-        while len(self._failures) > MAX_REMEMBERED_FAILURES:
-            self._failures.popitem(last=False)
+
+def _remember(texts: OrderedDict[int, str], index: int, text: str) -> None:
+    texts[index] = text
+    while len(texts) > MAX_REMEMBERED_FAILURES:
+        texts.popitem(last=False)
 
 
 class GateView:

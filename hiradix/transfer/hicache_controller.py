@@ -168,7 +168,7 @@ class HiCacheController:
         last_hash: digest of the page before the first; at the root the namespace's seed (b"" if plain).
         """
         host_pages = self._pages(host_indices)
-        ticket = self.transfers.store(self._rows(token_ids, last_hash), host_pages)
+        ticket = self.transfers.write_storage(self._rows(token_ids, last_hash), host_pages)
         self._orders[ticket] = _Order(node_id, host_pages=host_pages)
         return ticket
 

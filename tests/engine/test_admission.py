@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hiradix.apps.engine import Engine, RequestError, SamplingParams, Scope
+from hiradix.apps.engine.tensor_parallel import LoadGates
 from hiradix.config import HiCacheConfig
-from hiradix.transfer import LoadFailed
+from hiradix.transfer import LayerDoneCounter, LoadFailed
 from hiradix.tree.key import ADAPTER
 from tests.engine.checkpoints import Reference, prompts
 from tests.engine.conftest import MakeEngine
@@ -206,3 +207,23 @@ def test_no_client_names_what_adapters_of_other_engines_have_in_the_same_store()
     with pytest.raises(RequestError, match="^extra_key="):
         Scope(extra_key=f"{ADAPTER}sql@{'0' * 32}")
     assert Scope(extra_key="\0x").extra_key == "\0x" and Scope(cache_salt=f"{ADAPTER}sql").extra_key is None
+
+
+def test_a_pass_whose_wait_gave_up_counts_for_nothing_though_the_load_ends_well() -> None:
+    """Its deadline is 0 s, which have passed at once; the copy ends before anybody asks how the pass went."""
+    gate = LayerDoneCounter(1, timeout_s=0.0)
+    gates, slot = LoadGates(gate, None), gate.update_producer()
+    gates.add(slot)
+
+    def forward(_: object) -> torch.Tensor:
+        try:
+            gate.wait_until(0)
+        finally:
+            if gate.is_open(slot):
+                gate.layer_done(slot, 0)
+                gate.end(slot)
+        return torch.ones(1)
+
+    assert gates.run(forward, ()) is None
+    assert gate.error(slot) is None and gate.gave_up(slot) is not None
+    assert gates.is_waiting and gates.run(forward, ()) is not None, "its readers wait again, and are served"

@@ -50,7 +50,7 @@ def make(other: Other, in_flight: InFlightJobs) -> Agreement:
 def launch(in_flight: InFlightJobs, kind: JobKind, count: int, first: int = 0) -> list[Ticket]:
     tickets = [Ticket(first + at) for at in range(count)]
     for ticket in tickets:
-        in_flight.add(ticket, InFlightJob(kind, lambda result: None, owns={0: PAGES}))
+        in_flight.add(ticket, InFlightJob(kind, owns={0: PAGES}))
     return tickets
 
 

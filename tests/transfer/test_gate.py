@@ -108,6 +108,28 @@ def test_a_failure_is_remembered_after_its_slot_is_used_again() -> None:
     gate.wait_until(0)
 
 
+def test_a_wait_that_gave_up_is_known_though_its_batch_ended_well() -> None:
+    """What was computed behind it was computed on missing pages, and no success of the copy changes that."""
+    gate = LayerDoneCounter(2, num_slots=1, timeout_s=0.0)
+    late = gate.update_producer()
+    gate.layer_done(late, 0)
+    gate.set_consumer(late)
+    gate.wait_until(0)
+    assert gate.gave_up(late) is None
+    with pytest.raises(LoadFailed):
+        gate.wait_until(1)
+    gate.layer_done(late, 1)
+    gate.end(late)
+    gate.wait_until(1)
+    assert gate.error(late) is None and gate.gave_up(late) == "layer 1 did not arrive within 0.0 s"
+    finish(gate, good := gate.update_producer())
+    gate.set_consumer(good)
+    gate.wait_until(1)
+    assert gate.gave_up(good) is None and gate.gave_up(late) is not None, "whoever has its slot now"
+    gate.reset()
+    assert gate.gave_up(late) is None
+
+
 def test_failures_are_remembered_so_many_and_no_more() -> None:
     gate = LayerDoneCounter(1, num_slots=1, timeout_s=0.0)
     gate.update_producer()

@@ -44,7 +44,7 @@ def test_detach_fails_queued_jobs_waits_for_running_ones_and_can_be_retried(rig:
     c.attach(MemoryStorage())
     with pytest.raises(StorageError, match="attached already"):
         c.attach(MemoryStorage())
-    assert rig.result(c.store(rows_of(0, 1), [1])).num_pages == 1
+    assert rig.result(c.write_storage(rows_of(0, 1), [1])).num_pages == 1
     assert old.pages == {}
 
 
@@ -153,7 +153,7 @@ def test_a_long_running_job_ends_after_its_batch(
     rig: Rig, end: str, num_pages: int, reason: FailReason
 ) -> None:
     c = rig.controller
-    stored = rig.result(c.store(rows_of(0, 300), range(300)))
+    stored = rig.result(c.write_storage(rows_of(0, 300), range(300)))
     block = rig.storage.before = Blocker()
     running = c.read(stored.hashes, range(300))
     assert block.entered.wait(DEADLINE_S)

@@ -23,7 +23,7 @@ def test_a_page_goes_down_to_storage_and_up_again(rig: Rig) -> None:
     c = rig.controller
     rig.device.data[1:4] = np.arange(12).reshape(3, 4) + 100
     assert rig.result(c.write([1, 2, 3], [10, 11, 12])).num_pages == 3
-    stored = rig.result(c.store(rows_of(0, 3), [10, 11, 12]))
+    stored = rig.result(c.write_storage(rows_of(0, 3), [10, 11, 12]))
     assert (stored.num_pages, stored.error, len(stored.hashes)) == (3, None, 3)
     found = rig.result(c.query(rows_of(0, 5)))
     assert (found.num_pages, found.hashes[:3], len(found.hashes)) == (3, stored.hashes, 5)
@@ -67,7 +67,7 @@ def test_an_answer_that_is_none_fails_the_rest(rig: Rig, call: str, answer: Any,
     rows = rows_of(0, 3)
     submit = {
         "get": lambda: rig.controller.read(hash_pages(rows), [1, 2, 3]),
-        "put": lambda: rig.controller.store(rows, [1, 2, 3]),
+        "put": lambda: rig.controller.write_storage(rows, [1, 2, 3]),
     }[call]
     result = rig.result(submit())
     assert (result.num_pages, result.reason) == (num_good, FailReason.BAD_ANSWER)
@@ -95,11 +95,11 @@ def test_a_backend_that_raises_anything_gives_a_failed_result_and_the_worker_liv
     rows = rows_of(0, 2)
     rig.storage.before = fail
     c = rig.controller
-    tickets = [c.query(rows), c.read(hash_pages(rows), [1, 2]), c.store(rows, [1, 2])]
+    tickets = [c.query(rows), c.read(hash_pages(rows), [1, 2]), c.write_storage(rows, [1, 2])]
     assert rig.controller.wait(tickets, DEADLINE_S)
     assert {r.reason for r in rig.controller.poll()} == {FailReason.BACKEND}
     rig.storage.before = lambda call, keys: NORMAL
-    assert rig.result(rig.controller.store(rows, [1, 2])).num_pages == 2
+    assert rig.result(rig.controller.write_storage(rows, [1, 2])).num_pages == 2
 
 
 def test_an_error_that_cannot_be_printed_is_reported_all_the_same(rig: Rig) -> None:
@@ -115,7 +115,7 @@ def test_an_error_that_cannot_be_printed_is_reported_all_the_same(rig: Rig) -> N
 
 
 def test_storage_calls_have_at_most_128_pages_and_stop_at_the_first_gap(rig: Rig) -> None:
-    stored = rig.result(rig.controller.store(rows_of(0, 300), range(300)))
+    stored = rig.result(rig.controller.write_storage(rows_of(0, 300), range(300)))
     assert stored.num_pages == 300
     del rig.storage.pages[stored.hashes[200].hex()]
     rig.storage.calls.clear()
@@ -127,7 +127,7 @@ def test_storage_calls_have_at_most_128_pages_and_stop_at_the_first_gap(rig: Rig
 
 def test_rows_may_reach_back_before_the_pages_they_name(rig: Rig) -> None:
     rows = rows_of(0, 5)
-    stored = rig.result(rig.controller.store(rows, [7, 8]))
+    stored = rig.result(rig.controller.write_storage(rows, [7, 8]))
     assert (stored.num_pages, stored.hashes) == (2, tuple(hash_pages(rows)))
     assert set(rig.storage.pages) == {d.hex() for d in stored.hashes[3:]}
     found = rig.result(rig.controller.query(rows, 2))
@@ -135,7 +135,7 @@ def test_rows_may_reach_back_before_the_pages_they_name(rig: Rig) -> None:
 
 
 def test_a_cancelled_read_keeps_the_pages_of_its_first_batch(rig: Rig) -> None:
-    stored = rig.result(rig.controller.store(rows_of(0, 300), range(300)))
+    stored = rig.result(rig.controller.write_storage(rows_of(0, 300), range(300)))
     block = rig.storage.before = Blocker()
     running = rig.controller.read(stored.hashes, range(300))
     assert block.entered.wait(DEADLINE_S)

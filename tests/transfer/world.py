@@ -261,7 +261,9 @@ class World:
         for page, digest in zip(host, hashes[len(hashes) - len(host) :], strict=True):
             self.host.data[page] = stamp(digest)
         self.known.append(hashes)
-        self._submit(lambda: self.controller.store(rows, host), Flight(JobKind.STORE, [], host, hashes))
+        self._submit(
+            lambda: self.controller.write_storage(rows, host), Flight(JobKind.STORE, [], host, hashes)
+        )
 
     def do_read(self) -> None:
         host = self._take(self.free_host, 9)

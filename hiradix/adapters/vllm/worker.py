@@ -388,7 +388,7 @@ class WorkerRole:
             error = "storage was switched"
         if error is None:
             backbone, others = self._trailing([(copy.group, copy.host) for copy in save.copies])
-            self._stores[self._controller.store(save.rows, backbone, others)] = save
+            self._stores[self._controller.write_storage(save.rows, backbone, others)] = save
         else:
             self._outcomes.append(OrderOutcome(save.ticket, OrderStage.STORED, 0, error=error))
 
