@@ -119,7 +119,7 @@ class Play:
         worker = get_kv_transfer_group().worker
         told = {name: value for name, value in vars(role.figures).items()}
         return {
-            **told, **{f"fetch_{name}": value for name, value in vars(role.fetches.figures).items()},
+            **told, **{f"fetch_{name}": value for name, value in vars(role.prefetch_figures).items()},
             "preemptions": self.preemptions, "load_async": role.plan.load_async, "idle": role.is_idle,
             "has_storage": role.has_storage, "host_pages": role.index.num_pages,
             "storage": dict(worker.role.storage.stats()) if worker.role.storage is not None else None,

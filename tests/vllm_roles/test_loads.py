@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from hiradix.adapters.vllm.index import ARRIVING
-from hiradix.adapters.vllm.orders import Orders, OrderStage
+from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.worker import WorkerRole
-from hiradix.transfer import LoadFailed, StepDriver
+from hiradix.cache.host_index import ARRIVING
+from hiradix.transfer import JobKind, LoadFailed, StepDriver
 from hiradix.tree import Tier
 from tests.vllm_roles.mini_vllm import FakeRequest, MiniVLLM, Rank, S, World
-from tests.vllm_roles.test_life import request
+from tests.vllm_roles.test_life import request, under_way
 
 
 def with_a(world: World) -> MiniVLLM:
@@ -47,7 +47,7 @@ def test_an_abort_between_a_failed_load_and_its_report_saves_nothing() -> None:
     rank.role.collect = collect  # type: ignore[method-assign]
     take, rank.role.take_outcomes = rank.role.take_outcomes, lambda: told.extend(take()) or tuple(told)  # type: ignore[method-assign]
     vllm.step()
-    assert b.is_loading and not any(outcome.stage is OrderStage.LOADED for outcome in told)
+    assert b.is_loading and not any(outcome.kind is JobKind.LOAD for outcome in told)
     rank.role.collect, rank.role.take_outcomes = whole, take  # type: ignore[method-assign]
     vllm.abort(b)
     vllm.drain()
@@ -199,7 +199,7 @@ def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> No
     assert vllm.local_tokens == 4 * S
     vllm.index.lose_all()
     vllm.ranks[0].driver.held.clear()
-    vllm.run(lambda: not vllm.role.fetches.in_flight)
+    vllm.run(lambda: not len(vllm.role.prefetcher))
     assert vllm.running == [long] and vllm.role.requests["long"].hold is None
     vllm.drain()
 
@@ -213,19 +213,19 @@ def promised(world: World = DEFERRED) -> tuple[MiniVLLM, FakeRequest]:
     b = request("b", 4)
     vllm.add(b)
     vllm.step()
-    assert b.is_loading and vllm.deferred and not vllm.role.loads.in_flight
+    assert b.is_loading and vllm.deferred and not under_way(vllm, JobKind.LOAD)
     return vllm, b
 
 
 def evicted(vllm: MiniVLLM, num_pages: int) -> None:
-    vllm.index._release(vllm.index.tree.evict(0, Tier.HOST, num_pages))
+    vllm.index.supply.evict(Tier.HOST, num_pages)
 
 
 GONE: dict[str, Callable[[MiniVLLM], Any]] = {
     "reset": lambda vllm: vllm.update_weights(preempts=True),
     "evicted": lambda vllm: evicted(vllm, 4),
     "evicted in part": lambda vllm: evicted(vllm, 1),
-    "being copied again": lambda vllm: vllm.index._state[0].fill(ARRIVING),
+    "being copied again": lambda vllm: vllm.index._pools[0].state.fill(ARRIVING),
 }
 
 
@@ -237,7 +237,7 @@ def test_a_promise_that_has_gone_when_taken_up_is_a_load_that_failed(how: str, n
     GONE[how](vllm)
     while vllm.deferred:
         vllm.step()
-    vllm.index._state[0].fill(0)
+    vllm.index._pools[0].state.fill(0)
     vllm.drain()
     assert vllm.role.figures.load_failed == 1 and vllm.num_recomputed == 1
     assert vllm.done[-1] is b and b.num_computed_tokens >= 4 * S

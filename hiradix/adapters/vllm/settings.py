@@ -29,9 +29,10 @@ from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
 NOT_HERE = (
     "page_size", "enable_hierarchical_cache", "disable_radix_cache",  # vLLM's own
-    "hicache_host_memory_mode", "hicache_no_regret",
+    "hicache_host_memory_mode",
 )  # fmt: skip
 """Settings of the cache that are no keys of vLLM's mapping."""
+NO_REGRET = setting_of(HiCacheConfig, "hicache_no_regret")
 CONFIG_KEYS = tuple(one.name for one in settings_of(HiCacheConfig) if one.name not in NOT_HERE)
 WRITE_BACK = (
     "saves what vLLM's own prefix cache evicts, and that is off; use --enable-prefix-caching or write_through"
@@ -113,6 +114,8 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
+    if NO_REGRET.name in given:
+        given[NO_REGRET.name] = NO_REGRET.check(NO_REGRET.name, given[NO_REGRET.name]) == "on"
     if REQUIRED_KEY in values:
         extra = given.get("hicache_storage_backend_extra_config", ExtraConfig())
         is_required = require_bool(REQUIRED_KEY, values[REQUIRED_KEY])
