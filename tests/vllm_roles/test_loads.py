@@ -184,6 +184,28 @@ def test_a_result_that_comes_while_layers_give_up_changes_nothing() -> None:
     assert vllm.role.figures.save_failed_pages == 2
 
 
+def test_a_save_that_a_step_waited_for_in_vain_has_failed_however_it_ends() -> None:
+    """What it copies when it goes on at last are the next request's numbers."""
+    store: list[dict[str, bytes]] = [{}]
+    vllm = MiniVLLM(World(num_blocks=6, budget=40, max_running=1), store)
+    rank = vllm.ranks[0]
+    rank.driver.held.add("write")
+    vllm.add(request("a", 4, max_tokens=1))
+    vllm.run(lambda: len(vllm.done) == 1)
+    vllm.add(request("b", 4, max_tokens=1, first=50))
+    vllm.run(lambda: len(vllm.done) == 2)
+    assert vllm.role.figures.fences > 0 and rank.role._overwritten
+    rank.driver.held.clear()
+    vllm.drain()
+    assert vllm.role.figures.save_failed_pages == vllm.role.figures.store_failed_pages == 4
+    assert not rank.role._overwritten
+    for name, first, hits in (("a2", 1, 0), ("b2", 50, 4 * S)):
+        before = vllm.hit_tokens
+        vllm.add(request(name, 4, max_tokens=1, first=first))
+        vllm.drain()
+        assert vllm.hit_tokens - before == hits
+
+
 def test_a_request_that_went_on_without_its_prefetch_holds_nothing_of_it() -> None:
     """vLLM's own prefix cache had all of its prompt by then: what storage gives is for others."""
     store: list[dict[str, bytes]] = [{}]

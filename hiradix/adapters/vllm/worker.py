@@ -120,6 +120,7 @@ class WorkerRole:
         self._changed = threading.Condition(self._lock)
         self._jobs: dict[Ticket, Order] = {}  # by the controller's ticket
         self._saving: set[Ticket] = set()  # tickets whose blocks are still read
+        self._overwritten: set[Ticket] = set()  # of these, whose blocks were written to meanwhile
         self._storing: set[Ticket] = set()  # and of what goes on to storage when it is saved, until it has
         self._unstored: set[Ticket] = set()  # of these, of pages that the storage they were for has left
         self._step = StepLoads()
@@ -171,11 +172,17 @@ class WorkerRole:
             with self._changed:
                 for save in saves:
                     self._save(save)
-                fenced = set(orders.fences)
-                if fenced & self._saving:
-                    self._wait_for(lambda: not fenced & self._saving)
+                self._wait_for_saves(set(orders.fences))
         for order in orders.storage:
             self._follow(order)
+
+    def _wait_for_saves(self, fenced: set[Ticket]) -> None:
+        """With `_lock` held: until they have read their blocks. One that does not end in time is given up:
+        what it has then is of nobody, however it ends."""
+        limit_s = self._controller.limits.gate_timeout_s
+        if fenced & self._saving and not self._wait_for(lambda: not fenced & self._saving, limit_s):
+            self._overwritten |= fenced & self._saving
+            logger.warning("saves %s did not end in %g s: a step writes to their blocks", fenced, limit_s)
 
     def start_loads(self, orders: Orders) -> bool:
         """Launch the step's loads. Whether some are for the step itself: layers `wait_layer` for those."""
@@ -360,6 +367,10 @@ class WorkerRole:
     def _written(self, save: SaveOrder, result: Result) -> None:
         """A save's copy has ended: what follows in storage begins, or is answered at once."""
         self._saving.discard(save.ticket)
+        if save.ticket in self._overwritten:
+            self._overwritten.discard(save.ticket)
+            text = "a step wrote to its blocks before they were copied"
+            result = result._replace(num_pages=0, error=text, reason=FailReason.COPY)
         self._outcomes.append(result)
         store, error = save.store, result.error
         if store is None:
