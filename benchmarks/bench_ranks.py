@@ -26,7 +26,7 @@ from hiradix.cache.agreement import WIDTH
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import TransferController
+from hiradix.transfer import HiCacheController
 from hiradix.transfer.process_group import Membership, ProcessGroup
 from hiradix.tree import RadixTree
 
@@ -34,7 +34,7 @@ from hiradix.tree import RadixTree
 def make_cache(agree: Any) -> HierarchicalCache:
     shape = KVShape(2, 1, 8, 8, torch.float32)
     device, host = DevicePool(shape, 64, 16), HostPool(shape, 128, 16)
-    controller = TransferController(device, host, transport=make_transport("kernel", "cpu"))
+    controller = HiCacheController(device, host, transport=make_transport("kernel", "cpu"))
     prefetch = PrefetchPolicy.from_name("timeout", PrefetchLimits(16))
     tier = HostTier(PageAllocator(128), controller, WritePolicy.from_name("write_through"), prefetch)
     return HierarchicalCache(RadixTree(16), PageAllocator(64, 1), tier, agree=agree)

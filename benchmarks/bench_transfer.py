@@ -40,7 +40,7 @@ from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_tr
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import PageFingerprint, StorageContext, open_storage, register_storage_backend
-from hiradix.transfer import TransferController
+from hiradix.transfer import HiCacheController
 from hiradix.tree import RadixKey, RadixTree
 
 PAGE = 16
@@ -83,7 +83,7 @@ class Tiers:
     def __init__(self, backend: str, options: dict[str, Any]):
         shape = KVShape(4, 2, 64, 64, torch.float32)
         device, host = DevicePool(shape, NUM_PAGES, PAGE), HostPool(shape, NUM_PAGES, PAGE)
-        self.controller = TransferController(device, host, transport=make_transport("kernel", "cpu"))
+        self.controller = HiCacheController(device, host, transport=make_transport("kernel", "cpu"))
         limits = PrefetchLimits(PAGE, threshold_tokens=PAGE)
         tier = HostTier(
             PageAllocator(NUM_PAGES),

@@ -31,7 +31,7 @@ from hiradix.cache import HierarchicalCache, HostTier  # noqa: E402
 from hiradix.memory import PageAllocator  # noqa: E402
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402
 from hiradix.policy.write_policy import WritePolicy  # noqa: E402
-from hiradix.transfer import PoolPair, Runtime, StepDriver, TransferController  # noqa: E402
+from hiradix.transfer import HiCacheController, PoolPair, Runtime, StepDriver  # noqa: E402
 from hiradix.tree import FULL, Component, DeadLeaf, Granularity, Node, RadixKey, RadixTree, Tier  # noqa: E402
 
 PAGE = 16
@@ -113,7 +113,7 @@ def make_cache(rules: Rules, window_pages: int, host_pages: int) -> Hierarchical
         return HierarchicalCache(tree, device)
     driver = StepDriver()
     pairs = [PoolPair(NoPool(), NoPool(), NoCopies()) for _ in counts]
-    controller = TransferController.over(pairs, Runtime(driver, driver.now))
+    controller = HiCacheController.over(pairs, Runtime(driver, driver.now))
     host = [PageAllocator(count * host_pages // FULL_PAGES) for count in counts]
     fetch = PrefetchPolicy.from_name("best_effort", PrefetchLimits(PAGE))
     tier = HostTier(host, controller, WritePolicy.from_name("write_through"), fetch)

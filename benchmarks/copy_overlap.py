@@ -16,7 +16,7 @@ import torch
 from common import interval
 
 from hiradix.memory import DevicePool, HostPool, KVShape, TorchTransport, Transport, make_transport
-from hiradix.transfer import TransferController
+from hiradix.transfer import HiCacheController
 
 Once = Callable[[Callable[[], None]], float]  # seconds of a call
 PAIRS = 15
@@ -150,7 +150,7 @@ def overlap(args: argparse.Namespace, once: Once) -> Iterator[Overlap]:
         device = DevicePool(shape, num_pages, PAGE_SIZE, args.device)
         host = HostPool(shape, num_pages, PAGE_SIZE, device=args.device)
         chosen = make_transport("auto", args.device, (device, host)) if args.cuda else TorchTransport()
-        controller = TransferController(device, host, transport=chosen)
+        controller = HiCacheController(device, host, transport=chosen)
         weights = torch.randn(layers, width, width, device=args.device, dtype=shape.dtype)
         try:
             yield overlapped(Pass(controller, device, weights), chosen.name, num_tokens, once)
@@ -162,7 +162,7 @@ def overlap(args: argparse.Namespace, once: Once) -> Iterator[Overlap]:
 class Pass:
     """A forward pass: in each layer the pool's keys are read, behind the gate, and some products computed."""
 
-    controller: TransferController
+    controller: HiCacheController
     device: DevicePool
     weights: torch.Tensor
 

@@ -22,7 +22,7 @@ from hiradix.prefix_cache import (
     RadixCache,
     RadixKey,
 )
-from hiradix.transfer import JobKind, TransferController
+from hiradix.transfer import HiCacheController, JobKind
 from hiradix.tree import Lock, RadixTree, Tier, TokenLog
 
 SHAPE = KVShape(1, 1, 1, 1, torch.float32)
@@ -189,7 +189,7 @@ class DropInHost(Keys, HostPeer):
         pool = DevicePool(SHAPE, num_pages, page_size)
         host_pool = HostPool(SHAPE, int(num_pages * ratio), page_size)
         self.allocator = SlotAllocator(num_pages * page_size, page_size, kvcache=pool)
-        self._controller = TransferController(pool, host_pool, transport=NoCopies())
+        self._controller = HiCacheController(pool, host_pool, transport=NoCopies())
         prefetch = PrefetchPolicy.from_name("best_effort", PrefetchLimits(page_size))
         self._host_pages = PageAllocator(host_pool.num_pages)
         host = HostTier(

@@ -45,7 +45,7 @@ from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.uses import Finished
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import Stores
-from hiradix.transfer import JobKind, Ticket, TransferController
+from hiradix.transfer import HiCacheController, JobKind, Ticket
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, RadixKey, RadixTree, Tier
 
 STORAGE_STOP_S: Final = 2.0  # how long a reset waits for storage jobs before it leaves them orphaned
@@ -58,7 +58,7 @@ class HostTier:
     """What the cache needs below the device tier; without it the cache is device-only."""
 
     pages: Sources  # host pages of each of the tree's components, or of its only one
-    controller: TransferController
+    controller: HiCacheController
     write_policy: WritePolicy
     prefetch_policy: PrefetchPolicy
     no_regret: bool = True  # transfers predicted slower than computing again are not taken

@@ -26,7 +26,7 @@ from hiradix.cache.pages import (
     sizes,
 )
 from hiradix.policy.no_regret import GatedTransfer, NoRegret
-from hiradix.transfer import Copy, JobKind, Result, Ticket, TransferController
+from hiradix.transfer import Copy, HiCacheController, JobKind, Result, Ticket
 from hiradix.tree import DEVICE, HOST, Lock, Match, Node, NodePages, RadixKey, RadixTree
 
 NOT_STARTED: Final = -1
@@ -85,7 +85,7 @@ class LoadBack:
     def __init__(
         self,
         supply: PageSupply,
-        controller: TransferController,
+        controller: HiCacheController,
         in_flight: InFlightJobs,
         make_room: Callable[[int, int], int],
         share: Share,

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hiradix.errors import Misuse
+from hiradix.transfer import PageSource
 from hiradix.tree import DEVICE, HOST, Freed, Lock, Node, NodePages, RadixKey, RadixTree, Tier
 
 Pages = npt.NDArray[np.int32]
@@ -22,20 +23,6 @@ BACKBONE: Final = 0
 
 Share = Callable[[Callable[[], float]], Callable[[], float]]
 """Makes what one rank measures a number all ranks agree on; with one rank the same function."""
-
-
-class PageSource(Protocol):
-    """A pool's free pages. Satisfied by `memory.PageAllocator` and by adapters over foreign allocators."""
-
-    @property
-    def num_pages(self) -> int: ...
-
-    @property
-    def available(self) -> int: ...
-
-    def alloc(self, num_pages: int, /) -> Pages | None: ...
-
-    def free(self, pages: Pages, /) -> None: ...
 
 
 class CappedPages:

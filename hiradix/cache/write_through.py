@@ -31,7 +31,7 @@ from hiradix.cache.storage_backup import StorageBackup
 from hiradix.errors import Misuse
 from hiradix.policy.learning import learner_of
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import Copy, JobKind, Result, TransferController
+from hiradix.transfer import Copy, HiCacheController, JobKind, Result
 from hiradix.tree import DEVICE, HOST, Lock, Node, NodePages, RadixTree, ids
 
 
@@ -77,7 +77,7 @@ class WriteThrough:
     """Decides with the write policy what goes down a tier, and brings it there."""
 
     def __init__(
-        self, supply: PageSupply, controller: TransferController, in_flight: InFlightJobs, policy: WritePolicy
+        self, supply: PageSupply, controller: HiCacheController, in_flight: InFlightJobs, policy: WritePolicy
     ):
         self.policy = policy
         self._tree: RadixTree = supply.tree
@@ -290,6 +290,11 @@ class WriteThrough:
             free(adopt(segment.node, segment.component, HOST, pages), segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
+        """Locks under which the path's pages stay: in the host tier, which keeps on the device what the host
+        has not. With further components also on the device, of which a copy may take more than a boundary
+        needs."""
+        if self._is_plain:
+            return [self._tree.lock(node, HOST)]
         return [self._tree.lock(node, HOST), self._tree.lock(node, DEVICE)]
 
     def _unlock(self, locks: Sequence[Lock]) -> None:

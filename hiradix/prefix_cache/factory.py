@@ -46,7 +46,7 @@ from hiradix.storage import (
     trusted_stores,
     whole_key,
 )
-from hiradix.transfer import Copy, PoolPair, Runtime, TransferController
+from hiradix.transfer import Copy, HiCacheController, PoolPair, Runtime
 from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES
 from hiradix.tree import Pages
 
@@ -123,7 +123,7 @@ def build_hybrid_cache(
         )
     ]
     sources = tuple(PageAllocator(host.num_pages) for host in hosts)
-    tier = _tier(config, sources, TransferController.over(pairs, runtime))
+    tier = _tier(config, sources, HiCacheController.over(pairs, runtime))
     stored = [
         stored_pages(model, host, config.hicache_mem_layout, name, config.page_size, layers)
         for host, name, layers in zip(
@@ -174,7 +174,7 @@ def _trust(
 
 
 def _witness(
-    params: CacheInitParams, controller: TransferController, hosts: Sequence[HostPool]
+    params: CacheInitParams, controller: HiCacheController, hosts: Sequence[HostPool]
 ) -> Witness | None:
     """What the engine has computed to be compared, as the host pools have it. Before anything is in these."""
     computed = params.witness
@@ -223,7 +223,7 @@ def _host_pool(config: HiCacheConfig, device_pool: DevicePool, num_ranks: int) -
 def _host_tier(
     config: HiCacheConfig, device_pool: DevicePool, host_pool: HostPool, runtime: Runtime | None
 ) -> HostTier:
-    controller = TransferController(
+    controller = HiCacheController(
         device_pool,
         host_pool,
         transport=make_transport(config.hicache_io_backend, device_pool.device, (device_pool, host_pool)),
@@ -233,7 +233,7 @@ def _host_tier(
 
 
 def _tier(
-    config: HiCacheConfig, pages: PageSource | Sequence[PageSource], controller: TransferController
+    config: HiCacheConfig, pages: PageSource | Sequence[PageSource], controller: HiCacheController
 ) -> HostTier:
     limits = prefetch_limits(config.page_size, config.hicache_storage_backend_extra_config)
     return HostTier(

@@ -1,23 +1,17 @@
-"""Transfers between tiers: jobs in, results out. Start at `controller.TransferController`.
-
-`HiCacheController` (slots, upstream's names) needs torch and is imported when it is first asked for.
-"""
+"""Transfers between tiers: jobs in, results out. Start at `controller.HiCacheController`."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from hiradix.transfer.controller import TransferController
+from hiradix.transfer.controller import HiCacheController
 from hiradix.transfer.counters import KindStats, TransferStats
 from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.executor import StorageExecutor
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
 from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket, TrailingPages, TrailingWindow
+from hiradix.transfer.prefetch_operation import PrefetchOperation
+from hiradix.transfer.protocols import PageSource
 from hiradix.transfer.runners import PoolPair
 from hiradix.transfer.runtime import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferLimits
-
-if TYPE_CHECKING:
-    from hiradix.transfer.hicache_controller import HiCacheController
 
 __all__ = [
     "FOUR_WORKERS",
@@ -30,7 +24,9 @@ __all__ = [
     "KindStats",
     "LayerDoneCounter",
     "LoadFailed",
+    "PageSource",
     "PoolPair",
+    "PrefetchOperation",
     "Result",
     "Runtime",
     "StepDriver",
@@ -39,15 +35,6 @@ __all__ = [
     "ThreadDriver",
     "Ticket",
     "TrailingWindow",
-    "TransferController",
     "TransferLimits",
     "TransferStats",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "HiCacheController":
-        from hiradix.transfer.hicache_controller import HiCacheController
-
-        return HiCacheController
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

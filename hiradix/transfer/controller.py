@@ -1,4 +1,4 @@
-"""The transfer controller: tickets out, results back, exactly one each.
+"""The controller that moves pages between tiers: tickets out, results back, exactly one each.
 
     write, load, query, read, write_storage -> ticket -> queue (FIFO per kind) -> worker -> Result -> poll()
 
@@ -11,29 +11,35 @@ Rules:
  4. No call blocks the scheduler thread, but those that take a timeout, and `start_loading` while all
     producer slots are busy (bounded by the gate's timeout).
 
-All public methods belong to one thread, the scheduler's, but `introduce`.
+Pages are the caller's: whoever orders a move has allocated what it fills, and frees what it no longer needs,
+with `evict_device` and `evict_host` if the controller was given the pools' allocators. What pages contain, it
+does not know: `hiradix.cache` does. All public methods but `introduce` belong to one thread, the scheduler's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from hiradix.errors import Misuse, StorageError
 from hiradix.transfer.counters import TransferStats
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.job_table import JobTable
 from hiradix.transfer.jobs import (
+    BACKBONE_PAIR,
+    NO_PAGES,
     STORAGE_KINDS,
     AllTrailingPages,
     Chain,
     Copies,
     Copy,
     FailReason,
-    Job,
     JobKind,
-    JobPart,
     LoadBatch,
     PageIds,
+    Pages,
     Payload,
     QueryPayload,
     ReadPayload,
@@ -43,40 +49,68 @@ from hiradix.transfer.jobs import (
     TrailingPages,
     TrailingWindow,
     as_copies,
+    as_pages,
     as_trailing_pages,
     joined,
+    pages_in_use,
 )
-from hiradix.transfer.protocols import DevicePoolLike, HostPoolLike, PartedStorage, StorageLike, TransportLike
+from hiradix.transfer.prefetch_operation import PrefetchOperation
+from hiradix.transfer.protocols import PageSource, PartedStorage, StorageLike
 from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
-from hiradix.transfer.worker import Task
+from hiradix.transfer.worker import LoadPart, Size, Task
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.native import mypyc_attr
 
-Size = tuple[int, int]  # pages, bytes
+if TYPE_CHECKING:
+    from hiradix.memory.pools import DevicePool, HostPool
+    from hiradix.memory.strided_pool import StridedPool
+    from hiradix.memory.transport import Transport
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class TransferController:
-    """Moves pages between the device pool, the host pool and storage. See the module's rules."""
+class HiCacheController:
+    """Moves pages between the device pool, the host pool and storage. See the module's rules.
+
+    device_free, host_free: the pools' free pages, for `evict_device` and `evict_host`.
+
+    >>> import torch
+    >>> from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, TorchTransport
+    >>> shape = KVShape(num_layers=2, num_kv_heads=1, head_dim=4, v_head_dim=4, dtype=torch.float32)
+    >>> device, host = DevicePool(shape, 8, 16), HostPool(shape, 8, 16)  # 8 pages of 16 tokens
+    >>> controller = HiCacheController(device, host, transport=TorchTransport(), host_free=PageAllocator(8))
+    >>> ticket = controller.write([3, 4], [0, 1])  # device pages 3 and 4 to host pages 0 and 1
+    >>> controller.wait([ticket], timeout_s=10.0)
+    True
+    >>> [(result.kind.value, result.num_pages) for result in controller.poll()]
+    [('write', 2)]
+    >>> ticket = controller.load([0, 1], [5, 6])
+    >>> controller.layer_done_counter.set_consumer(controller.start_loading())
+    >>> keys = device.get_key_buffer(0)  # waits until layer 0 of pages 5 and 6 is there
+    >>> controller.close(timeout_s=10.0)
+    True
+    """
 
     def __init__(
         self,
-        device_pool: DevicePoolLike,
-        host_pool: HostPoolLike,
+        device_pool: DevicePool | StridedPool,
+        host_pool: HostPool,
         *,
-        transport: TransportLike,
+        transport: Transport,
         storage: StorageLike | None = None,
         runtime: Runtime | None = None,
+        device_free: PageSource | None = None,
+        host_free: PageSource | None = None,
     ):
-        self._start((PoolPair(device_pool, host_pool, transport),), runtime or Runtime())
+        pair = PoolPair(device_pool, host_pool, transport, None, device_free, host_free)
+        self._start((pair,), runtime or Runtime())
         if storage is not None:
             self._storage_jobs.use(storage)
 
     @classmethod
-    def over(cls, pairs: Sequence[PoolPair], runtime: Runtime | None = None) -> TransferController:
+    def over(cls, pairs: Sequence[PoolPair], runtime: Runtime | None = None) -> HiCacheController:
         """A controller over several pairs of pools, such as full attention's and a sliding window's.
 
         A ticket may move pages of several pairs, and succeeds or fails as one; the gate counts the model's
@@ -92,6 +126,7 @@ class TransferController:
         self.epoch = 0
         self.backs_up = True  # False: another rank stores the same pages; a `write_storage` is done at once
         self._driver = runtime.driver
+        self._pairs = pairs
         self._streams = runtime.streams or make_streams(pairs[0].device.device)
         self.layer_done_counter = gate = LayerDoneCounter(
             1 + max(layer for pair in pairs for layer in pair.model_layers),
@@ -111,6 +146,7 @@ class TransferController:
         self._closed = False
         self._num_attached = 0
         self._queued_loads: dict[Ticket, Copies] = {}
+        self._prefetches: dict[Ticket, PrefetchOperation] = {}  # under way, by the ticket each waits for
         jobs = {**self._copies.jobs, **self._storage_jobs.jobs}
         self._job_table = JobTable(runtime, jobs, self._end_load_batch)
 
@@ -130,7 +166,7 @@ class TransferController:
         copies = as_copies(device_pages, host_pages, others)
         task = self._task(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
         self._job_table.defer_write(task, self._refusal(JobKind.WRITE))
-        return task.job.parts[0].ticket
+        return task.ticket
 
     def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
         """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
@@ -154,8 +190,15 @@ class TransferController:
         loads, self._queued_loads = self._queued_loads, {}
         batch = joined([copy for copies in loads.values() for copy in copies])
         producer = self.layer_done_counter.update_producer()
-        parts = tuple([JobPart(ticket, *self._size(copies)) for ticket, copies in loads.items()])
-        task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
+        parts = (
+            [LoadPart(ticket, *self._size(copies)) for ticket, copies in loads.items()]
+            if len(loads) > 1
+            else ()
+        )
+        task = Task(
+            JobKind.LOAD, next(iter(loads)), self._size(batch), LoadBatch(batch, producer), self.epoch,
+            self._streams.mark(), parts,
+        )  # fmt: skip
         has_slot = self.layer_done_counter.is_open(producer)
         self._job_table.submit_load(task, None if has_slot else FailReason.GATE_TIMEOUT)
         return producer
@@ -218,6 +261,22 @@ class TransferController:
             return self._submit(JobKind.STORE, self._size(trailing), StorePayload(rows, trailing))
         return self._job_table.take_for_granted(JobKind.STORE, self._size(trailing)[0], self.epoch)
 
+    def prefetch(self, rows: PageRows, host_pages: PageIds) -> PrefetchOperation:
+        """Look for the last pages of `rows` in storage, as many as `host_pages`, and read the leading ones
+        that are there into the first of these: `query` and `read` as one. `poll` carries it on, and hands
+        out no Result of it.
+        """
+        pages = as_pages(host_pages)
+        operation = PrefetchOperation(rows, pages, self.query(rows, len(pages)))
+        self._prefetches[operation.ticket] = operation
+        return operation
+
+    def terminate_prefetch(self, operation: PrefetchOperation) -> None:
+        """Have a prefetch end early, with what the batch it is in brings. It is done by a later `poll`."""
+        operation.is_terminated = True
+        if not operation.is_done:
+            self.cancel(operation.ticket)
+
     def cancel(self, ticket: Ticket) -> None:
         """Ask a job to end early. Its Result comes all the same: at once if it has not begun, else after the
         batch it is in. Loads that were started run to their end; an unknown or finished ticket is ignored."""
@@ -227,11 +286,53 @@ class TransferController:
         else:
             self._job_table.cancel(ticket, FailReason.CANCELLED)
 
+    # -- pages ----------------------------------------------------------------------------
+
+    def evict_device(self, pages: PageIds, pair: int = BACKBONE_PAIR) -> int:
+        """Give device pages back to their pool's free ones; how many. Misuse, and nothing freed, while a job
+        uses one of them, or without `device_free`. O(jobs not ended)."""
+        return self._give_back("device", self._pairs[pair].device_free, pages, self._in_use(pair)[0])
+
+    def evict_host(self, pages: PageIds, pair: int = BACKBONE_PAIR) -> int:
+        """Give host pages back to their pool's free ones, as `evict_device`. Those of a prefetch are in use
+        until it is done."""
+        return self._give_back("host", self._pairs[pair].host_free, pages, self._in_use(pair)[1])
+
+    def _give_back(self, name: str, free: PageSource | None, pages: PageIds, in_use: Sequence[Pages]) -> int:
+        if free is None:
+            raise Misuse(f"{name} pages cannot be given back: the controller has no {name}_free")
+        given = as_pages(pages)
+        used = np.intersect1d(given, np.concatenate([NO_PAGES, *in_use]))
+        if len(used):
+            raise Misuse(f"{name} pages {used[:16].tolist()} are in flight")
+        free.free(given)
+        return len(given)
+
+    def _in_use(self, pair: int) -> tuple[list[Pages], list[Pages]]:
+        """Device pages and host pages of jobs that have not ended; also of those that `close` gave up."""
+        device: list[Pages] = []
+        host: list[Pages] = []
+        for task in self._job_table.unfinished():
+            of_device, of_host = pages_in_use(task.payload, task.kind, pair)
+            device += of_device
+            host += of_host
+        for copies in self._queued_loads.values():
+            of_device, of_host = pages_in_use(copies, JobKind.LOAD, pair)
+            device += of_device
+            host += of_host
+        if pair == BACKBONE_PAIR:
+            host += [operation.host_pages for operation in self._prefetches.values()]
+        return device, host
+
     # -- results ------------------------------------------------------------------------
 
     def poll(self, limit: int | None = None) -> list[Result]:
-        """Results that have come, oldest first; at most `limit`. Next to free when there are none."""
-        return self._job_table.poll(limit)
+        """Results that have come, oldest first; at most `limit`. Next to free when there are none. Carries
+        prefetches on."""
+        results = self._job_table.poll(limit)
+        if results and self._prefetches:
+            return [result for result in results if not self._is_of_prefetch(result)]
+        return results
 
     def wait(self, tickets: Iterable[Ticket], timeout_s: float) -> bool:
         """Block until all these tickets have Results (for `poll` to fetch); False at the deadline.
@@ -341,7 +442,7 @@ class TransferController:
             self.runtime.clock(),
             [job_queue.active for job_queue in self._job_table.job_queues.values()],
         )
-        running = {task.job.kind: task.started_s for task in tasks if task is not None}
+        running = {task.kind: task.started_s for task in tasks if task is not None}
         return TransferStats(
             kinds=self._job_table.counters.snapshot(),
             queued={kind: len(job_queue.waiting) for kind, job_queue in self._job_table.job_queues.items()},
@@ -355,16 +456,32 @@ class TransferController:
     def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
         task = self._task(kind, size, payload, after)
         self._job_table.submit(task, self._refusal(kind))
-        return task.job.parts[0].ticket
+        return task.ticket
+
+    def _is_of_prefetch(self, result: Result) -> bool:
+        """Whether a prefetch waited for this; if so, carry it on."""
+        operation = self._prefetches.pop(result.ticket, None)
+        if operation is None:
+            return False
+        if num_pages := operation.ended(result):
+            hashes, rows = operation.hashes[:num_pages], operation.rows
+            chain = None if rows.start else result.hashes
+            operation.ticket = self.read(
+                hashes, operation.host_pages[:num_pages], chain, extra_key=rows.extra_key
+            )
+            self._prefetches[operation.ticket] = operation
+        return True
 
     def _task(self, kind: JobKind, size: Size, payload: Payload, after: object) -> Task:
-        return Task(
-            Job(kind, (JobPart(self._job_table.new_ticket(kind), *size),), payload, self.epoch, after)
-        )
+        return Task(kind, self._job_table.new_ticket(kind), size, payload, self.epoch, after)
 
     def _size(self, moved: Copies | AllTrailingPages) -> Size:
-        num_bytes = sum([len(one[0]) * self.page_bytes[one.pair] for one in moved])
-        return sum([len(one[0]) for one in moved]), num_bytes
+        num_pages = num_bytes = 0
+        for one in moved:
+            count = len(one[0])
+            num_pages += count
+            num_bytes += count * self.page_bytes[one.pair]
+        return num_pages, num_bytes
 
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
@@ -379,8 +496,8 @@ class TransferController:
         return FailReason.QUEUE_FULL if num_queued >= self.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
-        parts = (JobPart(ticket, *self._size(copies)),)
-        self._job_table.submit(Task(Job(JobKind.LOAD, parts, copies, self.epoch)), reason)
+        task = Task(JobKind.LOAD, ticket, self._size(copies), copies, self.epoch)
+        self._job_table.submit(task, reason)
 
     def _stop_everything(self, reason: FailReason) -> None:
         self._job_table.stop_all(JobKind, reason)
@@ -390,6 +507,6 @@ class TransferController:
 
     def _end_load_batch(self, task: Task, error: str | None) -> None:
         """A batch of loads has ended, or never began: free its slot and tell its waiters."""
-        payload = task.job.payload
+        payload = task.payload
         if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
             self.layer_done_counter.end(payload.producer, error)

@@ -1,7 +1,7 @@
 """The border between `hiradix.cache`, which decides what storage is asked for, and what carries that out.
 
-There are two executors: `TransferController`, with worker threads of this process, and vLLM's connector, with
-its worker processes, whose outcomes come back a step later. Both hand out tickets and answer each with one
+There are two executors: `HiCacheController`, with worker threads of this process, and `StepExecutor`, with
+worker processes, whose outcomes come back a step later. Both hand out tickets and answer each with one
 `Result`, oldest first of a kind; `InFlightJobs.apply` books it.
 """
 
@@ -34,7 +34,7 @@ class StorageExecutor(Protocol):
         windows: Sequence[TrailingWindow] = (),
         known: int = 0,
     ) -> Ticket:
-        """Ask which of the last `num_pages` pages of `rows` storage has. See `TransferController.query`."""
+        """Ask which of the last `num_pages` pages of `rows` storage has. See `HiCacheController.query`."""
 
     def read(
         self,
@@ -44,12 +44,12 @@ class StorageExecutor(Protocol):
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
     ) -> Ticket:
-        """Bring the named pages into host pages. See `TransferController.read`."""
+        """Bring the named pages into host pages. See `HiCacheController.read`."""
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
     ) -> Ticket:
-        """Put host pages, the last ones of `rows`, into storage. See `TransferController.write_storage`."""
+        """Put host pages, the last ones of `rows`, into storage. See `HiCacheController.write_storage`."""
 
     def cancel(self, ticket: Ticket) -> None:
         """Have a job end early; its Result comes all the same."""

@@ -1,9 +1,9 @@
-"""What the controller needs of its neighbours. `hiradix.memory` and `hiradix.storage` have it as they are."""
+"""What comes from outside: allocators of an engine, storage of whoever wrote it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from hiradix.transfer.jobs import Pages
 from hiradix.tree.hashing import PageRows
@@ -14,34 +14,18 @@ PrefixKeys = Sequence[str] | None  # of the pages before those of a call; None: 
 Views = Sequence[Sequence[memoryview]]
 
 
-class PoolShape(Protocol):
-    @property
-    def num_layers(self) -> int: ...
-
-
-class DevicePoolLike(Protocol):
-    @property
-    def shape(self) -> PoolShape: ...
+class PageSource(Protocol):
+    """A pool's free pages. Satisfied by `memory.PageAllocator` and by adapters over foreign allocators."""
 
     @property
-    def device(self) -> Any: ...
+    def num_pages(self) -> int: ...
 
-    def register_layer_transfer_counter(self, counter: Any, /) -> None: ...
-
-
-class HostPoolLike(Protocol):
     @property
-    def page_bytes(self) -> int: ...
+    def available(self) -> int: ...
 
-    def page_views(self, page: int, /) -> list[memoryview]: ...
+    def alloc(self, num_pages: int, /) -> Pages | None: ...
 
-
-class TransportLike(Protocol):
-    """Copies pages between pools on the current stream; `layers` None means all."""
-
-    def copy_pages(
-        self, src: Any, dst: Any, src_pages: Pages, dst_pages: Pages, layers: range | None = None, /
-    ) -> None: ...
+    def free(self, pages: Pages, /) -> None: ...
 
 
 class StorageLike(Protocol):

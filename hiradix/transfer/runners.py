@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from hiradix.errors import Misuse
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
-from hiradix.transfer.protocols import DevicePoolLike, HostPoolLike, TransportLike
+from hiradix.transfer.protocols import PageSource
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import Steps, Task
+
+if TYPE_CHECKING:
+    from hiradix.memory.pools import DevicePool, HostPool
+    from hiradix.memory.strided_pool import StridedPool
+    from hiradix.memory.transport import Transport
 
 
 @dataclass(frozen=True)
 class PoolPair:
     """Two pools of one shape and the copy between them.
 
-    layers: which of the model's layers each of the pools' layers is; None: they are the model's.
+    layers: which of the model's layers each of the pools' layers is; None: they are the model's. device_free,
+    host_free: the pools' free pages, for `HiCacheController.evict_device` and `evict_host`.
     """
 
-    device: DevicePoolLike
-    host: HostPoolLike
-    transport: TransportLike
+    device: DevicePool | StridedPool
+    host: HostPool
+    transport: Transport
     layers: Sequence[int] | None = None
+    device_free: PageSource | None = None
+    host_free: PageSource | None = None
 
     @property
     def model_layers(self) -> Sequence[int]:
@@ -32,9 +42,7 @@ class PoolPair:
 class CopyRunner:
     """WRITE in chunks of `chunk_pages`, LOAD layer by layer of the model. A job's copies end with it."""
 
-    def __init__(
-        self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int
-    ):
+    def __init__(self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int):
         self._pairs = tuple(pairs)
         self._at = [
             {layer: range(i, i + 1) for i, layer in enumerate(pair.model_layers)} for pair in pairs
@@ -46,8 +54,9 @@ class CopyRunner:
 
     def write(self, task: Task) -> Iterator[None]:
         """Device to host, all layers of a chunk of pages per step."""
-        copies = task.job.payload
-        assert isinstance(copies, tuple)
+        copies = task.payload
+        if not isinstance(copies, tuple):
+            raise Misuse(f"a write of {type(copies).__name__}")
         for copy in copies:
             pools = self._pairs[copy.pair]
             for start in range(0, len(copy.source), self._chunk_pages):
@@ -55,7 +64,7 @@ class CopyRunner:
                 chunk = slice(start, start + self._chunk_pages)
                 source, target = copy.source[chunk], copy.target[chunk]
                 try:
-                    with self._streams.copying(JobKind.WRITE, task.job.after):
+                    with self._streams.copying(JobKind.WRITE, task.after):
                         pools.transport.copy_pages(pools.device, pools.host, source, target, None)
                 finally:
                     self._streams.drain(JobKind.WRITE)
@@ -64,12 +73,13 @@ class CopyRunner:
 
     def load(self, task: Task) -> Iterator[None]:
         """Host to device, one layer of the model of all pages per step. All or nothing."""
-        batch = task.job.payload
-        assert isinstance(batch, LoadBatch)
+        batch = task.payload
+        if not isinstance(batch, LoadBatch):
+            raise Misuse(f"a load of {type(batch).__name__}")
         try:
             for layer in range(self._gate.num_layers):
                 task.check()
-                with self._streams.copying(JobKind.LOAD, task.job.after):
+                with self._streams.copying(JobKind.LOAD, task.after):
                     for copy in batch.copies:
                         self._load_layer(copy, layer)
                     event = self._streams.record(JobKind.LOAD)

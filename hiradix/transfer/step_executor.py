@@ -4,7 +4,7 @@
     -> `poll`: one Result for all workers, once the last has answered
 
 Orders say what a job is about with the payloads that worker threads get (`hiradix.transfer.jobs`), so that a
-worker hands them to its own `TransferController` as they are. A Result is the least of all workers': the
+worker hands them to its own `HiCacheController` as they are. A Result is the least of all workers': the
 fewest pages that any did, and the longest that any took. Results of a kind come in the order of submission,
 but for jobs that were cancelled before any worker heard of them.
 """
@@ -165,7 +165,7 @@ class StepExecutor:
 
     @property
     def storage_troubles(self) -> tuple[int, int, int]:
-        """As `TransferController.storage_troubles`; of failures the workers' own breakers alone know."""
+        """As `HiCacheController.storage_troubles`; of failures the workers' own breakers alone know."""
         return self._num_attached, 0, 0
 
     def query(
@@ -175,7 +175,7 @@ class StepExecutor:
         windows: Sequence[TrailingWindow] = (),
         known: int = 0,
     ) -> Ticket:
-        """As `TransferController.query`."""
+        """As `HiCacheController.query`."""
         asked = len(rows) if num_pages is None else num_pages
         if not known <= asked <= len(rows):
             raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
@@ -190,14 +190,14 @@ class StepExecutor:
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
     ) -> Ticket:
-        """As `TransferController.read`. The chain stays here: it may be a long prompt's, once for each
+        """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
         batch."""
         return self._order(ReadPayload(tuple(hashes), as_trailing_pages(host_pages, others), None, extra_key))
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
     ) -> Ticket:
-        """As `TransferController.write_storage`."""
+        """As `HiCacheController.write_storage`."""
         return self._order(StorePayload(rows, as_trailing_pages(host_pages, others)))
 
     def cancel(self, ticket: Ticket) -> None:

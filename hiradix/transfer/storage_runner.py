@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator, Iterator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -25,7 +25,6 @@ from hiradix.transfer.jobs import (
     TrailingWindow,
 )
 from hiradix.transfer.protocols import (
-    HostPoolLike,
     PartedStorage,
     PrefixKeys,
     StorageLike,
@@ -35,6 +34,9 @@ from hiradix.transfer.protocols import (
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.worker import BadStorageAnswer, Steps, Task
 from hiradix.tree.hashing import PageRows
+
+if TYPE_CHECKING:
+    from hiradix.memory.pools import HostPool
 
 MAX_LOOKS = 256
 """Calls a query makes to find where its hits end in all components, before it says that they do nowhere."""
@@ -47,7 +49,7 @@ class StorageRunner:
     while a job runs.
     """
 
-    def __init__(self, hosts: Sequence[HostPoolLike], runtime: Runtime):
+    def __init__(self, hosts: Sequence[HostPool], runtime: Runtime):
         self.parts: tuple[StorageLike, ...] = ()
         self._hosts = tuple(hosts)
         self._hash_pages = runtime.hash_pages
@@ -94,7 +96,7 @@ class StorageRunner:
 
         With windows it looks from there on backwards for where they end, and nothing counts before it knows.
         """
-        query = task.job.payload
+        query = task.payload
         assert isinstance(query, QueryPayload)
         self._hash(task, query.rows)
         yield
@@ -113,7 +115,7 @@ class StorageRunner:
 
     def read(self, task: Task) -> Iterator[None]:
         """Fill host pages; stops at the first page that does not arrive."""
-        read = task.job.payload
+        read = task.payload
         assert isinstance(read, ReadPayload)
         for pages_of_pair in read.trailing:
             hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
@@ -133,7 +135,7 @@ class StorageRunner:
 
     def store(self, task: Task) -> Iterator[None]:
         """Hash the rows, then put the pages; stops at the first page the backend does not take."""
-        store = task.job.payload
+        store = task.payload
         assert isinstance(store, StorePayload)
         self._hash(task, store.rows)
         keys = _names(task.hashes)

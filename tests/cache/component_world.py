@@ -18,7 +18,7 @@ from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import JobKind, PoolPair, Runtime, StepDriver, TransferController
+from hiradix.transfer import HiCacheController, JobKind, PoolPair, Runtime, StepDriver
 from hiradix.tree import Component, DeadLeaf, Granularity, Lock, Node, RadixKey, RadixTree, Tier
 from tests.transfer.doubles import Pool, Transport, loads_came
 from tests.tree.world import POLICY_CONFIG, Draw, components_of
@@ -141,14 +141,14 @@ class ComponentWorld:
             return WindowSource(pool, num_pages, self.num_pages[0][DEVICE])
         return Source(pool, num_pages, 1)
 
-    def _make_controller(self) -> TransferController:
+    def _make_controller(self) -> HiCacheController:
         present = [layer for c in self.components for layer in LAYERS[c.name]]
         number = {layer: i for i, layer in enumerate(sorted(present))}
         pairs = [
             PoolPair(*pools, self.transport, [number[layer] for layer in LAYERS[c.name]])
             for c, pools in zip(self.components, self.pools, strict=True)
         ]
-        return TransferController.over(pairs, self._runtime())
+        return HiCacheController.over(pairs, self._runtime())
 
     def _runtime(self) -> Runtime:
         return Runtime(driver=self.driver, clock=self.driver.now)

@@ -19,7 +19,7 @@ from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_tr
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import Runtime, StepDriver, TransferController
+from hiradix.transfer import HiCacheController, Runtime, StepDriver
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import hash_pages
 from tests.transfer.doubles import loads_came
@@ -160,7 +160,7 @@ class World:
         self.storage = SimulatedStorage(random.Random(seed + 1))
         self.transport = FaultyTransport(make_transport("kernel", "cpu"), random.Random(seed + 2))
         runtime = Runtime(driver=self.driver, clock=self.driver.now)
-        self.controller = TransferController(
+        self.controller = HiCacheController(
             self.device_pool, self.host_pool, transport=self.transport, runtime=runtime
         )
         junk = torch.full((2, LAYERS, PAGE_SIZE, 1, 4), float("nan"))

@@ -35,7 +35,7 @@ from hiradix.prefix_cache import (
 )
 from hiradix.prefix_cache.hiradix import prefetch_limits
 from hiradix.prefix_cache.records import WINDOW
-from hiradix.transfer import Runtime, StepDriver, TransferController
+from hiradix.transfer import HiCacheController, Runtime, StepDriver
 from hiradix.tree import AS_INSERTED, DeadLeaf, Node, Tier
 from hiradix.tree.walk import walk
 from tests.cache.world import SimulatedStorage
@@ -113,7 +113,7 @@ class OurSide(Side):
         host_pool = HostPool(SHAPE, num_host, self.page_size, layout="layer_first")
         transport = make_transport("kernel", "cpu")
         driver = StepDriver()
-        controller = TransferController(
+        controller = HiCacheController(
             self.pool, host_pool, transport=transport, runtime=Runtime(driver=driver, clock=driver.now)
         )
         assert self._host is not None

@@ -25,7 +25,7 @@ from hiradix.memory import DevicePool, HostPool, KVShape
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import Runtime, StepDriver, TransferController, TransferLimits
+from hiradix.transfer import HiCacheController, Runtime, StepDriver, TransferLimits
 from hiradix.tree import DEVICE, HOST, Lock, RadixKey, RadixTree
 from tests.cache.world import PoisonedPages
 from tests.transfer.doubles import loads_came
@@ -186,7 +186,7 @@ class LocalEngine:
             for n in range(LAYERS)
         ]
         self._transport = FaultyTransport()
-        self._controller = TransferController(
+        self._controller = HiCacheController(
             self._device_pool,
             self._host_pool,
             transport=self._transport,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiradix.memory import KVShape, make_transport
-from hiradix.transfer import TransferController
+from hiradix.transfer import HiCacheController
 from tests.gpu.pools import Pair, make_pair, settle
 
 LAYERS, NUM_PAGES, PAGE_SIZE = 4, 64, 16
@@ -42,14 +42,14 @@ def pair(device: torch.device) -> Pair:
 @pytest.fixture(params=["kernel", "direct", "auto"])
 def controller(
     request: pytest.FixtureRequest, pair: Pair, device: torch.device, stream: None
-) -> Iterator[TransferController]:
+) -> Iterator[HiCacheController]:
     transport = make_transport(request.param, device, (pair.device, pair.host))
-    made = TransferController(pair.device, pair.host, transport=transport)
+    made = HiCacheController(pair.device, pair.host, transport=transport)
     yield made
     assert made.close(30.0)
 
 
-def ended(controller: TransferController, ticket: int) -> None:
+def ended(controller: HiCacheController, ticket: int) -> None:
     """Wait for a ticket's result, which must be all of its pages."""
     assert controller.wait([ticket], 30.0)
     (result,) = controller.poll()
@@ -61,7 +61,7 @@ def fill_host(pair: Pair, value: float) -> None:
 
 
 def test_a_write_waits_for_what_was_computed(
-    pair: Pair, controller: TransferController, device: torch.device
+    pair: Pair, controller: HiCacheController, device: torch.device
 ) -> None:
     for value in range(1, ROUNDS):
         keep_busy(device)
@@ -72,7 +72,7 @@ def test_a_write_waits_for_what_was_computed(
 
 
 def test_a_load_waits_for_what_was_computed_and_readers_for_the_load(
-    pair: Pair, controller: TransferController, device: torch.device
+    pair: Pair, controller: HiCacheController, device: torch.device
 ) -> None:
     """Pages are read, zeroed, loaded and read again, all of it launched at once."""
     gate = controller.layer_done_counter
@@ -96,7 +96,7 @@ def test_a_load_waits_for_what_was_computed_and_readers_for_the_load(
         ended(controller, ticket)
 
 
-def test_both_directions_at_once(pair: Pair, controller: TransferController, device: torch.device) -> None:
+def test_both_directions_at_once(pair: Pair, controller: HiCacheController, device: torch.device) -> None:
     """Half the pages go down while the other half come up."""
     half = NUM_PAGES // 2
     want = pair.twin.k_buffer[1][PAGE_SIZE : PAGE_SIZE * (1 + half)].clone()
@@ -116,7 +116,7 @@ def test_both_directions_at_once(pair: Pair, controller: TransferController, dev
 def test_a_graph_is_replayed_behind_the_load(pair: Pair, cuda: torch.device) -> None:
     """Captured while nothing loads; its layers do not ask, so who replays it waits for the last layer."""
     transport = make_transport("kernel", cuda, (pair.device, pair.host))
-    controller = TransferController(pair.device, pair.host, transport=transport)
+    controller = HiCacheController(pair.device, pair.host, transport=transport)
     gate, out = controller.layer_done_counter, torch.zeros(LAYERS, device=cuda)
 
     def read() -> None:

@@ -24,6 +24,7 @@ EXPECTED = (
     "hiradix.storage.fingerprint.PageFingerprint",
     "hiradix.storage.protocol.StorageBackend",
     "hiradix.storage.registry.register_storage_backend",
+    "hiradix.transfer.controller.HiCacheController",
     "hiradix.tree.hashing.hash_pages",
     "hiradix.tree.key.RadixKey",
     "hiradix.tree.log.TokenLog",

@@ -16,7 +16,7 @@ EXCEPTIONS = {
     "RadixTree": {"self._residencies.watch", "self._end.root"},
     # Whom to wake is known when an engine's thread begins, long after the controller was made.
     "WorkerRole": {"self._controller.wakeup"},
-    "TransferController": {"self._job_table.wakeup"},
+    "HiCacheController": {"self._job_table.wakeup"},
     # Each step, batch or file has its own.
     "PagedModel": {"self._current_pass.states"},
     "ControllerView": {"self._streams.fence"},

@@ -24,10 +24,10 @@ from hiradix.policy.write_policy import WritePolicy
 from hiradix.transfer import (
     FOUR_WORKERS,
     TWO_WORKERS,
+    HiCacheController,
     JobKind,
     Runtime,
     StepDriver,
-    TransferController,
     TransferLimits,
 )
 from hiradix.tree import EvictionOrder, Lock, RadixKey, RadixTree, Tier
@@ -124,7 +124,7 @@ class Rank:
         self.storage = self._new_storage()
         workers = own.choice([FOUR_WORKERS, TWO_WORKERS])
         limits = TransferLimits(queued_jobs=4, batch_pages=3, copy_pages=3, gate_timeout_s=0.4)
-        self.controller = TransferController(
+        self.controller = HiCacheController(
             self.device_pool, self.host_pool, transport=self.transport,
             runtime=Runtime(driver=self.driver, clock=self.clock, limits=limits, workers=workers),
         )  # fmt: skip

@@ -28,7 +28,7 @@ from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
-from hiradix.transfer import Runtime, TransferController, TransferLimits
+from hiradix.transfer import HiCacheController, Runtime, TransferLimits
 from tests.simulation.engine import Parts, SimEngine, SimRequest
 from tests.simulation.memory import (
     NUM_LAYERS,
@@ -256,7 +256,7 @@ class ClockedWorld:
         streams = ClockStreams(driver)
         pool, host_pool = DevicePages(DEVICE_PAGES, SIZE), HostPages(HOST_PAGES, SIZE)
         allocator = DeviceAllocator(pool, DEVICE_PAGES * SIZE, streams, lambda: False)
-        controller = TransferController(
+        controller = HiCacheController(
             pool, host_pool, transport=ClockTransport(streams, driver, self.tiers[GatedTransfer.LOAD]),
             runtime=Runtime(
                 driver=driver, clock=driver.now, streams=streams,

@@ -76,21 +76,21 @@ BUGS = [
     bug(
         "4",
         "a load is not ordered behind forwards in flight",
-        "TransferController.start_loading",
+        "HiCacheController.start_loading",
         "self._streams.mark()",
         "None",
     ),
     bug(
         "4",
         "a write is not ordered behind the forward that computes its pages",
-        "TransferController.defer_write",
+        "HiCacheController.defer_write",
         "self._streams.mark()",
         "None",
     ),
     bug(
         "4",
         "a write that is not deferred is not ordered behind the forward",
-        "TransferController.write",
+        "HiCacheController.write",
         "self._streams.mark()",
         "None",
         "tests/transfer/test_simulation.py",
@@ -349,7 +349,7 @@ BUGS = [
     bug(
         "38",
         "a detach does not wait for the running job",
-        "TransferController.detach",
+        "HiCacheController.detach",
         "if not self._job_table.wait_quiet(STORAGE_KINDS, _1):\n    return False",
         "pass",
         "tests/transfer/test_lifecycle.py",
@@ -449,7 +449,7 @@ BUGS = [
     bug(
         "wakes",
         "nobody wakes the writer where a step does not load",
-        "TransferController.start_loading",
+        "HiCacheController.start_loading",
         "self._job_table.release()",
         "pass",
         "tests/transfer/test_deferred_writes.py",

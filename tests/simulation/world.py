@@ -29,10 +29,10 @@ from hiradix.transfer import (
     FOUR_WORKERS,
     TWO_WORKERS,
     FailReason,
+    HiCacheController,
     JobKind,
     Runtime,
     StepDriver,
-    TransferController,
     TransferLimits,
 )
 from hiradix.tree import Tier
@@ -125,7 +125,7 @@ class World:
         limits = TransferLimits(
             queued_jobs=setup.queued_jobs, batch_pages=setup.batch_pages, copy_pages=3, gate_timeout_s=10.0
         )
-        self.controller = TransferController(
+        self.controller = HiCacheController(
             self.pool,
             self.host_pool,
             transport=SimTransport(self.streams, lambda: self._chance(self.copy_faults)),

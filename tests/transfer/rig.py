@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 from hiradix.transfer import (
+    HiCacheController,
     Result,
     Runtime,
     Ticket,
-    TransferController,
     TransferLimits,
 )
 from tests.transfer.doubles import NORMAL, MemoryStorage, Pool, Transport
@@ -24,7 +24,7 @@ class Rig:
         self.device, self.host = Pool(64), Pool(512)
         self.transport, self.storage = Transport(), MemoryStorage()
         runtime.setdefault("limits", TransferLimits(gate_timeout_s=DEADLINE_S))
-        self.controller = TransferController(
+        self.controller = HiCacheController(
             self.device,
             self.host,
             transport=self.transport,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hiradix.transfer import TWO_WORKERS, FailReason, StepDriver, Ticket, TransferController, TransferLimits
+from hiradix.transfer import TWO_WORKERS, FailReason, HiCacheController, StepDriver, Ticket, TransferLimits
 from hiradix.transfer import drivers as drivers_module
 from hiradix.transfer.drivers import IDLE_CHECK_S, ThreadDriver
 from tests.seeds import seeded, seeds
@@ -40,16 +40,16 @@ class Stepped:
         return {result.ticket: result.reason for result in self.controller.poll()}
 
 
-def load_and_start(c: TransferController) -> None:
+def load_and_start(c: HiCacheController) -> None:
     c.load([5], [6])
     assert c.start_loading() >= 0
 
 
-def poll_twice(c: TransferController) -> None:
+def poll_twice(c: HiCacheController) -> None:
     assert c.poll() == [] and c.poll() == []
 
 
-STARTS: dict[str, Callable[[TransferController], Any]] = {
+STARTS: dict[str, Callable[[HiCacheController], Any]] = {
     "a load": load_and_start,
     "a step without a load": lambda c: c.start_loading(),
     "the second poll": poll_twice,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hiradix.transfer import Copy, LoadFailed, PoolPair, Runtime, StepDriver, TransferController
+from hiradix.transfer import Copy, HiCacheController, LoadFailed, PoolPair, Runtime, StepDriver
 from tests.transfer.doubles import Pool, Transport
 
 FULL_LAYERS, WINDOW_LAYERS = (1, 3), (0, 2, 4)  # a model that alternates
@@ -25,7 +25,7 @@ class Pairs:
             PoolPair(*self.full, self.transport, FULL_LAYERS),
             PoolPair(*self.window, self.transport, WINDOW_LAYERS),
         )
-        self.controller = TransferController.over(pairs, Runtime(self.driver, self.driver.now))
+        self.controller = HiCacheController.over(pairs, Runtime(self.driver, self.driver.now))
 
     def result(self) -> Any:
         self.driver.run()

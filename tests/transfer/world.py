@@ -15,13 +15,13 @@ import numpy as np
 
 from hiradix.transfer import (
     FailReason,
+    HiCacheController,
     JobKind,
     LoadFailed,
     Result,
     Runtime,
     StepDriver,
     Ticket,
-    TransferController,
     TransferLimits,
 )
 from hiradix.tree.hashing import PageRows, hash_pages
@@ -94,7 +94,7 @@ class World:
         limits = TransferLimits(
             queued_jobs=6, batch_pages=BATCH_PAGES, copy_pages=3, gate_timeout_s=0.3, num_load_slots=3
         )
-        self.controller = TransferController(
+        self.controller = HiCacheController(
             self.device,
             self.host,
             transport=self.transport,

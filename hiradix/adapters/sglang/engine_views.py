@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hiradix.cache.pages import PageSource
+from hiradix.cache import PageSource
 from hiradix.errors import Misuse
 from hiradix.prefix_cache.slots import Pages, moved, on_device, pages_of, slots_of
 from hiradix.storage import Stores

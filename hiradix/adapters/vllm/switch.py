@@ -11,7 +11,7 @@ from typing import Any
 from hiradix.adapters.vllm.orders import StorageOrder
 from hiradix.errors import StorageError
 from hiradix.storage import Stores
-from hiradix.transfer import TransferController
+from hiradix.transfer import HiCacheController
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class StorageSwitch:
 
     def __init__(
         self,
-        controller: TransferController,
+        controller: HiCacheController,
         lock: threading.RLock,
         open_storage: OpenStorage,
         take_in: Callable[[], None],

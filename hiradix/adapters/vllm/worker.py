@@ -28,13 +28,13 @@ from hiradix.adapters.vllm.traffic import Traffic
 from hiradix.storage import Stores
 from hiradix.transfer import (
     FailReason,
+    HiCacheController,
     JobKind,
     LoadFailed,
     PoolPair,
     Result,
     Runtime,
     Ticket,
-    TransferController,
     TransferLimits,
 )
 from hiradix.transfer.jobs import NO_PAGES, QueryPayload, ReadPayload
@@ -114,7 +114,7 @@ class WorkerRole:
     def __init__(
         self, pairs: Sequence[PoolPair], open_storage: OpenStorage, runtime: Runtime | None = None
     ) -> None:
-        self._controller = TransferController.over(pairs, runtime or Runtime(limits=LIMITS))
+        self._controller = HiCacheController.over(pairs, runtime or Runtime(limits=LIMITS))
         self._lock = threading.RLock()
         self.switch = StorageSwitch(self._controller, self._lock, open_storage, self._take_in)
         self._changed = threading.Condition(self._lock)

@@ -15,7 +15,7 @@ from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import learning_policies, make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.transfer import Runtime, StepDriver, TransferController
+from hiradix.transfer import HiCacheController, Runtime, StepDriver
 from hiradix.transfer.protocols import PrefixKeys, Views
 from hiradix.tree import RadixTree
 
@@ -57,6 +57,11 @@ class _HostPool:
 class _NoCopy:
     def copy_pages(self, *pages: Any) -> None:
         pass
+
+
+def _pools() -> tuple[Any, Any]:
+    """A device pool and a host pool that hold nothing: what moves are names."""
+    return _DevicePool(), _HostPool()
 
 
 class KeyStore:
@@ -120,10 +125,10 @@ class SimulatedCache:
         self._driver = StepDriver()
         if tiers.storage:
             self.store = KeyStore(tiers.storage // block_tokens)
-        controller = TransferController(
-            _DevicePool(),
-            _HostPool(),
-            transport=_NoCopy(),
+        transport: Any = _NoCopy()
+        controller = HiCacheController(
+            *_pools(),
+            transport=transport,
             storage=self.store,
             runtime=Runtime(driver=self._driver, clock=self._driver.now),
         )
