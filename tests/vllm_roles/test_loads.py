@@ -288,6 +288,23 @@ def test_an_abort_before_a_promise_is_taken_up_saves_nothing(is_reset: bool) -> 
     vllm.drain()
 
 
+def test_a_request_that_is_preempted_after_a_reset_takes_promises_up() -> None:
+    """When vLLM takes one up it counts its tokens as computed: no sign that they are of before the reset."""
+    vllm = MiniVLLM(replace(DEFERRED, budget=40))
+    b = request("b", 4, max_tokens=9)
+    vllm.add(b)
+    vllm.run(lambda: b.num_computed_tokens > 4 * S)
+    vllm.update_weights(preempts=False)
+    vllm._preempt()
+    vllm.waiting.remove(b)
+    vllm.run(lambda: vllm.role.is_idle)
+    vllm.add(request("a", 4, max_tokens=1))
+    vllm.run(lambda: len(vllm.done) == 1 and vllm.role.is_idle)
+    vllm.waiting.append(b)
+    vllm.drain()
+    assert vllm.role.figures.load_failed == 0 and vllm.hit_tokens == 4 * S
+
+
 def test_a_part_of_a_page_is_not_loaded() -> None:
     """vLLM may take less than was promised: a load brings whole pages."""
     vllm, _ = promised()

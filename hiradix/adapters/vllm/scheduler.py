@@ -133,6 +133,8 @@ class SchedulerRole:
         if tracked is None or not self.index.is_open or request.skip_reading_prefix_cache:
             return 0
         tracked.local_tokens, tracked.is_promised = local_tokens, False
+        if request.num_computed_tokens == 0:  # it begins, for the first time or again: nothing of it is old
+            tracked.num_saved, tracked.is_stale = 0, False
         self._happened()
         limit = self._loadable_pages(request)
         if limit * self.index.page_size <= local_tokens:
@@ -179,7 +181,7 @@ class SchedulerRole:
             return
         self._happened()
         self._give_up(tracked)
-        if tracked.request.num_computed_tokens == 0:
+        if request.num_computed_tokens == 0:
             tracked.num_saved, tracked.is_stale = 0, False
         tracked.is_promised, tracked.gated = False, (0, False)
         if num_tokens and self._load(tracked, table(), num_tokens):
