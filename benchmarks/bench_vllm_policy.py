@@ -29,16 +29,17 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from common import Report, Row  # noqa: E402
 
-from hiradix.adapters.vllm.index import HostIndex  # noqa: E402
-from hiradix.adapters.vllm.orders import OrderOutcome, Orders, OrderStage  # noqa: E402
+from hiradix.adapters.vllm.orders import Orders  # noqa: E402
 from hiradix.adapters.vllm.scheduler import SchedulerRole  # noqa: E402
 from hiradix.adapters.vllm.scheduler_plan import SchedulerPlan, StepRequest  # noqa: E402
 from hiradix.apps.replay.main import tokens  # noqa: E402
 from hiradix.apps.replay.readers import read_trace  # noqa: E402
 from hiradix.apps.replay.trace import Trace, TraceRequest  # noqa: E402
+from hiradix.cache.host_index import HostIndex  # noqa: E402
 from hiradix.policy.eviction import make_order  # noqa: E402
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy  # noqa: E402
 from hiradix.policy.write_policy import WritePolicy  # noqa: E402
+from hiradix.transfer import JobKind, Result  # noqa: E402
 from hiradix.tree import FULL  # noqa: E402
 
 TRACE = HERE / "data" / "conversation_trace.jsonl.xz"
@@ -119,14 +120,14 @@ class Engine:
             PrefetchPolicy.from_name("timeout", PrefetchLimits(self.page)),
         )
         self.role = SchedulerRole(plan)
-        self.role.open([host_pages], False)
+        self.role.open([host_pages], [1], False)
         self.prefix = PrefixCache(device_blocks)
         self.local, self.external, self.seconds = [0] * len(trace.calls), [0] * len(trace.calls), 0.0
 
     def play(self) -> None:
         for number, call in enumerate(self.trace.calls):
             self._serve(number, request_of(number, call, self.page), call.blocks.tolist())
-        self.index.check([0])
+        self.index.check()
 
     def _serve(self, number: int, request: Request, names: list[int]) -> None:
         if len(names) >= self.prefix.num_blocks:
@@ -154,8 +155,8 @@ class Engine:
 
     def _obey(self, orders: Orders) -> None:
         """Workers whose copies take no time."""
-        done = [OrderOutcome(one.ticket, OrderStage.LOADED, 0) for one in orders.loads]
-        done += [OrderOutcome(one.ticket, OrderStage.WRITTEN, 0) for one in orders.saves]
+        done = [Result(one.ticket, JobKind.LOAD, 0) for one in orders.jobs.loads]
+        done += [Result(one.ticket, JobKind.WRITE, 0) for one in orders.jobs.saves]
         self.role.apply(done)
 
     def shares(self) -> tuple[float, float]:

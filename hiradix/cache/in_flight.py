@@ -74,17 +74,12 @@ class InFlightJobs:
     def __len__(self) -> int:
         return sum(map(len, self._by_kind.values()))
 
-    def __contains__(self, ticket: Ticket) -> bool:
-        for jobs in self._by_kind.values():
-            if ticket in jobs:
-                return True
-        return False
-
     def add(self, ticket: Ticket, job: InFlightJob) -> None:
-        if ticket in self:
+        jobs = self._by_kind[job.kind]
+        if ticket in jobs:
             raise Misuse(f"ticket {ticket} used twice")
         job.ticket = ticket
-        self._by_kind[job.kind][ticket] = job
+        jobs[ticket] = job
         for component, pages in job.owns.items():
             self.num_owned[component] += len(pages)
 

@@ -68,6 +68,7 @@ class CacheCounters:
     backed_up: int = 0  # host to storage
     backup_failed: int = 0
     prefetched: int = 0  # storage to host
+    prefetched_late: int = 0  # of those, what came when nobody waited for it any more
     unfulfilled: dict[str, int] = field(default_factory=dict)  # prefetch pages not delivered, by reason
 
     def miss(self, reason: str, num_pages: int) -> None:

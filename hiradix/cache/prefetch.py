@@ -132,6 +132,11 @@ class Prefetcher:
         self._release(handle)
         return True
 
+    def is_done(self, handle: Hashable) -> bool:
+        """Whether nothing more will arrive for `handle`: then `progress` will say so, too."""
+        p = self._active.get(handle)
+        return p is None or p.phase is PrefetchPhase.DONE
+
     def pop_loaded_pages(self, handle: Hashable) -> int:
         """Pages that `handle`'s prefetch brought to the host. Reading resets it."""
         return self.pop_loaded_span(handle)[1]
@@ -157,6 +162,13 @@ class Prefetcher:
         """Stop every prefetch (before a detach)."""
         for handle in list(self._active):
             self._release(handle)
+
+    def disown(self) -> None:
+        """Stop every prefetch, and let nothing of theirs enter the tree any more: as after a reset that
+        could not clear it, since it is in use."""
+        self.stop_all()
+        for p in self._running:
+            p.end_page = -1
 
     def pages_in_flight(self) -> int:
         """Pages that storage is being asked for, or that are being read; what has joined asks for none."""

@@ -131,6 +131,8 @@ class Arrivals:
         p.loaded_pages += gained
         p.loaded_end = found.end
         self.supply.counters.prefetched += gained
+        if p.stopped:
+            self.supply.counters.prefetched_late += gained
 
     def _note(self, node: Node, found: StorageHit) -> None:
         """Storage has what it was asked for, and these are the names of it all."""

@@ -290,6 +290,11 @@ class WriteThrough:
             free(adopt(segment.node, segment.component, HOST, pages), segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
+        """Locks under which the path's pages stay: in the host tier, which keeps on the device what the host
+        has not. With further components also on the device, of which a copy may take more than a boundary
+        needs."""
+        if self._is_plain:
+            return [self._tree.lock(node, HOST)]
         return [self._tree.lock(node, HOST), self._tree.lock(node, DEVICE)]
 
     def _unlock(self, locks: Sequence[Lock]) -> None:

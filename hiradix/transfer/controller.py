@@ -37,9 +37,7 @@ from hiradix.transfer.jobs import (
     Copies,
     Copy,
     FailReason,
-    Job,
     JobKind,
-    JobPart,
     LoadBatch,
     PageIds,
     Pages,
@@ -63,7 +61,7 @@ from hiradix.transfer.runners import CopyRunner, PoolPair
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
-from hiradix.transfer.worker import Task
+from hiradix.transfer.worker import LoadPart, Size, Task
 from hiradix.tree.hashing import PageRows
 from hiradix.tree.native import mypyc_attr
 
@@ -71,8 +69,6 @@ if TYPE_CHECKING:
     from hiradix.memory.pools import DevicePool, HostPool
     from hiradix.memory.strided_pool import StridedPool
     from hiradix.memory.transport import Transport
-
-Size = tuple[int, int]  # pages, bytes
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -171,7 +167,7 @@ class HiCacheController:
         copies = as_copies(device_pages, host_pages, others)
         task = self._task(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
         self._job_table.defer_write(task, self._refusal(JobKind.WRITE))
-        return task.job.parts[0].ticket
+        return task.ticket
 
     def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
         """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
@@ -195,8 +191,15 @@ class HiCacheController:
         loads, self._queued_loads = self._queued_loads, {}
         batch = joined([copy for copies in loads.values() for copy in copies])
         producer = self.layer_done_counter.update_producer()
-        parts = tuple([JobPart(ticket, *self._size(copies)) for ticket, copies in loads.items()])
-        task = Task(Job(JobKind.LOAD, parts, LoadBatch(batch, producer), self.epoch, self._streams.mark()))
+        parts = (
+            [LoadPart(ticket, *self._size(copies)) for ticket, copies in loads.items()]
+            if len(loads) > 1
+            else ()
+        )
+        task = Task(
+            JobKind.LOAD, next(iter(loads)), self._size(batch), LoadBatch(batch, producer), self.epoch,
+            self._streams.mark(), parts,
+        )  # fmt: skip
         has_slot = self.layer_done_counter.is_open(producer)
         self._job_table.submit_load(task, None if has_slot else FailReason.GATE_TIMEOUT)
         return producer
@@ -315,7 +318,7 @@ class HiCacheController:
         device: list[Pages] = []
         host: list[Pages] = []
         for task in self._job_table.unfinished():
-            of_device, of_host = pages_in_use(task.job.payload, task.job.kind, pair)
+            of_device, of_host = pages_in_use(task.payload, task.kind, pair)
             device += of_device
             host += of_host
         for copies in self._queued_loads.values():
@@ -444,7 +447,7 @@ class HiCacheController:
             self.runtime.clock(),
             [job_queue.active for job_queue in self._job_table.job_queues.values()],
         )
-        running = {task.job.kind: task.started_s for task in tasks if task is not None}
+        running = {task.kind: task.started_s for task in tasks if task is not None}
         return TransferStats(
             kinds=self._job_table.counters.snapshot(),
             queued={kind: len(job_queue.waiting) for kind, job_queue in self._job_table.job_queues.items()},
@@ -458,7 +461,7 @@ class HiCacheController:
     def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
         task = self._task(kind, size, payload, after)
         self._job_table.submit(task, self._refusal(kind))
-        return task.job.parts[0].ticket
+        return task.ticket
 
     def _is_of_prefetch(self, result: Result) -> bool:
         """Whether a prefetch waited for this; if so, carry it on."""
@@ -475,13 +478,15 @@ class HiCacheController:
         return True
 
     def _task(self, kind: JobKind, size: Size, payload: Payload, after: object) -> Task:
-        return Task(
-            Job(kind, (JobPart(self._job_table.new_ticket(kind), *size),), payload, self.epoch, after)
-        )
+        return Task(kind, self._job_table.new_ticket(kind), size, payload, self.epoch, after)
 
     def _size(self, moved: Copies | AllTrailingPages) -> Size:
-        num_bytes = sum([len(one[0]) * self.page_bytes[one.pair] for one in moved])
-        return sum([len(one[0]) for one in moved]), num_bytes
+        num_pages = num_bytes = 0
+        for one in moved:
+            count = len(one[0])
+            num_pages += count
+            num_bytes += count * self.page_bytes[one.pair]
+        return num_pages, num_bytes
 
     def _refusal(self, kind: JobKind) -> FailReason | None:
         if self._closed:
@@ -496,8 +501,8 @@ class HiCacheController:
         return FailReason.QUEUE_FULL if num_queued >= self.limits.queued_jobs else None
 
     def _fail_load(self, ticket: Ticket, copies: Copies, reason: FailReason) -> None:
-        parts = (JobPart(ticket, *self._size(copies)),)
-        self._job_table.submit(Task(Job(JobKind.LOAD, parts, copies, self.epoch)), reason)
+        task = Task(JobKind.LOAD, ticket, self._size(copies), copies, self.epoch)
+        self._job_table.submit(task, reason)
 
     def _stop_everything(self, reason: FailReason) -> None:
         self._job_table.stop_all(JobKind, reason)
@@ -507,6 +512,6 @@ class HiCacheController:
 
     def _end_load_batch(self, task: Task, error: str | None) -> None:
         """A batch of loads has ended, or never began: free its slot and tell its waiters."""
-        payload = task.job.payload
+        payload = task.payload
         if isinstance(payload, LoadBatch) and self.layer_done_counter.is_open(payload.producer):
             self.layer_done_counter.end(payload.producer, error)

@@ -41,22 +41,21 @@ class _Count:
 
 
 class TransferCounters:
-    """Written by workers and the scheduler thread, under one lock."""
+    """Written by workers and the scheduler thread. lock: whoever calls `add` has it."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
         self._counts = {kind: _Count() for kind in JobKind}
 
     def add(self, result: Result) -> None:
         """Count one result."""
         count = self._counts[result.kind]
-        with self._lock:
-            count.num_results += 1
-            count.num_pages += result.num_pages
-            count.num_bytes += result.num_bytes
-            count.busy_s += result.duration_s
-            if result.reason is not None:
-                count.failures[result.reason] = count.failures.get(result.reason, 0) + 1
+        count.num_results += 1
+        count.num_pages += result.num_pages
+        count.num_bytes += result.num_bytes
+        count.busy_s += result.duration_s
+        if result.reason is not None:
+            count.failures[result.reason] = count.failures.get(result.reason, 0) + 1
 
     def snapshot(self) -> dict[JobKind, KindStats]:
         """Frozen copies, one per kind."""

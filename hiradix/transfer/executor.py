@@ -1,7 +1,7 @@
 """The border between `hiradix.cache`, which decides what storage is asked for, and what carries that out.
 
-There are two executors: `HiCacheController`, with worker threads of this process, and vLLM's connector, with
-its worker processes, whose outcomes come back a step later. Both hand out tickets and answer each with one
+There are two executors: `HiCacheController`, with worker threads of this process, and `StepExecutor`, with
+worker processes, whose outcomes come back a step later. Both hand out tickets and answer each with one
 `Result`, oldest first of a kind; `InFlightJobs.apply` books it.
 """
 

@@ -28,21 +28,21 @@ from hiradix.transfer.worker import JobQueue, Steps, Stopped, Task, Worker, Work
 class JobTable:
     """Job queues and their workers, open tickets and the outbox.
 
-    jobs: how each kind of job is done. on_finish(task, error): called before a job's results are posted, on
-    the posting thread; wakeup(): called after.
+    jobs: how each kind of job is done. on_load_end(task, error): called before a load's results are posted,
+    on the posting thread; wakeup(): called after any.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         jobs: Mapping[JobKind, Steps],
-        on_finish: Callable[[Task, str | None], None],
+        on_load_end: Callable[[Task, str | None], None],
     ):
         self.lock = threading.Lock()  # guards _open, and the passage of tasks from queue to active
         self.job_queues = {kind: JobQueue(kind) for kind in JobKind}
-        self.counters = TransferCounters()
+        self.counters = TransferCounters(self.lock)
         self.wakeup: Callable[[], None] | None = None
-        self._on_finish = on_finish
+        self._on_load_end = on_load_end
         self._driver: Driver = runtime.driver
         self._clock: Clock = runtime.clock
         self._tickets = itertools.count()
@@ -69,8 +69,7 @@ class JobTable:
         """Open a ticket. From here on it gets a Result, or is withdrawn."""
         ticket = Ticket(next(self._tickets))
         self._pending[kind] += 1
-        with self.lock:
-            self._open[ticket] = None
+        self._open[ticket] = None
         return ticket
 
     def withdraw(self, ticket: Ticket, kind: JobKind) -> None:
@@ -92,7 +91,7 @@ class JobTable:
     def submit(self, task: Task, refused: FailReason | None) -> None:
         """Queue the task for its worker; or, if `refused`, post its failed results at once."""
         if self._queue(task, refused):
-            self._driver.wake(self.workers[task.job.kind])
+            self._driver.wake(self.workers[task.kind])
 
     def submit_load(self, task: Task, refused: FailReason | None) -> None:
         """`submit`, and have the load worker's thread wake that of deferred writes."""
@@ -123,11 +122,13 @@ class JobTable:
         return num_deferred > 0 and len(self.job_queues[JobKind.WRITE].waiting) > 0
 
     def _queue(self, task: Task, refused: FailReason | None) -> bool:
+        opened = self._open
         with self.lock:
-            for part in task.job.parts:
-                self._open[part.ticket] = task
+            opened[task.ticket] = task
+            for part in task.parts:
+                opened[part.ticket] = task
             if refused is None:
-                self.job_queues[task.job.kind].waiting.append(task)
+                self.job_queues[task.kind].waiting.append(task)
                 return True
         self.finish(task, Stopped(refused))
         return False
@@ -138,7 +139,7 @@ class JobTable:
         if task is None:
             return
         with self.lock:
-            queue = self.job_queues[task.job.kind].waiting
+            queue = self.job_queues[task.kind].waiting
             was_queued = task in queue
             if was_queued:
                 queue.remove(task)
@@ -170,29 +171,30 @@ class JobTable:
 
     def finish(self, task: Task, error: BaseException | None) -> None:
         """Close the task's tickets and post their results. From a worker, or from the scheduler thread."""
-        job = task.job
-        reason = None if error is None else reason_of(job.kind, error)
-        text = None if error is None else describe(error)
-        self._on_finish(task, text)
+        kind, done, asked = task.kind, task.num_pages, task.num_asked
+        reason = text = None
+        if error is not None:
+            reason, text = reason_of(kind, error), describe(error)
+        if kind is JobKind.LOAD:
+            self._on_load_end(task, text)
         duration_s = 0.0 if task.started_s is None else self._clock() - task.started_s
-        total = sum(part.num_pages for part in job.parts)
-        for part in job.parts:
-            ticket, asked = part.ticket, part.num_pages
-            done = task.num_pages if len(job.parts) == 1 else asked if task.num_pages == total else 0
-            num_bytes = part.num_bytes * done // asked if asked else 0
-            self._post(
-                Result(ticket, job.kind, done, task.hashes, text, reason, duration_s, num_bytes, job.epoch)
-            )
+        hashes, epoch = task.hashes, task.epoch
+        if task.parts:
+            for ticket, num_pages, num_bytes in task.parts:
+                own = (num_pages, num_bytes) if done == asked else (0, 0)
+                self._post(Result(ticket, kind, own[0], hashes, text, reason, duration_s, own[1], epoch))
+        else:
+            num_bytes = task.num_bytes * done // asked if asked else 0
+            self._post(Result(task.ticket, kind, done, hashes, text, reason, duration_s, num_bytes, epoch))
         if self.wakeup is not None:
             self.wakeup()
 
     def _post(self, result: Result) -> None:
         with self.lock:
-            if result.ticket not in self._open:
-                return
-            self._outbox.append(result)
-            del self._open[result.ticket]
-        self.counters.add(result)
+            if result.ticket in self._open:
+                del self._open[result.ticket]
+                self._outbox.append(result)
+                self.counters.add(result)
 
     def poll(self, limit: int | None) -> list[Result]:
         """The oldest `limit` results."""

@@ -144,36 +144,6 @@ def pages_in_use(payload: Payload, kind: JobKind, pair: int) -> tuple[list[Pages
 Payload = Copies | LoadBatch | QueryPayload | ReadPayload | StorePayload
 
 
-class JobPart:
-    """One ticket of a job."""
-
-    __slots__ = ("num_bytes", "num_pages", "ticket")
-
-    def __init__(self, ticket: Ticket, num_pages: int, num_bytes: int):
-        self.ticket = ticket
-        self.num_pages = num_pages
-        self.num_bytes = num_bytes
-
-
-class Job:
-    """One order to a worker.
-
-    parts: the tickets it answers, with the pages and bytes of each; one, but for a layer-wise load.
-    after: what the copies must wait for on the device (an event of the compute stream), or None.
-    """
-
-    __slots__ = ("after", "epoch", "kind", "parts", "payload")
-
-    def __init__(
-        self, kind: JobKind, parts: tuple[JobPart, ...], payload: Payload, epoch: int, after: Any = None
-    ):
-        self.kind = kind
-        self.parts = parts
-        self.payload = payload
-        self.epoch = epoch
-        self.after = after
-
-
 class Result(NamedTuple):
     """Outcome of one ticket. Once it is posted no worker touches the ticket's pages again.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hiradix.errors import Misuse
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
 from hiradix.transfer.protocols import PageSource
@@ -53,8 +54,9 @@ class CopyRunner:
 
     def write(self, task: Task) -> Iterator[None]:
         """Device to host, all layers of a chunk of pages per step."""
-        copies = task.job.payload
-        assert isinstance(copies, tuple)
+        copies = task.payload
+        if not isinstance(copies, tuple):
+            raise Misuse(f"a write of {type(copies).__name__}")
         for copy in copies:
             pools = self._pairs[copy.pair]
             for start in range(0, len(copy.source), self._chunk_pages):
@@ -62,7 +64,7 @@ class CopyRunner:
                 chunk = slice(start, start + self._chunk_pages)
                 source, target = copy.source[chunk], copy.target[chunk]
                 try:
-                    with self._streams.copying(JobKind.WRITE, task.job.after):
+                    with self._streams.copying(JobKind.WRITE, task.after):
                         pools.transport.copy_pages(pools.device, pools.host, source, target, None)
                 finally:
                     self._streams.drain(JobKind.WRITE)
@@ -71,12 +73,13 @@ class CopyRunner:
 
     def load(self, task: Task) -> Iterator[None]:
         """Host to device, one layer of the model of all pages per step. All or nothing."""
-        batch = task.job.payload
-        assert isinstance(batch, LoadBatch)
+        batch = task.payload
+        if not isinstance(batch, LoadBatch):
+            raise Misuse(f"a load of {type(batch).__name__}")
         try:
             for layer in range(self._gate.num_layers):
                 task.check()
-                with self._streams.copying(JobKind.LOAD, task.job.after):
+                with self._streams.copying(JobKind.LOAD, task.after):
                     for copy in batch.copies:
                         self._load_layer(copy, layer)
                     event = self._streams.record(JobKind.LOAD)

@@ -81,7 +81,7 @@ class StorageRunner:
 
         With windows it looks from there on backwards for where they end, and nothing counts before it knows.
         """
-        query = task.job.payload
+        query = task.payload
         assert isinstance(query, QueryPayload)
         self._hash(task, query.rows)
         yield
@@ -100,7 +100,7 @@ class StorageRunner:
 
     def read(self, task: Task) -> Iterator[None]:
         """Fill host pages; stops at the first page that does not arrive."""
-        read = task.job.payload
+        read = task.payload
         assert isinstance(read, ReadPayload)
         for pages_of_pair in read.trailing:
             use = _use_of_read(read, pages_of_pair)
@@ -114,7 +114,7 @@ class StorageRunner:
 
     def store(self, task: Task) -> Iterator[None]:
         """Hash the rows, then put the pages; stops at the first page the backend does not take."""
-        store = task.job.payload
+        store = task.payload
         assert isinstance(store, StorePayload)
         self._hash(task, store.rows)
         yield

@@ -6,8 +6,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hiradix.transfer.jobs import FailReason, Job, JobKind
+from hiradix.errors import Misuse
+from hiradix.transfer.jobs import FailReason, JobKind, Payload, Ticket
 from hiradix.transfer.protocols import Clock
 from hiradix.tree.native import mypyc_attr
 
@@ -20,13 +22,41 @@ class Stopped(Exception):
         self.reason = reason
 
 
+Size = tuple[int, int]  # pages, bytes
+
+
+class LoadPart(NamedTuple):
+    """One of several loads that were started together."""
+
+    ticket: Ticket
+    num_pages: int
+    num_bytes: int
+
+
 class Task:
-    """A job on its way. The worker writes the progress, the scheduler thread `stop`."""
+    """One order to a worker, and how far it is. The worker writes the progress, the scheduler thread `stop`.
 
-    __slots__ = ("hashes", "job", "num_pages", "started_s", "stop")
+    ticket: whose Result it is; with `parts`, of loads that were started together, theirs are. num_asked,
+    num_bytes: pages and bytes of all of it. after: what its copies must wait for on the device (an event of
+    the compute stream), or None. num_pages, hashes: what is done.
+    """
 
-    def __init__(self, job: Job):
-        self.job = job
+    __slots__ = (
+        "after", "epoch", "hashes", "kind", "num_asked", "num_bytes", "num_pages", "parts", "payload",
+        "started_s", "stop", "ticket",
+    )  # fmt: skip
+
+    def __init__(
+        self, kind: JobKind, ticket: Ticket, size: Size, payload: Payload, epoch: int, after: object = None,
+        parts: Sequence[LoadPart] = (),
+    ):  # fmt: skip
+        self.kind = kind
+        self.ticket = ticket
+        self.num_asked, self.num_bytes = size
+        self.payload = payload
+        self.epoch = epoch
+        self.after = after
+        self.parts = parts
         self.stop: FailReason | None = None
         self.num_pages = 0
         self.hashes: tuple[bytes, ...] = ()
@@ -103,10 +133,12 @@ class Worker:
         return True
 
     def _advance(self, job_queue: JobQueue) -> None:
-        assert job_queue.active is not None
+        task = job_queue.active
+        if task is None:
+            raise Misuse(f"a step of {job_queue.kind.value}, of which no job is active")
         try:
             if job_queue.steps is None:
-                job_queue.steps = self._context.jobs[job_queue.kind](job_queue.active)
+                job_queue.steps = self._context.jobs[job_queue.kind](task)
             next(job_queue.steps)
         except StopIteration:
             self._end(job_queue, None)
@@ -118,7 +150,8 @@ class Worker:
 
     def _end(self, job_queue: JobQueue, error: BaseException | None) -> None:
         task = job_queue.active
-        assert task is not None
+        if task is None:
+            raise Misuse(f"the end of {job_queue.kind.value}, of which no job is active")
         try:
             self._context.finish(task, error)
         finally:

@@ -11,7 +11,7 @@ from tests.project.repo import Module, modules
 EXCEPTIONS = {
     # Set while serving, by an operator, or as the cache grows.
     "HiRadixCache": {"self._prefetcher.policy", "self._write_through.policy", "self.controller.wakeup"},
-    "StorageTracker": {"self._fetches.policy"},
+    "SchedulerRole": {"self.prefetcher.policy"},
     "UseLog": {"self.ghosts.limit"},
     "RadixTree": {"self._residencies.watch", "self._end.root"},
     # Whom to wake is known when an engine's thread begins, long after the controller was made.

@@ -221,7 +221,7 @@ TWO_PAGES = Runtime(limits=TransferLimits(batch_pages=2))
 
 def task_of(payload: Any, check: Callable[[], None] = lambda: None) -> Any:
     """A task as a runner sees it. check: what it calls between batches."""
-    return SimpleNamespace(job=SimpleNamespace(payload=payload), check=check, num_pages=0, hashes=())
+    return SimpleNamespace(payload=payload, check=check, num_pages=0, hashes=())
 
 
 def run(steps: Callable[[Any], Iterator[None]], task: Any) -> Any:

@@ -83,6 +83,44 @@ def test_a_restart_is_served_from_storage(
         ours.stop()
 
 
+def test_what_many_requests_want_at_once_is_read_once(start: Start, plain: Player, tmp_path: Path) -> None:
+    """Equal prompts, and a system prompt with more clients than run at a time."""
+    extra = with_storage("disk", disk_storage_path=str(tmp_path / "disk"), max_size="256MiB")
+    system, equal = conversation(7, 5 * 32), conversation(8, 8 * 32 + 1)
+    clients = [[*system, *conversation(100 + number, 40)] for number in range(64)]
+    expected = plain.generate([equal] * 4), plain.generate(clients, max_tokens=1)
+    first = start(extra)
+    first.generate([equal, [*system, 5]], max_tokens=1)
+    first.settle()
+    first.stop()
+    ours = start(extra)
+    answers = ours.generate([equal] * 4)
+    assert_same(expected[0], answers)
+    assert [answer["cached"] for answer in answers] == [8 * 32] * 4
+    assert ours.state()["read_pages"] == 8
+    answers = ours.generate(clients, max_tokens=1)
+    assert_same(expected[1], answers)
+    assert min(answer["cached"] for answer in answers) == 5 * 32
+    assert ours.state()["read_pages"] == 8 + 5
+
+
+def test_what_is_computed_faster_is_not_read(start: Start, plain: Player, tmp_path: Path) -> None:
+    """A store so slow that the first request finds out."""
+    extra = with_storage("disk", disk_storage_path=str(tmp_path / "disk"), max_size="256MiB")
+    extra["hicache_no_regret"] = "on"
+    expected = plain.generate(PROMPTS)
+    first = start(extra)
+    first.generate(PROMPTS)
+    first.settle()
+    first.stop()
+    ours = start(extra)
+    ours.ask("costs", computed_s=1e-6, fetched_s=10.0)
+    answers = ours.generate(PROMPTS)
+    assert_same(expected, answers)
+    state = ours.state()
+    assert cached(answers) == 0 == state["read_pages"] and state["fetch_left_out"] == PAGES
+
+
 def until(ours: Player, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Steps, in which the connector takes in what its workers have done, until its state is as wanted."""
     deadline = time.monotonic() + SETTLE_S

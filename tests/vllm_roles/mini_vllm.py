@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from hiradix.adapters.vllm.events import HostEvents
-from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Blocks, pool_of
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.switch import Work
 from hiradix.adapters.vllm.worker import WorkerRole
+from hiradix.cache.host_index import HostIndex
 from hiradix.memory import HostPool, KVShape, TorchTransport
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
@@ -237,6 +237,7 @@ class World:
     tables: str = ""
     compares: bool = False
     deferred: int = 0
+    no_regret: bool = False
 
 
 class Rank:
@@ -268,7 +269,8 @@ class Rank:
         model = ModelIdentity("mini")
         self.stored = [stored_pages(model, host, "", f"{n or ''}") for n, host in enumerate(hosts)]
         self.compares = world.compares
-        self.role = WorkerRole(pairs, range(groups), self._open, runtime)
+        self.page_bytes = [host.page_bytes for host in hosts]
+        self.role = WorkerRole(pairs, self._open, runtime)
         self.switching: list[Work] = []  # goes on with `follow`
         self.role.switch.spawn = self.switching.append
         if store is not None:
@@ -321,10 +323,12 @@ class MiniVLLM:
                 events,
                 Asked("fake", {}),
                 world.keeps_storage,
+                world.no_regret,
+                limits=TransferLimits(batch_pages=world.batch_pages),
             )
         )
         self.ranks = [Rank(world, n, store and store[n]) for n in range(world.num_workers)]
-        self.role.open([world.host_pages] * len(self.groups), store is not None)
+        self.role.open([world.host_pages] * len(self.groups), self.ranks[0].page_bytes, store is not None)
         self.free = list(range(world.num_blocks - 1, 0, -1))  # block 0 is vLLM's null block
         self.known: dict[Any, int] = {}  # vLLM's own prefix cache: blocks by all that is before their end
         self.name_of: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.adapters.vllm.admin import PATH, AdminCalls, AdminServer
-from hiradix.adapters.vllm.orders import OrderOutcome, OrderStage
+from hiradix.adapters.vllm.orders import StorageSwitched
 from hiradix.config import ExtraConfig
 from hiradix.errors import ConfigError
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
@@ -103,13 +103,13 @@ def test_bad_bodies_are_named(server: AdminServer, asked: Asked, body: object, w
 def test_what_is_attached_brings_its_prefetch_policy() -> None:
     """And keeps it until another one is asked for."""
     role = MiniVLLM(World(num_workers=1)).role
-    before, other = role.fetches.policy, PrefetchPolicy("timeout", PrefetchLimits(page_size=S))
+    before, other = role.prefetcher.policy, PrefetchPolicy("timeout", PrefetchLimits(page_size=S))
     seen = []
     for name, policy in (("first", None), ("second", other), ("third", None), (None, None)):
         role.storage.ask(name, {}, policy)
         assert [order.name for order in role.step([], lambda request_id: []).storage] == [name]
-        role.apply([OrderOutcome(len(seen) + 1, OrderStage.ATTACHED, 1)])
-        seen.append(role.fetches.policy)
+        role.apply([StorageSwitched(len(seen) + 1, True)])
+        seen.append(role.prefetcher.policy)
     assert seen == [before, other, other, other]
 
 
@@ -155,7 +155,7 @@ def test_one_storage_order_at_a_time_and_the_last_word_counts() -> None:
     role.storage.ask("third", {})
     role.storage.ask(None, {})
     assert ordered() == [] and not role.has_storage
-    answer = OrderOutcome(1, OrderStage.ATTACHED, 1)
+    answer = StorageSwitched(1, True)
     role.apply([answer])
     assert ordered() == [], "one worker is still at it"
     role.apply([answer])
@@ -227,4 +227,4 @@ def test_storage_comes_and_goes_between_steps() -> None:
     vllm.role.reset()
     vllm.add(request("d", 3, first=40))
     vllm.drain()
-    assert vllm.hit_tokens == 3 * S and vllm.role.fetches.figures.read == 3
+    assert vllm.hit_tokens == 3 * S and vllm.role.prefetch_figures.read == 3

@@ -74,7 +74,7 @@ def test_it_is_used_again_when_it_is_back(num_workers: int, caplog: pytest.LogCa
     vllm.add(request("meanwhile", 4, first=40))
     vllm.drain()
     assert not vllm.role.has_storage and store == before
-    assert vllm.hit_tokens == 0 and vllm.role.fetches.figures.asked == 4
+    assert vllm.hit_tokens == 0 and vllm.role.prefetch_figures.asked == 4
     server.is_away = False
     settle(vllm, RETRY_S)
     assert vllm.role.has_storage and len(set(server.labels)) == 1 and server.labels[0]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, WriteBackSaves
 from hiradix.adapters.vllm.requests import Tracked, track
-from hiradix.adapters.vllm.saves import NULL_BLOCK
+from hiradix.cache.foreign_device import NULL_BLOCK
 from tests.vllm_roles.mini_vllm import FakeRequest, S
 
 BLOCKS = 12

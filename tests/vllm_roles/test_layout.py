@@ -220,3 +220,10 @@ def test_write_back_needs_vllms_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="write_back.*prefix"):
         check_write_policy(settings, False)
     check_write_policy(parse_settings({}, 32), False)
+
+
+def test_the_gate_is_on_unless_it_is_switched_off() -> None:
+    assert parse_settings({}, 32).cache.hicache_no_regret is True
+    assert parse_settings({"hicache_no_regret": "off"}, 32).cache.hicache_no_regret is False
+    with pytest.raises(ConfigError, match="hicache_no_regret"):
+        parse_settings({"hicache_no_regret": "maybe"}, 32)

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hiradix.adapters.vllm import index, loads, saves, scheduler, stores, worker
+from hiradix.adapters.vllm import scheduler, stores, worker
 from hiradix.adapters.vllm.orders import Orders
 from hiradix.adapters.vllm.requests import Tracked
-from hiradix.adapters.vllm.saves import BlockTable
+from hiradix.cache import foreign_device, host_index
+from hiradix.cache.foreign_device import BlockTables
 from hiradix.memory.compare import Apart
 from tests.vllm_roles.mini_vllm import FakeLora, FakeRequest, MiniVLLM, S, World
 
@@ -160,16 +161,15 @@ def test_a_comparison_that_finds_nothing_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saves.SaveTracker, "fences", lambda self, written: ())
+    monkeypatch.setattr(foreign_device.ForeignDevice, "fences", lambda self, written: ())
 
 
 def promised_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "ARRIVING", index.READY)
-    monkeypatch.setattr(saves, "ARRIVING", index.READY)
+    monkeypatch.setattr(host_index, "ARRIVING", host_index.READY)
 
 
 def failed_saves_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index.HostIndex, "lose", lambda self, key, start, taken: self.arrived(taken))
+    monkeypatch.setattr(host_index.HostIndex, "lose", lambda self, key, start, taken: self.arrived(taken))
 
 
 def failed_loads_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,15 +182,15 @@ def failed_loads_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promises_are_not_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = index.HostIndex.lock
+    whole = host_index.HostIndex.lock
 
-    def lock(self: index.HostIndex, key: object) -> object:
+    def lock(self: host_index.HostIndex, key: object) -> object:
         held = whole(self, key)  # type: ignore[arg-type]
         if held is not None:
             self.tree.unlock(held)
         return held
 
-    monkeypatch.setattr(index.HostIndex, "lock", lock)
+    monkeypatch.setattr(host_index.HostIndex, "lock", lock)
 
 
 def full_pages_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def blocks_are_taken_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = worker.WorkerRole.before_forward
 
     def before_forward(self: worker.WorkerRole, orders: Orders) -> None:
-        own = {save.ticket for save in orders.saves if save.before_forward}
+        own = {save.ticket for save in orders.jobs.saves if save.before_forward}
         whole(self, replace(orders, fences=tuple(set(orders.fences) - own)))
 
     monkeypatch.setattr(worker.WorkerRole, "before_forward", before_forward)
@@ -223,15 +223,15 @@ def what_vllm_has_is_promised_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_vllm_has_is_loaded_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = loads.LoadTracker.order
+    whole = scheduler.SchedulerRole._load
 
-    def order(self: loads.LoadTracker, tracked: Tracked, table: BlockTable, num_tokens: int) -> bool:
+    def load(self: scheduler.SchedulerRole, tracked: Tracked, table: BlockTables, num_tokens: int) -> bool:
         local, tracked.local_tokens = tracked.local_tokens, 0
         is_there = whole(self, tracked, table, num_tokens)
         tracked.local_tokens = local
         return is_there
 
-    monkeypatch.setattr(loads.LoadTracker, "order", order)
+    monkeypatch.setattr(scheduler.SchedulerRole, "_load", load)
 
 
 def a_reset_goes_by_requests_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,7 @@ def test_where_it_is_required_the_start_ends(more: dict[str, Any]) -> None:
 def test_what_is_said_twice_is_refused() -> None:
     extra = {"hicache_storage_required": False}
     with pytest.raises(ConfigError, match="hicache_storage_required is in .*, too"):
-        parse_settings(
-            {"hicache_storage_required": True, "hicache_storage_backend_extra_config": extra}, S
-        )
+        parse_settings({"hicache_storage_required": True, "hicache_storage_backend_extra_config": extra}, S)
     with pytest.raises(ConfigError, match="hicache_storage_required must be bool"):
         parse_settings({"hicache_storage_required": "yes"}, S)
 

@@ -24,17 +24,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hiradix.adapters.vllm.admin import AdminCalls, AdminServer
 from hiradix.adapters.vllm.events import HostEvents, Stored
-from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.layout import Grouping, Interior, Latent, grouping
 from hiradix.adapters.vllm.names import refuse_ropes
-from hiradix.adapters.vllm.orders import OrderOutcome, Orders, WorkerFacts
+from hiradix.adapters.vllm.orders import Orders, Outcome, WorkerFacts
 from hiradix.adapters.vllm.resets import ResetWatch
 from hiradix.adapters.vllm.scheduler import SchedulerRole
 from hiradix.adapters.vllm.scheduler_plan import Asked, SchedulerPlan, StepRequest
 from hiradix.adapters.vllm.settings import Settings, check_write_policy, parse_settings, with_served_name
 from hiradix.adapters.vllm.stats import HiRadixPromMetrics, HiRadixStats
 from hiradix.adapters.vllm.support import refuse_options, warn_if_untested
-from hiradix.adapters.vllm.worker import NOTHING
+from hiradix.adapters.vllm.worker import LIMITS, NOTHING
 from hiradix.adapters.vllm.worker_factory import (
     BuiltWorker,
     KVGroup,
@@ -43,6 +42,7 @@ from hiradix.adapters.vllm.worker_factory import (
     identity_of,
     model_name,
 )
+from hiradix.cache.host_index import HostIndex
 from hiradix.config import ExtraConfig
 from hiradix.errors import CacheError, ConfigError, Misuse
 from hiradix.policy.eviction import make_order
@@ -70,7 +70,7 @@ NO_RESULTS = KVConnectorTransferResults(frozenset(), frozenset(), frozenset())
 class WorkerMetadata(KVConnectorWorkerMetadata):
     """Workers to scheduler, once per step."""
 
-    outcomes: tuple[OrderOutcome, ...]
+    outcomes: tuple[Outcome, ...]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
         if not isinstance(other, WorkerMetadata):
@@ -143,6 +143,9 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
             events=_events(vllm_config, self._kv_cache_config, self._grouping),
             stored=Asked(cache.hicache_storage_backend, cache.hicache_storage_backend_extra_config.opening),
             keeps_storage=self._settings.storage_after_reset == "same",
+            no_regret=cache.hicache_no_regret,
+            num_overlapping=vllm_config.max_concurrent_batches,
+            limits=LIMITS,
         )
 
     def _ask(self, name: str | None, extra: ExtraConfig, policy: str | None) -> None:
@@ -150,12 +153,13 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
         planner, prefetch = self._planner, None
         if name is not None:
             limits = prefetch_limits(self._grouping.page_size, extra)
-            prefetch = PrefetchPolicy.from_name(policy or planner.fetches.policy.name, limits)
+            prefetch = PrefetchPolicy.from_name(policy or planner.prefetcher.policy.name, limits)
         planner.storage.ask(name, extra.when_serving().opening, prefetch)
 
     def _shown(self) -> dict[str, Any]:
         role = self._planner
-        return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": vars(role.fetches.figures)}
+        prefetch = {**vars(role.prefetch_figures), "missed": dict(role.index.counters.unfulfilled)}
+        return {"is_attached": role.has_storage, **vars(role.figures), "prefetch": prefetch}
 
     @property
     def _planner(self) -> SchedulerRole:
@@ -168,7 +172,8 @@ class HiRadixConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         facts = [answer.facts for answer in metadata.values() if isinstance(answer, Handshake)]
         pages = [min(counts) for counts in zip(*(fact.num_pages for fact in facts), strict=True)]
-        self._planner.open(pages, all(fact.has_storage for fact in facts))
+        page_bytes = [max(sizes) for sizes in zip(*(fact.page_bytes for fact in facts), strict=True)]
+        self._planner.open(pages, page_bytes, all(fact.has_storage for fact in facts))
         logger.info("hiradix: %s host pages of %d tokens", pages, self._grouping.page_size)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:

@@ -39,7 +39,10 @@ class HostEvents:
     _events: list[Any] = field(default_factory=list)
 
     def entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
-        """Host pages hold the request's pages from page `start` on."""
+        """Host pages hold the request's pages from page `start` on. Those that are known already are not
+        told again."""
+        known = next((at for at, page in enumerate(pages.tolist()) if page not in self._names), len(pages))
+        start, pages = start + known, pages[known:]
         hashes = tracked.request.block_hashes
         first, end = start * self.ratio, (start + len(pages)) * self.ratio
         if not len(pages) or len(hashes) < end:

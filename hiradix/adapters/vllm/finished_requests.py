@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hiradix.adapters.vllm.index import HostIndex
 from hiradix.adapters.vllm.requests import Tracked
-from hiradix.adapters.vllm.saves import NULL_BLOCK
+from hiradix.cache.foreign_device import NULL_BLOCK
+from hiradix.cache.host_index import HostIndex
 from hiradix.policy.uses import Finished
 
 Blocks = tuple[tuple[int, ...], ...]  # of each KV cache group

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hiradix.adapters.vllm.names import local_place, names_are_hub
-from hiradix.adapters.vllm.orders import Ticket
 from hiradix.errors import Misuse
 from hiradix.policy.uses import Finished
 from hiradix.prefix_cache import origin_of
 from hiradix.prefix_cache.weight_files import decides, hub_snapshot
+from hiradix.transfer import Ticket
 from hiradix.tree import Lock, RadixKey, TokenLog
 from hiradix.tree.key import ADAPTER
 
@@ -53,9 +53,10 @@ class Tracked:
 
     local_tokens: what vLLM's own prefix cache had at the last lookup. num_saved: leading pages of its block
     table that are saved or need not be. hold: keeps prefetched pages until they are loaded or given up.
-    fetch: its prefetch under way. loads: its loads under way. waiting_since: when it was first told to ask
-    again, None if it was not. is_stale: what it has computed so far was so before a reset. is_promised: a
-    lookup has promised it pages that vLLM has not taken up.
+    is_fetching: a prefetch is under way for it. loads: its loads under way. waiting_since: when it was first
+    told to ask again, None if it was not. is_stale: what it has computed so far was so before a reset.
+    is_promised: a lookup has promised it pages that vLLM has not taken up. gated: pages that a lookup has
+    last weighed against computing them, and whether they are worth loading.
     """
 
     request: EngineRequest
@@ -64,11 +65,12 @@ class Tracked:
     local_tokens: int = 0
     num_saved: int = 0
     hold: Lock | None = None
-    fetch: Ticket | None = None
+    is_fetching: bool = False
     loads: set[Ticket] = field(default_factory=set)
     waiting_since: float | None = None
     is_stale: bool = False
     is_promised: bool = False
+    gated: tuple[int, bool] = (0, False)
 
     def key(self, num_pages: int, page_size: int) -> RadixKey:
         """The key of the request's first pages; its tokens must be known that far."""

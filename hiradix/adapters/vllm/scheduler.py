@@ -4,34 +4,44 @@
     lookup(request, n)   tokens the host can bring beyond vLLM's own n; nothing is pinned
     allocated(...)       what was promised is locked, and its load ordered
     step(...)            full blocks are saved; one step's orders
-    apply(outcomes)      what every worker has done enters the index
+    apply(outcomes)      what every worker has done is booked
     finished(request)    the last full blocks are saved; nothing holds the request back
 
-One thread, vLLM's scheduler. Shares nothing with the workers but orders and outcomes.
+What is decided of pages is decided by `hiradix.cache`, as in every engine: here is when vLLM's calls have it
+decide. One thread, vLLM's scheduler. Shares nothing with the workers but orders and outcomes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from hiradix.adapters.vllm.fetches import FetchTracker
 from hiradix.adapters.vllm.finished_requests import FinishedRequest, NextStepSaves, WriteBackSaves, learn
-from hiradix.adapters.vllm.loads import LoadTracker
-from hiradix.adapters.vllm.orders import OrderOutcome, Orders, OrderStage, SaveOrder, Ticket
+from hiradix.adapters.vllm.orders import Orders, Outcome, StorageSwitched
 from hiradix.adapters.vllm.requests import EngineRequest, Tracked, track
-from hiradix.adapters.vllm.saves import BlockTable, SaveTracker
-from hiradix.adapters.vllm.scheduler_plan import Changes, SchedulerCounters, SchedulerPlan, StepRequest
+from hiradix.adapters.vllm.scheduler_plan import (
+    Asked,
+    Changes,
+    PrefetchCounters,
+    SchedulerCounters,
+    SchedulerPlan,
+    StepRequest,
+)
+from hiradix.adapters.vllm.step_meter import StepMeter
 from hiradix.adapters.vllm.stores import StorageTracker
-from hiradix.adapters.vllm.worker_quorum import WorkerQuorum
-from hiradix.errors import BadNamespace
-from hiradix.tree import BACKBONE, Pages
+from hiradix.cache.foreign_device import BlockOwner, BlockTables, ForeignDevice
+from hiradix.cache.prefetch import Prefetcher
+from hiradix.errors import BadNamespace, Misuse
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.transfer import JobKind
+from hiradix.transfer.step_executor import StepExecutor
+from hiradix.tree import Pages, Tier
 
 logger = logging.getLogger(__name__)
 
 ARRIVAL_WAIT_S = 0.5  # longest a request asks again for pages that another one is just saving
+AWAITED = (JobKind.WRITE, JobKind.LOAD, JobKind.QUERY, JobKind.READ)  # what a request may be waiting for
 NO_ORDERS = {  # for a step that has none: (computes, is_awaited)
     (computes, is_awaited): Orders(computes=computes, is_awaited=is_awaited)
     for computes in (False, True)
@@ -45,34 +55,51 @@ class SchedulerRole:
     def __init__(self, plan: SchedulerPlan) -> None:
         self.plan = plan
         self.index = plan.index
-        self.figures = SchedulerCounters()
         self.requests: dict[str, Tracked] = {}
-        self._tickets = count(1)
-        self.quorum = WorkerQuorum(plan.num_workers)
-        self.saves = SaveTracker(plan.index, plan.groups)
-        self.fetches = FetchTracker(plan.index, plan.prefetch, plan.clock, self._ticket, plan.groups)
-        self.storage = StorageTracker(self.fetches, self._ticket, plan.clock)
-        self.loads = LoadTracker(plan.index, plan.groups, plan.load_async, self._ticket)
+        self.executor = StepExecutor(plan.num_workers, plan.limits)
+        self.no_regret = NoRegret(
+            plan.no_regret,
+            troubles=lambda: self.executor.storage_troubles,
+            page_size=self.index.page_size,
+        )
+        self.device = ForeignDevice(
+            self.index, self.executor, self.no_regret, plan.load_async, self._tell_entered
+        )
+        self.storage = StorageTracker(
+            self.executor, plan.num_workers, plan.clock, self._storage_leaves, self._storage_came
+        )
+        self.meter = StepMeter(self.no_regret, plan.clock, self.index.page_size, plan.num_overlapping)
+        self._prefetcher: Prefetcher | None = None  # once the workers' pools are known
+        self._fetching: dict[str, Tracked] = {}  # requests whose prefetch is under way
         self._saves_new = plan.writes.is_due(1)  # when pages are computed, not only when they are used again
         self._saves_lost = plan.writes.writes_on_evict  # and not before vLLM takes their blocks
         self._finished: NextStepSaves | WriteBackSaves = (
             WriteBackSaves() if self._saves_lost else NextStepSaves()
         )
+        self._num_hit_tokens = self._num_fences = self._num_not_text = 0
         self._changes = Changes()
         self._is_told = False  # nothing has happened since `take_figures`
         self._quiet: Orders | None = None  # of the next step, if nothing happens before it
 
-    def _ticket(self) -> Ticket:
-        return next(self._tickets)
-
-    def open(self, num_pages: Sequence[int], has_storage: bool) -> None:
-        """Before the first request: host pages per component that every worker has."""
+    def open(self, num_pages: Sequence[int], page_bytes: Sequence[int], has_storage: bool) -> None:
+        """Before the first request: host pages per component that every worker has, and bytes of each."""
         self.index.open(num_pages)
+        self.executor.open(page_bytes)
+        self._prefetcher = Prefetcher(
+            self.index.supply, self.executor, self.index.in_flight, self.plan.prefetch, self.plan.clock,
+            self.no_regret,
+        )  # fmt: skip
         self.storage.opened(self.plan.stored if has_storage else None)
 
     @property
+    def prefetcher(self) -> Prefetcher:
+        if self._prefetcher is None:
+            raise Misuse("a prefetch before the workers' pools are known")
+        return self._prefetcher
+
+    @property
     def has_storage(self) -> bool:
-        return self.storage.is_attached
+        return self.executor.storage_attached
 
     # -- one request's life -------------------------------------------------------------------
 
@@ -82,15 +109,20 @@ class SchedulerRole:
         try:
             tracked = track(request, self.index.page_size)
         except BadNamespace as error:
-            if not self.figures.not_text:
+            if not self._num_not_text:
                 logger.warning("request %s: nothing is cached of its like: %s", request.request_id, error)
-            self.figures.not_text += 1
+            self._num_not_text += 1
             return
         if tracked is None:
             return
         self.requests[request.request_id] = tracked
         if self.has_storage and self.index.is_open and not request.skip_reading_prefix_cache:
-            self.fetches.start(tracked, self._loadable_pages(request))
+            key = tracked.key(self._loadable_pages(request), self.index.page_size)
+            tracked.is_fetching = self.prefetcher.start(
+                request.request_id, key, self.index.tree.match(key).loadable_node
+            )
+            if tracked.is_fetching:
+                self._fetching[request.request_id] = tracked
 
     def lookup(self, request: EngineRequest, local_tokens: int) -> int | None:
         """Tokens the host can bring beyond vLLM's own `local_tokens`; None: ask again with the next step.
@@ -101,22 +133,36 @@ class SchedulerRole:
         if tracked is None or not self.index.is_open or request.skip_reading_prefix_cache:
             return 0
         tracked.local_tokens, tracked.is_promised = local_tokens, False
+        if request.num_computed_tokens == 0:  # it begins, for the first time or again: nothing of it is old
+            tracked.num_saved, tracked.is_stale = 0, False
         self._happened()
         limit = self._loadable_pages(request)
         if limit * self.index.page_size <= local_tokens:
             return 0
-        if self.fetches.is_awaited(tracked):
-            return None
+        if tracked.is_fetching:
+            if not self.prefetcher.progress(request.request_id):
+                return None
+            self._arrived_for(tracked)
         found = self.index.find(tracked.key(limit, self.index.page_size))
         if found.is_arriving and self._may_wait(tracked):
             return None
-        num_tokens = max(0, found.num_pages * self.index.page_size - local_tokens)
-        tracked.is_promised = num_tokens > 0
+        num_tokens = found.num_pages * self.index.page_size - local_tokens
+        if num_tokens <= 0 or not self._is_worth_loading(tracked, num_tokens // self.index.page_size):
+            return 0
+        tracked.is_promised = True
         return num_tokens
 
     def _loadable_pages(self, request: EngineRequest) -> int:
         """Whole pages before the last known token, which is computed to have something to sample from."""
         return (request.num_tokens - 1) // self.index.page_size
+
+    def _is_worth_loading(self, tracked: Tracked, num_pages: int) -> bool:
+        """The gate's decision, made once for as long as a request asks for the same."""
+        if not num_pages:
+            return False
+        if tracked.gated[0] != num_pages:
+            tracked.gated = num_pages, self.device.takes(num_pages)
+        return tracked.gated[1]
 
     def _may_wait(self, tracked: Tracked) -> bool:
         now_s = self.plan.clock()
@@ -124,7 +170,7 @@ class SchedulerRole:
             tracked.waiting_since = now_s
         return now_s - tracked.waiting_since < ARRIVAL_WAIT_S
 
-    def allocated(self, request: EngineRequest, table: Callable[[], BlockTable], num_tokens: int) -> None:
+    def allocated(self, request: EngineRequest, table: Callable[[], BlockTables], num_tokens: int) -> None:
         """vLLM has given a request its blocks, those of `num_tokens` for what `lookup` promised.
 
         It may do so steps after that lookup: then it counts these tokens as computed already, and what was
@@ -135,21 +181,34 @@ class SchedulerRole:
             return
         self._happened()
         self._give_up(tracked)
-        self.fetches.abandon(tracked)
-        if tracked.request.num_computed_tokens == 0:
+        if request.num_computed_tokens == 0:
             tracked.num_saved, tracked.is_stale = 0, False
-        tracked.is_promised = False
-        if num_tokens and self.loads.order(tracked, table(), num_tokens):
-            self.figures.hit_tokens += num_tokens
+        tracked.is_promised, tracked.gated = False, (0, False)
+        if num_tokens and self._load(tracked, table(), num_tokens):
+            self._num_hit_tokens += num_tokens
 
-    def finished(self, request: EngineRequest, table: BlockTable) -> None:
+    def _load(self, tracked: Tracked, table: BlockTables, num_tokens: int) -> bool:
+        """Load `num_tokens` behind what vLLM has itself; False if they have gone, or are no whole pages."""
+        size, end = self.index.page_size, tracked.local_tokens + num_tokens
+        key = None if end % size or tracked.is_stale else tracked.key(end // size, size)
+        blocks = self._blocks(table)
+        return self.device.load(
+            tracked, tracked.request.request_id, key, blocks, tracked.local_tokens // size
+        )
+
+    def _blocks(self, table: BlockTables) -> BlockTables:
+        """Those of each component, of the blocks of all KV cache groups."""
+        return [table[group] for group in self.plan.groups]
+
+    def finished(self, request: EngineRequest, table: BlockTables) -> None:
         """A request has ended, however it did. Its blocks are vLLM's to free at once."""
         tracked = self.requests.pop(request.request_id, None)
+        if not self.requests:
+            self.meter.forget()
         if tracked is None:
             return
         self._happened()
         self._give_up(tracked)
-        self.fetches.abandon(tracked)
         computed = tracked.local_tokens if tracked.is_promised else request.num_computed_tokens
         known = min(computed, request.num_computed_tokens, request.num_tokens) // self.index.page_size
         is_kept = (self._saves_new or self._saves_lost) and not tracked.is_stale
@@ -162,11 +221,29 @@ class SchedulerRole:
         learn(self.index, tracked, known, ended)
 
     def _give_up(self, tracked: Tracked) -> None:
-        """Let go of prefetched pages: they are loaded from here on, or not wanted."""
+        """Let go of prefetched pages: they are loaded from here on, or not wanted. What is still on its way
+        enters the tree all the same."""
         tracked.waiting_since = None
+        if tracked.is_fetching:
+            tracked.is_fetching = False
+            del self._fetching[tracked.request.request_id]
+            self.prefetcher.abort(tracked.request.request_id)
         if tracked.hold is not None:
             self.index.unlock(tracked.hold)
             tracked.hold = None
+
+    def _arrived_for(self, tracked: Tracked) -> None:
+        """A request's prefetch has ended, or has had its time: what it brought is kept until it is loaded."""
+        request_id = tracked.request.request_id
+        tracked.is_fetching = False
+        del self._fetching[request_id]
+        first, count = self.prefetcher.pop_loaded_span(request_id)
+        if not count:
+            return
+        key = tracked.key(first + count, self.index.page_size)
+        tracked.hold = self.index.tree.lock(self.index.resident_end(key), Tier.HOST)
+        pages = self.index.tree.pages(tracked.hold.node, Tier.HOST, min(first, tracked.hold.node.end))
+        self._tell_entered(tracked, first, pages)
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -189,40 +266,54 @@ class SchedulerRole:
                 continue
             if self._due(tracked, end) > tracked.num_saved:
                 return None
+        if self.meter.is_open:
+            self.meter.planned(0, False)
         return self._quiet
 
-    def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTable]) -> Orders:
+    def step(self, scheduled: Sequence[StepRequest], table: Callable[[str], BlockTables]) -> Orders:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
-        loads = self.loads.take()
-        written = {block for load in loads for copy in load.copies for block in copy.device.tolist()}
+        self._book()
+        written = self.device.start_loading()
+        self._measure(scheduled, bool(written))
         for one in scheduled:
             written.update(one.new_blocks)
-        saves = self._save_finished(self._finished.taken(written))
-        fences = self.saves.fences(written)
-        self.figures.fences += len(fences)
+        for left in self._finished.taken(written):
+            key = left.tracked.key(left.num_pages, self.index.page_size)
+            self.device.save(left.tracked, key, self._blocks(left.table), before_forward=True)
+            learn(self.index, left.tracked, left.num_pages, left.ended)
+        fences = self.device.fences(written)
+        self._num_fences += len(fences)
         for one in scheduled:
-            if (save := self._save(one, table)) is not None:
-                saves.append(save)
-        parts = (fences, tuple(saves), loads, *self.fetches.take(), self.storage.orders())
-        self._quiet = NO_ORDERS[True, self._is_awaited]
-        if not any(parts):
-            return NO_ORDERS[bool(scheduled), self._is_awaited]
-        return Orders(*parts, bool(scheduled), self._is_awaited)
+            self._save(one, table)
+        storage, jobs = self.storage.orders(), self.executor.take()
+        is_awaited = self._is_awaited
+        self._quiet = NO_ORDERS[True, is_awaited]
+        if not (fences or storage or jobs):
+            return NO_ORDERS[bool(scheduled), is_awaited]
+        return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
+
+    def _measure(self, scheduled: Sequence[StepRequest], loads: bool) -> None:
+        """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
+        if loads and not self.plan.load_async:
+            self.meter.forget()
+            return
+        num_tokens = sum(one.num_tokens for one in scheduled)
+        self.meter.planned(num_tokens, bool(scheduled) and num_tokens >= 2 * len(scheduled))
 
     @property
     def _is_awaited(self) -> bool:
         """Whether a request may be waiting for what workers do."""
-        return bool(self.fetches.in_flight or self.saves.in_flight or self.loads.in_flight)
+        return any(self.index.in_flight.of_kind(kind) for kind in AWAITED)
 
-    def _save(self, one: StepRequest, table: Callable[[str], BlockTable]) -> SaveOrder | None:
+    def _save(self, one: StepRequest, table: Callable[[str], BlockTables]) -> None:
         tracked = self.requests.get(one.request_id)
         if tracked is None or not self.index.is_open or self._saves_lost:
-            return None
+            return
         due = self._due(tracked, tracked.request.num_computed_tokens + one.num_tokens)
-        if due <= tracked.num_saved:
-            return None
-        return self._planned(self._ticket(), tracked, table(one.request_id), due)
+        if due > tracked.num_saved:
+            blocks = self._blocks(table(one.request_id))
+            self.device.save(tracked, tracked.key(due, self.index.page_size), blocks)
 
     def _due(self, tracked: Tracked, end: int) -> int:
         """Leading pages of a request to be on the host when a step has computed its tokens up to `end`."""
@@ -231,103 +322,94 @@ class SchedulerRole:
             known = min(known, tracked.local_tokens)
         return known // self.index.page_size
 
-    def _save_finished(self, requests: Iterable[FinishedRequest]) -> list[SaveOrder]:
-        """What ended requests left behind."""
-        planned = []
-        for one in requests:
-            planned.append(self._planned(self._ticket(), one.tracked, one.table, one.num_pages))
-            learn(self.index, one.tracked, one.num_pages, one.ended)
-        return [SaveOrder(save.ticket, save.copies, save.rows, True) for save in planned if save is not None]
-
-    def _planned(
-        self, ticket: Ticket, tracked: Tracked, table: BlockTable, num_pages: int
-    ) -> SaveOrder | None:
-        save = self.saves.plan(tracked, table, num_pages, ticket)
-        if save is None or not self.has_storage:
-            return save
-        job = self.saves.in_flight[ticket]
-        job.is_stored = True
-        return SaveOrder(ticket, save.copies, self.saves.rows(job))
-
     # -- what the workers say -------------------------------------------------------------------
 
-    def apply(self, outcomes: Iterable[OrderOutcome]) -> None:
-        """Take in what workers have done; each stage counts when the last of them has answered."""
+    def apply(self, outcomes: Iterable[Outcome]) -> None:
+        """Take in what workers have done; each ticket counts when the last of them has answered."""
         for outcome in outcomes:
             self._happened()
-            whole = self.quorum.add(outcome)
-            if whole is not None:
-                self._ends[whole.stage](self, whole)
+            if isinstance(outcome, StorageSwitched):
+                self.storage.answer(outcome)
+            else:
+                self.executor.answer(outcome)
+        self._book()
 
-    def _written(self, outcome: OrderOutcome) -> None:
-        job = self.saves.in_flight[outcome.ticket]
-        self.saves.end_reading(job, outcome.ticket)
-        if outcome.error is None:
-            self.figures.saved_pages += len(job.pages[BACKBONE])
-            self.index.arrived(job.pages)
-            self._tell_entered(job.owner, job.start, job.pages[BACKBONE])
-        else:
-            self.figures.save_failed_pages += len(job.pages[BACKBONE])
-            job.owner.num_saved = 0
-            self.index.lose(job.key, job.start, job.pages)
-        if not job.is_stored:
-            self._end_save(outcome.ticket)
+    def _book(self) -> None:
+        """Apply all results that have come, and keep what arrived for requests that wait."""
+        has_come = False
+        while results := self.executor.poll():
+            has_come = True
+            for result in results:
+                self.index.in_flight.apply(result)
+        if not has_come:
+            return
+        self._happened()
+        for tracked in list(self._fetching.values()):
+            if self.prefetcher.is_done(tracked.request.request_id):
+                self.prefetcher.progress(tracked.request.request_id)
+                self._arrived_for(tracked)
+        self.index.drop_lost()
 
-    def _stored(self, outcome: OrderOutcome) -> None:
-        job = self.saves.in_flight[outcome.ticket]
-        self.figures.stored_pages += outcome.num_pages
-        self.figures.store_failed_pages += len(job.pages[BACKBONE]) - outcome.num_pages
-        if outcome.hashes:
-            node = job.lock.node
-            self.index.tree.set_hashes(node, node.end - len(outcome.hashes), outcome.hashes)
-        self._end_save(outcome.ticket)
+    def _storage_leaves(self, asked: Asked) -> None:
+        """The workers are about to attach other storage, or none: nobody waits for what there is any more."""
+        self.prefetcher.stop_all()
+        self.prefetcher.policy = asked.prefetch or self.prefetcher.policy
+        self.index.tree.forget_stored()
 
-    def _end_save(self, ticket: Ticket) -> None:
-        self.index.unlock(self.saves.in_flight.pop(ticket).lock)
+    def _storage_came(self) -> None:
+        """What fetches have brought so far says nothing of it."""
+        self.no_regret.attached()
 
-    def _loaded(self, outcome: OrderOutcome) -> None:
-        job = self.loads.ended(outcome.ticket, outcome.error is None)
-        if outcome.error is None:
-            self.figures.loaded_pages += job.num_pages
-        else:
-            self.figures.load_failed += 1
-
-    def _read(self, outcome: OrderOutcome) -> None:
-        fetch = self.fetches.in_flight[outcome.ticket]
-        owner = fetch.owner
-        entered = self.fetches.arrived(outcome)
-        if owner is not None:
-            self._tell_entered(owner, fetch.start, entered)
-
-    _ends: ClassVar[Mapping[OrderStage, Callable[[Any, OrderOutcome], None]]] = {
-        OrderStage.WRITTEN: _written,
-        OrderStage.STORED: _stored,
-        OrderStage.LOADED: _loaded,
-        OrderStage.FOUND: lambda self, outcome: self.fetches.found(outcome),
-        OrderStage.READ: _read,
-        OrderStage.ATTACHED: lambda self, outcome: self.storage.ended(outcome),
-    }
-
-    def _tell_entered(self, tracked: Tracked, start: int, pages: Pages) -> None:
-        if self.plan.events is not None:
-            self.plan.events.left(self.index.take_dropped())
-            self.plan.events.entered(tracked, start, pages)
+    def _tell_entered(self, owner: BlockOwner, start: int, pages: Pages) -> None:
+        if self.plan.events is not None and isinstance(owner, Tracked):
+            self.plan.events.left(self.index.take_freed())
+            self.plan.events.entered(owner, start, pages)
 
     def take_events(self) -> list[Any]:
         """What entered and left the host since the last call; none where nobody listens."""
-        dropped = self.index.take_dropped() if self.index.dropped else ()
+        freed = self.index.take_freed()
         if self.plan.events is None:
             return []
-        self.plan.events.left(dropped)
+        self.plan.events.left(freed)
         return self.plan.events.take()
+
+    @property
+    def figures(self) -> SchedulerCounters:
+        """Counts since start."""
+        pages = self.index.counters
+        return SchedulerCounters(
+            hit_tokens=self._num_hit_tokens,
+            saved_pages=pages.written,
+            save_failed_pages=pages.write_failed,
+            no_host_page=pages.write_dropped,
+            loaded_pages=pages.loaded,
+            load_failed=pages.load_failed,
+            load_too_slow_pages=pages.load_too_slow,
+            stored_pages=pages.backed_up,
+            store_failed_pages=pages.backup_failed,
+            fences=self._num_fences,
+            not_text=self._num_not_text,
+        )
+
+    @property
+    def prefetch_figures(self) -> PrefetchCounters:
+        """Counts since start."""
+        return PrefetchCounters(
+            asked=self.executor.num_asked,
+            found=self.executor.num_found,
+            read=self.index.counters.prefetched,
+            late=self.index.counters.prefetched_late,
+            left_out=self.no_regret.num_refused[GatedTransfer.FETCH],
+        )
 
     def take_figures(self) -> dict[str, float]:
         """What has changed since the last call, by name; empty if nothing has."""
         if self._is_told:
             return {}
         self._is_told = True
-        fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.fetches.figures).items()}
-        return self._changes.until({**vars(self.figures), "no_host_page": self.saves.num_dropped, **fetched})
+        missed = {f"prefetch_missed_{why}_pages": n for why, n in self.index.counters.unfulfilled.items()}
+        fetched = {f"prefetch_{name}_pages": pages for name, pages in vars(self.prefetch_figures).items()}
+        return self._changes.until({**vars(self.figures), **fetched, **missed})
 
     # -- the whole ------------------------------------------------------------------------------
 
@@ -340,7 +422,8 @@ class SchedulerRole:
         for tracked in self.requests.values():
             self._give_up(tracked)
             tracked.is_stale = tracked.request.num_computed_tokens > 0
-        self.fetches.forget_all()
+        if self._prefetcher is not None:
+            self._prefetcher.disown()
         self.index.lose_all()
         self._finished.forget_all()
         if not self.plan.keeps_storage:
@@ -349,10 +432,8 @@ class SchedulerRole:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way and nothing is locked on any request's behalf."""
-        trackers = (self.saves.in_flight, self.fetches.in_flight, self.loads.in_flight, self.quorum)
-        return not any(len(tracker) for tracker in trackers) and not self.saves.reading
+        return not len(self.index.in_flight) and self.executor.is_idle and not self.device.is_reading
 
     def check(self) -> None:
         """Assert the index's invariants and that each page is in one place. O(tree)."""
-        under_way = [fetch.host for fetch in self.fetches.in_flight.values() if fetch.host]
-        self.index.check([sum(len(host[c]) for host in under_way) for c in range(len(self.plan.groups))])
+        self.index.check()

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hiradix.adapters.vllm.events import HostEvents
-from hiradix.adapters.vllm.index import HostIndex
+from hiradix.cache.host_index import HostIndex
 from hiradix.policy.prefetch_policy import PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
+from hiradix.transfer import TransferLimits
 
 
 class Asked(NamedTuple):
@@ -26,7 +27,9 @@ class SchedulerPlan:
     """What the role is built from. groups: the KV cache group of each of the index's components.
 
     load_async: loads run beside other requests' steps, and their request waits for them. stored: the storage
-    that workers are started with. keeps_storage: a reset says nothing of what is stored.
+    that workers are started with. keeps_storage: a reset says nothing of what is stored. no_regret: what is
+    predicted to be slower than computing is neither loaded nor fetched. num_overlapping: steps that the
+    engine has under way at a time. limits: those of the workers.
     """
 
     index: HostIndex
@@ -39,6 +42,9 @@ class SchedulerPlan:
     events: HostEvents | None = None
     stored: Asked | None = None
     keeps_storage: bool = False
+    no_regret: bool = True
+    num_overlapping: int = 1
+    limits: TransferLimits = TransferLimits()
 
 
 class StepRequest(NamedTuple):
@@ -52,19 +58,33 @@ class StepRequest(NamedTuple):
     new_blocks: Sequence[int]
 
 
-@dataclass
+@dataclass(frozen=True)
 class SchedulerCounters:
-    """Tokens and pages since start, and since the last report to vLLM."""
+    """Tokens and pages since start, as they are told to vLLM."""
 
     hit_tokens: int = 0
     saved_pages: int = 0
     save_failed_pages: int = 0
+    no_host_page: int = 0
     loaded_pages: int = 0
     load_failed: int = 0
+    load_too_slow_pages: int = 0
     stored_pages: int = 0
     store_failed_pages: int = 0
     fences: int = 0
     not_text: int = 0
+
+
+@dataclass(frozen=True)
+class PrefetchCounters:
+    """Pages since start. late: came when nobody waited for them any more. left_out: found and not read, as
+    that takes longer than computing them, or reads before brought less than they took."""
+
+    asked: int = 0
+    found: int = 0
+    read: int = 0
+    late: int = 0
+    left_out: int = 0
 
 
 class Changes:

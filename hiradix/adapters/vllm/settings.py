@@ -29,9 +29,10 @@ from hiradix.storage.attach.rules import AttachRules, default_of, parse_prepared
 ADMIN_KEY_ENV = "HIRADIX_ADMIN_API_KEY"
 NOT_HERE = (
     "page_size", "enable_hierarchical_cache", "disable_radix_cache",  # vLLM's own
-    "hicache_host_memory_mode", "hicache_no_regret",
+    "hicache_host_memory_mode",
 )  # fmt: skip
 """Settings of the cache that are no keys of vLLM's mapping."""
+NO_REGRET = setting_of(HiCacheConfig, "hicache_no_regret")
 CONFIG_KEYS = tuple(one.name for one in settings_of(HiCacheConfig) if one.name not in NOT_HERE)
 WRITE_BACK = (
     "saves what vLLM's own prefix cache evicts, and that is off; use --enable-prefix-caching or write_through"
@@ -50,28 +51,40 @@ class Settings:
 
     cache: HiCacheConfig
     load_mode: str = setting(
-        "load_mode", Type.TEXT, "auto",
+        "load_mode",
+        Type.TEXT,
+        "auto",
         "`sync`: a request's load runs with its own step, layer by layer beside the forward. `async`: beside "
         "other requests' steps. `auto`: `sync` where vLLM can take back a step whose load failed",
         choices=("auto", "sync", "async"),
     )
     drain_timeout_s: float = setting(
-        "drain_timeout_s", Type.NUMBER, 10.0,
+        "drain_timeout_s",
+        Type.NUMBER,
+        10.0,
         "longest a shutdown waits, in seconds, for what is on its way to storage",
     )
     admin_port: int | None = setting(
-        "admin_port", Type.INTEGER, None,
+        "admin_port",
+        Type.INTEGER,
+        None,
         "of the admin endpoint of the first data parallel rank; none for none, 0 for a free port",
         maximum=MAX_PORT,
     )
     admin_api_key: str | None = setting(
-        "admin_api_key", Type.SECRET, None, f"its key; or the environment variable {ADMIN_KEY_ENV}",
+        "admin_api_key",
+        Type.SECRET,
+        None,
+        f"its key; or the environment variable {ADMIN_KEY_ENV}",
         env=ADMIN_KEY_ENV,
     )
     storage_after_reset: str = setting(
-        "storage_after_reset", Type.TEXT, "apart",
+        "storage_after_reset",
+        Type.TEXT,
+        "apart",
         "`apart`: when vLLM has reset the connector, pages are stored under other names, as weights may have "
-        "changed. `same`: under those as before", choices=("apart", "same"),
+        "changed. `same`: under those as before",
+        choices=("apart", "same"),
     )
     attach_rules: AttachRules = field(default_factory=AttachRules)
 
@@ -101,6 +114,8 @@ def parse_settings(values: Mapping[str, Any], page_size: int) -> Settings:
     given = {key: values[key] for key in CONFIG_KEYS if key in values}
     if "hicache_storage_backend_extra_config" in given:
         given["hicache_storage_backend_extra_config"] = _extra(given["hicache_storage_backend_extra_config"])
+    if NO_REGRET.name in given:
+        given[NO_REGRET.name] = NO_REGRET.check(NO_REGRET.name, given[NO_REGRET.name]) == "on"
     if REQUIRED_KEY in values:
         extra = given.get("hicache_storage_backend_extra_config", ExtraConfig())
         is_required = require_bool(REQUIRED_KEY, values[REQUIRED_KEY])

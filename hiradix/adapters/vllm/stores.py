@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hiradix.adapters.vllm.fetches import FetchTracker
-from hiradix.adapters.vllm.orders import OrderOutcome, StorageOrder, Ticket
+from hiradix.adapters.vllm.orders import StorageOrder, StorageSwitched
 from hiradix.adapters.vllm.scheduler_plan import Asked
 from hiradix.errors import Misuse
 from hiradix.policy.prefetch_policy import PrefetchPolicy
+from hiradix.transfer.step_executor import StepExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -25,19 +25,28 @@ RETRY_S = 10.0
 
 
 class StorageTracker:
-    """Keeps which storage the workers have attached. Any thread asks; orders go out with a step.
+    """Keeps which storage the workers have attached: as the executor says, every one, and none is switching.
+    Any thread asks; orders go out with a step.
 
-    is_attached: every worker has storage, and none is switching."""
+    on_switch(asked): the workers are about to follow. on_attached(): other storage is there.
+    """
 
     def __init__(
-        self, fetches: FetchTracker, ticket: Callable[[], Ticket], clock: Callable[[], float]
+        self,
+        executor: StepExecutor,
+        num_workers: int,
+        clock: Callable[[], float],
+        on_switch: Callable[[Asked], None],
+        on_attached: Callable[[], None],
     ) -> None:
-        self.is_attached = False
-        self._fetches = fetches
-        self._ticket = ticket
+        self._executor = executor
+        self._num_workers = num_workers
         self._clock = clock
+        self._on_switch = on_switch
+        self._on_attached = on_attached
         self._asked: deque[Asked] = deque(maxlen=1)
         self._now: Asked | None = None  # what workers have, or follow to
+        self._answers: list[StorageSwitched] = []  # to the order under way
         self._is_switching = False
         self._is_anew = False  # what they have is to be opened again, with `_label`, not before `_due_s`
         self._due_s = -math.inf
@@ -46,7 +55,9 @@ class StorageTracker:
 
     def opened(self, asked: Asked | None) -> None:
         """What workers have from the start."""
-        self.is_attached, self._now = asked is not None, asked
+        self._now = asked
+        if asked is not None:
+            self._executor.attach()
 
     def ask(self, name: str | None, keys: Mapping[str, Any], prefetch: PrefetchPolicy | None = None) -> None:
         """Have the next step attach a backend, or detach the one there is (None). Any thread."""
@@ -56,7 +67,7 @@ class StorageTracker:
         """What is stored so far may be of other weights: from here on pages have names of their own."""
         self._label = uuid.uuid4().hex
         self._is_anew = self._now is not None
-        self.is_attached = False
+        self._executor.detach()
 
     @property
     def is_asked(self) -> bool:
@@ -72,22 +83,28 @@ class StorageTracker:
         self._is_anew = False
         if asked is None:
             raise Misuse("nothing is attached that could be opened again")
-        self.is_attached, self._is_switching = False, True
+        self._executor.detach()
+        self._is_switching = True
         self._now = None if asked.name is None else asked
-        self._fetches.policy = asked.prefetch or self._fetches.policy
-        return (StorageOrder(self._ticket(), asked.name, asked.keys, self._label),)
+        self._on_switch(asked)
+        return (StorageOrder(self._executor.new_ticket(), asked.name, asked.keys, self._label),)
 
-    def ended(self, outcome: OrderOutcome) -> None:
-        """Every worker has followed, or could not."""
-        ok, self._is_switching = outcome.error is None and outcome.num_pages > 0, False
-        self.is_attached = ok and not self._is_anew
-        if ok:
-            self._fetches.attached()
-        if not ok and self._is_reopening:
-            self._await_it(outcome.error)
+    def answer(self, outcome: StorageSwitched) -> None:
+        """One worker has followed, or could not; with the last one's answer it is known what they have."""
+        self._answers.append(outcome)
+        if len(self._answers) < self._num_workers:
             return
-        if outcome.error is not None:
-            logger.warning("storage: %s", outcome.error)
+        answers, self._answers = self._answers, []
+        error = next((one.error for one in answers if one.error is not None), None)
+        ok, self._is_switching = error is None and all(one.is_attached for one in answers), False
+        if ok and not self._is_anew:
+            self._executor.attach()
+            self._on_attached()
+        if not ok and self._is_reopening:
+            self._await_it(error)
+            return
+        if error is not None:
+            logger.warning("storage: %s", error)
         elif ok and self._due_s > -math.inf:
             logger.info("storage is attached again")
         self._due_s = -math.inf

@@ -16,39 +16,29 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from hiradix.adapters.vllm.orders import (
-    GroupCopy,
-    LoadOrder,
-    OrderOutcome,
-    Orders,
-    OrderStage,
-    QueryOrder,
-    ReadOrder,
-    SaveOrder,
-    StorageOrder,
-)
+from hiradix.adapters.vllm.orders import Orders, Outcome, StorageOrder, StorageSwitched
 from hiradix.adapters.vllm.switch import OpenStorage, StorageSwitch
 from hiradix.adapters.vllm.traffic import Traffic
 from hiradix.storage import Stores
 from hiradix.transfer import (
-    Copy,
+    FailReason,
     HiCacheController,
     JobKind,
     LoadFailed,
     PoolPair,
     Result,
     Runtime,
+    Ticket,
     TransferLimits,
 )
-from hiradix.transfer import Ticket as JobTicket
-from hiradix.transfer.jobs import BACKBONE_PAIR, NO_PAGES, TrailingPages, TrailingWindow
-from hiradix.tree import Pages
+from hiradix.transfer.jobs import NO_PAGES, QueryPayload, ReadPayload
+from hiradix.transfer.step_executor import LoadOrder, SaveOrder, StorageJob
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +46,7 @@ LIMITS = TransferLimits(queued_jobs=4096, num_load_slots=256)
 AWAIT_S = 0.002  # what a step without a forward gives to transfers that requests wait for
 IDLE_S = 1.0
 
-Order = SaveOrder | LoadOrder | QueryOrder | ReadOrder
+Order = SaveOrder | LoadOrder | StorageJob
 
 
 @dataclass
@@ -71,36 +61,73 @@ class Collected:
 NOTHING = Collected()
 
 
+@dataclass
+class StepLoads:
+    """The loads whose blocks the step under way reads. results: of those whose copies have ended.
+
+    error: why something is not there that the step computes from. It stays until the step's saves have been
+    refused: a copy that ends well after its layers gave up on it changes nothing of what they read.
+    """
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    results: dict[Ticket, Result] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def have_ended(self) -> bool:
+        return len(self.results) == len(self.loads)
+
+    def ended(self, load: LoadOrder, result: Result) -> None:
+        """The copy of one of them has ended."""
+        self.results[load.ticket] = result
+        if result.error is not None:
+            self.fail(result.error)
+
+    def fail(self, error: str) -> None:
+        """What the step computes is not to be kept."""
+        self.error = self.error or error
+
+    def forget(self) -> None:
+        """Nothing of the step is kept any more, or all of it may be."""
+        self.error = None
+
+    def take(self) -> list[tuple[LoadOrder, Result]]:
+        """All of them, ended as one: where one has failed, or layers have given up, all have."""
+        ends = [(load, self.results[load.ticket]) for load in self.loads]
+        self.loads, self.results = [], {}
+        if self.error is None:
+            return ends
+        return [(load, _failed(load, self.error)) for load, _ in ends]
+
+
+def _failed(load: LoadOrder, error: str) -> Result:
+    return Result(load.ticket, JobKind.LOAD, 0, error=error, reason=FailReason.COPY)
+
+
 class WorkerRole:
     """Carries out the scheduler role's orders and reports outcomes. Public methods belong to the model's
     thread.
 
-    pairs: device and host pool per component, the backbone's first; groups: their KV cache groups.
+    pairs: device and host pool per component, the backbone's first, as orders count them.
     """
 
     def __init__(
-        self,
-        pairs: Sequence[PoolPair],
-        groups: Sequence[int],
-        open_storage: OpenStorage,
-        runtime: Runtime | None = None,
+        self, pairs: Sequence[PoolPair], open_storage: OpenStorage, runtime: Runtime | None = None
     ) -> None:
-        self._pair_of = {group: pair for pair, group in enumerate(groups)}
         self._controller = HiCacheController.over(pairs, runtime or Runtime(limits=LIMITS))
         self._lock = threading.RLock()
         self.switch = StorageSwitch(self._controller, self._lock, open_storage, self._take_in)
         self._changed = threading.Condition(self._lock)
-        self._jobs: dict[JobTicket, Order] = {}
-        self._stores: dict[JobTicket, SaveOrder] = {}
-        self._saving: set[int] = set()  # tickets whose blocks are still read
-        self._unstored: set[int] = set()  # of these, of pages that the storage they were for has left
-        self._step_loads: dict[int, LoadOrder] = {}
-        # of this step, which can load nothing: said with the step's own loads
-        self._gone: list[LoadOrder] = []
-        self._outcomes: list[OrderOutcome] = []
-        self._told: list[OrderOutcome] = []  # of `collect`, for `take_outcomes`
+        self._jobs: dict[Ticket, Order] = {}  # by the controller's ticket
+        self._saving: set[Ticket] = set()  # tickets whose blocks are still read
+        self._overwritten: set[Ticket] = set()  # of these, whose blocks were written to meanwhile
+        self._storing: set[Ticket] = set()  # and of what goes on to storage when it is saved, until it has
+        self._unstored: set[Ticket] = set()  # of these, of pages that the storage they were for has left
+        self._step = StepLoads()
+        self._gone: list[LoadOrder] = []  # of this step, which can load nothing: said with its own loads
+        self._outcomes: list[Outcome] = []
+        self._told: list[Outcome] = []  # of `collect`, for `take_outcomes`
         self._collected = NOTHING
-        self.step_failed = False
         self._closing = False
         self.traffic = Traffic()
         self._wake = threading.Event()
@@ -129,83 +156,87 @@ class WorkerRole:
 
         def answer(error: str | None) -> None:
             with self._changed:
-                attached = int(self.has_storage)
-                self._outcomes.append(OrderOutcome(order.ticket, OrderStage.ATTACHED, attached, error=error))
+                self._outcomes.append(StorageSwitched(order.ticket, self.has_storage, error))
                 self._changed.notify_all()
 
         with self._lock:
-            self._unstored |= self._saving
+            self._unstored |= self._storing
         self.switch.follow(order, answer)
 
     # -- one step -------------------------------------------------------------------------------
 
     def before_forward(self, orders: Orders) -> None:
         """To be called before anything of the step is written to the device."""
-        if not (orders.fences or orders.saves or orders.storage):
-            return
-        with self._changed:
-            for save in orders.saves:
-                if save.before_forward:
+        saves = [save for save in orders.jobs.saves if save.before_forward]
+        if orders.fences or saves:
+            with self._changed:
+                for save in saves:
                     self._save(save)
-            fenced = set(orders.fences)
-            if fenced & self._saving:
-                self._wait_for(lambda: not fenced & self._saving)
+                self._wait_for_saves(set(orders.fences))
         for order in orders.storage:
             self._follow(order)
 
+    def _wait_for_saves(self, fenced: set[Ticket]) -> None:
+        """With `_lock` held: until they have read their blocks. One that does not end in time is given up:
+        what it has then is of nobody, however it ends."""
+        limit_s = self._controller.limits.gate_timeout_s
+        if fenced & self._saving and not self._wait_for(lambda: not fenced & self._saving, limit_s):
+            self._overwritten |= fenced & self._saving
+            logger.warning("saves %s did not end in %g s: a step writes to their blocks", fenced, limit_s)
+
     def start_loads(self, orders: Orders) -> bool:
         """Launch the step's loads. Whether some are for the step itself: layers `wait_layer` for those."""
-        if not orders.loads:
+        loads = orders.jobs.loads
+        if not loads:
             return False
         with self._lock:
-            self._step_loads = {
-                load.ticket: load for load in orders.loads if load.in_step and load.error is None
-            }
-            for load in orders.loads:
+            for load in loads:
                 if load.error is not None:
                     self._gone.append(load)
                     continue
-                job = self._controller.load(NO_PAGES, NO_PAGES, self._copies(load.copies, to_host=False))
-                self._jobs[job] = load
+                self._jobs[self._controller.load(NO_PAGES, NO_PAGES, load.copies)] = load
+                if load.in_step:
+                    self._step.loads.append(load)
             producer = self._controller.start_loading()
-            if self._step_loads:
+            if self._step.loads:
                 self._controller.layer_done_counter.set_consumer(producer)
-            return bool(self._step_loads)
+            return bool(self._step.loads)
 
     def wait_layer(self, layer: int) -> None:
         """Return when the step's loads of model layer `layer` are there, or have failed."""
-        if not self._step_loads or self.step_failed:
+        if not self._step.loads or self.step_failed:
             return
         try:
             self._controller.layer_done_counter.wait_until(layer)
         except LoadFailed as error:
             logger.warning("a load for this step failed: %s", error)
-            self.step_failed = True
+            self._step.fail(str(error))
+
+    @property
+    def step_failed(self) -> bool:
+        """Whether what this step computes may rest on a load that failed, or that its layers gave up on."""
+        return self._step.error is not None
 
     def after_forward(self, orders: Orders) -> None:
         """To be called when the step's forward is launched, or would have been."""
-        if not (self._step_loads or self._gone or self.step_failed or orders.brings_work):
+        jobs = orders.jobs
+        if not (jobs or self._step.loads or self._gone or self.step_failed):
             return
         with self._changed:
             self._end_step_loads()
-            for save in orders.saves:
+            for save in jobs.saves:
                 if not save.before_forward:
                     self._save(save, "a load for this step failed" if self.step_failed else None)
-            self.step_failed = False
-            for query in orders.queries:
-                windows = [TrailingWindow(self._pair_of[group], reach) for group, reach in query.windows]
-                self._jobs[self._controller.query(query.rows, query.num_pages, windows)] = query
-            for read in orders.reads:
-                backbone, others = self._trailing(read.host)
-                job = self._controller.read(read.hashes, backbone, others=others, extra_key=read.extra_key)
-                self._jobs[job] = read
-            if orders.cancels:
-                self._cancel(set(orders.cancels))
+            self._step.forget()
+            for job in jobs.storage_jobs:
+                self._jobs[self._hand_over(job)] = job
+            if jobs.cancels:
+                self._cancel(set(jobs.cancels))
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to report. Any thread may ask."""
-        waiting = self._jobs or self._stores or self._gone or self._outcomes or self._told
+        waiting = self._jobs or self._step.loads or self._gone or self._outcomes or self._told
         return not waiting and self._collected is NOTHING
 
     def collect(self, orders: Orders) -> Collected:
@@ -224,7 +255,7 @@ class WorkerRole:
             self._told, self._outcomes = self._told + self._outcomes, []
             return collected
 
-    def take_outcomes(self) -> tuple[OrderOutcome, ...]:
+    def take_outcomes(self) -> tuple[Outcome, ...]:
         """Answers since the last call, as of `collect`: the scheduler hears of a load's end with vLLM."""
         outcomes, self._told = tuple(self._told), []
         return outcomes
@@ -243,8 +274,8 @@ class WorkerRole:
         with self._changed:
             if self._closing:
                 return
-            if not self._wait_for(lambda: not self._saving and not self._stores, drain_timeout_s):
-                logger.warning("%d saves were not stored in %g s", len(self._stores), drain_timeout_s)
+            if not self._wait_for(lambda: not self._saving and not self._storing, drain_timeout_s):
+                logger.warning("%d saves were not stored in %g s", len(self._storing), drain_timeout_s)
             self._closing = True
             self._controller.close(2.0)
         self._wake.set()
@@ -253,43 +284,45 @@ class WorkerRole:
     # -- inside ---------------------------------------------------------------------------------
 
     def _end_step_loads(self) -> None:
-        """With `_lock` held: the step's own loads have ended, and it is known how."""
-        if self._step_loads:
-            self._wait_for(lambda: not self._step_loads)
+        """With `_lock` held: the step's own loads have ended, and vLLM and the scheduler role are told how.
+
+        They fail together. Where layers have given up on one, a copy that ends well makes nothing good.
+        """
+        if self._step.loads:
+            self._wait_for(lambda: self._step.have_ended)
             self._controller.layer_done_counter.set_consumer()
+            for load, result in self._step.take():
+                self._loaded(load, result)
         gone, self._gone = self._gone, []
         for load in gone:
-            self._loaded(load, load.error, load.in_step)
+            error = load.error or "nothing to load"
+            self._loaded(load, _failed(load, error))
+            if load.in_step:
+                self._step.fail(error)
 
     def _save(self, save: SaveOrder, refusal: str | None = None) -> None:
+        if save.store is not None:
+            self._storing.add(save.store.ticket)
         if refusal is not None:
-            self._written(save, refusal)
+            self._written(save, Result(save.ticket, JobKind.WRITE, 0, error=refusal, reason=FailReason.COPY))
             return
-        job = self._controller.write(NO_PAGES, NO_PAGES, self._copies(save.copies, to_host=True))
-        self._jobs[job] = save
+        self._jobs[self._controller.write(NO_PAGES, NO_PAGES, save.copies)] = save
         self._saving.add(save.ticket)
 
-    def _copies(self, copies: Sequence[GroupCopy], *, to_host: bool) -> list[Copy]:
-        return [
-            Copy(copy.device, copy.host, self._pair_of[copy.group])
-            if to_host
-            else Copy(copy.host, copy.device, self._pair_of[copy.group])
-            for copy in copies
-        ]
+    def _hand_over(self, job: StorageJob) -> Ticket:
+        """To the controller, as it is; the controller's ticket for it."""
+        asked = job.payload
+        if isinstance(asked, QueryPayload):
+            return self._controller.query(asked.rows, asked.num_pages, asked.windows, asked.known)
+        backbone, *others = asked.trailing
+        if isinstance(asked, ReadPayload):
+            return self._controller.read(asked.hashes, backbone.pages, asked.chain, others, asked.extra_key)
+        return self._controller.write_storage(asked.rows, backbone.pages, others)
 
-    def _trailing(self, host: Iterable[tuple[int, Pages]]) -> tuple[Pages, list[TrailingPages]]:
-        """Host pages by group as the controller has them: the backbone's, if any, and the others."""
-        trailing = [TrailingPages(pages, self._pair_of[group]) for group, pages in host]
-        backbone = next(
-            (pages_of_pair.pages for pages_of_pair in trailing if pages_of_pair.pair == BACKBONE_PAIR),
-            NO_PAGES,
-        )
-        return backbone, [pages_of_pair for pages_of_pair in trailing if pages_of_pair.pair != BACKBONE_PAIR]
-
-    def _cancel(self, tickets: set[int]) -> None:
-        for job, order in list(self._jobs.items()):
-            if order.ticket in tickets and isinstance(order, QueryOrder | ReadOrder):
-                self._controller.cancel(job)
+    def _cancel(self, tickets: set[Ticket]) -> None:
+        for own, order in list(self._jobs.items()):
+            if order.ticket in tickets and isinstance(order, StorageJob):
+                self._controller.cancel(own)
 
     def _pump_on(self) -> None:
         while not self._closing:
@@ -319,52 +352,48 @@ class WorkerRole:
                 self._changed.notify_all()
 
     def _apply(self, result: Result) -> None:
-        if result.kind is JobKind.STORE:
-            save = self._stores.pop(result.ticket)
-            (backbone, _) = self._trailing([(copy.group, copy.host) for copy in save.copies])
-            self._answer(
-                save, OrderStage.STORED, result._replace(num_pages=min(result.num_pages, len(backbone)))
-            )
-            return
         order = self._jobs.pop(result.ticket)
+        result = result._replace(ticket=order.ticket)
         if isinstance(order, SaveOrder):
-            self._written(order, result.error)
-        elif isinstance(order, LoadOrder):
-            self._loaded(order, result.error, self._step_loads.pop(order.ticket, None) is not None)
+            self._written(order, result)
+        elif isinstance(order, StorageJob):
+            self._storing.discard(order.ticket)
+            self._outcomes.append(result)
+        elif order.in_step:
+            self._step.ended(order, result)
         else:
-            self._answer(
-                order, OrderStage.FOUND if isinstance(order, QueryOrder) else OrderStage.READ, result
-            )
+            self._loaded(order, result)
 
-    def _answer(self, order: Order, stage: OrderStage, result: Result) -> None:
-        done = result.num_pages, result.hashes, result.error, result.duration_s
-        self._outcomes.append(OrderOutcome(order.ticket, stage, *done))
-
-    def _written(self, save: SaveOrder, error: str | None) -> None:
+    def _written(self, save: SaveOrder, result: Result) -> None:
+        """A save's copy has ended: what follows in storage begins, or is answered at once."""
         self._saving.discard(save.ticket)
-        self._outcomes.append(OrderOutcome(save.ticket, OrderStage.WRITTEN, 0, error=error))
-        is_unstored = save.ticket in self._unstored
-        self._unstored.discard(save.ticket)
-        if save.rows is None:
+        if save.ticket in self._overwritten:
+            self._overwritten.discard(save.ticket)
+            text = "a step wrote to its blocks before they were copied"
+            result = result._replace(num_pages=0, error=text, reason=FailReason.COPY)
+        self._outcomes.append(result)
+        store, error = save.store, result.error
+        if store is None:
             return
-        if error is None and is_unstored:
+        if error is None and store.ticket in self._unstored:
             error = "storage was switched"
+        self._unstored.discard(store.ticket)
         if error is None:
-            backbone, others = self._trailing([(copy.group, copy.host) for copy in save.copies])
-            self._stores[self._controller.write_storage(save.rows, backbone, others)] = save
+            self._jobs[self._hand_over(store)] = store
         else:
-            self._outcomes.append(OrderOutcome(save.ticket, OrderStage.STORED, 0, error=error))
+            self._storing.discard(store.ticket)
+            reason = result.reason or FailReason.DETACHED
+            self._outcomes.append(Result(store.ticket, JobKind.STORE, 0, error=error, reason=reason))
 
-    def _loaded(self, load: LoadOrder, error: str | None, is_of_step: bool) -> None:
-        self._outcomes.append(OrderOutcome(load.ticket, OrderStage.LOADED, 0, error=error))
+    def _loaded(self, load: LoadOrder, result: Result) -> None:
+        self._outcomes.append(result)
         if self._collected is NOTHING:
             self._collected = Collected()
-        blocks = set(np.concatenate([copy.device for copy in load.copies]).tolist())
-        if is_of_step:
-            if error is not None:
-                self.step_failed = True
-                self._collected.failed_blocks |= blocks
+        if load.in_step:
+            if result.error is not None:
+                blocks = np.concatenate([copy.target for copy in load.copies])
+                self._collected.failed_blocks.update(blocks.tolist())
             return
         self._collected.loaded.add(load.request_id)
-        if error is not None:
+        if result.error is not None:
             self._collected.failed.add(load.request_id)

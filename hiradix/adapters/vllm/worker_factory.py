@@ -164,14 +164,14 @@ def build_worker(plan: WorkerPlan, caches: Mapping[str, torch.Tensor]) -> BuiltW
     names = _stored_as(plan, [pair.model_layers for pair in pairs])
     stage = BEHIND_OTHERS if plan.model.pp_rank else 0
     layers = [[stage + layer for layer in pair.model_layers] for pair in pairs]
-    role = WorkerRole(pairs, plan.grouping.groups, _storage_opener(plan, hosts, names, layers))
+    role = WorkerRole(pairs, _storage_opener(plan, hosts, names, layers))
     if config.hicache_storage_backend is not None:
         try:
             role.attach(config.hicache_storage_backend, config.hicache_storage_backend_extra_config.opening)
         except BaseException:
             role.close(0.0)
             raise
-    facts = WorkerFacts(tuple(counts), role.has_storage)
+    facts = WorkerFacts(tuple(counts), tuple(page_bytes), role.has_storage)
     return BuiltWorker(role, facts, {name: number for number, name in enumerate(order)})
 
 

@@ -1,8 +1,10 @@
-"""What the host has: a radix tree whose only tier in use is the host, and the workers' page numbers.
+"""The host tier of an engine whose device pages are its own: a radix tree with that one tier, and page
+states.
 
-The tree is keyed by tokens, not by vLLM's block hashes: those start from a seed of the process and depend on
-a hash function the operator chooses, while page hashes computed from tokens name the same page in every
-process and engine that shares a store. All workers use the same page numbers, so one index serves them.
+The tree is keyed by tokens, not by an engine's block hashes: those start from a seed of the process and
+depend on a hash function the operator chooses, while page hashes computed from tokens name the same page in
+every process and engine that shares a store. All workers use the same page numbers, so one index serves
+them.
 
 A page enters the tree when its copy is ordered, so that no second request copies it again, and is ARRIVING
 until every worker has it: nobody is promised it before that. A page whose copy failed is LOST until it can be
@@ -11,12 +13,14 @@ dropped with all that is below it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hiradix.cache.in_flight import InFlightJobs
+from hiradix.cache.pages import NO_PAGES, CacheCounters, PagesOf, PageSupply
 from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
 from hiradix.policy.learning import LearningPolicy, learner_of
@@ -24,7 +28,6 @@ from hiradix.policy.uses import Finished
 from hiradix.tree import (
     BACKBONE,
     Component,
-    Freed,
     Lock,
     LruOrder,
     Node,
@@ -46,9 +49,33 @@ class HostHit:
     is_arriving: bool
 
 
+class HostPages(PageAllocator):
+    """A host pool's page ids, and the state of those in the tree. freed: pages given back since
+    `take_freed`."""
+
+    def __init__(self, num_pages: int) -> None:
+        super().__init__(num_pages)
+        self.state: npt.NDArray[np.int8] = np.zeros(num_pages, np.int8)
+        self._freed: list[Pages] = []
+
+    def free(self, pages: npt.ArrayLike) -> None:
+        """Take pages back. They are of no state any more."""
+        given = np.asarray(pages)
+        super().free(given)
+        self.state[given] = READY
+        self._freed.append(given)
+
+    def take_freed(self) -> list[Pages]:
+        """What was given back since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+
 class HostIndex:
-    """Knows which pages are on the host, by prefix. One thread. Component c of the tree is KV cache group
-    `groups[c]`."""
+    """Knows which pages are on the host, by prefix, and what is on its way there. One thread.
+
+    supply, in_flight: as of every cache; no device pool is among them. counters: in pages, since start.
+    """
 
     def __init__(
         self, page_size: int, components: Sequence[Component], order: OrderFactory = LruOrder
@@ -56,17 +83,21 @@ class HostIndex:
         self.page_size = page_size
         self.tree = RadixTree(page_size, components, order=order)
         self.learner = learner_of(order)  # of an eviction policy that learns, else None
-        self._pools: list[PageAllocator] = []
-        self._state: list[npt.NDArray[np.int8]] = []
+        self.counters = CacheCounters()
+        self.supply = PageSupply(self.tree, (), None, self.counters)
+        self.in_flight = InFlightJobs(self._free_all)
+        self._pools: tuple[HostPages, ...] = ()
         self._lost: list[tuple[RadixKey, int]] = []
-        self.dropped: list[Pages] = []  # the backbone's pages that left since `take_dropped`
 
     def open(self, num_pages: Sequence[int]) -> None:
         """The workers have so many host pages per component. Once, before the first lookup."""
         if len(num_pages) != len(self.tree.components):
             raise Misuse(f"{num_pages} for {self.tree.components}")
-        self._pools = [PageAllocator(count) for count in num_pages]
-        self._state = [np.zeros(count, np.int8) for count in num_pages]
+        self._pools = tuple(HostPages(count) for count in num_pages)
+        self.supply = PageSupply(self.tree, (), self._pools, self.counters)
+
+    def _free_all(self, pages: PagesOf) -> None:
+        self.supply.free_all_host(pages)
 
     @property
     def is_open(self) -> bool:
@@ -86,7 +117,7 @@ class HostIndex:
         for component in range(len(self.tree.components)):
             floor = self.tree.floor(node, component)
             pages = self.tree.pages(node, Tier.HOST, floor, component)
-            states = self._state[component][pages]
+            states = self._pools[component].state[pages]
             wrong = np.flatnonzero(states)
             if len(wrong) and floor + int(wrong[0]) < usable:
                 usable = floor + int(wrong[0])
@@ -104,12 +135,19 @@ class HostIndex:
 
     def are_ready(self, component: int, pages: Pages) -> bool:
         """Whether these pages, which are in the tree, may be read: none is being copied or lost."""
-        return not self._state[component][pages].any()
+        return not self._pools[component].state[pages].any()
+
+    def is_ready(self, node: Node) -> bool:
+        """Whether all pages on the path of `node` may be read. O(path)."""
+        return all(
+            pages is None or not pool.state[pages].any()
+            for at in self.tree.path(node)
+            for pages, pool in zip(_on_host(at, len(self._pools)), self._pools, strict=True)
+        )
 
     def unlock(self, lock: Lock) -> None:
         self.tree.unlock(lock)
-        if self._lost:
-            self.drop_lost()
+        self.drop_lost()
 
     def loadable(self, lock: Lock, component: int, start: int) -> tuple[int, Pages]:
         """Where the pages begin that `lock` keeps of a component, not before `start`, and which they are."""
@@ -144,49 +182,41 @@ class HostIndex:
 
     def alloc(self, num_pages: int, component: int = BACKBONE) -> Pages:
         """Up to `num_pages` host pages, evicting what is coldest; fewer where all others are in use."""
-        if not self._pools:
-            return np.empty(0, np.int32)
-        pool = self._pools[component]
-        short = num_pages - pool.available
-        if short > 0:
-            self._release(self.tree.evict(component, Tier.HOST, short))
-        pages = pool.alloc(min(num_pages, pool.available))
-        assert pages is not None
-        return pages
+        pages = self.supply.alloc_host(min(num_pages, self.supply.host_room(component)), component)
+        return NO_PAGES if pages is None else pages
 
-    def insert(self, key: RadixKey, pages: Sequence[Pages], state: int) -> tuple[Lock, tuple[Pages, ...]]:
-        """Give `pages`, which end where `key` does, to the tree. The lock on all of `key` is the caller's.
+    def insert(self, key: RadixKey, pages: Sequence[Pages]) -> tuple[Lock, PagesOf]:
+        """Give `pages`, which end where `key` does and are ARRIVING, to the tree. The lock on all of `key`
+        is the caller's.
 
         Second: the pages of each component that the tree took. What it has already is freed.
         """
         done = self.tree.insert(key, Tier.HOST, pages)
-        taken = []
+        taken = {}
         for component, (given, refused) in enumerate(zip(pages, done.duplicates, strict=True)):
-            self._pools[component].free(refused)
+            self.supply.free_host(refused, component)
             kept = given[~np.isin(given, refused)] if len(refused) else given
-            self._state[component][kept] = state
-            taken.append(kept)
-        return done.lock, tuple(taken)
+            self._pools[component].state[kept] = ARRIVING
+            taken[component] = kept
+        return done.lock, taken
 
-    def free(self, pages: Pages, component: int = BACKBONE) -> None:
-        """Give back pages that never entered the tree."""
-        self._pools[component].free(pages)
-
-    def arrived(self, taken: Sequence[Pages]) -> None:
+    def arrived(self, taken: PagesOf) -> None:
         """Every worker has these pages. What was lost meanwhile stays so."""
-        for component, pages in enumerate(taken):
-            state = self._state[component]
+        for component, pages in taken.items():
+            state = self._pools[component].state
             state[pages[state[pages] == ARRIVING]] = READY
 
-    def lose(self, key: RadixKey, start: int, taken: Sequence[Pages]) -> None:
+    def lose(self, key: RadixKey, start: int, taken: PagesOf) -> None:
         """The copy of these pages, which begin at page `start` of `key`, failed somewhere."""
-        for component, pages in enumerate(taken):
-            self._state[component][pages] = LOST
+        for component, pages in taken.items():
+            self._pools[component].state[pages] = LOST
         self._lost.append((key, start))
         self.drop_lost()
 
     def drop_lost(self) -> None:
         """Drop lost pages and what is below them, where nothing locks them."""
+        if not self._lost:
+            return
         waiting, self._lost = self._lost, []
         for key, start in waiting:
             if not self._drop(key, start):
@@ -202,14 +232,13 @@ class HostIndex:
             return True
         if path[-1].host.lock_ref:  # a lock on anything below it counts here
             return False
-        self._release(self.tree.drop(path[-1]))
+        self.supply.release(self.tree.drop(path[-1]))
         return True
 
     def _is_lost(self, node: Node) -> bool:
-        entries = (node.residency(component, Tier.HOST).pages for component in range(len(self._state)))
         return any(
-            pages is not None and bool((state[pages] == LOST).any())
-            for pages, state in zip(entries, self._state, strict=True)
+            pages is not None and bool((pool.state[pages] == LOST).any())
+            for pages, pool in zip(_on_host(node, len(self._pools)), self._pools, strict=True)
         )
 
     # -- leaving ----------------------------------------------------------------------------
@@ -217,33 +246,22 @@ class HostIndex:
     def lose_path(self, lock: Lock) -> None:
         """A load of what `lock` keeps failed: none of it is promised again."""
         for node in self.tree.path(lock.node):
-            for component, state in enumerate(self._state):
-                pages = node.residency(component, Tier.HOST).pages
+            for pages, pool in zip(_on_host(node, len(self._pools)), self._pools, strict=True):
                 if pages is not None:
-                    state[pages] = LOST
+                    pool.state[pages] = LOST
         self._lost.append((self.tree.path_key(lock.node), 0))
 
     def lose_all(self) -> None:
         """Forget everything: at once what nothing locks, the rest when it is unlocked."""
-        for component, state in enumerate(self._state):
-            state[self.tree.all_pages(Tier.HOST, component)] = LOST
+        for component, pool in enumerate(self._pools):
+            pool.state[self.tree.all_pages(Tier.HOST, component)] = LOST
         self._lost += [(self.tree.path_key(top), 0) for top in self.tree.root.children.values()]
         self.drop_lost()
 
-    def take_dropped(self) -> list[Pages]:
-        """The backbone's pages that left the tree since the last call."""
-        dropped, self.dropped = self.dropped, []
-        return dropped
-
-    def _release(self, freed: Iterable[Freed]) -> None:
-        for drop in freed:
-            if drop.tier is not Tier.HOST:
-                raise Misuse(f"{drop} is not of the host")
-            component, pages = drop.component, drop.pages
-            self._state[component][pages] = READY
-            self._pools[component].free(pages)
-            if component == BACKBONE:
-                self.dropped.append(pages)
+    def take_freed(self) -> list[Pages]:
+        """The backbone's pages that were given back since the last call, those that left the tree among
+        them."""
+        return self._pools[BACKBONE].take_freed() if self._pools else []
 
     def close(self) -> None:
         """The engine ends: what the policy has learned is kept, where it was told to keep it."""
@@ -251,17 +269,17 @@ class HostIndex:
         if isinstance(factory, LearningPolicy):
             factory.close()
 
-    def check(self, in_flight: Sequence[int]) -> None:
-        """Assert that each page is free, in the tree, or one of `in_flight` (counts per component)."""
+    def check(self) -> None:
+        """Assert that each page is free, in the tree, or one of a transfer's own. O(tree)."""
         self.tree.check()
+        self.supply.check_conservation(0, self.in_flight.num_owned)
         for component, pool in enumerate(self._pools):
-            resident = self.tree.resident_pages(Tier.HOST, component)
-            if pool.available + resident + in_flight[component] != pool.num_pages:
-                raise Misuse(
-                    f"component {component}: {pool.available} free + {resident} tree + "
-                    f"{in_flight[component]} in flight != {pool.num_pages}"
-                )
             on_host = self.tree.all_pages(Tier.HOST, component)
-            outside = np.setdiff1d(np.flatnonzero(self._state[component]), on_host)
+            outside = np.setdiff1d(np.flatnonzero(pool.state), on_host)
             if len(outside):
                 raise Misuse(f"pages {outside} of component {component} wait outside the tree")
+
+
+def _on_host(node: Node, num_components: int) -> list[Pages | None]:
+    """A node's host pages of each component."""
+    return [node.residency(component, Tier.HOST).pages for component in range(num_components)]

@@ -1,0 +1,355 @@
+"""Copies between the host tier and device pages that are an engine's own, such as vLLM's blocks.
+
+Blocks are never allocated, evicted or freed here: the engine says which hold what, and frees them when it
+likes. A save is ordered while its blocks hold what is to be saved, and stays in flight until every worker
+has copied them. Should the engine hand one of them out again before that, the step that writes to it carries
+a fence: its workers wait for that one copy first. So no request is ever held back from ending, and nothing
+is read after it was overwritten. A block's bytes are the same in all components, which take turns with it,
+so a fence asks for the block alone.
+
+What a load was promised is locked until every worker has loaded it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+
+from hiradix.cache.host_index import HostIndex
+from hiradix.cache.in_flight import InFlightJob
+from hiradix.cache.pages import BACKBONE, NO_PAGES, PagesOf
+from hiradix.cache.storage_backup import StorageBackup
+from hiradix.errors import Misuse
+from hiradix.policy.no_regret import GatedTransfer, NoRegret
+from hiradix.transfer import Copy, JobKind, Result, Ticket, TrailingPages
+from hiradix.transfer.jobs import Copies, StorePayload
+from hiradix.transfer.step_executor import StepExecutor
+from hiradix.tree import Lock, Node, Pages, RadixKey, Tier
+
+NULL_BLOCK: Final = 0  # the id for "no block here": a sliding window has gone past it
+BlockTables = Sequence[Sequence[int]]  # of one request: block ids of each component, page by page
+
+
+class BlockOwner(Protocol):
+    """The request whose blocks a copy reads or fills.
+
+    num_saved: leading pages of its tables that are saved or need not be. loads: those under way.
+    """
+
+    num_saved: int
+    loads: set[Ticket]
+
+
+class BlockSave(InFlightJob):
+    """A save that some worker may still be doing: pages of `key` from page `start` on, as far as the tree
+    took them. lock: on their path. store: the ticket of what follows in storage, which gives the lock back
+    then."""
+
+    __slots__ = ("blocks", "device", "key", "lock", "owner", "start", "store")
+
+    def __init__(
+        self, device: ForeignDevice, owner: BlockOwner, key: RadixKey, start: int, lock: Lock, pages: PagesOf
+    ):
+        super().__init__(JobKind.WRITE, reads=pages)
+        self.device = device
+        self.owner = owner
+        self.key = key
+        self.start = start
+        self.lock = lock
+        self.blocks: list[int] = []
+        self.store: Ticket | None = None
+
+    def book(self, result: Result) -> None:
+        self.device.saved(self, result)
+
+
+class PageStore(InFlightJob):
+    """Saved pages on their way to storage. first_hashed: the page whose hash is the first of those that come
+    back."""
+
+    __slots__ = ("device", "first_hashed", "lock", "start")
+
+    def __init__(self, device: ForeignDevice, start: int, first_hashed: int, lock: Lock, pages: PagesOf):
+        super().__init__(JobKind.STORE, reads=pages)
+        self.device = device
+        self.start = start
+        self.first_hashed = first_hashed
+        self.lock = lock
+
+    def book(self, result: Result) -> None:
+        self.device.stored(self, result)
+
+
+class BlockLoad(InFlightJob):
+    """A load that some worker may still be doing. lock: None where what was promised has gone, as every
+    worker will say. batch_pages: of all loads of its step, which are one batch."""
+
+    __slots__ = ("batch_pages", "device", "lock", "num_backbone", "owner")
+
+    def __init__(
+        self, device: ForeignDevice, owner: BlockOwner, lock: Lock | None, num_backbone: int, pages: PagesOf
+    ):
+        super().__init__(JobKind.LOAD, reads=pages)
+        self.device = device
+        self.owner = owner
+        self.lock = lock
+        self.num_backbone = num_backbone
+        self.batch_pages = 0
+
+    def book(self, result: Result) -> None:
+        self.device.loaded(self, result)
+
+
+class ForeignDevice:
+    """All saves and loads ordered or under way.
+
+    on_saved(owner, start, pages): host pages hold an owner's pages from page `start` on. loads_async: loads
+    run beside other requests' steps.
+    """
+
+    def __init__(
+        self,
+        index: HostIndex,
+        executor: StepExecutor,
+        no_regret: NoRegret,
+        loads_async: bool,
+        on_saved: Callable[[BlockOwner, int, Pages], None],
+    ):
+        self._index = index
+        self._executor = executor
+        self._no_regret = no_regret
+        self._loads_async = loads_async
+        self._on_saved = on_saved
+        self._reading: dict[int, BlockSave] = {}  # by block: the save that reads it
+        self._new_loads: list[BlockLoad] = []
+        self._backup = StorageBackup(index.supply, executor, index.in_flight)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether some worker may still read a block."""
+        return bool(self._reading)
+
+    # -- device to host -----------------------------------------------------------------
+
+    def save(
+        self, owner: BlockOwner, key: RadixKey, tables: BlockTables, before_forward: bool = False
+    ) -> None:
+        """Order what the host lacks of `key`, whose pages are in these blocks, and of its storage.
+
+        As many leading ones as there are blocks without a gap, and host pages.
+        """
+        index, num_pages = self._index, key.num_pages(self._index.page_size)
+        node = index.resident_end(key)
+        owner.num_saved = num_pages
+        start, end = node.end, _unbroken(tables[BACKBONE], node.end, num_pages)
+        if end <= start:
+            self._use_again(node)
+            return
+        path = index.tree.lock(node, Tier.HOST)
+        pages = index.alloc(end - start)
+        index.counters.write_dropped += end - start - len(pages)
+        end = start + len(pages)
+        if end == start:
+            index.unlock(path)
+            return
+        parts, sources = [pages], [_as_pages(tables[BACKBONE][start:end])]
+        for component in range(1, len(tables)):
+            begin = self._lacking(node, component, start, end)
+            blocks = _trailing_blocks(tables[component], begin, end)
+            own = index.alloc(len(blocks), component)
+            parts.append(own)
+            sources.append(blocks[len(blocks) - len(own) :])
+        key = key.head(end, index.page_size)
+        lock, taken = index.insert(key, parts)
+        index.unlock(path)
+        if any(len(taken[component]) != len(own) for component, own in enumerate(parts)):
+            raise Misuse(f"pages {parts} went to {taken}")
+        copies = tuple(
+            Copy(source, taken[component], component)
+            for component, source in enumerate(sources)
+            if len(source)
+        )
+        self._order_save(BlockSave(self, owner, key, start, lock, taken), copies, before_forward)
+
+    def _use_again(self, node: Node) -> None:
+        """The host has it all. What of it storage lacks, as it failed or came from before storage was
+        attached, is offered again, once no copy of it is under way."""
+        self._index.touch(node)
+        if self._executor.storage_attached and self._index.is_ready(node):
+            self._backup.store(node)
+
+    def _lacking(self, node: Node, component: int, start: int, end: int) -> int:
+        """From which page on the host lacks what a boundary at `end` needs of a window, without a gap."""
+        floor = max(0, end - self._index.tree.components[component].reach)
+        for at in self._index.tree.path(node, min(floor, start)):
+            if start <= floor or at.resident(Tier.HOST, component):
+                break
+            start = at.start
+        return start
+
+    def _order_save(self, job: BlockSave, copies: Copies, before_forward: bool) -> None:
+        store = self._store_of(job) if self._executor.storage_attached else None
+        ticket, job.store = self._executor.save(copies, store, before_forward)
+        self._index.in_flight.add(ticket, job)
+        if store is not None and job.store is not None:
+            follows = PageStore(self, job.start, store.rows.start, job.lock, job.reads)
+            self._index.in_flight.add(job.store, follows)
+            self._mark_stored(follows, True)  # optimistic; taken back if storage says no
+        job.blocks = [block for copy in copies for block in copy.source.tolist()]
+        self._reading.update((block, job) for block in job.blocks)
+
+    def _store_of(self, job: BlockSave) -> StorePayload:
+        """The job's pages of all components, with the tokens that their names are made of."""
+        node, longest = job.lock.node, max(len(pages) for pages in job.reads.values())
+        trailing = tuple(
+            TrailingPages(pages, c) for c, pages in job.reads.items() if c == BACKBONE or len(pages)
+        )
+        return StorePayload(self._index.tree.page_rows(node, node.end - longest), trailing)
+
+    def fences(self, written: Iterable[int]) -> tuple[Ticket, ...]:
+        """The saves that read any of these blocks, for whichever component it was."""
+        if not self._reading:
+            return ()
+        return tuple(sorted({self._reading[at].ticket for at in written if at in self._reading}))
+
+    def saved(self, job: BlockSave, result: Result) -> None:
+        """No worker reads the job's blocks any more."""
+        index, pages = self._index, job.reads[BACKBONE]
+        for block in job.blocks:
+            if self._reading.get(block) is job:
+                del self._reading[block]
+        if result.error is None:
+            index.counters.written += len(pages)
+            index.arrived(job.reads)
+            self._on_saved(job.owner, job.start, pages)
+        else:
+            index.counters.write_failed += len(pages)
+            job.owner.num_saved = 0
+            index.lose(job.key, job.start, job.reads)
+        if job.store is None:
+            index.unlock(job.lock)
+
+    def stored(self, job: PageStore, result: Result) -> None:
+        """Storage has the first `result.num_pages` of what was saved, the backbone's before others."""
+        index, node = self._index, job.lock.node
+        count = len(job.reads[BACKBONE])
+        came = min(result.num_pages, count)
+        index.counters.backed_up += came
+        index.counters.backup_failed += count - came
+        if result.hashes:
+            index.tree.set_hashes(node, job.first_hashed, result.hashes)
+        if came < count:
+            self._mark_stored(job, False)
+        elif result.num_pages == job.num_pages:
+            node.boundary_stored = len(index.tree.components) > 1
+        index.unlock(job.lock)
+
+    def _mark_stored(self, job: PageStore, stored: bool) -> None:
+        for node in self._index.tree.path(job.lock.node, job.start):
+            node.stored = stored
+
+    # -- host to device -----------------------------------------------------------------
+
+    def takes(self, num_pages: int) -> bool:
+        """Whether a load of so many pages of the backbone is predicted to be no slower than computing
+        them."""
+        if self._no_regret.takes(GatedTransfer.LOAD, num_pages):
+            return True
+        self._index.counters.load_too_slow += num_pages
+        return False
+
+    def load(
+        self, owner: BlockOwner, request_id: str, key: RadixKey | None, tables: BlockTables, start: int
+    ) -> bool:
+        """Load the pages of `key` from page `start` on into these blocks.
+
+        False: what was promised has gone since, as nothing pins it before the engine takes it up, or `key`
+        is None. Then the load that is ordered is one that fails, and the engine computes the request again.
+        """
+        lock = None if key is None else self._index.lock(key)
+        copies = None if lock is None else self._copies(lock, tables, start)
+        if copies is None and lock is not None:
+            self._index.unlock(lock)
+            lock = None
+        error = None if copies is not None else "its pages have left the host"
+        if copies is None:
+            copies = tuple(Copy(NO_PAGES, _filled(table[start:]), pair) for pair, table in enumerate(tables))
+        count = 0 if lock is None else lock.node.end - start
+        job = BlockLoad(
+            self, owner, lock, count, {copy.pair: copy.source for copy in copies if error is None}
+        )
+        ticket = self._executor.load(request_id, copies, not self._loads_async, error)
+        self._index.in_flight.add(ticket, job)
+        owner.loads.add(ticket)
+        self._new_loads.append(job)
+        return error is None
+
+    def _copies(self, lock: Lock, tables: BlockTables, start: int) -> Copies | None:
+        """What is copied into the blocks from page `start` on; None where some of it may not be read."""
+        copies = []
+        for component, table in enumerate(tables):
+            first, pages = self._index.loadable(lock, component, start)
+            blocks = _as_pages(table[first : lock.node.end])
+            if len(blocks) != len(pages):
+                raise Misuse(f"{len(blocks)} blocks for {len(pages)} pages of component {component}")
+            if not self._index.are_ready(component, pages):
+                return None
+            there = blocks != NULL_BLOCK
+            if there.any():
+                copies.append(Copy(pages[there], blocks[there], component))
+        return tuple(copies)
+
+    def start_loading(self) -> set[int]:
+        """The loads ordered since the last call are one batch of the step. The blocks that they write to."""
+        if not self._new_loads:
+            return set()
+        total = sum(job.num_pages for job in self._new_loads)
+        for job in self._new_loads:
+            job.batch_pages = total
+        self._new_loads = []
+        return {
+            block for load in self._executor.loads for copy in load.copies for block in copy.target.tolist()
+        }
+
+    def loaded(self, job: BlockLoad, result: Result) -> None:
+        """Every worker has loaded it, or it failed: what it was then is no longer found."""
+        index = self._index
+        job.owner.loads.discard(job.ticket)
+        if result.error is None:
+            index.counters.loaded += job.num_backbone
+            self._no_regret.moved(GatedTransfer.LOAD, job.batch_pages, result.duration_s)
+        else:
+            index.counters.load_failed += 1
+            job.owner.num_saved = 0
+        if job.lock is not None:
+            if result.error is not None:
+                index.lose_path(job.lock)
+            index.unlock(job.lock)
+
+
+def _as_pages(blocks: Sequence[int]) -> Pages:
+    return np.array(blocks, np.int32)
+
+
+def _unbroken(table: Sequence[int], start: int, end: int) -> int:
+    """Up to where the table has blocks without a gap."""
+    end = min(end, len(table))
+    for page in range(start, end):
+        if table[page] == NULL_BLOCK:
+            return page
+    return end
+
+
+def _trailing_blocks(table: Sequence[int], start: int, end: int) -> Pages:
+    """The blocks of the longest run without a gap that ends at page `end`."""
+    first = end
+    while first > start and first <= len(table) and table[first - 1] != NULL_BLOCK:
+        first -= 1
+    return _as_pages(table[first:end])
+
+
+def _filled(table: Sequence[int]) -> Pages:
+    """The blocks of a table, without those that a window has gone past."""
+    return _as_pages([block for block in table if block != NULL_BLOCK])

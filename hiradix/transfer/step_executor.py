@@ -1,0 +1,268 @@
+"""The executor whose workers are other processes: what is ordered travels with an engine's steps.
+
+    submit -> ticket -> `take`: the orders of one step, for every worker -> outcomes, steps later -> `answer`
+    -> `poll`: one Result for all workers, once the last has answered
+
+Orders say what a job is about with the payloads that worker threads get (`hiradix.transfer.jobs`), so that a
+worker hands them to its own `HiCacheController` as they are. A Result is the least of all workers': the
+fewest pages that any did, and the longest that any took. Results of a kind come in the order of submission,
+but for jobs that were cancelled before any worker heard of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from hiradix.errors import Misuse
+from hiradix.transfer.jobs import (
+    Chain,
+    Copies,
+    FailReason,
+    JobKind,
+    PageIds,
+    QueryPayload,
+    ReadPayload,
+    Result,
+    StorePayload,
+    Ticket,
+    TrailingPages,
+    TrailingWindow,
+    as_trailing_pages,
+)
+from hiradix.transfer.runtime import TransferLimits
+from hiradix.tree.hashing import PageRows
+
+
+@dataclass(frozen=True, eq=False)
+class StorageJob:
+    """A lookup, a read or a write of storage. Pools are named by their pair, as in each worker's
+    controller."""
+
+    ticket: Ticket
+    payload: QueryPayload | ReadPayload | StorePayload
+
+    @property
+    def kind(self) -> JobKind:
+        return _KINDS[type(self.payload)]
+
+
+_KINDS = {QueryPayload: JobKind.QUERY, ReadPayload: JobKind.READ, StorePayload: JobKind.STORE}
+
+
+@dataclass(frozen=True, eq=False)
+class SaveOrder:
+    """Device to host, behind the step's forward, or before it (`before_forward`), as the step writes to its
+    blocks.
+
+    store: what follows in the worker when the pages are on the host, also when the engine stops stepping;
+    its ticket is answered whatever becomes of the copy.
+    """
+
+    ticket: Ticket
+    copies: Copies
+    store: StorageJob | None = None
+    before_forward: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class LoadOrder:
+    """Host to device, for the forward of this step (`in_step`), or beside it for a request that waits.
+
+    error: why nothing can be loaded; the copies have no host pages then, and the load is one that failed.
+    """
+
+    ticket: Ticket
+    request_id: str
+    copies: Copies
+    in_step: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepJobs:
+    """What was ordered since the last step. cancels: tickets of storage jobs that nobody waits for."""
+
+    saves: tuple[SaveOrder, ...] = ()
+    loads: tuple[LoadOrder, ...] = ()
+    storage_jobs: tuple[StorageJob, ...] = ()
+    cancels: tuple[Ticket, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.saves or self.loads or self.storage_jobs or self.cancels)
+
+
+NO_JOBS = StepJobs()
+
+
+class Quorum:
+    """Outcomes that not all workers have told yet."""
+
+    def __init__(self, num_workers: int):
+        self._num_workers = num_workers
+        self._open: dict[Ticket, tuple[int, Result]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, outcome: Result) -> Result | None:
+        """The least of all workers' outcomes once this is the last one's, else None."""
+        seen, so_far = self._open.pop(outcome.ticket, (0, outcome))
+        least = outcome._replace(
+            num_pages=min(outcome.num_pages, so_far.num_pages),
+            hashes=outcome.hashes or so_far.hashes,
+            error=so_far.error or outcome.error,
+            reason=so_far.reason or outcome.reason,
+            duration_s=max(outcome.duration_s, so_far.duration_s),
+        )
+        if seen + 1 == self._num_workers:
+            return least
+        self._open[outcome.ticket] = (seen + 1, least)
+        return None
+
+
+class StepExecutor:
+    """Takes orders for all workers of an engine, and gives what came of them. Scheduler thread only.
+
+    limits: of which `batch_pages` is the pages of one read. page_bytes: of a host page, per component, once
+    the workers have said so (`open`).
+    """
+
+    def __init__(self, num_workers: int, limits: TransferLimits | None = None):
+        self.limits = limits or TransferLimits()
+        self.page_bytes: tuple[int, ...] = ()
+        self.storage_attached = False
+        self.num_asked = self.num_found = 0  # pages of lookups since start, and those that storage had
+        self.loads: list[LoadOrder] = []  # since `take`
+        self._saves: list[SaveOrder] = []
+        self._storage_jobs: dict[Ticket, StorageJob] = {}
+        self._cancels: dict[Ticket, None] = {}
+        self._tickets = count(1)
+        self._num_attached = 0
+        self._quorum = Quorum(num_workers)
+        self._results: list[Result] = []
+
+    def open(self, page_bytes: Sequence[int]) -> None:
+        """The workers have pools of such pages."""
+        self.page_bytes = tuple(page_bytes)
+
+    def new_ticket(self) -> Ticket:
+        """A ticket for an order of another kind, such as to attach storage."""
+        return Ticket(next(self._tickets))
+
+    # -- storage ------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Every worker has storage, another than before."""
+        self.storage_attached = True
+        self._num_attached += 1
+
+    def detach(self) -> None:
+        """Not every worker has storage any more."""
+        self.storage_attached = False
+
+    @property
+    def storage_troubles(self) -> tuple[int, int, int]:
+        """As `HiCacheController.storage_troubles`; of failures the workers' own breakers alone know."""
+        return self._num_attached, 0, 0
+
+    def query(
+        self,
+        rows: PageRows,
+        num_pages: int | None = None,
+        windows: Sequence[TrailingWindow] = (),
+        known: int = 0,
+    ) -> Ticket:
+        """As `HiCacheController.query`."""
+        asked = len(rows) if num_pages is None else num_pages
+        if not known <= asked <= len(rows):
+            raise Misuse(f"{known} of {asked} pages of {len(rows)} rows")
+        self.num_asked += asked - known
+        return self._order(QueryPayload(rows, asked, tuple(windows), known))
+
+    def read(
+        self,
+        hashes: Sequence[bytes],
+        host_pages: PageIds,
+        chain: Chain = None,
+        others: Iterable[TrailingPages] = (),
+        extra_key: str | None = None,
+    ) -> Ticket:
+        """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
+        batch."""
+        return self._order(ReadPayload(tuple(hashes), as_trailing_pages(host_pages, others), None, extra_key))
+
+    def write_storage(
+        self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
+    ) -> Ticket:
+        """As `HiCacheController.write_storage`."""
+        return self._order(StorePayload(rows, as_trailing_pages(host_pages, others)))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Have a storage job end early. Its Result comes all the same: with the next `poll` if no step took
+        it."""
+        job = self._storage_jobs.pop(ticket, None)
+        if job is None:
+            self._cancels[ticket] = None
+        else:
+            self._results.append(Result(ticket, job.kind, 0, error="cancelled", reason=FailReason.CANCELLED))
+
+    def _order(self, payload: QueryPayload | ReadPayload | StorePayload) -> Ticket:
+        job = StorageJob(self.new_ticket(), payload)
+        self._storage_jobs[job.ticket] = job
+        return job.ticket
+
+    # -- the device ---------------------------------------------------------------------
+
+    def save(
+        self, copies: Copies, store: StorePayload | None = None, before_forward: bool = False
+    ) -> tuple[Ticket, Ticket | None]:
+        """Copy device pages to host pages, and put them into storage then. The tickets of both."""
+        ticket = self.new_ticket()
+        follows = None if store is None else StorageJob(self.new_ticket(), store)
+        self._saves.append(SaveOrder(ticket, copies, follows, before_forward))
+        return ticket, None if follows is None else follows.ticket
+
+    def load(self, request_id: str, copies: Copies, in_step: bool, error: str | None = None) -> Ticket:
+        """Copy host pages to device pages. error: there is nothing to copy, and the load has failed."""
+        order = LoadOrder(self.new_ticket(), request_id, copies, in_step, error)
+        self.loads.append(order)
+        return order.ticket
+
+    # -- steps --------------------------------------------------------------------------
+
+    def take(self) -> StepJobs:
+        """What was ordered since the last call. All workers are to get it, in this order of calls."""
+        if not (self._saves or self.loads or self._storage_jobs or self._cancels):
+            return NO_JOBS
+        jobs = StepJobs(
+            tuple(self._saves), tuple(self.loads), tuple(self._storage_jobs.values()), tuple(self._cancels)
+        )
+        self._saves, self.loads, self._storage_jobs, self._cancels = [], [], {}, {}
+        return jobs
+
+    def answer(self, outcome: Result) -> None:
+        """One worker has done, or could not do, what a ticket was for."""
+        whole = self._quorum.add(outcome)
+        if whole is None:
+            return
+        if whole.kind is JobKind.QUERY:
+            self.num_found += whole.num_pages
+        self._results.append(whole)
+
+    def poll(self) -> list[Result]:
+        """Results that have come, oldest first."""
+        if not self._results:
+            return self._results
+        results, self._results = self._results, []
+        return results
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no worker is left to answer a ticket that another one has, and nothing waits for `take` or
+        `poll`. Tickets that no worker has answered yet are in their owner's table."""
+        return not (
+            self._quorum or self._results or self._saves or self.loads or self._storage_jobs or self._cancels
+        )
