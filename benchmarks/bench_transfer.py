@@ -39,7 +39,7 @@ from hiradix.cache import HierarchicalCache, HostTier
 from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_transport
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
-from hiradix.storage import PageFingerprint, StorageContext, open_storage, register_storage_backend
+from hiradix.storage import PageFingerprint, StorageContext, Stores, open_storage, register_storage_backend
 from hiradix.transfer import HiCacheController
 from hiradix.tree import RadixKey, RadixTree
 
@@ -94,7 +94,7 @@ class Tiers:
         self.pages = PageAllocator(NUM_PAGES, 1)
         self.cache = HierarchicalCache(RadixTree(PAGE), self.pages, tier)
         context = StorageContext(PageFingerprint("bench"), options, host.page_bytes)
-        self.storage = open_storage(backend, context)
+        self.storage = Stores([open_storage(backend, context)])
         self.cache.attach_storage(self.storage)
 
     def fill(self, seed: int) -> int:

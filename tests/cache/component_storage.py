@@ -15,6 +15,7 @@ import numpy as np
 from hiradix.cache.agreement import Agree
 from hiradix.cache.boundaries import BoundaryReads
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
+from hiradix.storage.guard.breaker import NO_TROUBLES
 from hiradix.transfer import JobKind
 from hiradix.tree import Node, RadixKey, Tier, hash_pages
 from tests.cache.component_world import HOST, ComponentWorld, Draw, Setup
@@ -52,14 +53,16 @@ class Depot:
 
 
 class Part:
-    """One component's store."""
+    """One component's guarded store."""
+
+    wants_computed, troubles = False, NO_TROUBLES
 
     def __init__(self, depot: Depot, component: int, check: Check):
         self.shelf, self.depot, self.component, self.check = depot.pages[component], depot, component, check
 
     def exists(self, keys: Sequence[str]) -> Any:
         if self.depot.goes_wrong():
-            return self.depot.rng.choice([len(keys), 0, None])  # too much is found out when it is read
+            return self.depot.rng.choice([len(keys), 0, 0])  # too much is found out when it is read
         return next((i for i, key in enumerate(keys) if key not in self.shelf), len(keys))
 
     def get(self, keys: Sequence[str], into: Sequence[Sequence[memoryview]]) -> list[bool]:

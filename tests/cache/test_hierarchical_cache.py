@@ -132,7 +132,7 @@ class Player:
     def attach(self) -> None:
         if not self.world.controller.storage_attached and not self.world.driver.held:
             try:
-                self.world.cache.attach_storage(self.world.storage)
+                self.world.cache.attach_storage(self.world.stores)
             except CacheError:
                 assert self.world.controller.stats().detaching
 

@@ -75,7 +75,7 @@ def test_an_eviction_waits_for_the_copies_that_hold_what_is_to_go() -> None:
 def test_what_is_written_back_leaf_first_is_stored_whole() -> None:
     """A leaf goes down before what is above it, and cannot be stored then: nobody could reach it."""
     world = World(Setup(write_policy="write_back", device_pages=12, host_pages=20), 1)
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     serve(world, key(2, shared=2))
     serve(world, key(4, shared=2, tail=1))
     assert world.cache.evict(2) == 2 and world.cache.evict(2) == 2
@@ -153,7 +153,7 @@ def test_a_page_whose_copy_failed_is_copied_with_the_next_insert_below_it() -> N
 
 def attached(**setup: object) -> World:
     world = World(Setup(**setup), 1)  # type: ignore[arg-type]
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     return world
 
 
@@ -208,7 +208,7 @@ def test_what_storage_forgot_is_offered_again_while_it_is_used() -> None:
 def test_pages_from_before_an_attach_are_stored_by_their_next_use() -> None:
     world = World(Setup(), 1)
     serve(world, key(3))
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     serve(world, key(3))
     assert len(world.storage.pages) == 3
 
@@ -247,7 +247,7 @@ def test_a_prefetch_longer_than_the_host_brings_what_fits() -> None:
     world = stored_world(20)
     small = World(Setup(host_pages=7), 2)
     small.storage.pages, small.known = world.storage.pages, world.known
-    small.cache.attach_storage(small.storage)
+    small.cache.attach_storage(small.stores)
     assert fetch(small, key(20)) == 7
     small.assert_drained()
 

@@ -16,7 +16,7 @@ from tests.tree.steps import num_steps
 
 def test_h1_a_node_split_while_it_is_copied_reaches_storage_whole() -> None:
     world = World(Setup(device_pages=24, host_pages=40), 1)
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     first, second = key(10, tail=1, shared=5), key(8, tail=2, shared=5)
     running = [world.run_request(first)]
     assert len(world.cache.in_flight) == 1, "the copy is under way"
@@ -69,11 +69,11 @@ def test_h12_writing_back_costs_what_it_evicts() -> None:
 
 def test_h14_host_pages_below_an_uncopied_parent_leave_with_it() -> None:
     stored = World(Setup(), 1)
-    stored.cache.attach_storage(stored.storage)
+    stored.cache.attach_storage(stored.stores)
     serve(stored, key(4))
     world = World(Setup(write_policy="write_through_selective"), 1)
     world.storage.pages.update(stored.storage.pages)
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     serve(world, key(2))
     assert fetch(world, key(4)) == 4 and world.cache.tree.resident_pages(Tier.HOST) == 2
     world.settle()

@@ -97,7 +97,7 @@ def test_names_that_a_query_made_of_what_is_there_are_kept() -> None:
     serve(world, key(3))
     anchor = world.cache.match(key(3)).loadable_node
     assert world.cache.tree.hashes(anchor) is None
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     assert world.cache.prefetcher.start("r", key(6), anchor)
     world.driver.run()
     world.cache.tick()

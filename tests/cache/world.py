@@ -19,20 +19,23 @@ from hiradix.memory import DevicePool, HostPool, KVShape, PageAllocator, make_tr
 from hiradix.policy.eviction import make_order
 from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
+from hiradix.storage import StorageBackend, Traits
 from hiradix.transfer import HiCacheController, Runtime, StepDriver
 from hiradix.tree import Lock, RadixKey, RadixTree, Tier
 from hiradix.tree.hashing import hash_pages
-from tests.transfer.doubles import loads_came
+from tests.transfer.doubles import guarded, loads_came
 
 PAGE_SIZE = 2
 LAYERS = 2
 
 
-class SimulatedStorage:
+class SimulatedStorage(StorageBackend):
     """Keeps pages in a dict; fails, forgets, lies and cuts short as `faults` tells, but never swaps bytes.
 
-    Satisfies what the controller's workers call. `faults` 0..1 is the chance that a call goes wrong.
+    `faults` 0..1 is the chance that a call goes wrong.
     """
+
+    traits = Traits(verifies=True, namespaced=True, direct=True)
 
     def __init__(self, rng: random.Random):
         self.pages: dict[str, bytes] = {}
@@ -43,7 +46,7 @@ class SimulatedStorage:
     def _fault(self) -> bool:
         return self.rng.random() < self.faults
 
-    def exists(self, keys, prefix_keys=()):
+    def exists(self, keys):
         if self._fault():
             raise OSError("injected: exists")
         if self._fault():
@@ -82,6 +85,13 @@ class SimulatedStorage:
             self.pages[key] = b"".join(bytes(view) for view in views)
             answer.append(True)
         return answer
+
+    def delete(self, keys):
+        for key in keys:
+            self.pages.pop(key, None)
+
+    def clear(self):
+        self.pages.clear()
 
     def close(self):
         self.closed = True
@@ -158,6 +168,7 @@ class World:
         self.device_pool = DevicePool(shape, setup.device_pages, PAGE_SIZE)
         self.host_pool = HostPool(shape, setup.host_pages, PAGE_SIZE, layout=setup.layout)
         self.storage = SimulatedStorage(random.Random(seed + 1))
+        self.stores = guarded(self.storage, self.driver.now)
         self.transport = FaultyTransport(make_transport("kernel", "cpu"), random.Random(seed + 2))
         runtime = Runtime(driver=self.driver, clock=self.driver.now)
         self.controller = HiCacheController(

@@ -44,6 +44,7 @@ from tests.differential.moves import Player
 from tests.differential.sides import Found, Pages, Request, RequestTable, Side, page_stamps
 from tests.differential.streams import Stream
 from tests.differential.windows import WindowSide
+from tests.transfer.doubles import guarded
 
 SHAPE = KVShape(1, 1, 1, 1, torch.int64)
 RECORDS = types.SimpleNamespace(
@@ -276,7 +277,7 @@ class OurWindowSide(WindowSide, OurSide):
 
 
 def _in_memory(name: str, extra: object) -> Any:
-    return SimulatedStorage(random.Random(0))
+    return guarded(SimulatedStorage(random.Random(0)))
 
 
 def _no_storage(name: str, extra: object) -> Any:

@@ -15,6 +15,7 @@ import random
 import sys
 from pathlib import Path
 
+from hiradix.storage import Batch
 from tests.contracts.storage import key_of
 from tests.disk.places import open_disk
 
@@ -46,7 +47,7 @@ def write_until_killed(place: Path, max_size: int, seed: int, num_keys: int) -> 
         what = "put " + " ".join(f"{n}:{version}" for n in numbers)
         say(f"begin {what}")
         pages = [[memoryview(bytes_of_version(n, version))] for n in numbers]
-        assert all(store.put([key_of(n) for n in numbers], pages))
+        assert all(store.put(Batch.of([key_of(n) for n in numbers]), pages))
         say(f"end {what}")
 
 

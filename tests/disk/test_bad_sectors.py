@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hiradix.errors import StorageError
+from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.bad_slots import FAILURES, MOST_UNWRITABLE
 from hiradix.storage.backends.disk.config import slot_bytes
@@ -101,7 +102,7 @@ def test_what_cannot_be_read_is_said_to_be_an_error(make: Make, disk: Disk) -> N
     store, keys = make(), keys_of(4)
     assert all(put(store, keys))
     disk.unreadable = {slot_of(store, keys[1])}
-    answer = store.get(keys, [blank() for _ in keys])
+    answer = store.get(Batch.of(keys), [blank() for _ in keys])
     assert isinstance(answer, FlagsWithReason) and answer.reasons == {MissReason.ERROR: 1}
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
 from tests.contracts.storage import key_of
 from tests.disk.crash_writer import BATCH, PAGE_BYTES, bytes_of_version
@@ -98,7 +99,7 @@ def read_all(store: DiskBackend, num_keys: int) -> dict[int, bytes]:
     for start in range(0, num_keys, 64):
         numbers = range(start, min(start + 64, num_keys))
         into = [memoryview(bytearray(PAGE_BYTES)) for _ in numbers]
-        answer = store.get([key_of(n) for n in numbers], [[view] for view in into])
+        answer = store.get(Batch.of([key_of(n) for n in numbers]), [[view] for view in into])
         found |= {n: bytes(view) for n, view, ok in zip(numbers, into, answer) if ok}
     return found
 

@@ -55,7 +55,7 @@ class Pool:
 
     def __init__(self, count: int, pieces: int = 1):
         self.memory = memoryview(mmap.mmap(-1, count * ALIGNED))
-        self.keys = keys_of(count)
+        self.keys = Batch.of(keys_of(count))
         step = ALIGNED // pieces
         self.pages = [
             [self.memory[at : at + step] for at in range(i * ALIGNED, (i + 1) * ALIGNED, step)]
@@ -178,9 +178,9 @@ def test_directory_without_o_direct_is_used_buffered(make: Make, monkeypatch: py
 def test_page_of_another_length_is_refused(make: Make, mode: str) -> None:
     store = make(**MODES[mode])
     with pytest.raises(StorageError, match="100 bytes"):
-        store.put(keys_of(1), [blank(100)])
+        store.put(Batch.of(keys_of(1)), [blank(100)])
     with pytest.raises(StorageError, match="100 bytes"):
-        store.get(keys_of(1), [blank(100)])
+        store.get(Batch.of(keys_of(1)), [blank(100)])
 
 
 # -- faults of the disk -------------------------------------------------------------------
@@ -306,12 +306,12 @@ def test_other_page_sizes_give_way_when_they_are_colder(make: Make, tmp_path: Pa
     assert all(put(old, keys_of(32)))
     new = make(OTHER, page_bytes=3 * 8192, **config)
     pages = [page_of(key, 3 * 8192) for key in keys_of(6)]
-    assert all(new.put(keys_of(6), pages))
-    assert all(new.get(keys_of(6), [blank(3 * 8192) for _ in range(6)]))
+    assert all(new.put(Batch.of(keys_of(6)), pages))
+    assert all(new.get(Batch.of(keys_of(6)), [blank(3 * 8192) for _ in range(6)]))
     assert bytes_on_disk(tmp_path) <= cap_of(32)
     assert 0 < sum(hits(old, keys_of(32))) < 16
     for number in range(10):
-        new.put(keys_of(6, 10 * number), pages)
+        new.put(Batch.of(keys_of(6, 10 * number)), pages)
         assert bytes_on_disk(tmp_path) <= cap_of(32)
 
 

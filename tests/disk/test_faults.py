@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hiradix.storage import Batch
 from hiradix.storage.backends.disk import DiskBackend
 from hiradix.storage.backends.disk.record import RECORD_BYTES
 from tests.contracts.storage import FINGERPRINT, OTHER, keys_of
@@ -48,7 +49,7 @@ class Lab:
         store.delete(OLDER)
         self.put(store, self.good)
         theirs = {key: page(key, "theirs") for key in KEYS[:128]}
-        other.put(list(theirs), [[memoryview(data)] for data in theirs.values()])
+        other.put(Batch.of(tuple(theirs)), [[memoryview(data)] for data in theirs.values()])
         self.places = {key: store._store.shelf.pages[key].place[1] for key in KEYS}
         self.their_slots = [other._store.shelf.pages[key].place[1] for key in theirs]
         store.close()
@@ -60,12 +61,12 @@ class Lab:
         return open_disk(self.place, FINGERPRINT, page_bytes=PAGE_BYTES, **CONFIG, **config)
 
     def put(self, store: DiskBackend, pages: dict[str, bytes]) -> None:
-        assert all(store.put(list(pages), [[memoryview(data)] for data in pages.values()]))
+        assert all(store.put(Batch.of(tuple(pages)), [[memoryview(data)] for data in pages.values()]))
 
     def served(self, store: DiskBackend, keys: list[str] = KEYS) -> dict[str, bytes]:
         """What comes back for `keys`."""
         into = [memoryview(bytearray(PAGE_BYTES)) for _ in keys]
-        answer = store.get(keys, [[view] for view in into])
+        answer = store.get(Batch.of(keys), [[view] for view in into])
         return {key: bytes(view) for key, view, ok in zip(keys, into, answer) if ok}
 
     def slot(self, data: bytes | bytearray, number: int) -> bytes:

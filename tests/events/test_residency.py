@@ -123,7 +123,7 @@ def test_whole_caches_with_storage_and_faults(index: int) -> None:
 def test_storage_that_works_is_told_exactly() -> None:
     world = cache_world.World(cache_world.Setup(), seed=5)
     readers = Readers(world.cache.tree, random.Random(5))
-    world.cache.attach_storage(world.storage)
+    world.cache.attach_storage(world.stores)
     for number in range(24):
         tokens = [number % 3, 10 + number % 2, number % 5, 20, number % 2, 30]
         running = world.run_request(RadixKey(tokens, ("tenant", None)[number % 2]))

@@ -20,7 +20,6 @@ EXCEPTIONS = {
     # Each step, batch or file has its own.
     "PagedModel": {"self._current_pass.states"},
     "ControllerView": {"self._streams.fence"},
-    "CallPart": {"self.whole.began_ns"},
     "Log": {"self.index.dropped", "self.index.next_segment"},
     "DiskStore": {"self.index.dropped"},
     "Player": {"self.played.cpu_s", "self.played.writes", "self.played.decisions"},

@@ -26,7 +26,7 @@ class Shelf:
     def __init__(self, pages):
         self.pages = pages
 
-    def exists(self, keys, prefix_keys=()):
+    def exists(self, keys):
         return next((n for n, key in enumerate(keys) if key not in self.pages), len(keys))
 
     def get(self, keys, into):

@@ -17,6 +17,7 @@ from hiradix.cache.core import COPY_WAIT_S
 from tests.ranks.planted import PLANTED, assert_caught
 from tests.ranks.world import Rank, Ranks, Setup
 from tests.seeds import FIRST, is_enough, seeded
+from tests.transfer.doubles import guarded
 
 BUDGET_S = float(os.environ.get("HIRADIX_RANKS_BUDGET_S", "0"))  # goes on beyond the seeds until this is over
 NUM_SEEDS = int(os.environ.get("HIRADIX_RANKS_SEEDS", "60"))
@@ -93,7 +94,7 @@ def test_a_rank_that_drains_meets_the_others_while_it_waits() -> None:
 
     rank: Rank | None = None
     rank = Rank(0, 1, Setup(1), agree, None)
-    rank.cache.attach_storage(rank.storage)  # type: ignore[arg-type]
+    rank.cache.attach_storage(guarded(rank.storage, rank.clock))
     rank.do_request()
     rank.driver.held = {w.name for w in rank.controller._job_table.workers.values()}
     begin_s = rank.driver.now()

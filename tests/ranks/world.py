@@ -32,7 +32,7 @@ from hiradix.transfer import (
 )
 from hiradix.tree import EvictionOrder, Lock, RadixKey, RadixTree, Tier
 from tests.ranks.lockstep import Lockstep
-from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, loads_came
+from tests.transfer.doubles import NORMAL, NUM_LAYERS, MemoryStorage, Pool, Transport, guarded, loads_came
 
 PAGE_SIZE = 1
 PAGE_TOKENS = 512  # of a page, to policies that learn: each has a ghost
@@ -155,7 +155,6 @@ class Rank:
     def _new_storage(self) -> MemoryStorage:
         storage = MemoryStorage()
         storage.before = self._storage_fault
-        storage.close = lambda: None  # type: ignore[attr-defined]
         if self.store is not None:
             storage.pages = self.store
         return storage
@@ -332,8 +331,9 @@ class Rank:
 
     def do_attach(self) -> None:
         """A rank's backend may refuse to open: then no rank has storage."""
-        storage = None if self.own.random() < 0.3 / self.setup.num_ranks else self.storage
-        self._try("attach", lambda: self.cache.attach_storage(storage))  # type: ignore[arg-type]
+        refuses = self.own.random() < 0.3 / self.setup.num_ranks
+        stores = None if refuses else guarded(self.storage, self.clock)
+        self._try("attach", lambda: self.cache.attach_storage(stores))
 
     def do_detach(self) -> None:
         self._try("detach", lambda: self.cache.detach_storage(0.5))

@@ -28,6 +28,7 @@ from hiradix.policy.write_policy import WritePolicy
 from hiradix.prefix_cache import CacheInitParams, HiRadixCache
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.stores import Stores
 from hiradix.transfer import HiCacheController, Runtime, TransferLimits
 from tests.simulation.engine import Parts, SimEngine, SimRequest
 from tests.simulation.memory import (
@@ -278,12 +279,12 @@ class ClockedWorld:
         self.engine = ClockEngine(self.cache, self.scheduler, parts)
         self.engine.forward_s = PAGE_S * self.rng.choice([0, 1, 10])
 
-    def _open_storage(self) -> GuardedStorage:
+    def _open_storage(self) -> Stores:
         limits = GuardLimits(deadline_s=1e6, staging_bytes=1 << 20)
         threads: Any = SimLanes(self.driver, Weather(random.Random(0)))  # type: ignore[arg-type]
         backend = ClockBackend(self.driver, self.tiers[GatedTransfer.FETCH])
         fingerprint = PageFingerprint("sim", page_size=SIZE)
-        return GuardedStorage(backend, fingerprint, limits, self.driver.now, threads)
+        return Stores([GuardedStorage(backend, fingerprint, limits, self.driver.now, threads)])
 
     def _watch(self) -> None:
         """Note why the gate takes what it takes, and what it measures."""

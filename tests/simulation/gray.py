@@ -17,6 +17,7 @@ from typing import Any
 from hiradix.policy.no_regret import GatedTransfer
 from hiradix.storage import PageFingerprint
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.stores import Stores
 from hiradix.storage.kit.call_threads import CallTimeout, NoFreeThread
 from hiradix.storage.kit.meters import Op
 from tests.simulation.clocked import PAGE_S, SIZE, ClockBackend, ClockDriver, ClockedWorld, Ledger
@@ -250,14 +251,14 @@ class GrayWorld(ClockedWorld):
         if not has_gate:
             self.cache.note_prefill = lambda num_tokens, seconds: None  # type: ignore[method-assign]
 
-    def _open_storage(self) -> GuardedStorage:
+    def _open_storage(self) -> Stores:
         self.backend = GrayBackend(self.driver, self.tiers[GatedTransfer.FETCH])
         self.threads = GrayLanes(self.driver, LIMITS.num_workers)
         threads: Any = self.threads
         self.storage = GuardedStorage(
             self.backend, PageFingerprint("sim", page_size=SIZE), LIMITS, self.driver.now, threads, "gray"
         )
-        return self.storage
+        return Stores([self.storage])
 
     def requests(self, number: int) -> Loss:
         """So many of them, and what they lost."""

@@ -15,6 +15,7 @@ from typing import Any
 from hiradix.errors import StorageError
 from hiradix.storage.guard.breaker import BreakerLimits
 from hiradix.storage.guard.guard import GuardedStorage, GuardLimits
+from hiradix.storage.guard.stores import Stores
 from hiradix.storage.kit.call_threads import CallTimeout, NoFreeThread
 from hiradix.storage.protocol import Traits
 from hiradix.transfer import StepDriver
@@ -54,11 +55,10 @@ CheckPut = Callable[[str, bytes], None]  # raises Broken if the bytes are not wh
 class SimBackend:
     """A backend over a `Store`; misbehaves as the weather says, but never swaps one page for another."""
 
-    traits = Traits()
-
     def __init__(self, store: Store, weather: Weather, check_put: CheckPut, is_checked: bool):
         self.store, self.weather, self._check_put = store, weather, check_put
-        self._is_checked = is_checked  # a guard above looks at the bytes: damaged ones may be called good
+        self._is_checked = is_checked  # the guard looks at the bytes: damaged ones may be called good
+        self.traits = Traits() if is_checked else Traits(verifies=True, namespaced=True, direct=True)
         self.num_calls = 0
         self.closed = False
 
@@ -210,28 +210,7 @@ class SimLanes:
         self._closed = True
 
 
-class RawStorage:
-    """A backend without its guard, for the controller's own checks of answers."""
-
-    def __init__(self, backend: SimBackend):
-        self._backend = backend
-        self.exists, self.get, self.put = backend.exists, backend.get, backend.put
-
-    def clear(self) -> bool:
-        try:
-            self._backend.clear()
-        except OSError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self._backend.close()
-
-    def stats(self) -> dict[str, float]:
-        return {}
-
-
-def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, threads: SimLanes) -> GuardedStorage:
+def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, threads: SimLanes) -> Stores:
     limits = GuardLimits(
         deadline_s=0.2,
         staging_bytes=2048,
@@ -239,4 +218,5 @@ def guarded(backend: SimBackend, fingerprint: Any, driver: StepDriver, threads: 
         admin_timeout_s=0.5,
         breaker=BreakerLimits(retry_after_s=0.2),
     )
-    return GuardedStorage(backend, fingerprint, limits, clock=driver.now, threads=threads)  # type: ignore[arg-type]
+    guard = GuardedStorage(backend, fingerprint, limits, clock=driver.now, threads=threads)  # type: ignore[arg-type]
+    return Stores([guard])

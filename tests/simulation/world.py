@@ -40,7 +40,7 @@ from hiradix.tree.hashing import PageRows, hash_pages, namespace_seed
 from tests.simulation.engine import VOCABULARY, Parts, SimEngine, SimRequest
 from tests.simulation.memory import Broken, DeviceAllocator, DevicePages, HostAllocator, HostPages, Streams
 from tests.simulation.memory import Transport as SimTransport
-from tests.simulation.storage import FAULTS, RawStorage, SimBackend, SimLanes, Store, Weather, guarded
+from tests.simulation.storage import FAULTS, SimBackend, SimLanes, Store, Weather, guarded
 
 SCOPES = (Scope(), Scope(), Scope(extra_key="x"), Scope(cache_salt="x"))
 NUM_IDS = 10  # request ids: few, so that they are used again at once
@@ -62,7 +62,7 @@ class Setup:
     two_workers: bool
     late: bool
     overlap: bool
-    guarded: bool
+    direct: bool
     chunk_tokens: int | None
     max_running: int
     threshold_pages: int
@@ -85,7 +85,7 @@ class Setup:
             two_workers=rng.random() < 0.3,
             late=rng.random() < 0.3,
             overlap=rng.random() < 0.5,
-            guarded=rng.random() < 0.75,
+            direct=rng.random() >= 0.75,
             chunk_tokens=rng.choice([None, page_size, 2 * page_size + 1, 5 * page_size]),
             max_running=rng.randint(1, 5),
             threshold_pages=rng.choice([1, 1, 2]),
@@ -171,9 +171,7 @@ class World:
     def _open_storage(self, name: str, extra: ExtraConfig) -> Any:
         if self.weather.draw() is not None:
             raise OSError("injected: open")
-        backend = SimBackend(self.stores[name], self.weather, self._check_put, self.setup.guarded)
-        if not self.setup.guarded:
-            return RawStorage(backend)
+        backend = SimBackend(self.stores[name], self.weather, self._check_put, not self.setup.direct)
         threads = SimLanes(self.driver, self.weather)
         self.threads.append(threads)
         fingerprint = PageFingerprint("sim", page_size=self.setup.page_size)

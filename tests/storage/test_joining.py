@@ -217,7 +217,7 @@ def test_memory_and_whoever_asked_come_before_pages(down: World) -> None:
 
         def look(joined: Any) -> None:
             seen.append((store.is_joined, list(down.made[0].registered)))
-            assert all(put(joined, keys_of(1)))
+            assert all(put(joined.parts[0], keys_of(1)))
 
         def fail(joined: Any) -> None:
             raise RuntimeError("whoever asked is broken")

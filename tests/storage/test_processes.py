@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hiradix.errors import StorageError
+from hiradix.storage import Batch
 from hiradix.storage.backends.file.backend import FileBackend
 from hiradix.storage.backends.file.config import PATH_ENV
 from hiradix.storage.backends.file.page_dir import footprint
@@ -70,7 +71,7 @@ def wrong_and_right(store: FileBackend, keys: list[str]) -> tuple[int, int]:
     for start in range(0, len(keys), 16):
         batch = keys[start : start + 16]
         into = [blank(PAGE_BYTES) for _ in batch]
-        for key, page, ok in zip(batch, into, store.get(batch, into)):
+        for key, page, ok in zip(batch, into, store.get(Batch.of(batch), into)):
             same = content(page) == bytes_of(key, PAGE_BYTES)
             right += ok and same
             wrong += ok and not same

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hiradix.storage import (
+    Batch,
     GuardedStorage,
     MissReason,
     PageFingerprint,
@@ -29,7 +30,7 @@ from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, blank, keys_of, pag
 from tests.storage.doubles import FakeClock, MemoryBackend
 
 DAMAGED, FOREIGN, ERROR, FULL = MissReason.DAMAGED, MissReason.FOREIGN, MissReason.ERROR, MissReason.FULL
-KEYS = keys_of(6)
+KEYS = Batch.of(keys_of(6))
 
 
 class Saying(MemoryBackend):
@@ -140,7 +141,7 @@ def test_reasons_pass_a_quota(tmp_path: Path) -> None:
     backend, _ = opened((), tmp_path)
     store = with_quota(backend, "memory", FINGERPRINT, QuotaConfig(1 << 30, {}, str(tmp_path / "quota")))
     backend.says = {KEYS[1]: FULL}
-    put = store.put(KEYS, [page_of(key) for key in KEYS], None, "salt:a")  # type: ignore[call-arg]
+    put = store.put(Batch.of(list(KEYS), tenant="salt:a"), [page_of(key) for key in KEYS])
     assert put.count(False) == 1 and reasons_of(put) == {FULL: 1}
     backend.says = {KEYS[1]: DAMAGED, KEYS[2]: ERROR}
     assert reasons_of(store.get(KEYS, [blank() for _ in KEYS])) == {DAMAGED: 1, ERROR: 1}
@@ -164,7 +165,7 @@ def test_reasons_pass_a_tier(tmp_path: Path) -> None:
     for half, key in (("upper", KEYS[0]), ("lower", KEYS[0]), ("lower", KEYS[2])):
         (file,) = (tmp_path / half).rglob(f"{key}.page")
         file.write_bytes(file.read_bytes()[:-1] + b"!")
-    answer = store.get([*KEYS, "f" * 64], [blank() for _ in range(7)])
+    answer = store.get(Batch.of([*KEYS, "f" * 64]), [blank() for _ in range(7)])
     assert list(answer) == [False, *[True] * 5, False] and reasons_of(answer) == {DAMAGED: 1}
     store.close()
 

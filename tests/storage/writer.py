@@ -12,6 +12,7 @@ import itertools
 import sys
 from pathlib import Path
 
+from hiradix.storage import Batch
 from tests.contracts.storage import blank, bytes_of, content, keys_of, page_of
 from tests.storage.files import open_file
 
@@ -26,10 +27,10 @@ def main(folder: str, mode: str, first: int, count: int, max_size: int) -> None:
         keys = keys_of(min(BATCH, first + count - start), start)
         if mode == "forever":
             store.delete(keys[::2])
-        stored = store.put(keys, [page_of(key, PAGE_BYTES) for key in keys])
+        stored = store.put(Batch.of(keys), [page_of(key, PAGE_BYTES) for key in keys])
         print(" ".join(key for key, ok in zip(keys, stored) if ok), flush=True)
         into = [blank(PAGE_BYTES) for _ in keys]
-        for key, page, ok in zip(keys, into, store.get(keys, into)):
+        for key, page, ok in zip(keys, into, store.get(Batch.of(keys), into)):
             assert not ok or content(page) == bytes_of(key, PAGE_BYTES), f"wrong bytes under {key}"
     store.close()
 

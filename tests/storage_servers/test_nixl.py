@@ -13,7 +13,7 @@ import pytest
 
 from hiradix.errors import ConfigError, StorageError
 from hiradix.os_memory import address_of
-from hiradix.storage import GuardedStorage, PageFingerprint, StorageContext, open_storage
+from hiradix.storage import Batch, GuardedStorage, PageFingerprint, StorageContext, open_storage
 from hiradix.storage.backends.file import backend as file
 from hiradix.storage.backends.nixl.backend import NixlBackend
 from hiradix.storage.backends.nixl.config import NixlConfig
@@ -112,9 +112,9 @@ def test_registered_memory_is_read_and_written_in_place(tmp_path: Path, engine: 
              for at in range(0, len(memory), PAGE_BYTES)]  # fmt: skip
     for key, (head, tail) in zip(keys, pages):
         head[:], tail[:] = bytes_of(key)[:2000], bytes_of(key)[2000:]
-    assert all(store.put(keys, pages))
+    assert all(store.put(Batch.of(keys), pages))
     memory[:] = bytes(len(memory))
-    assert all(store.get(keys, pages))
+    assert all(store.get(Batch.of(keys), pages))
     assert [content(page) for page in pages] == [bytes_of(key) for key in keys]
     assert store.stats()["pages_in_place"] == 200 and "transfer_errors" not in store.stats()
     store.close()

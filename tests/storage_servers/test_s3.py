@@ -148,9 +148,9 @@ def test_what_is_evicted_does_not_make_the_next_pages_wait_for_their_first(
 
 def test_large_pages_go_in_one_request(own_s3: Server, backend: S3Backend) -> None:
     data = bytes_of("big", 20_000_000)
-    assert backend.put(["big"], [[memoryview(data)]]) == [True]
+    assert backend.put(Batch.of(["big"]), [[memoryview(data)]]) == [True]
     into = [memoryview(bytearray(len(data)))]
-    assert backend.get(["big"], [into]) == [True] and bytes(into[0]) == data
+    assert backend.get(Batch.of(["big"]), [into]) == [True] and bytes(into[0]) == data
     assert file_of(own_s3, "big").stat().st_size == len(data)
 
 
@@ -248,10 +248,10 @@ def test_compressed_pages_that_are_read_count_as_what_they_are(own_s3: Server) -
         FINGERPRINT, {**s3_keys(own_s3, "x"), "max_size": 2 * PAGE_BYTES}, PAGE_BYTES, ragged=True
     )
     store = S3Backend(short)
-    assert all(store.put(keys, [[memoryview(bytes(100))] for _ in keys]))
-    assert all(store.get(keys, [blank() for _ in keys]))
+    assert all(store.put(Batch.of(keys), [[memoryview(bytes(100))] for _ in keys]))
+    assert all(store.get(Batch.of(keys), [blank() for _ in keys]))
     assert store.stats()["used_bytes"] == 400
-    assert all(store.put(keys_of(4, start=4), [[memoryview(bytes(100))] for _ in keys]))
+    assert all(store.put(Batch.of(keys_of(4, start=4)), [[memoryview(bytes(100))] for _ in keys]))
     assert store.stats()["used_bytes"] == 800 and store.exists(keys_of(8)) == 8
     store.close()
 
@@ -315,7 +315,7 @@ def test_nothing_is_read_into_pages_after_the_call_has_ended(
 
     def call() -> None:
         try:
-            store.get(keys_of(4), pages)
+            store.get(Batch.of(keys_of(4)), pages)
         except Exception as raised:
             ended.append((raised, [content(page) for page in pages]))
         else:
@@ -380,7 +380,7 @@ def test_unreachable_server_is_refused_at_start_within_its_timeouts(own_s3: Serv
 def test_read_only_page_of_pieces(backend: S3Backend) -> None:
     page = page_of(key_of(0))
     pieces = [page[0][:1000].toreadonly(), page[0][1000:].toreadonly()]
-    assert backend.put(keys_of(1), [pieces]) == [True] and hits(backend, keys_of(1)) == [True]
+    assert backend.put(Batch.of(keys_of(1)), [pieces]) == [True] and hits(backend, keys_of(1)) == [True]
 
 
 @pytest.mark.parametrize("stream_bytes", [1 << 20, STREAM_BYTES])
@@ -394,11 +394,12 @@ def test_long_pages_arrive_whole_in_pieces(
     keys = s3_keys(own_s3, "long")
     store = S3Backend(StorageContext(fingerprint, keys, length))
     pages = [random.Random(number).randbytes(length) for number in range(3)]
-    assert store.put(keys_of(3), [[memoryview(page)] for page in pages]) == [True] * 3
+    assert store.put(Batch.of(keys_of(3)), [[memoryview(page)] for page in pages]) == [True] * 3
     short = S3Backend(StorageContext(fingerprint, keys, length - 1))
-    assert short.get(keys_of(3), [[memoryview(bytearray(length - 1))] for _ in range(3)]) == [False] * 3
+    into = [bytearray(length - 1) for _ in range(3)]
+    assert short.get(Batch.of(keys_of(3)), [[memoryview(page)] for page in into]) == [False] * 3
     into = [bytearray(length) for _ in range(4)]
-    assert store.get(keys_of(4), [[memoryview(page)] for page in into]) == [True, True, True, False]
+    assert store.get(Batch.of(keys_of(4)), [[memoryview(page)] for page in into]) == [True, True, True, False]
     assert into == [*pages, bytes(length)]
     for close in (store.close, short.close):
         close()

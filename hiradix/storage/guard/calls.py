@@ -77,7 +77,7 @@ def as_answered(
 class PageMove:
     """The pages of one `get` or `put`, and what became of them. names: the keys as the backend knows them."""
 
-    keys: Batch
+    keys: Sequence[str]
     names: Batch
     pages: Sequence[Page]
     ok: list[bool] = field(init=False)

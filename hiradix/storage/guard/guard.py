@@ -318,7 +318,7 @@ class GuardedStorage:
         sizes = sizes_of(pages)
         if len(batch) != len(sizes):
             raise Misuse(f"{len(batch)} keys for {len(sizes)} pages")
-        moved = PageMove(batch, self._named(batch), pages)
+        moved = PageMove(list(batch), self._named(batch), pages)
         if sizes and not self._page_bytes:
             self._page_bytes = sizes[0]
         total_bytes = sum(sizes)
