@@ -614,13 +614,21 @@ class RadixTree:
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
-        check_tree(self, self._residencies, locks)
+        covered = None if locks is None else [entry for lock in locks for entry in self._covered(lock)]
+        check_tree(self.root, list(self.nodes()), self._residencies, covered)
 
     def render(self) -> str:
         """The tree as text: a line per node with its pages, tiers, locks and hits."""
         return render_tree(self.root, self.components)
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _covered(self, lock: Lock) -> Iterator[Residency]:
+        """What a lock counts at: the end of its backbone, and of others all from its floor on."""
+        for c, floor in enumerate(lock.floors):
+            nodes = [lock.node] if c == BACKBONE else self.path(lock.node, floor)
+            for node in nodes:
+                yield node.residency(c, lock.tier)
 
     def _make_root(self) -> Node:
         root = Node(None, 0, 0, len(self.components) - 1)
