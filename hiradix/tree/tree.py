@@ -76,8 +76,15 @@ class RadixTree:
     """Maps prefixes to pages in device and host tiers. components[0] is the backbone: full attention, every
     page its own data.
 
+    A page id that an insert or an adopt took is the tree's until it comes back, once: as a duplicate, or as
+    `Freed` from what removes. A lock is the caller's, who gives it back once. Tokens are copied.
+
     Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
     method that takes a node looks up what has become of it (`current`).
+
+    root: no pages of its own; its children are the prefixes' first nodes, of all namespaces. What the nodes
+    hold in each tier, what of it may leave and in which order is in `Residencies`, why it may not in its
+    `Pinning`.
 
     >>> tree = RadixTree(page_size=2)
     >>> done = tree.insert(RadixKey([1, 2, 3, 4, 5, 6]), DEVICE, [np.array([7, 8, 9])])  # three pages
