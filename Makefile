@@ -8,6 +8,8 @@
 # make test-kernels  the Triton kernels in the interpreter (slow, own lane)
 # make test-faults   a million simulated moves under faults, then kill -9, abort storms, storage that misbehaves
 #                    and damaged pages on real servers; HIRADIX_SIM_OPS=10000000, HIRADIX_FAULT_RUNS=100 for more
+# make test-mutants  known bugs and generated mutants planted in a copy, a few of each, the same every time: what sees them,
+#                    and what survives (a minute and a half; `python -m tests.mutants` for all)
 # make test-compiled the tests of tree, cache and transfers on the compiled form
 # make test-differential  our classes beside SGLang's of three versions, move by move (unpacks wheels under build/peers),
 #                    and what the adapters use of each release in the registry
@@ -68,7 +70,7 @@ READY := $(INSTALLED)
 endif
 
 .PHONY: help .venv demo lint docs compiled clean \
-	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
+	explore test test-kernels test-faults test-mutants test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
 	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
 	bench-serve
@@ -133,6 +135,9 @@ test-faults: $(READY)
 test-differential: $(READY)
 	$(PY) -m tests.differential.wheels
 	$(PY) -m pytest -q --timeout 900 tests/differential $(PYTEST_FLAGS)
+
+test-mutants: $(READY)
+	$(PY) -m tests.mutants --lane
 
 # Four minutes and 1.5 GB. SCALE_FLAGS="10000000 1000000": nodes, operations.
 test-scale: $(READY)

@@ -178,14 +178,14 @@ def compare(trace: Trace, policies: Sequence[str], blocks: int, clock: Clock) ->
     return rows
 
 
-def _rows(outcome: CellResult, served: Served, model: Machine) -> list[Row]:
-    trace, tiers = outcome.trace, outcome.cell.tiers
+def _rows(result: CellResult, served: Served, model: Machine) -> list[Row]:
+    trace, tiers = result.trace, result.cell.tiers
     span = slice(int(len(trace.calls) * WARM), None)
-    hits = 100 * sum(served.cached[span]) / int(outcome.prompt_tokens[span].sum())
-    measured, predicted = np.mean(served.seconds[span]), model.ttft_s(outcome, span).mean()
-    case = f"{trace.name} {tiers.device // PAGE} blocks, {outcome.cell.policy}"
+    hits = 100 * sum(served.cached[span]) / int(result.prompt_tokens[span].sum())
+    measured, predicted = np.mean(served.seconds[span]), model.ttft_s(result, span).mean()
+    case = f"{trace.name} {tiers.device // PAGE} blocks, {result.cell.policy}"
     return [
-        Row(case, "hits", "%", hits, {"lab": outcome.rate(span)}),
+        Row(case, "hits", "%", hits, {"lab": result.rate(span)}),
         Row(case, "ttft", "ms", float(measured) * 1e3, {"model": float(predicted) * 1e3}),
     ]
 

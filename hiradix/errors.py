@@ -24,10 +24,6 @@ class Unreachable(ConfigError):
     """
 
 
-class OutOfPages(CacheError):
-    """A pool has fewer free and evictable pages than a request needs."""
-
-
 class StorageError(CacheError):
     """A storage backend failed; callers inside the cache turn this into a miss."""
 

@@ -9,18 +9,30 @@ the fault stale, which the survey says and no test minds.
 from __future__ import annotations
 
 import ast
+import atexit
 import copy as copying
+import importlib
+import io
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import Pipe, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+TEST_S = 30  # longest a single test may wait for what a fault keeps from coming
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Piece = ast.expr | list[ast.stmt]
@@ -245,9 +257,11 @@ def _named(piece: Piece, names: dict[str, str]) -> Piece:
 
 
 def copied(to: Path) -> Path:
-    for name in ("hiradix", "tests", "docs"):
+    """Code and tests copied; what no fault is planted in, and tests read, is linked."""
+    for name in ("hiradix", "tests"):
         shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", to)
+    for name in ("benchmarks", "docs", "examples", "pyproject.toml"):
+        (to / name).symlink_to(ROOT / name)
     return to
 
 
@@ -259,24 +273,96 @@ def run_in(copy: Path, *command: str, timeout_s: float, **env: str) -> subproces
     )
 
 
+class _FirstFailure:
+    """A pytest plugin that keeps the id of what failed first."""
+
+    node: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._keep(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._keep(report)
+
+    def _keep(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed and self.node is None:
+            self.node = report.nodeid
+
+
+def warm() -> None:
+    """Import what is not ours and takes long, once for all forks."""
+    for name in ("hypothesis", "numpy", "torch", "triton", "pytest_timeout", "xdist"):
+        importlib.import_module(name)
+
+
 def failing_test(copy: Path, tests: Sequence[str], timeout_s: float, **env: str) -> str | None:
-    """The first of these tests that fails on the copy, as `tests/...::name`; None if none does."""
-    command = ("pytest", "-x", "-q", "-n0", "--no-header", "-p", "no:cacheprovider", *tests)
+    """The first of these tests that fails on the copy, as `tests/...::name`; None if none does.
+
+    They run in a fork of this process, which imports the copy's code anew and keeps all other imports:
+    after `warm` a fault is judged in a second. AssertionError for a test that fails without the fault, too.
+    """
+    seen = _first_failing(copy, tests, timeout_s, env)
+    if seen is None or not seen.startswith("tests/"):
+        return seen
+    assert _passes(seen, timeout_s, tuple(sorted(env.items()))), f"{seen} fails on the code as it is"
+    return seen.partition("[")[0]
+
+
+@cache
+def _passes(node: str, timeout_s: float, env: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a test, or the collection of a file, succeeds on the code as it is."""
+    flags = () if "::" in node else ("--collect-only",)
+    return _first_failing(_unplanted(), (*flags, node), timeout_s, dict(env)) is None
+
+
+@cache
+def _unplanted() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="hiradix-unplanted-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return copied(folder)
+
+
+def _first_failing(copy: Path, tests: Sequence[str], timeout_s: float, env: dict[str, str]) -> str | None:
+    """The id of the first test that fails, or how the fork ended."""
+    receiving, sending = Pipe(False)
+    child = get_context("fork").Process(target=_judge, args=(copy, tests, timeout_s, env, sending))
+    child.start()
+    sending.close()
     try:
-        done = run_in(copy, *command, timeout_s=timeout_s, **env)
-    except subprocess.TimeoutExpired:
-        return "never ends"
-    if done.returncode == 0:
-        return None
-    if done.returncode < 0:
-        return f"signal {-done.returncode}"
-    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[|\s|$)", done.stdout, re.MULTILINE)
-    assert found is not None, f"no test ran to see it:\n{done.stdout}{done.stderr}"
-    return found.group(1)
+        if not receiving.poll(timeout_s):
+            return "never ends"
+        status, node, output = receiving.recv()
+    except EOFError:
+        child.join()
+        return "never ends" if child.exitcode == -signal.SIGXCPU else f"exit {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+    assert status == 0 or node, f"no test ran to see it:\n{output[-4000:]}"
+    return str(node) if node else None
 
 
-def survey(head: Sequence[str], plantings: Sequence[Planting]) -> int:
-    """Plant each and print what sees it, as a table under `head`. The exit status: 1 if one survives."""
+def _judge(
+    copy: Path, tests: Sequence[str], timeout_s: float, env: dict[str, str], answer: Connection
+) -> None:
+    """In the fork: run the tests of the copy on the code of the copy."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("hiradix", "tests")]:
+        del sys.modules[name]
+    os.chdir(copy)
+    os.environ.update(env, HIRADIX_JUDGING="1")
+    resource.setrlimit(resource.RLIMIT_CPU, (int(timeout_s), int(timeout_s)))  # a loop without end
+    sys.path[:] = [str(copy), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    first = _FirstFailure()
+    quiet = ("-x", "-q", "-n0", "--no-header", "--tb=short", f"--timeout={TEST_S}", "-p", "no:cacheprovider")
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output):
+        status = pytest.main([*quiet, *tests], plugins=[first])
+    answer.send((int(status), first.node, output.getvalue()))
+    os._exit(0)  # threads that a fault left hanging are not waited for
+
+
+def survey(head: Sequence[str], plantings: Sequence[Planting], may_be_stale: bool = False) -> int:
+    """Plant each and print what sees it, as a table under `head`. The exit status: 1 if one survives, or is
+    stale where none may be."""
     survived = stale = 0
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
     for planting in plantings:
@@ -293,4 +379,4 @@ def survey(head: Sequence[str], plantings: Sequence[Planting]) -> int:
         print(f"| {' | '.join(planting.shown)} | {seen or '**survived**'} |", flush=True)
     killed = len(plantings) - survived - stale
     print(f"\n{len(plantings)} planted: {killed} killed, {survived} survived, {stale} stale")
-    return 1 if survived or stale else 0
+    return int(bool(survived or (stale and not may_be_stale)))

@@ -24,6 +24,9 @@ Pages = npt.NDArray[np.int32]
 class PageAllocator:
     """Page ids `first_page` .. `first_page + num_pages - 1`; a page is free or out, never both.
 
+    What is out has one owner, who frees it once: the tree, a request or a transfer. Which of them is not
+    known here, only that the id is out.
+
     A stack of free ids, so that recently used memory is used again; a fresh pool hands out ascending ids.
     `alloc` and `free` cost their own pages, not the pool, and what they return or take is never kept or
     shared.

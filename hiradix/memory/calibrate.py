@@ -101,7 +101,7 @@ class CalibratedTransport:
             ):
                 choice = self._measure(src, dst, layers, timer)
                 self._choices.set(src, dst, choice)
-                logger.info("%s", self._told(choice, "to the host" if src is device else "to the device"))
+                logger.info("%s", self._summary(choice, "to the host" if src is device else "to the device"))
 
     def copy_pages(
         self, src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None = None, /
@@ -143,7 +143,7 @@ class CalibratedTransport:
                 own.append(timer(call))
         return found
 
-    def _told(self, choice: Choice, direction: str) -> str:
+    def _summary(self, choice: Choice, direction: str) -> str:
         sizes = choice.curves[0].pages
         parts = []
         for size in sizes:

@@ -109,12 +109,12 @@ class PageComparer:
         found, before, known = [], 0.0, None
         for at, layer in enumerate(self._layers):
             most = tolerance(dtype, layer)
-            if known is not None:
+            if known is not None:  # no jump: what the layers before differ by, or rounding since them makes
                 most = min(most, max(MOST_JUMP * before, tolerance(dtype, layer - known)))
             found += [Apart(name, layer, errors[at], most) for name, errors, _, _ in arrays]
             before, known = max(before, *(errors[at] for _, errors, _, _ in arrays)), layer
         if self._layers[0] == 0 and not is_rounded and dtype in FIRST_LAYER:
-            for name, _, bias, count in arrays:
+            for name, _, bias, count in arrays:  # of few numbers rounding leans further
                 share = max(1 / BIAS_SHARE, 2 / math.sqrt(count))
                 found.append(Apart(f"scale of the {name}", 0, bias, FIRST_LAYER[dtype] * share))
         return found

@@ -75,17 +75,17 @@ class CudaRuntime:
         """Whether kernels on the device may use the host's own address of registered memory."""
         value = ctypes.c_int(0)
         code = self._library.cudaDeviceGetAttribute(ctypes.byref(value), HOST_POINTER_ATTRIBUTE, device)
-        return self._told(code) == 0 and value.value == 1
+        return self._cleared(code) == 0 and value.value == 1
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        return self._told(self._library.cudaHostRegister(address, num_bytes, flags))
+        return self._cleared(self._library.cudaHostRegister(address, num_bytes, flags))
 
     def cudaHostUnregister(self, address: int) -> int:
-        return self._told(self._library.cudaHostUnregister(address))
+        return self._cleared(self._library.cudaHostUnregister(address))
 
     def copy(self, dst: int, src: int, num_bytes: int, stream: int) -> int:
         """cudaMemcpyAsync."""
-        return self._told(self._library.cudaMemcpyAsync(dst, src, num_bytes, _COPY_DEFAULT, stream))
+        return self._cleared(self._library.cudaMemcpyAsync(dst, src, num_bytes, _COPY_DEFAULT, stream))
 
     def copy_batch(self, dst: Addresses, src: Addresses, sizes: Addresses, stream: int) -> int:
         """cudaMemcpyBatchAsync; the arrays are read before it returns. Takes no legacy default stream (0)."""
@@ -101,9 +101,9 @@ class CudaRuntime:
             *fail,
             stream,
         )
-        return self._told(code)
+        return self._cleared(code)
 
-    def _told(self, code: int) -> int:
+    def _cleared(self, code: int) -> int:
         if code:
             self._library.cudaGetLastError()
         return code
@@ -111,7 +111,7 @@ class CudaRuntime:
     def _version(self, call: str) -> int:
         """Such as 12080 for 12.8; 0 where it does not say."""
         value = ctypes.c_int(0)
-        return value.value if self._told(getattr(self._library, call)(ctypes.byref(value))) == 0 else 0
+        return value.value if self._cleared(getattr(self._library, call)(ctypes.byref(value))) == 0 else 0
 
 
 @cache

@@ -67,7 +67,11 @@ Stretch = tuple[int, LastUse | None]  # pages of a path up to the first, last us
 
 
 class UseLog:
-    """Notes and ghosts of one cache. page_tokens: tokens a page stands for. Scheduler thread only."""
+    """Notes and ghosts of one cache. page_tokens: tokens a page stands for. Scheduler thread only.
+
+    clock: tokens of traffic so far, prompts and answers. ghosts: the notes of what has left, by the names of
+    its blocks. A note of what is cached is its node's (`Node.note`).
+    """
 
     def __init__(self, page_size: int, page_tokens: int):
         self.page_size = page_size

@@ -5,50 +5,54 @@ O(tree).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from hiradix.errors import Misuse
 from hiradix.tree.hashing import DIGEST_BYTES, PageRows, hash_pages
 from hiradix.tree.locks import held
-from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Component, Lock, Node, Residency, Tier, row_at
+from hiradix.tree.node import BACKBONE, NO_PAGES, TIERS, Component, Node, Residency, Tier, row_at
 from hiradix.tree.order import LruOrder
+from hiradix.tree.page_hashes import path_extras, path_tokens, windows
 from hiradix.tree.residency import Residencies
-
-if TYPE_CHECKING:
-    from hiradix.tree.tree import RadixTree
 
 MAX_TOKENS_SHOWN = 6
 
 
-def check_tree(tree: RadixTree, residencies: Residencies, locks: Iterable[Lock] | None) -> None:
-    """Assert every invariant of a tree. With `locks`, all outstanding ones, lock counts must be exact."""
-    nodes = list(tree.nodes())
+def check_tree(
+    root: Node, nodes: Sequence[Node], residencies: Residencies, covered: Iterable[Residency] | None
+) -> None:
+    """Assert every invariant of a tree. nodes: all but the root.
+
+    covered: what each lock that is out covers, once per lock: then lock counts must be exact.
+    """
+    page_size = residencies.page_size
     listed = {
         id(entry): (c, t)
         for c, tiers in enumerate(residencies.orders)
         for t, order in enumerate(tiers)
         for entry in order
     }
-    wanted = None if locks is None else _expected_locks(tree, locks)
-    for node in [tree.root, *nodes]:
-        _check_structure(node, tree)
+    wanted = None if covered is None else Counter(map(id, covered))
+    for node in [root, *nodes]:
+        _check_structure(node, root)
     for node in nodes:
-        _check_run(node, tree)
+        _check_run(node, root, page_size)
         for tier in TIERS:
             _check_residency(node, tier, residencies, listed)
             _check_pins(node, tier, len(residencies.components), wanted)
     if listed:
         raise Misuse(f"4: {len(listed)} entries in an order are of no node")
     _check_counts(nodes, residencies)
-    _check_places(tree, residencies)
+    _check_places(nodes, residencies)
     for tier in TIERS:
         _check_leaf_first(residencies, tier)
 
 
-def _check_structure(node: Node, tree: RadixTree) -> None:
+def _check_structure(node: Node, root: Node) -> None:
     """1, 2, 7, 8: what holds between a node and its children."""
     device = 0
     for row, child in node.children.items():
@@ -66,13 +70,13 @@ def _check_structure(node: Node, tree: RadixTree) -> None:
                 raise Misuse(f"1: {child} on the device below {node}, which is not")
     if device != node.num_device_children:
         raise Misuse(f"8: {node} has {device} device children, not {node.num_device_children}")
-    if not (node is tree.root or node.parent is not None):
+    if not (node is root or node.parent is not None):
         raise Misuse(f"7: {node} in the tree without a parent")
 
 
-def _check_run(node: Node, tree: RadixTree) -> None:
+def _check_run(node: Node, root: Node, size: int) -> None:
     """7, 9: tokens, extras, digests and arrays of a node."""
-    size, num_pages = tree.page_size, node.num_pages
+    num_pages = node.num_pages
     if len(node.tokens) != num_pages * size + node.space.lookahead:
         raise Misuse(f"7: {node} has {len(node.tokens)} tokens")
     if not (node.extras is None or len(node.extras) == num_pages):
@@ -84,24 +88,26 @@ def _check_run(node: Node, tree: RadixTree) -> None:
     if rest or known > num_pages:
         raise Misuse(f"9: {node} has {known} hashes and {rest} bytes")
     if known:
-        _check_hashes(node, known, tree)
+        _check_hashes(node, known, root, size)
 
 
-def _check_hashes(node: Node, known: int, tree: RadixTree) -> None:
+def _check_hashes(node: Node, known: int, root: Node, size: int) -> None:
     """9: the first and the last known hash of a node go on from those before."""
     digests = [node.digests[i : i + DIGEST_BYTES] for i in range(0, len(node.digests), DIGEST_BYTES)]
     parent = node.parent
     assert parent is not None
-    if parent is tree.root:
+    if parent is root:
         prior = node.space.seed
     elif len(parent.digests) == parent.num_pages * DIGEST_BYTES:
         prior = parent.digests[-DIGEST_BYTES:]
     else:
-        prior = hash_pages(tree.rows(tree.path_key(parent), tree.root, 0, parent.end))[-1]
-    if _hash(node, 0, prior, tree.page_size) != digests[0]:
+        rows = windows(path_tokens(parent, 0, size), parent.end, size, node.space)
+        extras = path_extras(parent, 0)
+        prior = hash_pages(PageRows(node.space.seed, rows, extras, node.space.is_bigram))[-1]
+    if _hash(node, 0, prior, size) != digests[0]:
         raise Misuse(f"9: {node} begins a chain of its own")
     last = digests[known - 2] if known > 1 else prior
-    if _hash(node, known - 1, last, tree.page_size) != digests[-1]:
+    if _hash(node, known - 1, last, size) != digests[-1]:
         raise Misuse(f"9: {node} ends in another hash")
 
 
@@ -140,20 +146,8 @@ def _check_residency(
             raise Misuse(f"7: {node} keeps another array alive")
 
 
-def _expected_locks(tree: RadixTree, locks: Iterable[Lock]) -> dict[int, int]:
-    """Per residency, how many of `locks` end at it (backbone) or cover it (others)."""
-    wanted: dict[int, int] = {}
-    for lock in locks:
-        for c, floor in enumerate(lock.floors):
-            covered = [lock.node] if c == BACKBONE else list(tree.path(lock.node, floor))
-            for node in covered:
-                entry = node.residency(c, lock.tier)
-                wanted[id(entry)] = wanted.get(id(entry), 0) + 1
-    return wanted
-
-
-def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, int] | None) -> None:
-    """6: lock_ref is made of what `locks` says."""
+def _check_pins(node: Node, tier: Tier, num_components: int, wanted: Mapping[int, int] | None) -> None:
+    """6: lock_ref is made of what `locks` says. wanted: locks by the id of the residency."""
     for c in range(num_components):
         entry = node.residency(c, tier)
         reasons = int(held(node, c, tier))
@@ -175,11 +169,12 @@ def _check_pins(node: Node, tier: Tier, num_components: int, wanted: dict[int, i
         raise Misuse(f"6: {node}")
 
 
-def _check_places(tree: RadixTree, residencies: Residencies) -> None:
+def _check_places(nodes: Sequence[Node], residencies: Residencies) -> None:
     """10: a page is in one place."""
     for c in range(len(residencies.components)):
         for tier in TIERS:
-            pages = np.sort(tree.all_pages(tier, c))
+            held_pages = (node.residency(c, tier).pages for node in nodes)
+            pages = np.sort(np.concatenate([NO_PAGES, *(p for p in held_pages if p is not None)]))
             if len(pages) and pages[0] < 0:
                 raise Misuse(f"10: {tier.name} component {c} has page {pages[0]}")
             twice = pages[1:][pages[1:] == pages[:-1]]
@@ -191,7 +186,7 @@ def _check_places(tree: RadixTree, residencies: Residencies) -> None:
                 raise Misuse(f"10: {tier.name} component {c}: places and nodes differ in {wrong[:16]}")
 
 
-def _check_counts(nodes: list[Node], residencies: Residencies) -> None:
+def _check_counts(nodes: Sequence[Node], residencies: Residencies) -> None:
     """8: totals."""
     for c in range(len(residencies.components)):
         for tier in TIERS:

@@ -142,7 +142,13 @@ class Dropped:
 
 
 class Residencies:
-    """The residencies of all nodes. num_resident[component][tier] counts pages."""
+    """What the nodes hold in each tier, and all that is kept in step with it when they get or lose it.
+
+    orders[component][tier]: what is evictable, in the order in which it leaves.
+    num_resident[component][tier]: pages in the tree.
+    places[component][tier]: of each page id whether it is in the tree.
+    pins: counts of locks and holds. watch: hears what enters and leaves the tiers; None: nobody does.
+    """
 
     def __init__(
         self, components: Sequence[Component], page_size: int, make_order: OrderFactory, rules: Rules

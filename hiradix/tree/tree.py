@@ -76,8 +76,15 @@ class RadixTree:
     """Maps prefixes to pages in device and host tiers. components[0] is the backbone: full attention, every
     page its own data.
 
+    A page id that an insert or an adopt took is the tree's until it comes back, once: as a duplicate, or as
+    `Freed` from what removes. A lock is the caller's, who gives it back once. Tokens are copied.
+
     Nodes stay good for as long as their pages are in the tree, whatever is split or merged in between: each
     method that takes a node looks up what has become of it (`current`).
+
+    root: no pages of its own; its children are the prefixes' first nodes, of all namespaces. What the nodes
+    hold in each tier, what of it may leave and in which order is in `Residencies`, why it may not in its
+    `Pinning`.
 
     >>> tree = RadixTree(page_size=2)
     >>> done = tree.insert(RadixKey([1, 2, 3, 4, 5, 6]), DEVICE, [np.array([7, 8, 9])])  # three pages
@@ -614,13 +621,21 @@ class RadixTree:
 
     def check(self, locks: Iterable[Lock] | None = None) -> None:
         """Assert the module's invariants. O(tree). locks: all that are out, to check counts exactly."""
-        check_tree(self, self._residencies, locks)
+        covered = None if locks is None else [entry for lock in locks for entry in self._covered(lock)]
+        check_tree(self.root, list(self.nodes()), self._residencies, covered)
 
     def render(self) -> str:
         """The tree as text: a line per node with its pages, tiers, locks and hits."""
         return render_tree(self.root, self.components)
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _covered(self, lock: Lock) -> Iterator[Residency]:
+        """What a lock counts at: the end of its backbone, and of others all from its floor on."""
+        for c, floor in enumerate(lock.floors):
+            nodes = [lock.node] if c == BACKBONE else self.path(lock.node, floor)
+            for node in nodes:
+                yield node.residency(c, lock.tier)
 
     def _make_root(self) -> Node:
         root = Node(None, 0, 0, len(self.components) - 1)

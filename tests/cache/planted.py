@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.planting import Fault, Planting, failing_test, survey
+from tests.planting import Fault, Planting, failing_test, survey, warm
 
 TESTS = [
     "tests/storage/test_components.py",
@@ -583,9 +583,14 @@ def killer(copy: Path) -> str | None:
     return seen and f"`{seen.removeprefix('tests/')}`"
 
 
+def plantings() -> list[Planting]:
+    return [Planting((fault.name,), fault, killer) for fault in FAULTS]
+
+
 def main(words: list[str]) -> int:
-    chosen = [f for f in FAULTS if not words or any(word in f.name for word in words)]
-    return survey(("fault", "seen by"), [Planting((f.name,), f, killer) for f in chosen])
+    warm()
+    chosen = [p for p in plantings() if not words or any(word in p.fault.name for word in words)]
+    return survey(("fault", "seen by"), chosen)
 
 
 if __name__ == "__main__":

@@ -309,13 +309,13 @@ def test_a_killed_process_ends_the_run_with_an_error() -> None:
 
 def test_the_time_model_counts_each_tier_at_its_rate() -> None:
     cell = Cell(Source("synthetic:chat", 1, 150), "lru", Tiers(60_000, 200_000))
-    (outcome,) = run([cell], 1)
+    (result,) = run([cell], 1)
     machine = Machine(prefill_rate=1000, bytes_per_token=10, host_rate=5000, storage_rate=100, overhead_s=1)
-    seconds = machine.ttft_s(outcome)
-    hits = outcome.played.hits
-    computed = outcome.prompt_tokens - hits["device"] - hits["host"]
+    seconds = machine.ttft_s(result)
+    hits = result.played.hits
+    computed = result.prompt_tokens - hits["device"] - hits["host"]
     assert seconds == pytest.approx(1 + computed / 1000 + hits["host"] * 10 / 5000)
-    assert row(outcome, 0.5, machine)["ttft_ms"]["mean"] > 1000
+    assert row(result, 0.5, machine)["ttft_ms"]["mean"] > 1000
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(

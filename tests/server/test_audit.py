@@ -68,4 +68,4 @@ def test_refused_keys_are_counted_by_address(caplog: pytest.LogCaptureFixture) -
         "[::1]:1 refused: no key (and 2 more of this address)",
     ]
     assert all(len(line) < 400 and "\n" not in line for line in lines)
-    assert len(told._told) == audit.MAX_PEERS
+    assert len(told._logged) == audit.MAX_PEERS

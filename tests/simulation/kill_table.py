@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.planting import Fault, Planting, failing_test, run_in, survey
+from tests.planting import Fault, Planting, failing_test, run_in, survey, warm
 
 FEW_SEEDS, SEEDS = 20, 200
 TIMEOUT_S = 900
@@ -530,10 +530,14 @@ def failing_seed(copy: Path, num_seeds: int) -> str | None:
     return f"seed {found.group(2)}, {found.group(1)}: {found.group(3)[:90]}"
 
 
+def plantings() -> list[Planting]:
+    return [Planting((b.rows, b.fault.name), b.fault, partial(killer, b)) for b in BUGS]
+
+
 def main(rows: list[str]) -> int:
-    chosen = [b for b in BUGS if not rows or set(rows) & set(b.rows.split())]
-    plantings = [Planting((b.rows, b.fault.name), b.fault, partial(killer, b)) for b in chosen]
-    return survey(("row", "bug", "caught by"), plantings)
+    warm()
+    chosen = [p for p in plantings() if not rows or set(rows) & set(p.shown[0].split())]
+    return survey(("row", "bug", "caught by"), chosen)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.planting import Fault, Planting, failing_test, survey
+from tests.planting import Fault, Planting, failing_test, survey, warm
 
 TESTS = [
     *(
@@ -562,9 +562,14 @@ def killer(copy: Path) -> str | None:
     return seen and seen.rpartition("/")[2]
 
 
+def plantings() -> list[Planting]:
+    return [Planting((fault.name,), fault, killer) for fault in FAULTS]
+
+
 def main(words: list[str]) -> int:
-    chosen = [fault for fault in FAULTS if all(word in fault.name for word in words)]
-    return survey(("fault", "seen by"), [Planting((fault.name,), fault, killer) for fault in chosen])
+    warm()
+    chosen = [planting for planting in plantings() if all(word in planting.fault.name for word in words)]
+    return survey(("fault", "seen by"), chosen)
 
 
 if __name__ == "__main__":

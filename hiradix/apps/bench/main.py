@@ -165,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     urls, runs = [url for url, _ in measured], [run for _, run in measured]
     result = bench_rows(urls, runs)
     print(_table(result, urls[1:]) if args.table else json.dumps(_report(urls, runs), indent=2))
-    told = json.dumps({"machine": machine(), "rows": result}, indent=2, allow_nan=False)
-    args.out.write_text(told + "\n", encoding="utf-8")
+    text = json.dumps({"machine": machine(), "rows": result}, indent=2, allow_nan=False)
+    args.out.write_text(text + "\n", encoding="utf-8")
     if len(urls) < len(args.urls):
         return 2
     return 0 if all(compare(runs[0], run).holds for run in runs[1:]) else 1

@@ -32,28 +32,28 @@ def advice(source: Source, machine: Machine, processes: int, device_tokens: int 
     return _shown(run(cells, processes), machine)
 
 
-def _shown(outcomes: Sequence[CellResult], machine: Machine) -> str:
-    trace = outcomes[0].trace
+def _shown(results: Sequence[CellResult], machine: Machine) -> str:
+    trace = results[0].trace
     lines = [
         f"{trace.name} [{trace.source[:16]}]: {len(trace.calls)} requests, {millions(trace.unique_tokens)} "
         f"different tokens of {millions(trace.prompt_tokens)}; second half, "
         f"{machine.prefill_rate:g} tokens/s prefill",
         "   device     host  storage |  host GB  disk GB |  hits %  mean ms   p90 ms | hits per added GB",
     ]
-    base = outcomes[0]
-    for outcome in outcomes:
-        tiers, span = outcome.cell.tiers, span_of(outcome, WARM)
+    base = results[0]
+    for result in results:
+        tiers, span = result.cell.tiers, span_of(result, WARM)
         gigabytes = [size * machine.bytes_per_token / GB for size in (tiers.host, tiers.storage)]
         if tiers.storage and not base.cell.tiers.host:
-            base = next(o for o in outcomes if o.cell.tiers.host == tiers.host)
+            base = next(o for o in results if o.cell.tiers.host == tiers.host)
         added = sum(gigabytes) - base.cell.tiers.host * machine.bytes_per_token / GB
-        gained = outcome.rate(span) - base.rate(span_of(base, WARM))
+        gained = result.rate(span) - base.rate(span_of(base, WARM))
         worth = f"{gained / added:+.3f}" if added > 0 else ""
-        ms = summary_ms(machine.ttft_s(outcome, span))
+        ms = summary_ms(machine.ttft_s(result, span))
         lines.append(
             f"{millions(tiers.device):>9}{millions(tiers.host):>9}{millions(tiers.storage):>9} |"
             f"{gigabytes[0]:9.1f}{gigabytes[1]:9.1f} |"
-            f"{outcome.rate(span):8.2f}{ms['mean']:9.1f}{ms['p90']:9.1f} |{worth:>10}"
+            f"{result.rate(span):8.2f}{ms['mean']:9.1f}{ms['p90']:9.1f} |{worth:>10}"
         )
     return "\n".join(lines)
 

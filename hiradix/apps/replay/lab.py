@@ -124,7 +124,7 @@ def _work(job: tuple[int, Cell]) -> tuple[int, Played]:
 def run(
     cells: Sequence[Cell], processes: int, progress: Callable[[int, int], None] = lambda cell, done: None
 ) -> list[CellResult]:
-    """All outcomes, in the order of the cells. progress: told the number of a cell and how far it is."""
+    """The results in the order of the cells. progress: called with a cell's number and how far it is."""
     traces = {source: source.load() for source in dict.fromkeys(cell.source for cell in cells)}
     played = dict(_played(cells, traces, processes, progress))
     return [CellResult(cell, traces[cell.source], played[number]) for number, cell in enumerate(cells)]
@@ -142,13 +142,13 @@ def _played(
             yield number, run_cell(cell, traces[cell.source], partial(progress, number))
         return
     context = multiprocessing.get_context("spawn")
-    told, others = context.Queue(), set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(processes, len(cells)), context, _begin, (told,))
+    news, others = context.Queue(), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(processes, len(cells)), context, _begin, (news,))
     try:
         left = {pool.submit(_work, job) for job in enumerate(cells)}
         while left:
             done, left = wait(left, TELL_S, FIRST_COMPLETED)
-            _tell(told, progress)
+            _pass_on(news, progress)
             for number, played in (each.result() for each in done):
                 progress(number, len(traces[cells[number].source].calls))
                 yield number, played
@@ -160,9 +160,9 @@ def _played(
             child.terminate()
 
 
-def _tell(told: Any, progress: Callable[[int, int], None]) -> None:
+def _pass_on(news: Any, progress: Callable[[int, int], None]) -> None:
     try:
         while True:
-            progress(*told.get_nowait())
+            progress(*news.get_nowait())
     except Empty:
         return

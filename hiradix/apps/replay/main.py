@@ -104,7 +104,7 @@ def progress_bar(num_cells: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def play(cells: Sequence[Cell], processes: int) -> list[CellResult]:
-    """All outcomes, in the order of the cells, with a bar on the terminal."""
+    """All results, in the order of the cells, with a bar on the terminal."""
     with progress_bar(len(cells)) as tell:
         return run(cells, processes, tell)
 
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         machine = machine_of(args)
-        rows = [row(outcome, args.warm, machine) for outcome in play(cells_of(args), args.processes)]
+        rows = [row(result, args.warm, machine) for result in play(cells_of(args), args.processes)]
         print(table(rows))
         if args.advice:
             print("\n" + advice(Source(args.traces[0], args.seed, args.limit), machine, args.processes))

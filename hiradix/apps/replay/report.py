@@ -20,34 +20,34 @@ def millions(tokens: int) -> str:
     return f"{tokens / 1e6:.3g}M" if tokens >= 100_000 else f"{tokens / 1e3:.3g}k"
 
 
-def span_of(outcome: CellResult, warm: float) -> slice:
+def span_of(result: CellResult, warm: float) -> slice:
     """The requests that count: all behind the first `warm` of them, which only warm the cache."""
-    return slice(int(len(outcome.trace.calls) * warm), None)
+    return slice(int(len(result.trace.calls) * warm), None)
 
 
-def row(outcome: CellResult, warm: float, machine: Machine) -> Row:
+def row(result: CellResult, warm: float, machine: Machine) -> Row:
     """One cell's numbers."""
-    span, cell, played = span_of(outcome, warm), outcome.cell, outcome.played
-    tokens = int(outcome.prompt_tokens[span].sum())
+    span, cell, played = span_of(result, warm), result.cell, result.played
+    tokens = int(result.prompt_tokens[span].sum())
     shown: Row = {
-        "trace": outcome.trace.name,
-        "source": outcome.trace.source,
+        "trace": result.trace.name,
+        "source": result.trace.source,
         "time_scale": cell.source.time_scale,
-        "synthetic": outcome.trace.is_synthetic,
-        "requests": len(outcome.trace.calls),
+        "synthetic": result.trace.is_synthetic,
+        "requests": len(result.trace.calls),
         "policy": cell.policy,
         "device_tokens": cell.tiers.device,
         "host_tokens": cell.tiers.host,
         "storage_tokens": cell.tiers.storage,
         "warm": warm,
-        "hit_percent": round(outcome.rate(span), 2),
+        "hit_percent": round(result.rate(span), 2),
     }
-    shown |= {f"{name}_percent": round(outcome.rate(span, name), 2) for name in TIER_NAMES}
+    shown |= {f"{name}_percent": round(result.rate(span, name), 2) for name in TIER_NAMES}
     misses = {reason: int(count[span].sum()) for reason, count in played.misses.items()}
     shown["misses_percent"] = {reason: round(100 * n / max(tokens, 1), 2) for reason, n in misses.items()}
     shown["written_tokens"] = played.writes
-    shown["ttft_ms"] = summary_ms(machine.ttft_s(outcome, span))
-    shown["us_per_request"] = round(played.cpu_s / max(len(outcome.trace.calls), 1) * 1e6)
+    shown["ttft_ms"] = summary_ms(machine.ttft_s(result, span))
+    shown["us_per_request"] = round(played.cpu_s / max(len(result.trace.calls), 1) * 1e6)
     shown["decisions"] = played.decisions
     return shown
 

@@ -27,14 +27,14 @@ class Machine:
     storage_rate: float = 3e9
     overhead_s: float = 0.02
 
-    def ttft_s(self, outcome: CellResult, span: slice = slice(None)) -> npt.NDArray[np.float64]:
+    def ttft_s(self, result: CellResult, span: slice = slice(None)) -> npt.NDArray[np.float64]:
         """Seconds to the first token of each request of `span`.
 
         Where fetching from storage would take longer than computing it, it is computed.
         """
-        hits = {name: tokens[span] for name, tokens in outcome.played.hits.items()}
+        hits = {name: tokens[span] for name, tokens in result.played.hits.items()}
         found = hits["device"] + hits["host"] + hits["storage"]
-        prefill = (outcome.prompt_tokens[span] - found) / self.prefill_rate
+        prefill = (result.prompt_tokens[span] - found) / self.prefill_rate
         host = (hits["host"] + hits["storage"]) * self.bytes_per_token / self.host_rate
         stored = hits["storage"] * self.bytes_per_token / self.storage_rate
         fetch: npt.NDArray[np.float64] = np.minimum(stored, hits["storage"] / self.prefill_rate)

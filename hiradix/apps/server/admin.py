@@ -146,13 +146,13 @@ class Admin:
             return PlainTextResponse(FLUSH_BUSY, 400)
         self._flushing = True
         try:
-            outcome = await self._service.flush(timeout_s or 0.0)
+            result = await self._service.flush(timeout_s or 0.0)
         finally:
             self._flushing = False
-        _log(request, "flush of device and host", outcome)
-        if outcome.ok:
+        _log(request, "flush of device and host", result)
+        if result.ok:
             return PlainTextResponse(FLUSHED)
-        return PlainTextResponse(outcome.message or "Flush cache failed.\n", 400)
+        return PlainTextResponse(result.message or "Flush cache failed.\n", 400)
 
     async def show(self) -> Response:
         """GET /hicache/storage-backend."""
@@ -184,16 +184,16 @@ class Admin:
                 body.hicache_write_policy,
                 wait_s,
             )
-            outcome = await self._service.attach(wanted)
+            result = await self._service.attach(wanted)
             named = f" ({found.name})" if found.name else ""
             what = f"attach of storage {found.backend}{named}"
-            if outcome.ok:
+            if result.ok:
                 self.view, self._now = self.view.attached(wanted), found
-                _log(request, what, outcome)
+                _log(request, what, result)
             else:
-                audit.act(request.scope, what, f"failed: {in_log(outcome.message, found.text)}")
-                outcome = AdminResult(False, over_http(outcome.message))
-        return _storage_answer("attach", outcome)
+                audit.act(request.scope, what, f"failed: {in_log(result.message, found.text)}")
+                result = AdminResult(False, over_http(result.message))
+        return _storage_answer("attach", result)
 
     def _wanted(self, body: AttachBody) -> Wanted:
         """What it asks for. Raises AttachRefused where that is not permitted."""
@@ -210,11 +210,11 @@ class Admin:
         if refused is not None:
             return refused
         async with self._storage_lock:
-            outcome = await self._service.detach(wait_s)
-            if outcome.ok:
+            result = await self._service.detach(wait_s)
+            if result.ok:
                 self.view = self.view.detached()
-            _log(request, "detach of storage", outcome)
-        return _storage_answer("detach", outcome)
+            _log(request, "detach of storage", result)
+        return _storage_answer("detach", result)
 
     async def clear(self, request: Request) -> Response:
         """POST /hicache/storage-backend/clear."""
@@ -226,15 +226,13 @@ class Admin:
 
     async def _clear(self, request: Request, prefix: str) -> Response:
         async with self._storage_lock:
-            outcome = await self._service.clear_storage()
-        _log(request, "clear of storage", outcome)
-        if outcome.ok:
+            result = await self._service.clear_storage()
+        _log(request, "clear of storage", result)
+        if result.ok:
             return PlainTextResponse(prefix + CLEARED)
-        if outcome.message == NO_HOST_TIER:  # upstream's answer; its clients look at the status
+        if result.message == NO_HOST_TIER:  # upstream's answer; its clients look at the status
             return PlainTextResponse(prefix + CLEARED, 400)
-        return PlainTextResponse(
-            f"{prefix}Failed to clear HiCache storage backend.\n{outcome.message}\n", 400
-        )
+        return PlainTextResponse(f"{prefix}Failed to clear HiCache storage backend.\n{result.message}\n", 400)
 
     async def layout(self) -> Response:
         """GET /get_hicache_l3_cache_layout."""
@@ -266,12 +264,12 @@ def _seconds(request: Request, name: str) -> tuple[float | None, Response | None
     return None, PlainTextResponse(f"{name} must be a number in 0..{MAX_WAIT_S:g}.\n", 400)
 
 
-def _log(request: Request, what: str, outcome: AdminResult) -> None:
-    reason = in_log(outcome.message, None).strip()
-    audit.act(request.scope, what, "done" if outcome.ok else f"failed: {reason}")
+def _log(request: Request, what: str, result: AdminResult) -> None:
+    reason = in_log(result.message, None).strip()
+    audit.act(request.scope, what, "done" if result.ok else f"failed: {reason}")
 
 
-def _storage_answer(verb: str, outcome: AdminResult) -> Response:
-    if outcome.ok:
-        return PlainTextResponse(f"HiCache storage backend {verb}ed.\n{outcome.message}\n")
-    return PlainTextResponse(f"Failed to {verb} HiCache storage backend.\n{outcome.message}", 400)
+def _storage_answer(verb: str, result: AdminResult) -> Response:
+    if result.ok:
+        return PlainTextResponse(f"HiCache storage backend {verb}ed.\n{result.message}\n")
+    return PlainTextResponse(f"Failed to {verb} HiCache storage backend.\n{result.message}", 400)

@@ -33,9 +33,9 @@ def plain(text: object) -> str:
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
-def act(scope: Mapping[str, Any], what: str, outcome: str) -> None:
+def act(scope: Mapping[str, Any], what: str, result: str) -> None:
     """Log an administrative act and what came of it."""
-    AUDIT.info("%s by %s: %s", what, peer_of(scope), outcome)
+    AUDIT.info("%s by %s: %s", what, peer_of(scope), result)
 
 
 class RefusedKeys:
@@ -44,18 +44,19 @@ class RefusedKeys:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
-        self._told: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when last, and how often not since
+        # By address: when it was logged last, and how often it was not since.
+        self._logged: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def tell(self, scope: Mapping[str, Any], why: str) -> None:
         """why: what is wrong with the key. O(1)."""
         now_s, host = self._clock(), str((scope.get("client") or ("",))[0])
-        last_s, num_held = self._told.pop(host, (float("-inf"), 0))
+        last_s, num_held = self._logged.pop(host, (float("-inf"), 0))
         if now_s - last_s < REFUSED_EVERY_S:
-            self._told[host] = last_s, num_held + 1
+            self._logged[host] = last_s, num_held + 1
             return
-        self._told[host] = now_s, 0
-        if len(self._told) > MAX_PEERS:
-            self._told.popitem(last=False)
+        self._logged[host] = now_s, 0
+        if len(self._logged) > MAX_PEERS:
+            self._logged.popitem(last=False)
         more = f" (and {num_held} more of this address)" if num_held else ""
         path = plain(scope["path"])
         AUDIT.warning("%s %s by %s refused: %s%s", scope["method"], path, peer_of(scope), why, more)

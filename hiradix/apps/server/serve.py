@@ -257,14 +257,14 @@ async def _serve(
     if config.api_keys_path is not None:
         loop.add_signal_handler(signal.SIGHUP, _read_keys_beside, server.config.app, config)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    told = False
+    announced = False
     while True:
-        done, _ = await asyncio.wait({serving}, timeout=0.05 if not told else HEALTH_POLL_S)
+        done, _ = await asyncio.wait({serving}, timeout=0.05 if not announced else HEALTH_POLL_S)
         if done:
             serving.result()
             return service.healthy
-        if server.started and not told:
-            told = True
+        if server.started and not announced:
+            announced = True
             print(start_line(service, config, listener), flush=True)
         if not service.healthy:
             server.should_exit = server.force_exit = True
