@@ -13,6 +13,7 @@ from hiradix.apps.replay.advice import advice
 from hiradix.apps.replay.lab import Cell, CellResult, Source, check_policy, run
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.report import plot, row, table, write_json
+from hiradix.apps.replay.sessions import Fleet
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import add_machine_flags, machine_of
 from hiradix.errors import CacheError, ConfigError
@@ -50,7 +51,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--write-policy", default="write_through", help="of the host tier (default: write_through)")
     add("--warm", type=float, default=0.0, help="share of the requests that only warm (default: 0)")
     add("--limit", type=int, help="requests of each trace to play")
-    add("--seed", type=int, default=0, help="of synthetic traces (default: 0)")
+    add("--seed", type=int, default=0, help="of synthetic traces and of fleets (default: 0)")
+    fleet = parser.add_argument_group("fleets", "how a file of agents' sessions becomes one trace")
+    fleet.add_argument("--sessions", type=int, help="how many, drawn by --seed (default: all)")
+    fleet.add_argument(
+        "--mean-gap", type=float, default=60.0, metavar="S",
+        help="seconds between their starts (default: %(default)g)",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--share-heads", action=argparse.BooleanOptionalAction, default=True,
+        help="tools and system prompts of equal model and sizes are the same blocks (default: yes)",
+    )  # fmt: skip
     add("--time-scale", type=float, default=1.0, help="multiply all time stamps")
     add("--processes", type=int, default=2, help="at work at a time (default: 2)")
     add("--json", type=Path, metavar="FILE", help="every number")
@@ -74,8 +85,9 @@ def cells_of(args: argparse.Namespace) -> list[Cell]:
     if args.policies is None and args.host:
         policies = [policy for policy in policies if policy not in MODELS]
     cells = []
+    fleet = Fleet(args.sessions, args.mean_gap, args.seed, args.share_heads)
     for name in args.traces:
-        source = Source(name, args.seed, args.limit, args.time_scale)
+        source = Source(name, args.seed, args.limit, args.time_scale, fleet)
         for policy in policies:
             for size in sizes:
                 tiers = Tiers(size, args.host, args.storage, args.write_policy)
