@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.apps.replay.advice import advice
+from hiradix.apps.replay.closed_report import add_closed_flags, closed_rows
+from hiradix.apps.replay.closed_report import table as closed_table
 from hiradix.apps.replay.lab import Cell, CellResult, Source, check_policy, run
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.report import plot, row, table, write_json
@@ -68,19 +70,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help=".svg or .png; needs hiradix[plots]")
     add("--advice", action="store_true", help="what more host memory and disk would buy")
     add_machine_flags(parser)
+    add_closed_flags(parser)
     return parser
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """Tokens of each device; ConfigError names a bad flag."""
+    if args.storage and not args.host:
+        raise ConfigError("--storage needs --host")
+    try:
+        return [tokens(text) for text in args.capacities.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--capacities: {error}") from error
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """The cells the flags ask for; ConfigError names a bad one."""
     if not 0 <= args.warm < 1:
         raise ConfigError(f"--warm must be in [0, 1), got {args.warm:g}")
-    if args.storage and not args.host:
-        raise ConfigError("--storage needs --host")
-    try:
-        sizes = [tokens(text) for text in args.capacities.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--capacities: {error}") from error
+    sizes = sizes_of(args)
     policies = POLICIES.split(",") if args.policies is None else args.policies.split(",")
     if args.policies is None and args.host:
         policies = [policy for policy in policies if policy not in MODELS]
@@ -126,8 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         machine = machine_of(args)
-        rows = [row(outcome, args.warm, machine) for outcome in play(cells_of(args), args.processes)]
-        print(table(rows))
+        if args.closed_loop:
+            rows = closed_rows(args, sizes_of(args), machine)
+            print(closed_table(rows))
+        else:
+            rows = [row(outcome, args.warm, machine) for outcome in play(cells_of(args), args.processes)]
+            print(table(rows))
         if args.advice:
             print("\n" + advice(Source(args.traces[0], args.seed, args.limit), machine, args.processes))
         about: dict[str, Any] = {"command": ["hiradix", "replay", *(arguments or sys.argv[2:])]}
