@@ -90,8 +90,6 @@ class Reads:
                 self._finish(p)
 
         p.unread_pages += len(host_pages)
-        ticket = self._controller.read(
-            hashes, host_pages, batch.chain, extra_key=p.key.extra_key
-        )
+        ticket = self._controller.read(hashes, host_pages, batch.chain, extra_key=p.key.extra_key)
         p.tickets.add(ticket)
         self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns={BACKBONE: host_pages}))

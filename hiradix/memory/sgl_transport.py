@@ -83,9 +83,7 @@ class SglKernelTransport:
         for layer in span:
             self._one_layer(_layer(device, layer), _layer(host, layer), _options(device, indices))
 
-    def _one_layer(
-        self, src: list[torch.Tensor], dst: list[torch.Tensor], options: dict[str, Any]
-    ) -> None:
+    def _one_layer(self, src: list[torch.Tensor], dst: list[torch.Tensor], options: dict[str, Any]) -> None:
         suffix = "" if len(src) > 1 else "_mla"
         call = getattr(self._kernels, f"transfer_kv_per_layer{suffix}")
         call(**_named("src", src), **_named("dst", dst), **options)

@@ -105,9 +105,7 @@ class PerPair(Generic[T]):
         return value
 
 
-def checked_copy(
-    src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None
-) -> range:
+def checked_copy(src: Pool, dst: Pool, src_pages: PageIds, dst_pages: PageIds, layers: range | None) -> range:
     """The layers to copy, none where no page is named. Costs the pages.
 
     Asserts that the pools hold the same bytes per page, and that the pages and layers exist.
@@ -183,6 +181,4 @@ def _runs(src: tuple[Pool, PageIds], dst: tuple[Pool, PageIds]) -> list[Run]:
             breaks |= np.isin(pages[1:], list(pool.cut_pages))
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(src[1])]
     begins, ends = edges[:-1], edges[1:]
-    return [
-        (int(src[1][at]), int(dst[1][at]), end - at) for at, end in zip(begins, ends, strict=True)
-    ]
+    return [(int(src[1][at]), int(dst[1][at]), end - at) for at, end in zip(begins, ends, strict=True)]

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 _TO_DEVICE_PROGRAMS = 4
 _TO_HOST_PROGRAMS = 8
 
+
 @dataclass(frozen=True)
 class _Pair:
     """How pages get from one pool to another: launches, and the arrays the kernel cannot move."""
@@ -43,9 +44,7 @@ class TritonTransport:
 
     name = "triton"
 
-    def __init__(
-        self, note: str = "", num_programs: int | None = None, stages: int | None = None
-    ) -> None:
+    def __init__(self, note: str = "", num_programs: int | None = None, stages: int | None = None) -> None:
         self.note = note
         self._num_programs = num_programs
         self._stages = stages

@@ -283,4 +283,3 @@ class LaneOrder:
             self._came(entry)
             if self._covers and before is not None and before is not entry.rank:
                 self._uncover(entry)
-

@@ -104,4 +104,3 @@ class Segments:
             table[: self._rows - half] = table[half : self._rows].copy()
         self._rows -= half
         self._base += half
-

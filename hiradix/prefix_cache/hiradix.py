@@ -139,8 +139,7 @@ class HiRadixCache(RadixCache):
         return self.device_slots(last_host_node, match.device_node.end), last_host_node
 
     def note_prefill(self, num_tokens: SupportsIndex, seconds: SupportsFloat) -> None:
-        """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with.
-        """
+        """A forward that waited for no load computed so many prompt tokens: what a transfer is compared with."""
         self.cache.no_regret.computed(index(num_tokens) / self.page_size, float(seconds))
 
     # -- prefetch -----------------------------------------------------------------------

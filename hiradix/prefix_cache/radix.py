@@ -207,9 +207,7 @@ class RadixCache:
         self.tree.prioritise(lock, _priority_of(req), start)
         slots = self.device_slots(lock.node, start)
         first = start * self.page_size
-        self.req_to_token_pool.write(
-            (place, slice(first, end * self.page_size)), slots.to(row.dtype)
-        )
+        self.req_to_token_pool.write((place, slice(first, end * self.page_size)), slots.to(row.dtype))
         self._hold(req, lock)
         req.cache_protected_len = end * self.page_size
         req.prefix_indices = self._copies.copy(req.rid, row, req.prefix_indices, first)

@@ -32,9 +32,7 @@ class PoolPair:
 class CopyRunner:
     """WRITE in chunks of `chunk_pages`, LOAD layer by layer of the model. A job's copies end with it."""
 
-    def __init__(
-        self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int
-    ):
+    def __init__(self, pairs: Sequence[PoolPair], streams: Streams, gate: LayerDoneCounter, chunk_pages: int):
         self._pairs = tuple(pairs)
         self._at = [
             {layer: range(i, i + 1) for i, layer in enumerate(pair.model_layers)} for pair in pairs

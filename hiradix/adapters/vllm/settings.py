@@ -50,28 +50,40 @@ class Settings:
 
     cache: HiCacheConfig
     load_mode: str = setting(
-        "load_mode", Type.TEXT, "auto",
+        "load_mode",
+        Type.TEXT,
+        "auto",
         "`sync`: a request's load runs with its own step, layer by layer beside the forward. `async`: beside "
         "other requests' steps. `auto`: `sync` where vLLM can take back a step whose load failed",
         choices=("auto", "sync", "async"),
     )
     drain_timeout_s: float = setting(
-        "drain_timeout_s", Type.NUMBER, 10.0,
+        "drain_timeout_s",
+        Type.NUMBER,
+        10.0,
         "longest a shutdown waits, in seconds, for what is on its way to storage",
     )
     admin_port: int | None = setting(
-        "admin_port", Type.INTEGER, None,
+        "admin_port",
+        Type.INTEGER,
+        None,
         "of the admin endpoint of the first data parallel rank; none for none, 0 for a free port",
         maximum=MAX_PORT,
     )
     admin_api_key: str | None = setting(
-        "admin_api_key", Type.SECRET, None, f"its key; or the environment variable {ADMIN_KEY_ENV}",
+        "admin_api_key",
+        Type.SECRET,
+        None,
+        f"its key; or the environment variable {ADMIN_KEY_ENV}",
         env=ADMIN_KEY_ENV,
     )
     storage_after_reset: str = setting(
-        "storage_after_reset", Type.TEXT, "apart",
+        "storage_after_reset",
+        Type.TEXT,
+        "apart",
         "`apart`: when vLLM has reset the connector, pages are stored under other names, as weights may have "
-        "changed. `same`: under those as before", choices=("apart", "same"),
+        "changed. `same`: under those as before",
+        choices=("apart", "same"),
     )
     attach_rules: AttachRules = field(default_factory=AttachRules)
 

@@ -159,9 +159,7 @@ _CACHE: tuple[Flag, ...] = (
 _REFUSED: tuple[Flag, ...] = (
     _refused("hicache_storage_prefetch_retry_poll_interval", "storage is asked once per request", True),
     _refused("hicache_storage_prefetch_retry_max_attempts", "storage is asked once per request", True),
-    _refused(
-        "radix_cache_backend", "the cache of this server is hiradix's own; plugins are SGLang's", True
-    ),
+    _refused("radix_cache_backend", "the cache of this server is hiradix's own; plugins are SGLang's", True),
     _refused("enable_session_radix_cache", "sessions reuse prefixes through the one radix tree"),
     _refused("enable_unified_memory", "device and host pools are separate"),
     _refused("enable_page_major_kv_layout", "the device pool is laid out by layer"),
@@ -175,9 +173,7 @@ _REFUSED: tuple[Flag, ...] = (
     _refused("unified_cache_external_linker_backend", "storage is reached through the host tier", True),
     _refused("unified_cache_external_linker_config", "storage is reached through the host tier", True),
     _refused("enable_linker_mla_dedup", "storage is reached through the host tier"),
-    _refused(
-        "disaggregation_decode_enable_offload_kvcache", "this server does not split prefill and decode"
-    ),
+    _refused("disaggregation_decode_enable_offload_kvcache", "this server does not split prefill and decode"),
     _refused("disaggregation_decode_enable_radix_cache", "this server does not split prefill and decode"),
     _refused("load_publish_endpoint", "load is read from /metrics", True),
 )

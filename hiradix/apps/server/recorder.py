@@ -94,9 +94,7 @@ class TraceRecorder:
         self._is_closing = False
         self.num_lost = 0
         if path.suffix in COMPRESSED:
-            raise ConfigError(
-                f"--record-trace {path}: is text, .gz or .zst: name it without {path.suffix}"
-            )
+            raise ConfigError(f"--record-trace {path}: is text, .gz or .zst: name it without {path.suffix}")
         self._packer = packer(f"--record-trace {path}", path.suffix)
         self._path, descriptor = _new_file(path)
         if self._path != path:

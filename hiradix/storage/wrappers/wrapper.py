@@ -127,8 +127,7 @@ class CodingWrapper(Wrapper):
 
     @abstractmethod
     def _unpack(self, key: str, stored: memoryview, page: Page) -> MissReason | None:
-        """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page.
-        """
+        """Fill the page with what `stored`, of `_most_bytes`, begins with; why not, if it makes no such page."""
 
     def get(
         self, keys: Sequence[str], into: Sequence[Page], prefix_keys: Sequence[str] | None = None

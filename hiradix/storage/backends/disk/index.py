@@ -224,8 +224,7 @@ class Index:
             self._drop_segment(number)
 
     def sort(self, now_ns: int) -> None:
-        """Put all shelves in order of use, as far as that is believed, without what reading has left behind.
-        """
+        """Put all shelves in order of use, as far as that is believed, without what reading has left behind."""
         for entry in self.by_place.values():
             if entry.used_ns > now_ns:
                 entry.used_ns = believed(entry.used_ns, now_ns)

@@ -52,8 +52,7 @@ class Recency:
         return self._extended(kind, names, now_ns).uses()
 
     def later(self, kind: str, names: Sequence[Name], now_ns: int) -> None:
-        """The same, to be had from `settle`: a chain of many calls is then gone through once, not each time.
-        """
+        """The same, to be had from `settle`: a chain of many calls is then gone through once, not each time."""
         chain = self._extended(kind, names, now_ns)
         self._waiting.pop(chain, None)
         self._waiting[chain] = None

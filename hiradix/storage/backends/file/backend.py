@@ -110,9 +110,7 @@ class FileBackend(StorageBackend):
     def exists(self, keys: Sequence[str], prefix_keys: Sequence[str] = ()) -> int:
         self._check(keys)
         for index, key in enumerate(keys):
-            if key in self._bad or (
-                key not in self._room and not os.path.exists(self._folder.path(key))
-            ):
+            if key in self._bad or (key not in self._room and not os.path.exists(self._folder.path(key))):
                 return index
         return len(keys)
 
@@ -205,8 +203,7 @@ class FileBackend(StorageBackend):
                 self._room.forget(self._folder.name(folder, os.path.basename(path)))
 
     def close(self) -> None:
-        """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file.
-        """
+        """Waits for puts under way, at most `CLOSE_TIMEOUT_S`; a longer one fails and leaves no file."""
         if not self._closed:
             self._closed = True
             self._puts.close(CLOSE_TIMEOUT_S)
@@ -287,9 +284,7 @@ class FileBackend(StorageBackend):
             for read in reads:
                 os.close(read.fd)
 
-    def _open(
-        self, reads: list[FileRead], index: int, key: str, page: Page, faults: list[OSError]
-    ) -> None:
+    def _open(self, reads: list[FileRead], index: int, key: str, page: Page, faults: list[OSError]) -> None:
         """Add a page's file to `reads` if it is there; one of the wrong kind or length is damaged already."""
         if key in self._bad:
             return
@@ -350,8 +345,7 @@ class FileBackend(StorageBackend):
             self._count("touch_errors")
 
     def _next_group(self, todo: list[FileWrite]) -> list[FileWrite]:
-        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order.
-        """
+        """How many pages to reserve and write at once: a share of the cap, so that a batch fills it in order."""
         limit = min(GROUP_BYTES, self.config.max_bytes // 8)
         total = 0
         for count, write in enumerate(todo):

@@ -81,16 +81,23 @@ class SglangNaming:
     nothing of whose page it is, so whatever has the right length is believed."""
 
     naming: str = setting(
-        "naming", Type.TEXT, "hiradix",
-        "`sglang`: [SGLang's own files](backends.md#sglangs-files)", choices=NAMINGS
+        "naming",
+        Type.TEXT,
+        "hiradix",
+        "`sglang`: [SGLang's own files](backends.md#sglangs-files)",
+        choices=NAMINGS,
     )
     model: str | None = setting(
-        "sglang_model_name", Type.TEXT, None,
+        "sglang_model_name",
+        Type.TEXT,
+        None,
         "with `naming` `sglang`: the name SGLang serves the model under",
         default_text="the model's name",
     )
     is_mla: bool = setting(
-        "is_mla_model", Type.BOOL, False,
+        "is_mla_model",
+        Type.BOOL,
+        False,
         "with `naming` `sglang`: one file for all tensor parallel ranks, as SGLang does for latent attention",
     )
 
