@@ -20,6 +20,7 @@ from hiradix.apps.replay.generate import generate
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.play import REASONS, TIER_NAMES, Played, Player
 from hiradix.apps.replay.readers import read_trace
+from hiradix.apps.replay.sessions import EVERY_SESSION, Fleet
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.trace import Trace
 from hiradix.errors import ConfigError
@@ -31,19 +32,23 @@ TELL_S = 0.2
 
 @dataclass(frozen=True)
 class Source:
-    """Where a trace comes from: a file, or `synthetic:KIND`. Small enough to hand to every process."""
+    """Where a trace comes from: a file, or `synthetic:KIND`. Small enough to hand to every process.
+
+    fleet: how a file of sessions is merged; seed is that of a synthetic trace.
+    """
 
     name: str
     seed: int = 0
     limit: int | None = None
     time_scale: float = 1.0
+    fleet: Fleet = EVERY_SESSION
 
     def load(self) -> Trace:
         """ConfigError if it cannot be."""
         if self.name.startswith(SYNTHETIC):
             trace = generate(self.name.removeprefix(SYNTHETIC), self.seed, self.limit)
         else:
-            trace = read_trace(Path(self.name), self.limit)
+            trace = read_trace(Path(self.name), self.limit, self.fleet)
         return trace if self.time_scale == 1 else trace.scaled(self.time_scale)
 
 

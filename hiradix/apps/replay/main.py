@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hiradix.apps.replay.advice import advice
+from hiradix.apps.replay.closed_report import add_closed_flags, closed_rows
+from hiradix.apps.replay.closed_report import table as closed_table
 from hiradix.apps.replay.lab import Cell, CellResult, Source, check_policy, run
 from hiradix.apps.replay.models import MODELS
 from hiradix.apps.replay.report import plot, row, table, write_json
+from hiradix.apps.replay.sessions import Fleet
 from hiradix.apps.replay.simulated_cache import Tiers
 from hiradix.apps.replay.timing import add_machine_flags, machine_of
 from hiradix.errors import CacheError, ConfigError
@@ -50,32 +53,49 @@ def _parser() -> argparse.ArgumentParser:
     add("--write-policy", default="write_through", help="of the host tier (default: write_through)")
     add("--warm", type=float, default=0.0, help="share of the requests that only warm (default: 0)")
     add("--limit", type=int, help="requests of each trace to play")
-    add("--seed", type=int, default=0, help="of synthetic traces (default: 0)")
+    add("--seed", type=int, default=0, help="of synthetic traces and of fleets (default: 0)")
+    fleet = parser.add_argument_group("fleets", "how a file of agents' sessions becomes one trace")
+    fleet.add_argument("--sessions", type=int, help="how many, drawn by --seed (default: all)")
+    fleet.add_argument(
+        "--mean-gap", type=float, default=60.0, metavar="S",
+        help="seconds between their starts (default: %(default)g)",
+    )  # fmt: skip
+    fleet.add_argument(
+        "--share-heads", action=argparse.BooleanOptionalAction, default=True,
+        help="tools and system prompts of equal model and sizes are the same blocks (default: yes)",
+    )  # fmt: skip
     add("--time-scale", type=float, default=1.0, help="multiply all time stamps")
     add("--processes", type=int, default=2, help="at work at a time (default: 2)")
     add("--json", type=Path, metavar="FILE", help="every number")
     add("--plot", type=Path, metavar="FILE", help=".svg or .png; needs hiradix[plots]")
     add("--advice", action="store_true", help="what more host memory and disk would buy")
     add_machine_flags(parser)
+    add_closed_flags(parser)
     return parser
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """Tokens of each device; ConfigError names a bad flag."""
+    if args.storage and not args.host:
+        raise ConfigError("--storage needs --host")
+    try:
+        return [tokens(text) for text in args.capacities.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"--capacities: {error}") from error
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
     """The cells the flags ask for; ConfigError names a bad one."""
     if not 0 <= args.warm < 1:
         raise ConfigError(f"--warm must be in [0, 1), got {args.warm:g}")
-    if args.storage and not args.host:
-        raise ConfigError("--storage needs --host")
-    try:
-        sizes = [tokens(text) for text in args.capacities.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--capacities: {error}") from error
+    sizes = sizes_of(args)
     policies = POLICIES.split(",") if args.policies is None else args.policies.split(",")
     if args.policies is None and args.host:
         policies = [policy for policy in policies if policy not in MODELS]
     cells = []
+    fleet = Fleet(args.sessions, args.mean_gap, args.seed, args.share_heads)
     for name in args.traces:
-        source = Source(name, args.seed, args.limit, args.time_scale)
+        source = Source(name, args.seed, args.limit, args.time_scale, fleet)
         for policy in policies:
             for size in sizes:
                 tiers = Tiers(size, args.host, args.storage, args.write_policy)
@@ -104,7 +124,7 @@ def progress_bar(num_cells: int) -> Iterator[Callable[[int, int], None]]:
 
 
 def play(cells: Sequence[Cell], processes: int) -> list[CellResult]:
-    """All results, in the order of the cells, with a bar on the terminal."""
+    """All outcomes, in the order of the cells, with a bar on the terminal."""
     with progress_bar(len(cells)) as tell:
         return run(cells, processes, tell)
 
@@ -114,8 +134,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         machine = machine_of(args)
-        rows = [row(result, args.warm, machine) for result in play(cells_of(args), args.processes)]
-        print(table(rows))
+        if args.closed_loop:
+            rows = closed_rows(args, sizes_of(args), machine)
+            print(closed_table(rows))
+        else:
+            rows = [row(result, args.warm, machine) for result in play(cells_of(args), args.processes)]
+            print(table(rows))
         if args.advice:
             print("\n" + advice(Source(args.traces[0], args.seed, args.limit), machine, args.processes))
         about: dict[str, Any] = {"command": ["hiradix", "replay", *(arguments or sys.argv[2:])]}

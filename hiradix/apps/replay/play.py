@@ -73,7 +73,7 @@ class Player:
         simulated, tree, cache = self.simulated, self.simulated.tree, self.simulated.cache
         cache.tick()
         key = RadixKey(call.blocks)
-        fetched = self._fetch(key, number)
+        fetched = simulated.fetch(key, number)
         match = cache.match(key)
         device_pages = match.device_node.end
         node = match.device_node
@@ -97,18 +97,6 @@ class Player:
         tree.unlock(lock)
         tree.unlock(done)
         self._count(number, call, device_pages, node.end, fetched)
-
-    def _fetch(self, key: RadixKey, number: int) -> int:
-        """Bring what storage has to the host; blocks that came."""
-        prefetcher = self.simulated.cache.prefetcher
-        if self.simulated.store is None or prefetcher is None:
-            return 0
-        node = self.simulated.cache.match(key).loadable_node
-        if not prefetcher.start(number, key, node):
-            return 0
-        self.simulated.settle()
-        prefetcher.progress(number)
-        return prefetcher.pop_loaded_pages(number)
 
     def _count(self, number: int, call: TraceRequest, on_device: int, found: int, fetched: int) -> None:
         size, played = self.trace.block_tokens, self.played

@@ -6,7 +6,7 @@ only nothing is copied. Transfers end at once, in the order the controller gives
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from hiradix.policy.prefetch_policy import PrefetchLimits, PrefetchPolicy
 from hiradix.policy.write_policy import WritePolicy
 from hiradix.storage import Batch, GuardedStorage, Page, PageFingerprint, StorageBackend, Stores, Traits
 from hiradix.transfer import HiCacheController, Runtime, StepDriver
-from hiradix.tree import RadixTree
+from hiradix.tree import RadixKey, RadixTree
 
 _PAGE = bytearray(1)
 
@@ -141,6 +141,29 @@ class SimulatedCache:
         write_policy = WritePolicy.from_name(tiers.write_policy)
         pages = PageAllocator(max(tiers.host // block_tokens, 1))
         return HostTier(pages, controller, write_policy, PrefetchPolicy("wait_complete", limits))
+
+    def fetch(self, key: RadixKey, handle: Hashable) -> int:
+        """Bring what storage has of a prompt to the host; blocks that came."""
+        prefetcher = self.cache.prefetcher
+        if self.store is None or prefetcher is None:
+            return 0
+        if not prefetcher.start(handle, key, self.cache.match(key).loadable_node):
+            return 0
+        self.settle()
+        prefetcher.progress(handle)
+        return prefetcher.pop_loaded_pages(handle)
+
+    def drop_tail(self, key: RadixKey, num_pages: int) -> int:
+        """Let device pages at the end of a prompt's path go that nothing else uses, until so many went."""
+        node, dropped = self.tree.match(key).device_node, 0
+        while dropped < num_pages and node.num_device_children == 0:
+            parent = node.parent
+            freed = self.tree.drop_device(node)
+            if parent is None or not freed:
+                break
+            dropped += self.cache.supply.release(freed)
+            node = parent
+        return dropped
 
     def settle(self) -> None:
         """Run every transfer under way to its end."""

@@ -1,0 +1,310 @@
+"""Agents against one server with the real cache: who waits how long for the first token.
+
+Time is simulated, the cache is not (see `simulated_cache`), and neither is who is served next: the policies
+of `hiradix.policy.admission`. The server fetches, loads and computes for one request at a time, chunk by
+chunk, and asks the policy after each; answers are decoded beside that, at a rate of their own. An answer's
+pages are held until its end and are not cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from hiradix.apps.replay.crowd import Agent, Turn
+from hiradix.apps.replay.sessions import BLOCK
+from hiradix.apps.replay.simulated_cache import SimulatedCache, Tiers
+from hiradix.apps.replay.timing import Machine
+from hiradix.errors import ConfigError, Misuse
+from hiradix.policy.admission import AdmissionPolicy, WaitingRequest
+from hiradix.policy.uses import Finished
+from hiradix.tree import Lock, Pages, RadixKey, Tier
+
+ASK_AGAIN_S = 1.0  # where all that wait are held
+_ANSWERED_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Server:
+    """What it does in a second. chunk_tokens: computed between two questions who is next."""
+
+    machine: Machine = field(default_factory=Machine)
+    decode_rate: float = 40.0
+    chunk_tokens: int = 8192
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decode_rate < float("inf"):
+            raise ConfigError(f"--decode-rate must be > 0, got {self.decode_rate:g}")
+        if self.chunk_tokens < 1:
+            raise ConfigError(f"--chunk must be >= 1, got {self.chunk_tokens}")
+
+    def price_s(self, missing: int, host: int, stored: int) -> float:
+        """Seconds to a first token: blocks to compute, to load, and to fetch and load or, sooner, compute."""
+        machine = self.machine
+        compute_s = BLOCK / machine.prefill_rate
+        load_s = BLOCK * machine.bytes_per_token / machine.host_rate
+        fetch_s = min(compute_s, load_s + BLOCK * machine.bytes_per_token / machine.storage_rate)
+        return machine.overhead_s + missing * compute_s + host * load_s + stored * fetch_s
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request from its arrival to its answer's end. left_s: of its service; None: it has not begun."""
+
+    agent: int
+    turn: int
+    what: Turn
+    arrived_s: float
+    key: RadixKey
+    num_answer: int
+    priced_at: int = -1
+    price_s: float = 0.0
+    left_s: float | None = None
+    lock: Lock | None = None
+    done: Lock | None = None
+    pages: Pages | None = None
+
+
+@dataclass
+class Answered:
+    """Per request in the order of first tokens: seconds waited and when each was due; tokens by tier.
+
+    decisions: a digest of who was served when and found what.
+    """
+
+    wait_s: npt.NDArray[np.float64]
+    due_s: npt.NDArray[np.float64]
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    makespan_s: float
+    held_s: float
+    decisions: str
+
+    @property
+    def hit_percent(self) -> float:
+        """Of all prompt tokens."""
+        return 100 * sum(self.hit_tokens.values()) / max(self.prompt_tokens, 1)
+
+    def waits(self) -> dict[str, float]:
+        """Seconds to the first token: mean, percentiles, longest."""
+        shown = {"mean": float(self.wait_s.mean())}
+        shown |= {f"p{p}": float(np.quantile(self.wait_s, p / 100)) for p in (50, 95, 99)}
+        return shown | {"longest": float(self.wait_s.max())}
+
+
+class ClosedLoop:
+    """Plays agents once. tells_end: the policy is told when an agent has had its last answer."""
+
+    def __init__(
+        self, agents: list[Agent], eviction: str, tiers: Tiers, policy: AdmissionPolicy, server: Server,
+        tells_end: bool = True,
+    ):  # fmt: skip
+        self.agents, self.server, self.policy = agents, server, policy
+        self.simulated = SimulatedCache(eviction, tiers, BLOCK)
+        self._tells_end = tells_end
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._now_s = 0.0
+        self._is_busy = self._will_ask = False
+        self._waiting: dict[str, _Asked] = {}
+        self._ends: dict[str, RadixKey] = {}  # by agent: its last prompt
+        self._left: dict[str, None] = {}
+        self._seen: set[int] = set()
+        self._waits: list[tuple[float, float]] = []
+        self._hits = {"device": 0, "host": 0, "storage": 0}
+        self._num_blocks = 0
+        self._held_s = 0.0
+        self._digest = hashlib.sha256()
+        self._refuse_too_long(tiers)
+
+    def _refuse_too_long(self, tiers: Tiers) -> None:
+        most = max(len(turn.blocks) + _answer_blocks(turn) for agent in self.agents for turn in agent.turns)
+        if most * BLOCK > tiers.device:
+            raise ConfigError(f"--capacities: a request of {most * BLOCK} tokens, a device of {tiers.device}")
+
+    def play(self) -> Answered:
+        """All turns of all agents."""
+        for number, agent in enumerate(self.agents):
+            self._at(agent.start_s, partial(self._arrive, number, 0))
+        while self._events:
+            self._now_s, _, happen = heapq.heappop(self._events)
+            self.simulated.cache.tick()
+            happen()
+            if not self._is_busy and self._waiting:
+                self._serve()
+        if self._waiting:
+            raise Misuse(f"{len(self._waiting)} requests were never served")
+        waits = np.array(self._waits, np.float64).reshape(-1, 2)
+        hits = {tier: count * BLOCK for tier, count in self._hits.items()}
+        return Answered(
+            waits[:, 0], waits[:, 1], self._num_blocks * BLOCK, hits, self._now_s, self._held_s,
+            self._digest.hexdigest(),
+        )  # fmt: skip
+
+    def _at(self, time_s: float, happen: Callable[[], None]) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (time_s, self._num_events, happen))
+
+    # -- what happens -----------------------------------------------------------------------
+
+    def _arrive(self, agent: int, turn: int) -> None:
+        what, name = self.agents[agent].turns[turn], self.agents[agent].name
+        asked = _Asked(agent, turn, what, self._now_s, RadixKey(what.blocks), _answer_blocks(what))
+        rid = f"{name}/{turn}"
+        self._waiting[rid] = asked
+        num_blocks = len(what.blocks)
+        cold_s, footprint = self.server.price_s(num_blocks, 0, 0), (num_blocks + asked.num_answer) * BLOCK
+        self.policy.add(WaitingRequest(rid, name, self._now_s, cold_s, footprint))
+
+    def _serve(self) -> None:
+        """Give the server to whoever is next and has room; ask again later where nobody may go."""
+        prices = {rid: self._price_s(asked) for rid, asked in self._waiting.items()}
+        for rid in self.policy.order(self._now_s, prices):
+            asked = self._waiting[rid]
+            if asked.left_s is None and not self._start(rid, asked):
+                continue
+            left_s = asked.left_s or 0.0
+            now_s = min(left_s, self.server.chunk_tokens / self.server.machine.prefill_rate)
+            asked.left_s = left_s - now_s
+            self._is_busy = True
+            self._at(self._now_s + now_s, partial(self._served, rid, asked))
+            return
+        if not self._will_ask:
+            self._will_ask = True
+            self._at(self._now_s + ASK_AGAIN_S, self._ask_again)
+
+    def _ask_again(self) -> None:
+        self._will_ask = False
+        self._held_s += 0.0 if self._is_busy else ASK_AGAIN_S
+
+    def _served(self, rid: str, asked: _Asked) -> None:
+        """A chunk was computed; with the last one the first token is there."""
+        self._is_busy = False
+        if (asked.left_s or 0.0) > _ANSWERED_S:
+            return
+        del self._waiting[rid]
+        due_s = self.policy.waiting[rid].deadline_s - asked.arrived_s
+        self.policy.computed(rid, asked.price_s)
+        self._waits.append((self._now_s - asked.arrived_s, due_s))
+        self._share(asked)
+        self._at(self._now_s + asked.what.output_tokens / self.server.decode_rate, partial(self._end, asked))
+
+    def _end(self, asked: _Asked) -> None:
+        """The answer is whole."""
+        agent = self.agents[asked.agent]
+        self._release(asked)
+        self.policy.end(agent.name, self._now_s, asked.what.stop)
+        if asked.turn + 1 < len(agent.turns):
+            self._at(self._now_s + asked.what.think_s, partial(self._arrive, asked.agent, asked.turn + 1))
+        elif self._tells_end:
+            self.policy.forget(agent.name)
+            self._note_left()
+
+    # -- the cache --------------------------------------------------------------------------
+
+    def _price_s(self, asked: _Asked) -> float:
+        """Seconds to its first token. Looked up again only where pages have come or gone."""
+        if asked.left_s is not None:
+            return asked.left_s
+        counters = self.simulated.cache.counters
+        at = counters.evicted_device + counters.evicted_host + counters.loaded
+        if asked.priced_at != at:
+            asked.priced_at = at
+            match = self.simulated.cache.match(asked.key)
+            asked.price_s = self._price_of(asked, match.device_node.end, match.loadable_node.end)
+        return asked.price_s
+
+    def _price_of(self, asked: _Asked, on_device: int, found: int) -> float:
+        rest = asked.what.blocks[found:].tolist()
+        stored = 0
+        if self.simulated.store is not None:
+            stored = next((i for i, name in enumerate(rest) if name not in self._seen), len(rest))
+        return self.server.price_s(len(rest) - stored, found - on_device, stored)
+
+    def _start(self, rid: str, asked: _Asked) -> bool:
+        """Fetch, load, lock and allocate for a request: all of it, or nothing and False."""
+        simulated, cache, tree, key = self.simulated, self.simulated.cache, self.simulated.tree, asked.key
+        total = len(key) + asked.num_answer
+        hold = tree.lock(cache.match(key).device_node, Tier.DEVICE)
+        short = total - hold.node.end
+        has_room = short <= cache.supply.device_room()
+        if has_room:
+            self.policy.start(rid, self._now_s)
+            self._left.pop(self.agents[asked.agent].name, None)
+            self._note_left()
+            self._drop_left(short - simulated.device.available)
+        tree.unlock(hold)
+        if not has_room:
+            return False
+        fetched = simulated.fetch(key, rid)
+        match = cache.match(key)
+        on_device, node = match.device_node.end, match.device_node
+        if match.loadable_node is not node and cache.load_back(match):
+            node = match.loadable_node
+            cache.start_loading()
+        asked.lock = tree.lock(node, Tier.DEVICE)
+        cache.count_use(node)
+        simulated.settle()
+        short = total - node.end
+        cache.make_room(short)
+        asked.pages = simulated.device.alloc(short)
+        if asked.pages is None:
+            raise Misuse(f"{short} of {simulated.device.available} device blocks")
+        self._ends[self.agents[asked.agent].name] = key
+        self._count(asked, on_device, node.end, fetched)
+        return True
+
+    def _count(self, asked: _Asked, on_device: int, found: int, fetched: int) -> None:
+        stored = min(fetched, found - on_device)
+        host, missing = found - on_device - stored, len(asked.key) - found
+        asked.price_s = asked.left_s = self.server.price_s(missing, host, stored)
+        self._num_blocks += len(asked.key)
+        for tier, count in (("device", on_device), ("host", host), ("storage", stored)):
+            self._hits[tier] += count
+        self._digest.update(b"%d %d %d %d " % (asked.agent, asked.turn, on_device, found))
+
+    def _share(self, asked: _Asked) -> None:
+        """A prompt is computed: its pages go to the tree."""
+        if asked.lock is None or asked.pages is None:
+            raise Misuse("a prompt without pages")
+        num_prompt = len(asked.key) - asked.lock.node.end
+        own, asked.pages = asked.pages[:num_prompt], asked.pages[num_prompt:]
+        asked.done = self.simulated.cache.insert(asked.key, own, at=asked.lock)
+        self._seen.update(asked.what.blocks.tolist())
+        self.simulated.settle()
+
+    def _release(self, asked: _Asked) -> None:
+        if asked.lock is None or asked.done is None or asked.pages is None:
+            raise Misuse("an answer without a prompt")
+        simulated, tree = self.simulated, self.simulated.tree
+        ended = Finished(len(asked.key) * BLOCK, asked.what.output_tokens)
+        simulated.cache.finished(asked.key, asked.done.node, ended)
+        simulated.settle()
+        tree.unlock(asked.lock)
+        tree.unlock(asked.done)
+        simulated.device.free(asked.pages)
+
+    # -- sessions that left -----------------------------------------------------------------
+
+    def _note_left(self) -> None:
+        self._left |= dict.fromkeys(self.policy.take_left())
+
+    def _drop_left(self, short: int) -> None:
+        """Let device pages go that only sessions use which left, as long as `short` are wanted."""
+        for name in list(self._left):
+            if short <= 0:
+                return
+            dropped = self.simulated.drop_tail(self._ends[name], short)
+            if dropped < short:
+                del self._left[name]
+            short -= dropped
+
+
+def _answer_blocks(turn: Turn) -> int:
+    return turn.output_tokens // BLOCK + 1

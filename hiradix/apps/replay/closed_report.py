@@ -1,0 +1,166 @@
+"""Closed loops side by side: what each order of service makes agents wait, and how many agents fit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hiradix.apps.replay.closed_loop import Answered, ClosedLoop, Server
+from hiradix.apps.replay.crowd import Crowd, working_set_tokens
+from hiradix.apps.replay.records import open_records
+from hiradix.apps.replay.report import Row, millions
+from hiradix.apps.replay.sessions import SessionFile, is_sessions, read_sessions
+from hiradix.apps.replay.simulated_cache import Tiers
+from hiradix.apps.replay.timing import Machine
+from hiradix.errors import ConfigError
+from hiradix.policy.admission import AdmissionPolicy, admission_policies, make_admission
+
+GIB = 1 << 30
+Make = Callable[[int], AdmissionPolicy]  # by the capacity in tokens
+
+
+@dataclass(frozen=True)
+class ClosedCell:
+    """One run: agents, an eviction policy, tiers and who is served next."""
+
+    crowd: Crowd
+    eviction: str
+    tiers: Tiers
+    schedule: str
+    server: Server
+    tells_end: bool = True
+
+    def play(self, file: SessionFile, make: Make | None = None) -> Answered:
+        """make: the policy, where it is none of `hiradix.policy.admission`."""
+        capacity = self.tiers.device + self.tiers.host
+        policy = make_admission(self.schedule, capacity) if make is None else make(capacity)
+        agents = self.crowd.drawn(file)
+        return ClosedLoop(agents, self.eviction, self.tiers, policy, self.server, self.tells_end).play()
+
+    @property
+    def memory_gib(self) -> float:
+        """Of device and host tier."""
+        return (self.tiers.device + self.tiers.host) * self.server.machine.bytes_per_token / GIB
+
+
+def most_agents(
+    cell: ClosedCell, file: SessionFile, p95_s: float, make: Make | None = None, most: int = 1 << 16
+) -> int:
+    """How many agents, up to `most` and as far as the file has sessions, wait at most `p95_s` for 95 % of
+    their first tokens: doubled until they do not, then halved in between.
+    """
+
+    def is_good(agents: int) -> bool:
+        if agents > most:
+            return False
+        try:
+            found = replace(cell, crowd=replace(cell.crowd, agents=agents)).play(file, make)
+        except ConfigError:  # no more sessions, or one too long for the device
+            return False
+        return found.waits()["p95"] <= p95_s
+
+    good, bad = 0, 1
+    while is_good(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if is_good(middle) else (good, middle)
+    return good
+
+
+def row(cell: ClosedCell, file: SessionFile, p95_s: float | None) -> Row:
+    """One cell's numbers; the most agents only where a `p95_s` is asked for."""
+    found = cell.play(file)
+    shown: Row = {
+        "trace": file.name, "source": file.source, "agents": cell.crowd.agents, "seed": cell.crowd.seed,
+        "working_set_tokens": working_set_tokens(cell.crowd.drawn(file)),
+        "policy": cell.eviction, "schedule_policy": cell.schedule, "device_tokens": cell.tiers.device,
+        "host_tokens": cell.tiers.host, "storage_tokens": cell.tiers.storage, "requests": len(found.wait_s),
+        "hit_percent": round(found.hit_percent, 2),
+    }  # fmt: skip
+    for tier, tokens in found.hit_tokens.items():
+        shown[f"{tier}_percent"] = round(100 * tokens / max(found.prompt_tokens, 1), 2)
+    shown["ttft_s"] = {name: round(seconds, 2) for name, seconds in found.waits().items()}
+    shown |= {"makespan_s": round(found.makespan_s, 1), "decisions": found.decisions}
+    if p95_s is not None:
+        most = most_agents(cell, file, p95_s)
+        shown |= {"p95_s": p95_s, "most_agents": most, "agents_per_gib": round(most / cell.memory_gib, 4)}
+    return shown
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each run."""
+    head = f"{'device':>8}{'host':>8}{'storage':>8}  {'policies':16}{'hits %':>7}"
+    times = "".join(f"{name:>9}" for name in ("mean s", "p50", "p95", "p99", "longest"))
+    lines = []
+    for r in rows:
+        title = (
+            f"{r['trace']} [{r['source'][:16]}]: {r['agents']} agents, seed {r['seed']}, working set "
+            f"{millions(r['working_set_tokens'])} tokens: seconds to the first token"
+        )
+        if title not in lines:
+            lines += [title, head + times + f"{'makespan':>10}" + ("  agents" if "p95_s" in r else "")]
+        sizes = "".join(f"{millions(r[f'{tier}_tokens']):>8}" for tier in ("device", "host", "storage"))
+        waits = "".join(f"{seconds:9.1f}" for seconds in r["ttft_s"].values())
+        name = f"{r['policy']}, {r['schedule_policy']}"
+        line = f"{sizes}  {name:16}{r['hit_percent']:7.1f}{waits}{r['makespan_s']:10.0f}"
+        if "p95_s" in r:
+            line += f"  {r['most_agents']} at p95 {r['p95_s']:g} s, {r['agents_per_gib']:.3f} per GiB"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+# -- the command's flags --------------------------------------------------------------------
+
+
+def add_closed_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of a closed loop; `closed_rows` reads them."""
+    group = parser.add_argument_group(
+        "closed loop", "--sessions agents that wait for their answers, on a server with these rates"
+    )
+    add = group.add_argument
+    add("--closed-loop", action="store_true", help="play it so; --seed draws the agents")
+    add(
+        "--schedule-policy", default=",".join(admission_policies()), metavar="NAMES",
+        help="who is served next (default: %(default)s)",
+    )  # fmt: skip
+    add("--turns", type=int, default=40, help="of each agent, at most (default: 40)")
+    add("--spread", type=float, default=600.0, metavar="S", help="in which agents start (default: 600)")
+    add("--decode-rate", type=float, default=40.0, help="tokens/s of each answer (default: 40)")
+    add("--chunk", type=int, default=8192, metavar="TOKENS", help="of prefill at a time (default: 8192)")
+    add("--p95", type=float, metavar="S", help="also how many agents have this p95 time to first token")
+
+
+def closed_rows(args: argparse.Namespace, sizes: Sequence[int], machine: Machine) -> list[Row]:
+    """What the flags ask for; ConfigError names a bad one."""
+    if args.p95 is not None and not 0 < args.p95 < float("inf"):
+        raise ConfigError(f"--p95 must be > 0, got {args.p95:g}")
+    if args.sessions is None:
+        raise ConfigError("--closed-loop needs --sessions")
+    crowd = Crowd(args.sessions, args.turns, args.spread, args.seed, args.share_heads)
+    server = Server(machine, args.decode_rate, args.chunk)
+    rows = []
+    for name in args.traces:
+        file = _session_file(Path(name))
+        for cell in _cells(args, sizes, crowd, server):
+            rows.append(row(cell, file, args.p95))
+    return rows
+
+
+def _cells(args: Any, sizes: Sequence[int], crowd: Crowd, server: Server) -> Iterator[ClosedCell]:
+    for size in sizes:
+        tiers = Tiers(size, args.host, args.storage, args.write_policy)
+        for eviction in (args.policies or "lru").split(","):
+            for schedule in args.schedule_policy.split(","):
+                make_admission(schedule, size)
+                yield ClosedCell(crowd, eviction.replace("+", ","), tiers, schedule, server)
+
+
+def _session_file(path: Path) -> SessionFile:
+    records = open_records(path)
+    if not is_sessions(records.first):
+        raise ConfigError(f"{path}: --closed-loop needs sessions, an object with requests a line")
+    return read_sessions(records)

@@ -1,0 +1,90 @@
+"""Agents that wait for their answers: turns of recorded sessions, with the time each thinks in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from hiradix.apps.replay.sessions import BLOCK, AgentRequest, BlockNames, Session, SessionFile
+from hiradix.apps.replay.trace import Blocks
+from hiradix.errors import ConfigError
+
+LEAST_TURNS = 10  # of its own: a shorter session is left out
+LONGEST_THINK_S = 300.0
+_STARTS_SEED = 1
+
+
+class Turn(NamedTuple):
+    """One request. think_s: between its answer's end and the next request. stop: why the answer ended."""
+
+    blocks: Blocks
+    output_tokens: int
+    think_s: float
+    stop: str
+
+
+class Agent(NamedTuple):
+    """start_s: when its first request comes. Each further one follows the answer to the one before."""
+
+    name: str
+    start_s: float
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Which agents there are: `agents` sessions drawn by `seed`, of each up to `turns` requests in a row.
+
+    They start within the first `spread_s`, evenly. Sub-agents are left out. shares_heads: see `Fleet`.
+    """
+
+    agents: int
+    turns: int = 40
+    spread_s: float = 600.0
+    seed: int = 0
+    shares_heads: bool = True
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--sessions", self.agents), ("--turns", self.turns)):
+            if value < 1:
+                raise ConfigError(f"{flag} must be >= 1, got {value}")
+        if not 0 <= self.spread_s < float("inf"):
+            raise ConfigError(f"--spread must be >= 0, got {self.spread_s:g}")
+
+    def drawn(self, file: SessionFile) -> list[Agent]:
+        """The agents. ConfigError where the file has too few long sessions."""
+        rng, starts = random.Random(self.seed), random.Random(_STARTS_SEED)
+        names, order = BlockNames(self.shares_heads), list(file.sessions)
+        rng.shuffle(order)
+        found: list[Agent] = []
+        for session in order:
+            if len(found) == self.agents:
+                break
+            own = session.turns
+            if len(own) >= LEAST_TURNS:
+                first = rng.randrange(0, max(1, len(own) - self.turns))
+                turns = tuple(_turns(session, own[first : first + self.turns], names))
+                found.append(Agent(session.name, starts.random() * self.spread_s, turns))
+        if len(found) < self.agents:
+            raise ConfigError(
+                f"--sessions {self.agents}: {file.name} has {len(found)} of {LEAST_TURNS} turns"
+            )
+        return found
+
+
+def _turns(session: Session, requests: tuple[AgentRequest, ...], names: BlockNames) -> Iterator[Turn]:
+    for request, following in zip(requests, (*requests[1:], None)):
+        think_s = 0.0
+        if following is not None:
+            think_s = min(LONGEST_THINK_S, max(0.0, following.time_s - request.time_s - request.api_s))
+        blocks = np.array(names.of(session, session.head_tokens, request), np.int64)
+        yield Turn(blocks, request.output_tokens, think_s, request.stop)
+
+
+def working_set_tokens(agents: list[Agent]) -> int:
+    """Of each agent its longest prompt, together."""
+    return sum(max(len(turn.blocks) for turn in agent.turns) * BLOCK for agent in agents)

@@ -1,0 +1,393 @@
+"""Which waiting request is served next, and which session may enter a cache that does not hold all of them.
+
+    fcfs     first come, first served
+    lpm      longest prefix match: whoever has the least seconds to its first token, a prefill under way first
+    cached   sessions enter while their footprints fit; the least price among them, nobody past its deadline
+
+Numbers in, decisions out: no thread, no clock of its own, and equal calls give equal decisions, so that ranks
+that are told the same decide alike. A request's *price* is the predicted seconds until its first token if it
+were served now: to fetch, to load and to compute what is missing; of a prefill under way, what is left of it.
+Its *cold price* is that of its prompt with nothing cached. Its *footprint* is the tokens it holds at its end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from hiradix.errors import ConfigError, Misuse
+
+ROUND_SHARE = 0.92  # of its tenant's round: when a request is due
+FAR_S = 90.0  # a session expected back later than this leaves for one that waits
+FORGET_S = 600.0  # idle for longer, a session is taken to have ended
+OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
+RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
+_NEVER_S = 1e9
+
+
+@dataclass(slots=True)
+class WaitingRequest:
+    """One that has no first token yet. session: its id, or its own name where it has none.
+
+    deadline_s: when its first token is due, set by the policy. has_started: its prefill is under way.
+    """
+
+    rid: str
+    session: str
+    arrived_s: float
+    cold_price_s: float
+    footprint: int
+    tenant: str = ""
+    deadline_s: float = _NEVER_S
+    has_started: bool = False
+
+
+class Returns:
+    """When sessions come back, by why the answer before ended: counted in bins of doubled seconds.
+
+    Before anything is known each bin is as likely as another. Counts halve when a class has seen 4096.
+    """
+
+    EDGES_S = tuple(0.5 * 2.0**k for k in range(11))  # 0.5 to 512
+    MIDS_S = (0.25, *(edge * 1.5 for edge in EDGES_S[:-1]), EDGES_S[-1] * 1.5)
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[float]] = {}
+        self._tails: dict[str, list[tuple[float, float]]] = {}
+
+    def saw(self, stop: str, idle_s: float) -> None:
+        """A session came back `idle_s` after an answer that ended by `stop`."""
+        counts = self._counts.setdefault(stop, [1.0] * len(self.MIDS_S))
+        counts[bisect_right(self.EDGES_S, idle_s)] += 1.0
+        if sum(counts) > 4096:
+            counts[:] = [count / 2 for count in counts]
+        self._tails.pop(stop, None)
+
+    def expected_s(self, stop: str, idle_s: float) -> float:
+        """Mean seconds until it comes back, of those that were as long away."""
+        at = bisect_right(self.MIDS_S, idle_s)
+        if at == len(self.MIDS_S):
+            return _NEVER_S
+        weight, total = self._tails_of(stop)[at]
+        return total / weight - idle_s
+
+    def _tails_of(self, stop: str) -> list[tuple[float, float]]:
+        """From each bin on: how many came back, and after how many seconds together."""
+        tails = self._tails.get(stop)
+        if tails is None:
+            counts = self._counts.get(stop, [1.0] * len(self.MIDS_S))
+            weights = list(accumulate(reversed(counts)))
+            totals = list(
+                accumulate(count * mid for count, mid in zip(reversed(counts), reversed(self.MIDS_S)))
+            )
+            tails = self._tails[stop] = list(zip(reversed(weights), reversed(totals)))
+        return tails
+
+
+class AdmissionPolicy:
+    """First come, first served; and the calls by which every policy follows the requests.
+
+    `add` when a request comes, `start` when it was given its pages, `computed` when its first token is there,
+    `end` when its answer is whole; or `remove` where it ends before its first token. Ask `order` again after
+    each of them, after each chunk, and at least each second while somebody waits.
+    """
+
+    name = "fcfs"
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: tokens of the tiers from which a prefix comes back sooner than it is computed."""
+        self.capacity = capacity
+        self.waiting: dict[str, WaitingRequest] = {}  # in order of arrival
+
+    def add(self, request: WaitingRequest) -> None:
+        """It waits from now on. Misuse where one of its id does already."""
+        if request.rid in self.waiting:
+            raise Misuse(f"{request.rid} waits already")
+        self.waiting[request.rid] = request
+
+    def start(self, rid: str, now_s: float) -> None:
+        """Its prefill begins; it has its pages."""
+        self.waiting[rid].has_started = True
+
+    def computed(self, rid: str, served_s: float) -> None:
+        """Its first token is there, after `served_s` seconds of service."""
+        del self.waiting[rid]
+
+    def end(self, session: str, now_s: float, stop: str = "") -> None:
+        """An answer of `session` is whole; `stop` says why it ended."""
+
+    def remove(self, rid: str, now_s: float) -> None:
+        """It waits no longer and will have no first token."""
+        del self.waiting[rid]
+
+    def forget(self, session: str) -> None:
+        """The session is over: its client said so."""
+
+    def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
+        """Whom to serve, the next first. Whoever has no room is passed over; whoever is not in it is held.
+
+        prices: seconds, by id, of all that wait.
+        """
+        return list(self.waiting)
+
+    def take_left(self) -> list[str]:
+        """Sessions that left since the last call: what they alone use may be evicted first."""
+        return []
+
+
+class LongestPrefixMatch(AdmissionPolicy):
+    """The least price first, a prefill under way before all. Unbounded: what is dear may wait for ever."""
+
+    name = "lpm"
+
+    def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
+        """By price; of equal ones the first come."""
+        found = sorted(self.waiting.values(), key=lambda r: (not r.has_started, prices[r.rid]))
+        return [request.rid for request in found]
+
+
+@dataclass(slots=True)
+class _Session:
+    """num_active: requests that wait or run; num_running: those that have pages. idle_since_s: when the last
+    of them ended; None before.
+
+    is_in: its footprint counts against the capacity.
+    """
+
+    tenant: str
+    cold_price_s: float
+    footprint: int
+    num_active: int = 0
+    num_running: int = 0
+    idle_since_s: float | None = None
+    stop: str = ""
+    is_in: bool = False
+
+
+class CachedAdmission(AdmissionPolicy):
+    """Sessions enter while their footprints fit, and leave by predicted return. Those who are in go first, by
+    least price; a prefill under way by what is left of it.
+
+    The bound: a *round* is the time in which each of a tenant's sessions is computed once from nothing, which
+    is how long everybody waits where all are served in turn and nothing is found. A request is due after
+    ROUND_SHARE of its tenant's round, or after what its tenant has waiting, from nothing, if that is more;
+    both times the tenants at work; and not before one of its tenant's that came earlier. Whoever goes before
+    another that is due earlier does so only while that one, and all due before it, would still be in time;
+    and who is due enters, whatever has to leave. So with one tenant every first token comes when it is due
+    or before, but for time in which no pages are free and for what is evicted of a session that is in.
+
+    Tenants: one that had more than OVER_SHARE of its share of recent service comes behind the others, due or
+    not, and those with less than their share of the capacity enter for idle sessions of those with more.
+    """
+
+    name = "cached"
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._returns = Returns()
+        self._sessions: dict[str, _Session] = {}
+        self._served_s: dict[str, float] = {}  # by tenant, of late
+        self._left: dict[str, None] = {}
+        self._num_running = 0
+
+    # -- what happens -----------------------------------------------------------------------
+
+    def add(self, request: WaitingRequest) -> None:
+        super().add(request)
+        session = self._sessions.get(request.session)
+        if session is None:
+            session = _Session(request.tenant, request.cold_price_s, request.footprint)
+            self._sessions[request.session] = session
+        elif session.idle_since_s is not None:
+            self._returns.saw(session.stop, request.arrived_s - session.idle_since_s)
+        session.idle_since_s = None
+        session.num_active += 1
+        session.cold_price_s, session.footprint = request.cold_price_s, request.footprint
+        self._drop_ended(request.arrived_s)
+        request.deadline_s = self._due_s(request)
+
+    def _due_s(self, request: WaitingRequest) -> float:
+        own = [r for r in self.waiting.values() if r.tenant == request.tenant]
+        work_s = max(ROUND_SHARE * self.round_s(request.tenant), sum(r.cold_price_s for r in own))
+        due_s = request.arrived_s + work_s * len(self._tenants())
+        return max([due_s, *(r.deadline_s for r in own if r is not request)])
+
+    def start(self, rid: str, now_s: float) -> None:
+        request = self.waiting[rid]
+        for name in self._leavers(request, now_s, is_due=True) or ():
+            self._sessions[name].is_in = False
+            self._left[name] = None
+        session = self._sessions[request.session]
+        session.is_in = True
+        session.num_running += 1
+        self._left.pop(request.session, None)
+        request.has_started = True
+        self._num_running += 1
+
+    def computed(self, rid: str, served_s: float) -> None:
+        tenant = self.waiting.pop(rid).tenant
+        kept = 0.5 ** (served_s / RECENT_S)
+        self._served_s = {name: s * kept for name, s in self._served_s.items() if s * kept > 1e-3}
+        self._served_s[tenant] = self._served_s.get(tenant, 0.0) + served_s
+
+    def end(self, session: str, now_s: float, stop: str = "") -> None:
+        self._ended(session, now_s, stop, 1)
+
+    def remove(self, rid: str, now_s: float) -> None:
+        request = self.waiting.pop(rid)
+        self._ended(request.session, now_s, "abort", int(request.has_started))
+
+    def _ended(self, name: str, now_s: float, stop: str, num_running: int) -> None:
+        session = self._sessions[name]
+        session.num_active -= 1
+        session.num_running -= num_running
+        self._num_running -= num_running
+        if not session.num_active:
+            session.idle_since_s, session.stop = now_s, stop
+
+    def forget(self, session: str) -> None:
+        known = self._sessions.get(session)
+        if known is not None and not known.num_active:
+            del self._sessions[session]
+            self._left[session] = None
+
+    def _drop_ended(self, now_s: float) -> None:
+        for name, session in list(self._sessions.items()):
+            if session.idle_since_s is not None and now_s - session.idle_since_s > FORGET_S:
+                self.forget(name)
+
+    def take_left(self) -> list[str]:
+        left, self._left = list(self._left), {}
+        return left
+
+    # -- what is decided --------------------------------------------------------------------
+
+    def round_s(self, tenant: str) -> float:
+        """Seconds to compute each of the tenant's sessions once from nothing."""
+        known = (s for s in self._sessions.values() if s.tenant == tenant)
+        return sum(s.cold_price_s * max(s.num_active, 1) for s in known)
+
+    def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
+        behind, waiting = self._over_share(), list(self.waiting.values())
+        chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
+        if not behind:
+            return chosen
+        return chosen + self._chosen(waiting, chosen, now_s, prices)
+
+    def _chosen(
+        self, waiting: list[WaitingRequest], before: list[str], now_s: float, prices: Mapping[str, float]
+    ) -> list[str]:
+        """Whom of them to serve, the next first, once those `before` are served."""
+        due = sorted(waiting, key=lambda r: r.deadline_s)
+        slack_s, least_s = self._slack(due, now_s, prices)
+        due = [request for request in due if request.rid not in before]
+        best = sorted(due, key=lambda r: (not self._is_in(r), prices[r.rid]))
+        chosen: list[str] = []
+        spent_s = 0.0
+        for request in best:
+            price_s = prices[request.rid]
+            if least_s < 0 or spent_s + price_s > slack_s[request.rid]:
+                return self._with_due(chosen, due, best)
+            if self._is_in(request) or self._leavers(request, now_s) is not None:
+                chosen.append(request.rid)
+                spent_s += price_s
+        return chosen
+
+    def _with_due(
+        self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]
+    ) -> list[str]:
+        """Behind those chosen the one due first; if that has no room, whoever has its own."""
+        first = next(r for r in due if r.rid not in chosen)
+        taken = {*chosen, first.rid}
+        rest = [r.rid for r in best if self._is_in(r) and r.rid not in taken]
+        return [*chosen, first.rid, *rest]
+
+    def _slack(
+        self, due: list[WaitingRequest], now_s: float, prices: Mapping[str, float]
+    ) -> tuple[dict[str, float], float]:
+        """By request, the seconds that may go to it before one that is due earlier is late; and those until
+        any is. Whoever is not in counts with its cold price, as what is left of its prefix may be evicted.
+        """
+        found: dict[str, float] = {}
+        at_s, least_s = now_s, _NEVER_S
+        for request in due:
+            found[request.rid] = least_s
+            at_s += prices[request.rid] if self._is_in(request) else request.cold_price_s
+            least_s = min(least_s, request.deadline_s - at_s)
+        return found, least_s
+
+    def _is_in(self, request: WaitingRequest) -> bool:
+        return request.has_started or self._sessions[request.session].is_in
+
+    def _leavers(self, request: WaitingRequest, now_s: float, is_due: bool = False) -> list[str] | None:
+        """Sessions that leave so that this one can enter, the last expected back first; None if it may not.
+        Where nothing runs it may, whatever fits. Those that leave are idle, or wait and are of a tenant with
+        more than its share, for one with less. Nobody of such a one leaves for one with more.
+        """
+        inside = {name: s for name, s in self._sessions.items() if s.is_in and name != request.session}
+        over = sum(s.footprint for s in inside.values()) + request.footprint - self.capacity
+        if over <= 0:
+            return []
+        rich = self._over_room(request, inside)
+        is_poor = request.tenant not in rich
+        may = [
+            (s.tenant not in rich, -self._away_s(s, now_s), name)
+            for name, s in inside.items()
+            if not s.num_running and (is_poor or s.tenant in rich)
+        ]
+        leaving: list[str] = []
+        for holds_little, minus_away_s, name in sorted(may):
+            yields = is_poor and not holds_little
+            is_idle = inside[name].idle_since_s is not None
+            if yields or (is_idle and (is_due or -minus_away_s >= FAR_S)):
+                leaving.append(name)
+                over -= inside[name].footprint
+                if over <= 0:
+                    return leaving
+        return leaving if is_due or not self._num_running else None
+
+    def _away_s(self, session: _Session, now_s: float) -> float:
+        """Seconds until a session is expected back; 0 where it is."""
+        if session.idle_since_s is None:
+            return 0.0
+        return self._returns.expected_s(session.stop, now_s - session.idle_since_s)
+
+    # -- tenants ----------------------------------------------------------------------------
+
+    def _tenants(self) -> list[str]:
+        """Those at work: with a request that waits or runs."""
+        return list(dict.fromkeys(s.tenant for s in self._sessions.values() if s.num_active))
+
+    def _over_share(self) -> set[str]:
+        tenants = self._tenants()
+        if len(tenants) < 2:
+            return set()
+        served_s = [self._served_s.get(tenant, 0.0) for tenant in tenants]
+        most_s = OVER_SHARE * sum(served_s) / len(tenants)
+        return {tenant for tenant, had_s in zip(tenants, served_s) if had_s > most_s}
+
+    def _over_room(self, request: WaitingRequest, inside: Mapping[str, _Session]) -> set[str]:
+        """Tenants that would hold more than their share of the capacity if this request entered."""
+        held: dict[str, int] = {request.tenant: request.footprint}
+        for session in inside.values():
+            held[session.tenant] = held.get(session.tenant, 0) + session.footprint
+        return {tenant for tenant, num_tokens in held.items() if num_tokens > self.capacity / len(held)}
+
+
+_POLICIES: dict[str, type[AdmissionPolicy]] = {
+    policy.name: policy for policy in (AdmissionPolicy, LongestPrefixMatch, CachedAdmission)
+}
+
+
+def admission_policies() -> list[str]:
+    """Their names."""
+    return list(_POLICIES)
+
+
+def make_admission(name: str, capacity: int) -> AdmissionPolicy:
+    """ConfigError for an unknown name."""
+    if name not in _POLICIES:
+        raise ConfigError(f"--schedule-policy: {name!r} is not one of {', '.join(_POLICIES)}")
+    return _POLICIES[name](capacity)
