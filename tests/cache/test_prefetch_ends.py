@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hiradix.transfer import FailReason, JobKind
@@ -75,7 +77,9 @@ def test_all_results_are_applied_in_one_tick() -> None:
     world.assert_drained()
 
 
-def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage() -> None:
+def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = stored_world(4)
     prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
     assert prefetcher.start("gone", key(4), world.cache.tree.root)
@@ -83,7 +87,12 @@ def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage() -> None
     world.settle()
     assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
     assert "storage_transfer" not in unfulfilled, unfulfilled
-    world.storage.faults = 1.0
+
+
+    def fail(keys: Any) -> int:
+        raise OSError("injected: a guard that raises")
+
+    monkeypatch.setattr(world.stores.parts[0], "exists", fail)
     assert prefetcher.start("r", key(4), world.cache.tree.root)
     world.driver.run()
     world.cache.tick()
