@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from hiradix.errors import Misuse, StorageError
 from hiradix.storage import PageStore, Stores
 from hiradix.storage.batch import Names, Use
+from hiradix.storage.guard.calls import has_failed, reasons_of
 from hiradix.transfer.jobs import (
     BACKBONE_PAIR,
     JobKind,
@@ -209,7 +210,13 @@ def _names(hashes: Sequence[bytes]) -> list[str]:
 
 
 def _all_done(task: Task, answer: Sequence[bool]) -> bool:
-    """Count the leading True of a get or put answer into the task; whether there is no other."""
+    """Count the leading True of a get or put answer into the task; whether there is no other.
+
+    StorageError where a fault kept pages back: unlike a page that is not there, it is why a job fails.
+    """
     done = answer.index(False) if False in answer else len(answer)
     task.num_pages += done
+    if done < len(answer) and has_failed(answer):
+        why = ", ".join(reason.value for reason in reasons_of(answer))
+        raise StorageError(f"{len(answer) - done} of {len(answer)} pages failed: {why}")
     return done == len(answer)
