@@ -212,7 +212,7 @@ class BoundaryReads:
         hashes = found.hashes[count - max(step.counts.values()) :]
         trailing = [TrailingPages(own, c) for c, own in pages.items() if c != BACKBONE]
         ticket = self._controller.read(
-            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key
+            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key, p.key.space.tenant
         )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns=pages))

@@ -91,7 +91,7 @@ class Reads:
 
         p.unread_pages += len(host_pages)
         ticket = self._controller.read(
-            hashes, host_pages, batch.chain, extra_key=p.key.extra_key
+            hashes, host_pages, batch.chain, extra_key=p.key.extra_key, tenant=p.key.space.tenant
         )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, InFlightJob(JobKind.READ, arrived, owns={BACKBONE: host_pages}))

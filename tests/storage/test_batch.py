@@ -23,7 +23,7 @@ from hiradix.storage import (
     trusted_stores,
 )
 from hiradix.storage.backends.file.page_dir import footprint
-from hiradix.storage.batch import Names, Use
+from hiradix.storage.batch import ChainUse, LazyKeys
 from hiradix.storage.generations import renamed
 from hiradix.storage.kit.seal import SEAL_BYTES
 from tests.contracts.storage import FINGERPRINT, PAGE_BYTES, hits, keys_of, page_of, put, run_all
@@ -96,7 +96,7 @@ def test_names_are_made_when_somebody_looks() -> None:
         made.append(len(keys))
         return [f"n-{key}" for key in keys]
 
-    use = Use(Names(KEYS, rename), before=())
+    use = ChainUse(LazyKeys(KEYS, rename), before=())
     part = use.part(2, 4)
     assert list(part) == [f"n-{key}" for key in KEYS[2:4]] and made == [2]
     again = part.renamed(lambda keys: [f"m-{key}" for key in keys])
