@@ -120,7 +120,7 @@ class Batch(tuple[str, ...]):
         extra_key: str | None = None,
         is_chain: bool = True,
     ) -> Batch:
-        """`keys` as a use by themselves, with what else is known, as `ChainUse` has it; a batch stays itself."""
+        """`keys` as one use, with what is known of it, as `ChainUse` has it; a batch stays what it is."""
         if isinstance(keys, Batch):
             return keys
         own = tuple(keys)  # whatever the caller does with his lists meanwhile
