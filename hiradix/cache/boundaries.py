@@ -235,7 +235,9 @@ class BoundaryReads:
         p.unread_pages += count
         hashes = found.hashes[count - max(map(len, pages.values())) :]
         trailing = [TrailingPages(own, c) for c, own in pages.items() if c != BACKBONE]
-        ticket = self._executor.read(hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key)
+        ticket = self._executor.read(
+            hashes, pages[BACKBONE], found.chain, trailing, p.key.extra_key, p.key.space.tenant
+        )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, read)
 

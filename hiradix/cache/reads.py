@@ -80,7 +80,9 @@ class Reads:
 
     def _submit_batch(self, p: Prefetch, batch: StorageHit, host_pages: Pages) -> None:
         p.unread_pages += len(host_pages)
-        ticket = self._executor.read(batch.hashes, host_pages, batch.chain, extra_key=p.key.extra_key)
+        ticket = self._executor.read(
+            batch.hashes, host_pages, batch.chain, extra_key=p.key.extra_key, tenant=p.key.space.tenant
+        )
         p.tickets.add(ticket)
         self._in_flight.add(ticket, BatchRead(self, p, batch, host_pages))
 

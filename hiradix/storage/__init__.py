@@ -2,7 +2,8 @@
 
     open_storage("file", StorageContext(fingerprint, {"file_storage_path": folder}, page_bytes))
 
-gives a `GuardedStorage`, which is what the transfer workers talk to. `protocol` says what a backend is.
+gives a `GuardedStorage`, which is what the transfer workers talk to: `Stores` has one for each component of a
+cache. `protocol` says what a backend is, `batch` what one call is about.
 """
 
 from __future__ import annotations

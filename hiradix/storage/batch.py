@@ -9,7 +9,7 @@ Rename = Callable[[Sequence[Any]], list[str]]
 """Keys of pages by their names elsewhere, one for each."""
 
 
-class Names(Sequence[str]):
+class LazyKeys(Sequence[str]):
     """Keys that are made of `source` by `rename` when somebody looks at them."""
 
     __slots__ = ("_rename", "_source")
@@ -30,7 +30,7 @@ class Names(Sequence[str]):
         return self._rename([self._source[at]])[0]
 
 
-class Use:
+class ChainUse:
     """One use of one chain, which comes in as many calls as it takes; `part` makes the batch of one.
 
     keys: of all its pages, in the order of the chain. before: of the chain's pages in front of them, from its
@@ -69,12 +69,12 @@ class Use:
         """When `store` had the first call of this use, by its own clock; if this is the first, now."""
         return self._began.setdefault(store, now_ns)
 
-    def renamed(self, rename: Rename) -> Use:
+    def renamed(self, rename: Rename) -> ChainUse:
         """The same use, by the names that its pages have elsewhere."""
-        before = None if self.before is None else Names(self.before, rename)
+        before = None if self.before is None else LazyKeys(self.before, rename)
         after = rename([self.after])[0] if self.after and before is None else ""
-        use = Use(
-            Names(self.keys, rename),
+        use = ChainUse(
+            LazyKeys(self.keys, rename),
             before,
             after,
             self.tenant,
@@ -108,7 +108,7 @@ class Batch(tuple[str, ...]):
     ([1000, 999], [998])
     """
 
-    use: Use
+    use: ChainUse
     _places: range | list[int]  # in the use
 
     @staticmethod
@@ -120,12 +120,12 @@ class Batch(tuple[str, ...]):
         extra_key: str | None = None,
         is_chain: bool = True,
     ) -> Batch:
-        """`keys` as a use by itself, of which the rest is known as `Use` has it; a batch stays what it is."""
+        """`keys` as one use, with what is known of it, as `ChainUse` has it; a batch stays what it is."""
         if isinstance(keys, Batch):
             return keys
         own = tuple(keys)  # whatever the caller does with his lists meanwhile
         before = None if before is None else tuple(before)
-        return _batch(own, Use(own, before, after, tenant, extra_key, 0, is_chain), range(len(own)))
+        return _batch(own, ChainUse(own, before, after, tenant, extra_key, 0, is_chain), range(len(own)))
 
     @overload
     def __getitem__(self, at: SupportsIndex) -> str: ...
@@ -208,7 +208,7 @@ class Batch(tuple[str, ...]):
         return [began_ns - place for place in self._places]
 
 
-def _batch(keys: Sequence[str], use: Use, places: range | list[int]) -> Batch:
+def _batch(keys: Sequence[str], use: ChainUse, places: range | list[int]) -> Batch:
     batch = Batch(keys)
     batch.use, batch._places = use, places
     return batch

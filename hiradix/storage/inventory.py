@@ -17,7 +17,7 @@ from hiradix.storage.kit.seal import SEAL_BYTES
 from hiradix.storage.opening import backend_keys
 from hiradix.storage.protocol import is_key
 from hiradix.storage.registry import load_storage_backend
-from hiradix.storage.wrappers.wrap import encryption
+from hiradix.storage.wrappers.wrap import module_of
 
 URL_FORMS = "file:///folder, disk:///folder, redis://host:port/0, rediss://, unix://, s3://bucket/x, gs://, az://"
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
@@ -99,7 +99,7 @@ def scan(address: StoreAddress) -> Iterator[StoredPage]:
     load_storage_backend(address.backend)  # says what to install
     extra = 0
     if address.config.get("encryption_key_file"):
-        extra = encryption().OVERHEAD_BYTES
+        extra = module_of("encryption_key_file").OVERHEAD_BYTES
         if address.backend not in ("file", "disk"):
             extra -= SEAL_BYTES  # encrypted pages have no seal beside them
     for page in scanner(address.config):

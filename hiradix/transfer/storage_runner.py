@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from hiradix.errors import Misuse, StorageError
 from hiradix.storage import PageStore, Stores
-from hiradix.storage.batch import Names, Use
+from hiradix.storage.batch import ChainUse, LazyKeys
+from hiradix.storage.guard.calls import has_failed, reasons_of
 from hiradix.transfer.jobs import (
     BACKBONE_PAIR,
     JobKind,
@@ -190,20 +191,20 @@ class StorageRunner:
         return [page_views(page) for page in pages_of_pair.pages[start : start + self._batch_pages].tolist()]
 
 
-def _use_of_rows(hashes: Sequence[bytes], rows: PageRows, first: int, pair: int) -> Use:
+def _use_of_rows(hashes: Sequence[bytes], rows: PageRows, first: int, pair: int) -> ChainUse:
     """A job's use of pages of `rows` from `first` on, in one component."""
-    before = None if rows.start else Names(hashes[:first], _names)
+    before = None if rows.start else LazyKeys(hashes[:first], _names)
     after = hashes[first - 1].hex() if first else rows.prior.hex() if rows.start else ""
-    return Use(Names(hashes[first:], _names), before, after, rows.tenant, rows.extra_key, pair)
+    return ChainUse(LazyKeys(hashes[first:], _names), before, after, rows.tenant, rows.extra_key, pair)
 
 
-def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> Use:
+def _use_of_read(read: ReadPayload, pages_of_pair: TrailingPages) -> ChainUse:
     """The same of the pages that a read brings."""
     hashes = read.hashes[len(read.hashes) - len(pages_of_pair.pages) :]
     before = None
     if read.chain is not None and hashes:
-        before = Names(read.chain[: read.chain.index(hashes[0])], _names)
-    return Use(Names(hashes, _names), before, "", read.tenant, read.extra_key, pages_of_pair.pair)
+        before = LazyKeys(read.chain[: read.chain.index(hashes[0])], _names)
+    return ChainUse(LazyKeys(hashes, _names), before, "", read.tenant, read.extra_key, pages_of_pair.pair)
 
 
 def _names(hashes: Sequence[bytes]) -> list[str]:
@@ -212,7 +213,13 @@ def _names(hashes: Sequence[bytes]) -> list[str]:
 
 
 def _all_done(task: Task, answer: Sequence[bool]) -> bool:
-    """Count the leading True of a get or put answer into the task; whether there is no other."""
+    """Count the leading True of a get or put answer into the task; whether there is no other.
+
+    StorageError where a fault kept pages back: unlike a page that is not there, it is why a job fails.
+    """
     done = answer.index(False) if False in answer else len(answer)
     task.num_pages += done
+    if done < len(answer) and has_failed(answer):
+        why = ", ".join(reason.value for reason in reasons_of(answer))
+        raise StorageError(f"{len(answer) - done} of {len(answer)} pages failed: {why}")
     return done == len(answer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hiradix.transfer import FailReason, JobKind
@@ -75,7 +77,14 @@ def test_all_results_are_applied_in_one_tick() -> None:
     world.assert_drained()
 
 
-def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage() -> None:
+def fail(keys: Any) -> int:
+    """A lookup whose guard is at fault: of a store's faults it says no more than that nothing is there."""
+    raise OSError("injected")
+
+
+def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = stored_world(4)
     prefetcher, unfulfilled = world.cache.prefetcher, world.cache.counters.unfulfilled
     assert prefetcher.start("gone", key(4), world.cache.tree.root)
@@ -83,7 +92,7 @@ def test_a_query_that_nobody_waits_for_any_more_is_no_fault_of_storage() -> None
     world.settle()
     assert world.controller.stats().kinds[JobKind.QUERY].failures == {FailReason.CANCELLED: 1}
     assert "storage_transfer" not in unfulfilled, unfulfilled
-    world.storage.faults = 1.0
+    monkeypatch.setattr(world.stores.parts[0], "exists", fail)
     assert prefetcher.start("r", key(4), world.cache.tree.root)
     world.driver.run()
     world.cache.tick()
@@ -241,9 +250,9 @@ def test_one_who_joined_asks_for_itself_where_storage_did_not_answer() -> None:
     world = stored_world(4)
     prefetcher, root = world.cache.prefetcher, world.cache.tree.root
     assert prefetcher.start("first", key(4), root) and prefetcher.start("joined", key(4), root)
-    world.storage.faults = 1.0
-    world.driver.run()
-    world.storage.faults = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.stores.parts[0], "exists", fail)
+        world.driver.run()
     world.cache.tick()
     assert prefetcher.progress("first") and len(prefetcher) == 1
     world.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -37,6 +38,11 @@ def test_prints_what_it_says(path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert said and done.stdout.splitlines() == said
+
+
+def test_the_backend_is_as_short_as_the_docs_say() -> None:
+    lines, first = inspect.getsourcelines(FolderBackend)
+    assert len(lines) <= 60, f"{len(lines)} lines from line {first}"
 
 
 class TestFolderBackend(StorageContract, PersistentContract, SharedContract):

@@ -14,7 +14,7 @@ import yaml
 
 from hiradix.apps.server import metrics
 from hiradix.prefix_cache import HiRadixCache, StateHiRadixCache, SWAHiRadixCache
-from hiradix.storage import Traits
+from hiradix.storage import Batch, Traits
 from hiradix.tree import RadixTree
 from tests.project.repo import ROOT
 
@@ -53,9 +53,15 @@ def test_each_method_of_the_tree_has_a_row() -> None:
 
 
 def test_each_trait_of_a_backend_has_a_row() -> None:
-    text = page("your-backend.md").split("`hiradix.storage.kit`")[0]
+    text = page("your-backend.md").split("## 2. ")[1].split("`hiradix.storage.kit`")[0]
     rows = {re.split("=", name)[0] for name in first_cells(text)}
     assert {field.name for field in dataclasses.fields(Traits)} - {"guarded"} == rows
+
+
+def test_all_that_a_batch_says_of_a_call_has_a_row() -> None:
+    text = page("your-backend.md").split("## 1. ")[1].split("## 2. ")[0]
+    own = {name for name, value in vars(Batch).items() if isinstance(value, property)} - {"start"}
+    assert {name for name in own if f"`{name}`" not in text} == set()
 
 
 def test_each_metric_has_a_row() -> None:

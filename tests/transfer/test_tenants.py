@@ -14,9 +14,7 @@ from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.tree.hashing import PageRows, hash_pages
 from tests.transfer.doubles import TWO_PAGES, run, task_of
 
-ROWS = PageRows(
-    b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice", extra_key="adapter"
-)
+ROWS = PageRows(b"", np.arange(12, dtype=np.int64).reshape(3, 4), tenant="salt:alice", extra_key="adapter")
 TAILS = (TrailingPages(np.arange(3)), TrailingPages(np.arange(2), 1))
 
 
@@ -47,9 +45,7 @@ def test_every_call_says_whose_pages_they_are(move: str) -> None:
     runner.use(cast(Any, SimpleNamespace(parts=stores)))
     payload = {
         "query": QueryPayload(ROWS, 3),
-        "read": ReadPayload(
-            tuple(hash_pages(ROWS)), TAILS, extra_key=ROWS.extra_key, tenant=ROWS.tenant
-        ),
+        "read": ReadPayload(tuple(hash_pages(ROWS)), TAILS, extra_key=ROWS.extra_key, tenant=ROWS.tenant),
         "store": StorePayload(ROWS, TAILS),
     }[move]
     run(getattr(runner, move), task_of(payload))

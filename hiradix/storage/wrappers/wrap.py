@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -90,9 +91,9 @@ def inner_context(context: StorageContext, config: WrapConfig) -> StorageContext
     if config.quantise != "none":
         page_bytes = quantise.coded_bytes(page_bytes, context.elements)
     if config.encryption_key_file:
-        extra_bytes += encryption().OVERHEAD_BYTES
+        extra_bytes += module_of("encryption_key_file").OVERHEAD_BYTES
     if config.compression != "none":
-        extra_bytes += _compression().OVERHEAD_BYTES
+        extra_bytes += module_of("compression").OVERHEAD_BYTES
     return dataclasses.replace(
         context, page_bytes=page_bytes + extra_bytes, ragged=config.compression != "none"
     )
@@ -104,7 +105,7 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
         if config.retries:
             backend = RetryingStorage(backend, config.retries, config.retry_wait_s)
         if config.encryption_key_file:
-            module = encryption()
+            module = module_of("encryption_key_file")
             key = module.read_key(config.encryption_key_file)
             backend = module.EncryptedStorage(backend, key, context.fingerprint.digest()[:32])
         if config.compression != "none":
@@ -113,7 +114,7 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
                     f"{flag('compression')}: this backend stores pages of one length only; "
                     "redis, valkey and s3 take any"
                 )
-            backend = _compression().CompressedStorage(backend, config.compression_level)
+            backend = module_of("compression").CompressedStorage(backend, config.compression_level)
         if config.quantise != "none":
             backend = quantise.QuantisedStorage(backend, context.fingerprint, context.elements)
         if config.negative_ttl_s:
@@ -124,20 +125,16 @@ def wrap(backend: StorageBackend, context: StorageContext, config: WrapConfig) -
     return backend
 
 
-def encryption() -> Any:
-    """The module `encrypt`; raises ConfigError with what to install where its package is missing."""
+def module_of(key: str) -> Any:
+    """The module that a key of those above asks for; raises ConfigError with what to install where its
+    package is missing."""
+    name, extra = _MODULES[key]
     try:
-        from hiradix.storage.wrappers import encrypt
+        return importlib.import_module(f"hiradix.storage.wrappers.{name}")
     except ImportError as error:
-        hint = "install it with: pip install 'hiradix[encryption]'"
-        raise ConfigError(f"{flag('encryption_key_file')}: {error}; {hint}") from error
-    return encrypt
+        hint = f"install it with: pip install 'hiradix[{extra}]'"
+        raise ConfigError(f"{flag(key)}: {error}; {hint}") from error
 
 
-def _compression() -> Any:
-    try:
-        from hiradix.storage.wrappers import compress
-    except ImportError as error:
-        hint = "install it with: pip install 'hiradix[zstd]'"
-        raise ConfigError(f"{flag('compression')}: {error}; {hint}") from error
-    return compress
+_MODULES = {"encryption_key_file": ("encrypt", "encryption"), "compression": ("compress", "zstd")}
+"""Modules whose packages may be missing, and the extra that brings these."""
