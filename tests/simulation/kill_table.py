@@ -365,8 +365,8 @@ BUGS = [
         ),
         (
             "if _1 and self._controller.storage_attached and (_2.node.parent is not None):\n    "
-            "self.storage_backup._submit(_2.node, _2.node.start)\n    if self.policy.writes_on_evict:\n        "
-            "self.storage_backup.store_below(_2.node)"
+            "self.storage_backup._submit(_2.node, _2.node.start)\n    if self.policy.writes_on_evict:\n"
+            "        self.storage_backup.store_below(_2.node)"
         ),
         "tests/cache/test_lost_hits.py",
     ),
