@@ -54,9 +54,10 @@ from hiradix.transfer.jobs import (
     joined,
     pages_in_use,
 )
+from hiradix.transfer.pool_pair import PoolPair
 from hiradix.transfer.prefetch_operation import PrefetchOperation
 from hiradix.transfer.protocols import PageSource, PartedStorage, StorageLike
-from hiradix.transfer.runners import CopyRunner, PoolPair
+from hiradix.transfer.runners import CopyRunner
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
