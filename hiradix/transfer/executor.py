@@ -43,6 +43,7 @@ class StorageExecutor(Protocol):
         chain: Chain = None,
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
+        tenant: str = "",
     ) -> Ticket:
         """Bring the named pages into host pages. See `HiCacheController.read`."""
 

@@ -189,10 +189,12 @@ class StepExecutor:
         chain: Chain = None,
         others: Iterable[TrailingPages] = (),
         extra_key: str | None = None,
+        tenant: str = "",
     ) -> Ticket:
         """As `HiCacheController.read`. The chain stays here: it may be a long prompt's, once for each
         batch."""
-        return self._order(ReadPayload(tuple(hashes), as_trailing_pages(host_pages, others), None, extra_key))
+        trailing = as_trailing_pages(host_pages, others)
+        return self._order(ReadPayload(tuple(hashes), trailing, None, extra_key, tenant))
 
     def write_storage(
         self, rows: PageRows, host_pages: PageIds, others: Iterable[TrailingPages] = ()
