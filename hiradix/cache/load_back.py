@@ -122,13 +122,13 @@ class LoadBack:
         None: the device cannot hold all of them (or more than `quota_pages`), and nothing changed. The
         copies start with the next `start_loading`; until they are done the path stays locked.
         """
-        start, others = self._tree.absent_from(node, DEVICE), self._others(node)
-        asked = node.end - start
-        if not asked and not others:
-            return 0
-        num_pages = sizes(others)
-        num_pages[BACKBONE] = asked
+        start, num_pages = self._tree.absent_from(node, DEVICE), {BACKBONE: 0}
+        if not self._is_plain:
+            num_pages = sizes(self._others(node))
+        asked = num_pages[BACKBONE] = node.end - start
         total = sum(num_pages.values())
+        if not total:
+            return 0
         is_full = len(self._queued) >= self._controller.limits.queued_jobs
         if is_full or (quota_pages is not None and asked > quota_pages):
             self._counters.load_refused += asked
@@ -148,8 +148,6 @@ class LoadBack:
 
     def _others(self, node: Node) -> list[NodePages]:
         """What a boundary at `node` lacks on the device of further components."""
-        if self._is_plain:
-            return []
         missing = self._tree.missing(node, HOST, DEVICE)
         return [segment for segment in missing if segment.component != BACKBONE]
 
@@ -172,14 +170,16 @@ class LoadBack:
 
     def _submit(self, node: Node, start: int, pages: PagesOf, locks: tuple[Lock, Lock]) -> None:
         """Queue one copy for all of it; the tree has its device `pages` at once."""
-        segments, further = self._others(node), [component for component in pages if component != BACKBONE]
-        host = gathered(segments, further)
-        host[BACKBONE] = self._tree.pages(node, HOST, start)
+        host: dict[int, Pages] = {BACKBONE: self._tree.pages(node, HOST, start)}
+        segments = [] if self._is_plain else self._others(node)
+        others: list[Copy] = []
         self._supply.take_path(node, pages[BACKBONE])
-        for segment, own in shared_out(pages, segments):
-            self._supply.take_beside(segment, own)
+        if segments:
+            host |= gathered(segments, (component for component in pages if component != BACKBONE))
+            others = [Copy(own, pages[c], c) for c, own in host.items() if c != BACKBONE]
+            for segment, own in shared_out(pages, segments):
+                self._supply.take_beside(segment, own)
         copy = LoadBackCopy(self, node, start, segments, host, locks)
-        others = [Copy(host[c], pages[c], c) for c in further]
         self._in_flight.add(self._controller.load(host[BACKBONE], pages[BACKBONE], others), copy)
         self._queued.append(copy)
 
@@ -276,7 +276,7 @@ class LoadBack:
 
     def usable(self, match: Match) -> Match:
         """`match`, cut above any load that failed and has not left the tree yet."""
-        if not self._has_garbage:
+        if not self._failed and not self._failed_others:
             return match
         cut = self._topmost_garbage(match.loadable_node)
         if cut is None:
@@ -294,8 +294,10 @@ class LoadBack:
 
     def blocks(self, key: RadixKey) -> bool:
         """Whether the path of `key` leads over pages of a failed load that somebody still locks."""
+        if not self._failed and not self._failed_others:
+            return False
         self.drop_failed()
-        if not self._has_garbage:
+        if not self._failed and not self._failed_others:
             return False
         self._tree.match(key)  # splits the node it ends in
         return self._topmost_garbage(self._tree.find(key)) is not None
@@ -305,7 +307,7 @@ class LoadBack:
 
         Until then our own lock keeps them from leaving by another way, bit by bit, and out of sight.
         """
-        if not self._has_garbage:
+        if not self._failed and not self._failed_others:
             return
         failed, self._failed = self._failed, []
         for lock, _ in failed:

@@ -227,11 +227,13 @@ class PageSupply:
         if not self.host_pools:
             return None
         pool = self.host_pools[component]
+        pages = pool.alloc(num_pages)
+        if pages is not None:
+            return pages
         short = num_pages - pool.available
-        if short > 0:
-            if short > self.tree.evictable_pages(HOST, component):
-                return None
-            self.evict(HOST, short, component)
+        if short > self.tree.evictable_pages(HOST, component):
+            return None
+        self.evict(HOST, short, component)
         return pool.alloc(num_pages)
 
     def alloc_all_host(self, num_pages: Mapping[int, int]) -> PagesOf | None:

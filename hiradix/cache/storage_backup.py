@@ -10,8 +10,7 @@ whole path and takes every run of nodes that storage lacks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Final
 
 from hiradix.cache.in_flight import InFlightJob, InFlightJobs
@@ -80,9 +79,11 @@ class StorageBackup:
     def offer_again(self, node: Node) -> None:
         """A request runs on the path to `node`, counted already: now and then forget that storage has it."""
         if self._executor.storage_attached:
-            for n in self._tree.path(node):
-                if n.hit_count % OFFER_AGAIN_USES == 0:
-                    n.stored = n.boundary_stored = False
+            at = self._tree.current(node)
+            while at is not None and at.parent is not None:
+                if at.hit_count % OFFER_AGAIN_USES == 0:
+                    at.stored = at.boundary_stored = False
+                at = at.parent
 
     def store(self, node: Node) -> None:
         """Store what is lacking of the path to `node`, root first.
@@ -91,15 +92,29 @@ class StorageBackup:
         """
         if not self._executor.storage_attached:
             return
-        path = list(self._tree.path(node))
+        path: list[Node] = []
+        at, is_lacking = self._tree.current(node), bool(self._others)
+        while at is not None and at.parent is not None:
+            path.append(at)
+            if not at.stored:
+                is_lacking = True
+                if at.host.pages is None:
+                    path.clear()
+            at = at.parent
+        if not path or not is_lacking:
+            return
         path.reverse()
-        for i, n in enumerate(path):
-            if not n.stored and n.host.pages is None:
-                del path[i:]
-                break
         boundaries = self._lacking_boundaries(path) if self._others else []
-        for run in list(_runs(path, lambda n: not n.stored)):
-            self._submit(run[-1], run[0].start)
+        last: Node | None = None  # of the run of nodes that storage lacks
+        start = 0
+        for n in path:
+            if not n.stored:
+                start, last = n.start if last is None else start, n
+            elif last is not None:
+                self._submit(last, start)
+                last = None
+        if last is not None:
+            self._submit(last, start)
         for n, known in boundaries:
             self._submit_boundary(n, known)
 
@@ -190,8 +205,3 @@ def _record(node: Node, component: int) -> Pages:
     if pages is None:
         raise Misuse(f"component {component} of {node} is not on the host")
     return pages
-
-
-def _runs(path: Iterable[Node], lacks: Callable[[Node], bool]) -> Iterator[list[Node]]:
-    """The longest runs of adjacent nodes of a root-first path that all lack something."""
-    return (list(nodes) for missing, nodes in groupby(path, lacks) if missing)

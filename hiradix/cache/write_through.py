@@ -64,8 +64,6 @@ class WriteThroughCopy(InFlightJob):
 
     def copies(self) -> list[Copy]:
         """What the controller copies beside the backbone."""
-        if not self.others:
-            return []
         source = gathered(self.others, (c for c in self.owns if c != BACKBONE))
         return [Copy(pages, self.owns[c], c) for c, pages in source.items()]
 
@@ -163,9 +161,8 @@ class WriteThrough:
         if locks and target is not node and not self._is_plain:  # its window is another one
             longer, locks = locks, self._locked(target)
             self._unlock(longer)
-        host = None
+        host, others = None, self._others(target, start) if others is None and not self._is_plain else others
         if last is not None or start == node.end:
-            others = self._others(target, start) if others is None else others
             host = self._host_pages(target.end - start, others)
         self._counters.write_dropped += wanted - (start if host is None else target.end)
         if host is None:
@@ -244,8 +241,11 @@ class WriteThrough:
                 found.append(segment)
         return found
 
-    def _host_pages(self, num_pages: int, others: list[NodePages]) -> PagesOf | None:
+    def _host_pages(self, num_pages: int, others: list[NodePages] | None) -> PagesOf | None:
         """Host pages for so many of the backbone and for `others`; None if they cannot be had."""
+        if not others:
+            pages = self._supply.alloc_host(num_pages) if num_pages else NO_PAGES
+            return None if pages is None else {BACKBONE: pages}
         counts = sizes(others)
         counts[BACKBONE] = num_pages
         return self._supply.alloc_all_host(counts)
@@ -257,7 +257,8 @@ class WriteThrough:
         source = self._tree.pages(node, DEVICE, start=start) if start < node.end else NO_PAGES
         copy = WriteThroughCopy(self, node, start, source, others, host, locks)
         self._mark(copy, True)
-        self._in_flight.add(self._controller.defer_write(source, host[BACKBONE], copy.copies()), copy)
+        further = copy.copies() if others else ()
+        self._in_flight.add(self._controller.defer_write(source, host[BACKBONE], further), copy)
         return copy
 
     def _mark(self, copy: WriteThroughCopy, is_written: bool) -> None:
@@ -284,10 +285,13 @@ class WriteThrough:
 
     def _adopt(self, copy: WriteThroughCopy) -> None:
         """Give the tree the host pages of a copy that is done."""
-        adopt, free = self._tree.adopt, self._supply.free_host
-        free(adopt(copy.node, BACKBONE, HOST, copy.owns[BACKBONE]))
-        for segment, pages in shared_out(copy.owns, copy.others):
-            free(adopt(segment.node, segment.component, HOST, pages), segment.component)
+        refused = self._tree.adopt(copy.node, BACKBONE, HOST, copy.owns[BACKBONE])
+        if len(refused):
+            self._supply.free_host(refused)
+        if copy.others:
+            for segment, pages in shared_out(copy.owns, copy.others):
+                refused = self._tree.adopt(segment.node, segment.component, HOST, pages)
+                self._supply.free_host(refused, segment.component)
 
     def _locked(self, node: Node) -> list[Lock]:
         """Locks under which the path's pages stay: in the host tier, which keeps on the device what the host

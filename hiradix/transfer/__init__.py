@@ -8,9 +8,9 @@ from hiradix.transfer.drivers import Driver, StepDriver, ThreadDriver
 from hiradix.transfer.executor import StorageExecutor
 from hiradix.transfer.gate import LayerDoneCounter, LoadFailed
 from hiradix.transfer.jobs import Copy, FailReason, JobKind, Result, Ticket, TrailingPages, TrailingWindow
+from hiradix.transfer.pool_pair import PoolPair
 from hiradix.transfer.prefetch_operation import PrefetchOperation
 from hiradix.transfer.protocols import PageSource
-from hiradix.transfer.runners import PoolPair
 from hiradix.transfer.runtime import FOUR_WORKERS, TWO_WORKERS, Runtime, TransferLimits
 
 __all__ = [

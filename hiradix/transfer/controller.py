@@ -54,9 +54,10 @@ from hiradix.transfer.jobs import (
     joined,
     pages_in_use,
 )
+from hiradix.transfer.pool_pair import PoolPair
 from hiradix.transfer.prefetch_operation import PrefetchOperation
 from hiradix.transfer.protocols import PageSource, PartedStorage, StorageLike
-from hiradix.transfer.runners import CopyRunner, PoolPair
+from hiradix.transfer.runners import CopyRunner
 from hiradix.transfer.runtime import Runtime
 from hiradix.transfer.storage_runner import StorageRunner
 from hiradix.transfer.streams import make_streams
@@ -164,9 +165,10 @@ class HiCacheController:
         """`write`, started by what wakes a thread anyway: the next `start_loading`; else by the second `poll`
         from here, by any wait, or by itself within `IDLE_CHECK_S`. For engines, which go step by step."""
         copies = as_copies(device_pages, host_pages, others)
-        task = self._task(JobKind.WRITE, self._size(copies), copies, self._streams.mark())
+        ticket = self._job_table.new_ticket(JobKind.WRITE)
+        task = Task(JobKind.WRITE, ticket, self._size(copies), copies, self.epoch, self._streams.mark())
         self._job_table.defer_write(task, self._refusal(JobKind.WRITE))
-        return task.ticket
+        return ticket
 
     def load(self, host_pages: PageIds, device_pages: PageIds, others: Iterable[Copy] = ()) -> Ticket:
         """Copy host pages to device pages, and `others` along, with the next `start_loading`."""
@@ -454,9 +456,10 @@ class HiCacheController:
     # -- inside -------------------------------------------------------------------------
 
     def _submit(self, kind: JobKind, size: Size, payload: Payload, after: object = None) -> Ticket:
-        task = self._task(kind, size, payload, after)
+        ticket = self._job_table.new_ticket(kind)
+        task = Task(kind, ticket, size, payload, self.epoch, after)
         self._job_table.submit(task, self._refusal(kind))
-        return task.ticket
+        return ticket
 
     def _is_of_prefetch(self, result: Result) -> bool:
         """Whether a prefetch waited for this; if so, carry it on."""
@@ -471,9 +474,6 @@ class HiCacheController:
             )
             self._prefetches[operation.ticket] = operation
         return True
-
-    def _task(self, kind: JobKind, size: Size, payload: Payload, after: object) -> Task:
-        return Task(kind, self._job_table.new_ticket(kind), size, payload, self.epoch, after)
 
     def _size(self, moved: Copies | AllTrailingPages) -> Size:
         num_pages = num_bytes = 0

@@ -117,30 +117,28 @@ class ThreadDriver:
     def wake(self, worker: Steppable, follower: Steppable | None = None) -> None:
         """There may be work for `worker`; and for `follower`, which the worker's thread wakes after its next
         step: to wake a thread that sleeps takes several microseconds. Scheduler thread only."""
-        self._started(worker).wake(None if follower is None else self._started(follower))
+        self._thread_of(worker).wake(None if follower is None else self._thread_of(follower))
 
     def announce(self, worker: Steppable) -> None:
         """There is work for `worker` that may wait for its next `wake`, or for `IDLE_CHECK_S`."""
-        if self._thread_of(worker) is None:
+        thread = self._threads.get(id(worker))
+        if thread is None or thread.worker() is not worker:
             self.wake(worker)
 
-    def _started(self, worker: Steppable) -> _WorkerThread:
-        thread = self._thread_of(worker)
-        if thread is None:
+    def _thread_of(self, worker: Steppable) -> _WorkerThread:
+        """The worker's thread, started now if it has none."""
+        thread = self._threads.get(id(worker))
+        if thread is None or thread.worker() is not worker:
             gone = [number for number, thread in self._threads.items() if thread.worker() is None]
             for number in gone:
                 del self._threads[number]
             self._threads[id(worker)] = thread = _WorkerThread(worker)
         return thread
 
-    def _thread_of(self, worker: Steppable) -> _WorkerThread | None:
-        thread = self._threads.get(id(worker))
-        return thread if thread is not None and thread.worker() is worker else None
-
     def stop(self, worker: Steppable, timeout_s: float) -> bool:
         """End the worker's thread; False if it is still inside a step at the deadline."""
-        thread = self._thread_of(worker)
-        return thread is None or thread.stop(timeout_s)
+        thread = self._threads.get(id(worker))
+        return thread is None or thread.worker() is not worker or thread.stop(timeout_s)
 
     def wait_for(self, predicate: Callable[[], bool], timeout_s: float) -> bool:
         """Block until `predicate` holds (checked after each `notify`) or the deadline; its last value."""

@@ -3,40 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hiradix.errors import Misuse
 from hiradix.transfer.gate import LayerDoneCounter
 from hiradix.transfer.jobs import Copy, JobKind, LoadBatch
-from hiradix.transfer.protocols import PageSource
+from hiradix.transfer.pool_pair import PoolPair
 from hiradix.transfer.streams import Streams
 from hiradix.transfer.worker import Steps, Task
-
-if TYPE_CHECKING:
-    from hiradix.memory.pools import DevicePool, HostPool
-    from hiradix.memory.strided_pool import StridedPool
-    from hiradix.memory.transport import Transport
-
-
-@dataclass(frozen=True)
-class PoolPair:
-    """Two pools of one shape and the copy between them.
-
-    layers: which of the model's layers each of the pools' layers is; None: they are the model's. device_free,
-    host_free: the pools' free pages, for `HiCacheController.evict_device` and `evict_host`.
-    """
-
-    device: DevicePool | StridedPool
-    host: HostPool
-    transport: Transport
-    layers: Sequence[int] | None = None
-    device_free: PageSource | None = None
-    host_free: PageSource | None = None
-
-    @property
-    def model_layers(self) -> Sequence[int]:
-        return range(self.device.shape.num_layers) if self.layers is None else self.layers
 
 
 class CopyRunner:

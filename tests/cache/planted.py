@@ -48,8 +48,8 @@ FAULTS = [
     ),
     Fault(
         "store: a boundary that was not taken counts",
-        "StorageBackup._submit_boundary",
-        "_1.num_pages == sum(map(len, _2.values()))",
+        "StorageBackup.stored_boundary",
+        "_1.num_pages == _2.num_pages",
         "True",
     ),
     Fault(
@@ -72,8 +72,8 @@ FAULTS = [
     ),
     Fault(
         "store: the lock of a boundary stays",
-        "StorageBackup._submit_boundary",
-        "self._tree.unlock(_1)",
+        "StorageBackup.stored_boundary",
+        "self._tree.unlock(_1.lock)",
         "pass",
     ),
     Fault(
@@ -85,7 +85,7 @@ FAULTS = [
     Fault(
         "store: a boundary of a node that is neither stored nor there",
         "StorageBackup.store",
-        "del _1[_2:]",
+        "_1.clear()",
         "pass",
     ),
     Fault(
@@ -180,14 +180,14 @@ FAULTS = [
     ),
     Fault(
         "read: what came in part is taken for whole",
-        "BoundaryReads._submit_step",
-        "_1.num_pages == _2 and _3.start < _4.end_page",
-        "_1.num_pages and _3.start < _4.end_page",
+        "BoundaryReads.arrived",
+        "_1.num_pages == _2.num_pages",
+        "_1.num_pages > 0",
     ),
     Fault(
         "read: what did not come whole is not given back",
-        "BoundaryReads._submit_step",
-        "self._supply.free_all_host(_1)",
+        "BoundaryReads.arrived",
+        "self._supply.free_all_host(_1.owns)",
         "pass",
     ),
     Fault(
@@ -222,14 +222,14 @@ FAULTS = [
     ),
     Fault(
         "read: again where it was",
-        "Step.gap",
-        "self.found.end - _1 + _2",
+        "BoundaryRead.gap",
+        "self.found.end - len(_1) + _2",
         "self.found.end",
     ),
     Fault(
         "read: again from the window's start",
-        "Step.gap",
-        "self.found.end - _1",
+        "BoundaryRead.gap",
+        "self.found.end - len(_1)",
         "self.found.start",
     ),
     Fault(
@@ -342,15 +342,15 @@ FAULTS = [
     ),
     Fault(
         "beside: the gate learns from windows what prompts cost",
-        "BoundaryReads._submit_step",
-        "_1.counts[BACKBONE] == _2",
+        "BoundaryReads.arrived",
+        "len(_1.owns[BACKBONE]) == _2",
         "True",
     ),
     Fault(
         "beside: the last names for fewer pages",
-        "BoundaryReads._submit_step",
-        "_1.hashes[_2 - max(_3.counts.values()):]",
-        "_1.hashes[:max(_3.counts.values())]",
+        "BoundaryReads._submit_read",
+        "_1.hashes[_2 - max(map(len, _3.values())):]",
+        "_1.hashes[:max(map(len, _3.values()))]",
     ),
     Fault(
         "way: none",
@@ -408,9 +408,9 @@ FAULTS = [
     ),
     Fault(
         "way: the same boundary twice",
-        "BoundaryReads._ask_on_the_way",
-        "(_1 := (_2 + _3.num_pages)) > _4",
-        "(_1 := (_2 + _3.num_pages)) >= _4",
+        "BoundaryReads.found_on_the_way",
+        "(_1 := (_2.low + _3.num_pages)) > _2.before",
+        "(_1 := (_2.low + _3.num_pages)) >= _2.before",
     ),
     Fault(
         "way: the names behind another page",
@@ -420,7 +420,7 @@ FAULTS = [
     ),
     Fault(
         "way: read before all is known",
-        "BoundaryReads._ask_on_the_way",
+        "BoundaryReads.found_on_the_way",
         "not _1.tickets",
         "True",
     ),
@@ -444,39 +444,39 @@ FAULTS = [
     ),
     Fault(
         "way: behind a gap all the same",
-        "BoundaryReads._failed",
-        "_1.end_page = _2.found.start",
+        "BoundaryReads._note_failed",
+        "_1.end_page = _2.start",
         "pass",
     ),
     Fault(
         "way: reads behind a gap go on",
-        "BoundaryReads._failed",
-        "self._controller.cancel(_1)",
+        "BoundaryReads._note_failed",
+        "self._executor.cancel(_1)",
         "pass",
     ),
     Fault(
         "way: a gap on the way is one of the whole",
-        "BoundaryReads._failed",
-        "_2 if _1 else _3",
+        "BoundaryReads._note_failed",
+        "_1.goal if _2 else _3",
         "_3",
     ),
     Fault(
         "way: a gap of the backbone is no gap",
-        "BoundaryReads._failed",
-        "_1 != BACKBONE and _2.found.end < _3",
-        "_2.found.end < _3",
+        "BoundaryReads._note_failed",
+        "_1 != BACKBONE and _2.end < _3.goal",
+        "_2.end < _3.goal",
     ),
     Fault(
         "way: a gap of the last window is no gap",
-        "BoundaryReads._failed",
-        "_1 != BACKBONE and _2.found.end < _3",
+        "BoundaryReads._note_failed",
+        "_1 != BACKBONE and _2.end < _3.goal",
         "_1 != BACKBONE",
     ),
     Fault(
         "way: what is lost behind a failure is not counted",
-        "BoundaryReads._failed",
-        "_1 - _2.found.start",
-        "len(_2.found.hashes)",
+        "BoundaryReads._note_failed",
+        "_1.goal - _2.start",
+        "len(_2.hashes)",
     ),
     Fault(
         "way: windows cost an eighth",

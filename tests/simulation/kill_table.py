@@ -106,9 +106,9 @@ BUGS = [
     bug(
         "6",
         "a read that came short is taken for whole",
-        "Reads._submit_batch",
+        "Reads.arrived",
         "_1.num_pages if _2 < _3.end_page else 0",
-        "len(_4) if _2 < _3.end_page else 0",
+        "_a1.num_pages if _2 < _3.end_page else 0",
     ),
     bug(
         "7",
@@ -121,8 +121,8 @@ BUGS = [
         "8",
         "host copies are visible before they are made",
         "WriteThrough._write",
-        "_1 = self._controller.defer_write(_2, _3, _4.copies())",
-        "_1 = self._controller.defer_write(_2, _3, _4.copies())\nself._adopt(_4)",
+        "self._mark(_1, True)",
+        "self._mark(_1, True)\nself._adopt(_1)",
     ),
     bug(
         "9",
@@ -157,7 +157,7 @@ BUGS = [
         "15",
         "duplicates of an insert are forgotten",
         "PageSupply.give",
-        "self.device.free(_1[BACKBONE])",
+        "self.device_pools[BACKBONE].free(_1[BACKBONE])",
         "pass",
     ),
     bug(
@@ -178,8 +178,8 @@ BUGS = [
     bug(
         "18",
         "a cancelled copy keeps its host pages",
-        "WriteThrough._write",
-        "self._supply.free_all_host(_1.host)",
+        "WriteThrough.written",
+        "self._supply.free_all_host(_1.owns)",
         "pass",
     ),
     bug(
@@ -238,9 +238,9 @@ BUGS = [
     bug(
         "25",
         "a query that failed never ends its prefetch",
-        "Prefetcher._query",
-        "self._read(_1, StorageHit(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
-        "_3.error or self._read(_1, StorageHit(_2, _3.hashes[_4:_4 + _3.num_pages], _5, _6))",
+        "Prefetcher.found",
+        "self._read(_1, StorageHit(_2.start, _3, _4, _2.known))",
+        "_a2.error or self._read(_1, StorageHit(_2.start, _3, _4, _2.known))",
     ),
     bug(
         "25",
@@ -307,8 +307,8 @@ BUGS = [
     bug(
         "32",
         "nothing is stored",
-        "WriteThrough._write",
-        "self.storage_backup.store(_1)",
+        "WriteThrough.written",
+        "self.storage_backup.store(_1.node)",
         "pass",
         "tests/cache/test_lost_hits.py",
     ),
@@ -358,15 +358,15 @@ BUGS = [
     bug(
         "h1",
         "a split between insert and copy: only the lower part goes to storage",
-        "WriteThrough._write",
+        "WriteThrough.written",
         (
-            "if _1:\n    self.storage_backup.store(_2)\n    if self.policy.writes_on_evict:\n        "
-            "self.storage_backup.store_below(_2)"
+            "if _1:\n    self.storage_backup.store(_2.node)\n    if self.policy.writes_on_evict:\n        "
+            "self.storage_backup.store_below(_2.node)"
         ),
         (
-            "if _1 and self._controller.storage_attached and (_2.parent is not None):\n    "
-            "self.storage_backup._submit(_2, _2.start)\n    if self.policy.writes_on_evict:\n        "
-            "self.storage_backup.store_below(_2)"
+            "if _1 and self._controller.storage_attached and (_2.node.parent is not None):\n    "
+            "self.storage_backup._submit(_2.node, _2.node.start)\n    if self.policy.writes_on_evict:\n"
+            "        self.storage_backup.store_below(_2.node)"
         ),
         "tests/cache/test_lost_hits.py",
     ),
@@ -384,17 +384,8 @@ BUGS = [
         "h3",
         "an exception of a backend ends the worker's job without a result",
         "Worker._advance",
-        (
-            "try:\n    if _1.steps is None:\n        _1.steps = self._context.jobs[_1.kind](_1.active)\n  "
-            "  next(_1.steps)\nexcept StopIteration:\n    self._end(_1, None)\nexcept Exception as "
-            "_2:\n    self._end(_1, _2)\nexcept BaseException as _2:\n    self._end(_1, _2)\n    raise"
-        ),
-        (
-            "try:\n    if _1.steps is None:\n        _1.steps = self._context.jobs[_1.kind](_1.active)\n  "
-            "  next(_1.steps)\nexcept StopIteration:\n    self._end(_1, None)\nexcept Exception:\n    "
-            "_1.steps = _1.active = None\nexcept BaseException as error:\n    self._end(_1, _2)\n    "
-            "raise"
-        ),
+        "self._end(_1, _2)",
+        "_1.steps = _1.active = None",
     ),
     bug(
         "h4",
@@ -482,7 +473,7 @@ BUGS = [
         "wakes",
         "a write that nobody starts has no thread",
         "ThreadDriver.announce",
-        "if self._thread_of(_1) is None:\n    self.wake(_1)",
+        "if _1 is None or _1.worker() is not _2:\n    self.wake(_2)",
         "pass",
         "tests/transfer/test_deferred_writes.py",
     ),
@@ -504,7 +495,7 @@ BUGS = [
     bug(
         "003-b",
         "the tail of a read is given back twice",
-        "Reads._submit_batch",
+        "Reads.arrived",
         "self._supply.free_host(_1[_2:])",
         "self._supply.free_host(_1[_2:])\nself._supply.free_host(_1[_2:])",
     ),
