@@ -20,7 +20,7 @@ FIRST = {
 TOP = 5
 SETTLE_S = 120.0
 UNGATED = {"hicache_no_regret": "off"}
-"""Whether a tiny model computes faster than it loads depends on the machine; where a test asks, it says so."""
+"""Whether a tiny model computes faster than it loads depends on the machine; tests that ask say so."""
 
 
 class Play:
@@ -126,7 +126,8 @@ class Play:
         return {
             **told, **{f"fetch_{name}": value for name, value in vars(role.prefetch_figures).items()},
             "preemptions": self.preemptions, "load_async": role.plan.load_async, "idle": role.is_idle,
-            "has_storage": role.has_storage, "read_pages": reads.num_pages, "host_pages": role.index.num_pages,
+            "has_storage": role.has_storage, "read_pages": reads.num_pages,
+            "host_pages": role.index.num_pages,
             "storage": dict(worker.role.storage.stats()) if worker.role.storage is not None else None,
             "groups": list(role.plan.groups), "waiting": len(role.requests),
         }  # fmt: skip

@@ -274,10 +274,12 @@ class SchedulerRole:
         """Everything the workers are to do with this step. table: a request's blocks, by its id."""
         self._is_told = False
         self._book()
-        written = self.device.start_loading()
-        self._measure(scheduled, bool(written))
+        written, num_tokens = self.device.start_loading(), 0
+        is_loading = bool(written)
         for one in scheduled:
             written.update(one.new_blocks)
+            num_tokens += one.num_tokens
+        self._measure(num_tokens, len(scheduled), is_loading)
         for left in self._finished.taken(written):
             key = left.tracked.key(left.num_pages, self.index.page_size)
             self.device.save(left.tracked, key, self._blocks(left.table), before_forward=True)
@@ -293,13 +295,12 @@ class SchedulerRole:
             return NO_ORDERS[bool(scheduled), is_awaited]
         return Orders(fences, jobs, storage, bool(scheduled), is_awaited)
 
-    def _measure(self, scheduled: Sequence[StepRequest], loads: bool) -> None:
+    def _measure(self, num_tokens: int, num_requests: int, is_loading: bool) -> None:
         """What computing costs is measured by steps that wait for no load and compute mostly prompts."""
-        if loads and not self.plan.load_async:
+        if is_loading and not self.plan.load_async:
             self.meter.forget()
-            return
-        num_tokens = sum(one.num_tokens for one in scheduled)
-        self.meter.planned(num_tokens, bool(scheduled) and num_tokens >= 2 * len(scheduled))
+        else:
+            self.meter.planned(num_tokens, num_requests > 0 and num_tokens >= 2 * num_requests)
 
     @property
     def _is_awaited(self) -> bool:

@@ -77,8 +77,9 @@ class SchedulerCounters:
 
 @dataclass(frozen=True)
 class PrefetchCounters:
-    """Pages since start. late: came when nobody waited for them any more. left_out: found and not read, as
-    that takes longer than computing them, or reads before brought less than they took."""
+    """Pages of prompts since start. read: that the host has, or can use, by what was read. late: came when
+    nobody waited for them any more. left_out: found and not read, as that takes longer than computing them,
+    or reads before brought less than they took."""
 
     asked: int = 0
     found: int = 0

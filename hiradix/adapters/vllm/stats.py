@@ -18,7 +18,7 @@ FIGURES = {
     "fences": "Copies that a step waited for because it writes to their blocks",
     "prefetch_asked_pages": "Pages asked of storage",
     "prefetch_found_pages": "Pages storage had",
-    "prefetch_read_pages": "Pages that are on the host as they were read from storage",
+    "prefetch_read_pages": "Pages of prompts that the host could not have given without reads from storage",
     "prefetch_late_pages": "Of these, pages that came when nobody waited for them any more",
     "prefetch_left_out_pages": "Pages not read as computing is faster, or reads before brought too little",
     "prefetch_missed_deadline_pages": "Pages that had not come when their request went on",

@@ -1,0 +1,108 @@
+"""The executor whose orders travel with steps: one Result for all workers, and none lost on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hiradix.adapters.vllm.step_meter import StepMeter
+from hiradix.errors import Misuse
+from hiradix.policy.no_regret import NoRegret
+from hiradix.transfer import Copy, FailReason, JobKind, Result, StorageExecutor, Ticket
+from hiradix.transfer.jobs import StorePayload, TrailingPages
+from hiradix.transfer.step_executor import StepExecutor
+from hiradix.tree.hashing import PageRows
+
+ROWS = PageRows(b"", np.arange(12, dtype=np.int64).reshape(-1, 2))
+PAGES = np.arange(3, dtype=np.int32)
+
+
+def told(executor: StepExecutor, ticket: Ticket, *outcomes: tuple[int, str | None]) -> list[Result]:
+    for num_pages, error in outcomes:
+        executor.answer(Result(ticket, JobKind.READ, num_pages, error=error, duration_s=float(num_pages)))
+    return executor.poll()
+
+
+def test_a_result_is_the_least_of_all_workers_and_as_slow_as_the_slowest() -> None:
+    executor: StepExecutor = StepExecutor(3)
+    whole: StorageExecutor = executor
+    ticket = whole.read([b"a", b"b", b"c"], PAGES)
+    assert told(executor, ticket, (3, None), (1, "gone")) == [] and not executor.is_idle
+    (result,) = told(executor, ticket, (2, None))
+    assert (result.num_pages, result.error, result.duration_s) == (1, "gone", 3.0)
+
+
+def test_a_step_takes_each_order_once() -> None:
+    executor = StepExecutor(1)
+    query, read = executor.query(ROWS, 2), executor.read([b"a", b"b", b"c"], PAGES, chain=(b"x",) * 1000)
+    write, follows = executor.save((Copy(PAGES, PAGES),), StorePayload(ROWS, (TrailingPages(PAGES),)))
+    load = executor.load("r", (Copy(PAGES, PAGES),), True)
+    jobs = executor.take()
+    assert [job.ticket for job in jobs.storage_jobs] == [query, read]
+    assert [job.kind for job in jobs.storage_jobs] == [JobKind.QUERY, JobKind.READ]
+    assert [(save.ticket, save.store and save.store.ticket) for save in jobs.saves] == [(write, follows)]
+    assert [one.ticket for one in jobs.loads] == [load] and not executor.take()
+    assert jobs.storage_jobs[1].payload.chain is None, "it would be sent once for each batch"  # type: ignore[union-attr]
+    assert len({query, read, write, follows, load}) == 5 and executor.num_asked == 2
+
+
+def test_what_is_cancelled_before_a_step_took_it_ends_at_once() -> None:
+    executor = StepExecutor(2)
+    ticket, later = executor.query(ROWS), executor.query(ROWS)
+    executor.cancel(ticket)
+    (result,) = executor.poll()
+    assert (result.ticket, result.kind, result.reason) == (ticket, JobKind.QUERY, FailReason.CANCELLED)
+    assert [job.ticket for job in executor.take().storage_jobs] == [later]
+    executor.cancel(later)
+    executor.cancel(later)
+    assert executor.poll() == [] and executor.take().cancels == (later,)
+
+
+def test_a_lookup_of_more_pages_than_it_names_is_refused() -> None:
+    with pytest.raises(Misuse, match="7 pages"):
+        StepExecutor(1).query(ROWS, 7)
+
+
+class Gate(NoRegret):
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[float, float]] = []
+
+    def computed(self, num_pages: float, seconds: float) -> None:
+        self.told.append((num_pages, seconds))
+
+
+def measured(num_overlapping: int, steps: list[tuple[float, int, bool]]) -> list[tuple[float, float]]:
+    """What the gate is told of steps: when each is planned, its tokens, and whether it is of prompts."""
+    now, gate = [0.0], Gate()
+    meter = StepMeter(gate, lambda: now[0], 4, num_overlapping)
+    for now[0], num_tokens, is_prompt in steps:
+        if num_tokens or meter.is_open:
+            meter.planned(num_tokens, is_prompt)
+    return gate.told
+
+
+@pytest.mark.parametrize(
+    ("num_overlapping", "steps", "wanted"),
+    [
+        (1, [(1.0, 400, True), (3.0, 1, False), (9.0, 1, False)], [(100, 2.0)]),
+        (1, [(1.0, 400, True), (3.0, 40, True), (4.0, 0, False)], [(100, 2.0), (10, 1.0)]),
+        (2, [(1.0, 400, True), (1.1, 4, False), (3.0, 1, False)], [(101, 2.0)]),
+        (1, [(1.0, 1, False), (3.0, 1, False)], []),
+    ],
+)
+def test_a_prompt_has_taken_until_the_step_behind_those_under_way_is_planned(
+    num_overlapping: int, steps: Any, wanted: Any
+) -> None:
+    assert measured(num_overlapping, steps) == wanted
+
+
+def test_a_pause_of_the_engine_is_no_computing() -> None:
+    gate = Gate()
+    meter = StepMeter(gate, lambda: 0.0, 4, 1)
+    meter.planned(400, True)
+    meter.forget()
+    meter.planned(1, False)
+    assert gate.told == []
