@@ -60,7 +60,12 @@ def _leading(names: list[int], resident: dict[int, int]) -> int:
 
 @dataclass
 class _Flat:
-    """What the models share: who is resident in which queue, and how many children each has."""
+    """A cache of blocks by name; a model says in which queue a block waits and which one leaves.
+
+    where: by resident block, its queue. parent: by block, the one before it in its prompt (-1: none).
+    children: by block, how many resident ones follow it: only a block without any may leave. pinned: the
+    blocks of the request that is served.
+    """
 
     trace: Trace
     capacity: int
@@ -97,6 +102,7 @@ class _Flat:
             self.add(name)
 
     def is_stuck(self, name: int) -> bool:
+        """Whether a block may not leave now."""
         return name in self.pinned or self.children.get(name, 0) > 0
 
     def leave(self, name: int) -> None:
@@ -104,12 +110,15 @@ class _Flat:
         self.children[self.parent[name]] -= 1
 
     def hit(self, name: int) -> None:
+        """A resident block was asked for."""
         raise NotImplementedError
 
     def add(self, name: int) -> None:
+        """A block becomes resident; there is room."""
         raise NotImplementedError
 
     def evict(self) -> bool:
+        """Have one block leave; False if none may."""
         raise NotImplementedError
 
 
