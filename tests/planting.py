@@ -32,7 +32,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TEST_S = 30  # longest a single test may wait for what a fault keeps from coming
+TEST_S = 120  # longest a single test may wait for what a fault keeps from coming
+BUSY = 10  # a busy machine may take so many seconds for one of processor time
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Piece = ast.expr | list[ast.stmt]
@@ -299,7 +300,8 @@ def failing_test(copy: Path, tests: Sequence[str], timeout_s: float, **env: str)
     """The first of these tests that fails on the copy, as `tests/...::name`; None if none does.
 
     They run in a fork of this process, which imports the copy's code anew and keeps all other imports:
-    after `warm` a fault is judged in a second. AssertionError for a test that fails without the fault, too.
+    after `warm` a fault is judged in a second. timeout_s: of processor time. AssertionError for a test that
+    fails without the fault, too.
     """
     seen = _first_failing(copy, tests, timeout_s, env)
     if seen is None or not seen.startswith("tests/"):
@@ -329,7 +331,7 @@ def _first_failing(copy: Path, tests: Sequence[str], timeout_s: float, env: dict
     child.start()
     sending.close()
     try:
-        if not receiving.poll(timeout_s):
+        if not receiving.poll(BUSY * timeout_s):
             return "never ends"
         status, node, output = receiving.recv()
     except EOFError:

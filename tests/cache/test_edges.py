@@ -13,7 +13,7 @@ from hiradix.errors import Misuse
 from hiradix.memory import PageAllocator
 from hiradix.policy.eviction import make_order
 from hiradix.policy.uses import Finished
-from hiradix.tree import RadixKey, RadixTree
+from hiradix.tree import HOST, RadixKey, RadixTree
 from tests.cache.component_world import ComponentWorld, Setup
 from tests.cache.test_component_storage import TOKENS, loadable, on_the_way, restarted, serve_key
 from tests.cache.test_lost_hits import key, serve
@@ -56,6 +56,15 @@ def test_device_pages_for_a_path_that_has_its_own_are_refused() -> None:
     node = world.cache.match(key(4)).device_node
     with pytest.raises(Misuse, match="for what is resident"):
         world.cache.supply.take_path(node, world.device.alloc(1))
+
+
+@pytest.mark.parametrize(("host_pages", "written"), [(5, 5), (8, 8), (9, 8)])
+def test_of_a_prompt_longer_than_the_host_its_beginning_is_written(host_pages: int, written: int) -> None:
+    world = World(PlainSetup(device_pages=12, host_pages=host_pages), 1)
+    serve(world, key(8))
+    assert world.cache.tree.resident_pages(HOST) == written
+    assert world.cache.counters.written == written and world.cache.counters.write_dropped == 8 - written
+    world.assert_drained()
 
 
 def test_boundaries_on_the_way_are_named_from_where_the_tree_ends() -> None:

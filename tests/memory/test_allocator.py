@@ -168,6 +168,11 @@ def test_slot_allocator_needs_a_page() -> None:
         SlotAllocator(7, page_size=8)
 
 
+def test_a_table_of_one_request_with_one_token_is_a_table() -> None:
+    rows = ReqToTokenPool(1, 1)
+    assert rows.alloc(1) == [0] and rows.req_to_token.shape == (1, 1)
+
+
 def test_request_rows() -> None:
     rows = ReqToTokenPool(3, 16)
     assert rows.req_to_token.shape == (3, 16) and rows.req_to_token.dtype == torch.int32

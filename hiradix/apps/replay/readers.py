@@ -1,4 +1,4 @@
-"""Reads traces. The format is told by the first line's fields.
+"""Reads traces. The fields of the first line say which format it is.
 
 | format | fields | blocks are |
 |---|---|---|
