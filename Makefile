@@ -31,6 +31,7 @@
 # make bench-canary  what builds of one model differ by, and other models, as a share of what the canary allows
 # make bench-policy  eviction policies on a real trace, beside models and the optimum, and what they add to a turn
 #                    (5 minutes; POLICY_FLAGS=--quick)
+# make bench-agents  coding agents on a cache that does not hold them all: eviction, and the order of service (8 minutes)
 # make bench-sglang  our cache and SGLang's own inside SGLang 0.5.23 on this CPU: hits, scheduler's cost, TTFT (5 minutes)
 # make bench-vllm    the connector beside none, vLLM's prefix cache, its example connector and LMCache's; overhead without hits
 # make bench-serve URL=http://127.0.0.1:30000   the multi-turn benchmark against a running server
@@ -70,7 +71,7 @@ endif
 .PHONY: help .venv demo lint docs compiled clean \
 	explore test test-kernels test-faults test-compiled test-differential test-storage test-sglang test-vllm test-bench test-scale \
 	test-gpu sglang-venv vllm-venv \
-	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-sglang bench-vllm \
+	bench-gpu bench-tree bench-transfer bench-storage bench-storage-remote bench-quantise bench-canary bench-policy bench-agents bench-sglang bench-vllm \
 	bench-serve
 help:
 	@sed -n 's/^# \(make .*\|  .*\)/  \1/p' Makefile
@@ -215,6 +216,9 @@ bench-canary: $(READY)
 bench-policy: $(READY)
 	$(PY) benchmarks/bench_policy.py $(POLICY_FLAGS)
 	$(PY) benchmarks/bench_policy_turn.py $(filter --quick,$(POLICY_FLAGS))
+
+bench-agents: $(READY)
+	$(PY) benchmarks/bench_agents.py $(BENCH_FLAGS)
 
 bench-serve: $(READY)
 	$(PY) benchmarks/serve_multiturn.py $(BENCH_FLAGS) $(URL)

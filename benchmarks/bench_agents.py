@@ -168,7 +168,7 @@ def most_rows(file: SessionFile, is_quick: bool) -> Iterator[Row]:
     for order in ORDERS:
         cell = ClosedCell(crowd, "lru", Tiers(tokens(size)), order, SERVER)
         most = most_agents(
-            cell, file, P95_S, SessionAdmission if order == "admit" else None, 4 if is_quick else None
+            cell, file, P95_S, SessionAdmission if order == "admit" else None, 4 if is_quick else 256
         )
         found[order] = most / cell.memory_gib
     yield Row(f"most agents, {size}, p95 {P95_S:g} s", "agents", "per GiB", found.pop("cached"), found)

@@ -20,9 +20,9 @@ from itertools import accumulate
 from hiradix.errors import ConfigError, Misuse
 
 ROUND_SHARE = 0.92  # of its tenant's round: when a request is due
-FAR_S = 75.0  # a session expected back later than this leaves for one that waits
+FAR_S = 90.0  # a session expected back later than this leaves for one that waits
 FORGET_S = 600.0  # idle for longer, a session is taken to have ended
-OVER_SHARE = 1.5  # times its share of recent service: a tenant that had more comes behind the others
+OVER_SHARE = 1.1  # times its share of recent service: a tenant that had more comes behind the others
 RECENT_S = 60.0  # of service: after so much, half of what a tenant was served no longer counts
 _NEVER_S = 1e9
 
@@ -150,7 +150,8 @@ class LongestPrefixMatch(AdmissionPolicy):
 
 @dataclass(slots=True)
 class _Session:
-    """num_active: requests that wait or run. idle_since_s: when the last of them ended; None before.
+    """num_active: requests that wait or run; num_running: those that have pages. idle_since_s: when the last
+    of them ended; None before.
 
     is_in: its footprint counts against the capacity.
     """
@@ -159,6 +160,7 @@ class _Session:
     cold_price_s: float
     footprint: int
     num_active: int = 0
+    num_running: int = 0
     idle_since_s: float | None = None
     stop: str = ""
     is_in: bool = False
@@ -176,8 +178,8 @@ class CachedAdmission(AdmissionPolicy):
     and who is due enters, whatever has to leave. So with one tenant every first token comes when it is due
     or before, but for time in which no pages are free and for what is evicted of a session that is in.
 
-    Tenants: one that had more than OVER_SHARE of its share of recent service comes behind the others, and
-    those that hold less than their share of the capacity enter for idle sessions of those that hold more.
+    Tenants: one that had more than OVER_SHARE of its share of recent service comes behind the others, due or
+    not, and those with less than their share of the capacity enter for idle sessions of those with more.
     """
 
     name = "cached"
@@ -217,7 +219,9 @@ class CachedAdmission(AdmissionPolicy):
         for name in self._leavers(request, now_s, is_due=True) or ():
             self._sessions[name].is_in = False
             self._left[name] = None
-        self._sessions[request.session].is_in = True
+        session = self._sessions[request.session]
+        session.is_in = True
+        session.num_running += 1
         self._left.pop(request.session, None)
         request.has_started = True
         self._num_running += 1
@@ -229,17 +233,17 @@ class CachedAdmission(AdmissionPolicy):
         self._served_s[tenant] = self._served_s.get(tenant, 0.0) + served_s
 
     def end(self, session: str, now_s: float, stop: str = "") -> None:
-        self._num_running -= 1
-        self._ended(session, now_s, stop)
+        self._ended(session, now_s, stop, 1)
 
     def remove(self, rid: str, now_s: float) -> None:
         request = self.waiting.pop(rid)
-        self._num_running -= request.has_started
-        self._ended(request.session, now_s, "abort")
+        self._ended(request.session, now_s, "abort", int(request.has_started))
 
-    def _ended(self, name: str, now_s: float, stop: str) -> None:
+    def _ended(self, name: str, now_s: float, stop: str, num_running: int) -> None:
         session = self._sessions[name]
         session.num_active -= 1
+        session.num_running -= num_running
+        self._num_running -= num_running
         if not session.num_active:
             session.idle_since_s, session.stop = now_s, stop
 
@@ -266,29 +270,39 @@ class CachedAdmission(AdmissionPolicy):
         return sum(s.cold_price_s * max(s.num_active, 1) for s in known)
 
     def order(self, now_s: float, prices: Mapping[str, float]) -> list[str]:
-        due = sorted(self.waiting.values(), key=lambda r: r.deadline_s)
-        behind = self._over_share()
-        best = sorted(due, key=lambda r: (r.tenant in behind, not self._is_in(r), prices[r.rid]))
+        behind, waiting = self._over_share(), list(self.waiting.values())
+        chosen = self._chosen([r for r in waiting if r.tenant not in behind], [], now_s, prices)
+        if not behind:
+            return chosen
+        return chosen + self._chosen(waiting, chosen, now_s, prices)
+
+    def _chosen(
+        self, waiting: list[WaitingRequest], before: list[str], now_s: float, prices: Mapping[str, float]
+    ) -> list[str]:
+        """Whom of them to serve, the next first, once those `before` are served."""
+        due = sorted(waiting, key=lambda r: r.deadline_s)
         slack_s, least_s = self._slack(due, now_s, prices)
+        due = [request for request in due if request.rid not in before]
+        best = sorted(due, key=lambda r: (not self._is_in(r), prices[r.rid]))
         chosen: list[str] = []
         spent_s = 0.0
         for request in best:
-            spent_s += prices[request.rid]
-            if least_s < 0 or spent_s > slack_s[request.rid]:
+            price_s = prices[request.rid]
+            if least_s < 0 or spent_s + price_s > slack_s[request.rid]:
                 return self._with_due(chosen, due, best)
             if self._is_in(request) or self._leavers(request, now_s) is not None:
                 chosen.append(request.rid)
-            else:
-                spent_s -= prices[request.rid]
+                spent_s += price_s
         return chosen
 
     def _with_due(
         self, chosen: list[str], due: list[WaitingRequest], best: list[WaitingRequest]
     ) -> list[str]:
         """Behind those chosen the one due first; if that has no room, whoever has its own."""
-        first = next(r.rid for r in due if r.rid not in chosen)
-        rest = [r.rid for r in best if self._is_in(r) and r.rid not in chosen and r.rid != first]
-        return [*chosen, first, *rest]
+        first = next(r for r in due if r.rid not in chosen)
+        taken = {*chosen, first.rid}
+        rest = [r.rid for r in best if self._is_in(r) and r.rid not in taken]
+        return [*chosen, first.rid, *rest]
 
     def _slack(
         self, due: list[WaitingRequest], now_s: float, prices: Mapping[str, float]
@@ -308,25 +322,37 @@ class CachedAdmission(AdmissionPolicy):
         return request.has_started or self._sessions[request.session].is_in
 
     def _leavers(self, request: WaitingRequest, now_s: float, is_due: bool = False) -> list[str] | None:
-        """Idle sessions that leave so that this one can enter, the last expected back first; None if it may
-        not. Where nothing runs it may, whatever fits.
+        """Sessions that leave so that this one can enter, the last expected back first; None if it may not.
+        Where nothing runs it may, whatever fits. Those that leave are idle, or wait and are of a tenant with
+        more than its share, for one with less. Nobody of such a one leaves for one with more.
         """
         inside = {name: s for name, s in self._sessions.items() if s.is_in and name != request.session}
         over = sum(s.footprint for s in inside.values()) + request.footprint - self.capacity
+        if over <= 0:
+            return []
+        rich = self._over_room(request, inside)
+        is_poor = request.tenant not in rich
+        may = [
+            (s.tenant not in rich, -self._away_s(s, now_s), name)
+            for name, s in inside.items()
+            if not s.num_running and (is_poor or s.tenant in rich)
+        ]
         leaving: list[str] = []
-        rich = self._over_room(request, inside) if over > 0 else set()
-        idle = [(-self._away_s(s, now_s), name) for name, s in inside.items() if s.idle_since_s is not None]
-        for minus_away_s, name in sorted(idle) if over > 0 else ():
-            if is_due or -minus_away_s >= FAR_S or inside[name].tenant in rich:
+        for holds_little, minus_away_s, name in sorted(may):
+            yields = is_poor and not holds_little
+            is_idle = inside[name].idle_since_s is not None
+            if yields or (is_idle and (is_due or -minus_away_s >= FAR_S)):
                 leaving.append(name)
                 over -= inside[name].footprint
                 if over <= 0:
-                    break
-        return leaving if over <= 0 or is_due or not self._num_running else None
+                    return leaving
+        return leaving if is_due or not self._num_running else None
 
     def _away_s(self, session: _Session, now_s: float) -> float:
-        """Seconds until an idle session is expected back."""
-        return self._returns.expected_s(session.stop, now_s - (session.idle_since_s or 0.0))
+        """Seconds until a session is expected back; 0 where it is."""
+        if session.idle_since_s is None:
+            return 0.0
+        return self._returns.expected_s(session.stop, now_s - session.idle_since_s)
 
     # -- tenants ----------------------------------------------------------------------------
 
@@ -343,16 +369,11 @@ class CachedAdmission(AdmissionPolicy):
         return {tenant for tenant, had_s in zip(tenants, served_s) if had_s > most_s}
 
     def _over_room(self, request: WaitingRequest, inside: Mapping[str, _Session]) -> set[str]:
-        """Tenants that hold more than their share of the capacity, if this request's then holds no more."""
+        """Tenants that would hold more than their share of the capacity if this request entered."""
         held: dict[str, int] = {request.tenant: request.footprint}
         for session in inside.values():
             held[session.tenant] = held.get(session.tenant, 0) + session.footprint
-        share = self.capacity / len(held)
-        return (
-            {t for t, num_tokens in held.items() if num_tokens > share}
-            if held[request.tenant] <= share
-            else set()
-        )
+        return {tenant for tenant, num_tokens in held.items() if num_tokens > self.capacity / len(held)}
 
 
 _POLICIES: dict[str, type[AdmissionPolicy]] = {

@@ -71,6 +71,13 @@ CODINGS = ("exact", "zstd", "fp8-zstd", "memcpy")
 
 FORMS = (
     Quick(
+        "bench_agents",
+        _cases("fleet 8 2M", peers=("lru", "2q", "belady"))
+        + _cases("40 agents over 2M, all seeds", metric="TTFT mean", peers=("fcfs", "lpm", "admit"))
+        + _cases("most agents, 2M", peers=("fcfs", "lpm", "admit")),
+        target="bench-agents",
+    ),
+    Quick(
         "bench_boundaries",
         _cases("window of 3 pages, each 1 ", "window of 3 pages, each 5 ", peers=("looking back",)),
     ),

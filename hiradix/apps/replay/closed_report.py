@@ -54,6 +54,8 @@ def most_agents(
     """
 
     def is_good(agents: int) -> bool:
+        if agents > most:
+            return False
         try:
             found = replace(cell, crowd=replace(cell.crowd, agents=agents)).play(file, make)
         except ConfigError:  # no more sessions, or one too long for the device
@@ -61,7 +63,7 @@ def most_agents(
         return found.waits()["p95"] <= p95_s
 
     good, bad = 0, 1
-    while bad <= most and is_good(bad):
+    while is_good(bad):
         good, bad = bad, 2 * bad
     while bad - good > 1:
         middle = (good + bad) // 2
